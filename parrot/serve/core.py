@@ -207,7 +207,7 @@ class ServeCore:
 
     def metrics(self) -> Iterator[bytes]:
         """Yield one family after the other: all of them may take some ten milliseconds."""
-        return self._metrics.render(self.sessions, self._dispatcher)
+        return self._metrics.render(self.sessions, self._dispatcher, self.sessions.journal)
 
     def check_integrity(self) -> None:
         """Recount every book. Only between events of the loop."""

@@ -58,7 +58,8 @@ def endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _call_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known, durable = core.programs, _known(core), _durable(core)
+    programs, known = core.programs, _known(core)
+    durable, published = _durable(core), _published(core)
 
     def submit_graph(request: GraphRequest) -> GraphResponse:
         return _submit_graph(core, request)
@@ -112,13 +113,14 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
-            durable=durable,
+            durable=published,
         ),
     ]
 
 
 def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known, durable = core.programs, _known(core), _durable(core)
+    programs, known = core.programs, _known(core)
+    durable, published = _durable(core), _published(core)
 
     def create_var(request: VarCreateRequest) -> VarCreateResponse:
         return VarCreateResponse(var_id=programs.create_var(**dict(request)))
@@ -164,7 +166,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
-            durable=durable,
+            durable=published,
         ),
     ]
 
@@ -200,7 +202,7 @@ def _read_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _session_endpoints(core: ServeCore) -> list[Endpoint]:
-    durable = _durable(core)
+    durable, published = _durable(core), _published(core)
     return [
         Endpoint(
             "POST",
@@ -242,7 +244,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
-            durable=durable,
+            durable=published,
         ),
     ]
 
@@ -328,9 +330,15 @@ def key_check(core: ServeCore) -> Check:
 
 
 def _durable(core: ServeCore) -> Durable | None:
-    """Acknowledge a change when it is on disk, if changes are written down at all."""
+    """Acknowledge what adds something when it is on disk, if it is written down at all."""
     journal = core.sessions.journal
     return None if journal is None else journal.durable
+
+
+def _published(core: ServeCore) -> Durable | None:
+    """Acknowledge what ends something so, too; while nothing can be written, when it is done."""
+    journal = core.sessions.journal
+    return None if journal is None else journal.published
 
 
 def _known(core: ServeCore) -> BodyRules:

@@ -97,7 +97,8 @@ class Turn:
     async def read(self, choice: int) -> VarGetResponse:
         """Raises the answer's error."""
         output = self.completions[choice].output
-        await self.reads.value(self.session, output, self._options)
+        async with self.session.published():
+            await self.reads.value(self.session, output, self._options)
         return value_view(output)
 
     def stream(self, choice: int) -> AsyncGenerator[str]:

@@ -12,6 +12,7 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, Task, unnamed
 from parrot.serve.graph.variable import VariableState
+from parrot.serve.journal.journal import Journal
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.by_name import OTHER, SeriesByName
 from parrot.serve.telemetry.calls import (
@@ -103,15 +104,20 @@ class CoreMetrics:
             key = (OTHER, OTHER)
         return self._engines.setdefault(key, EngineSeries())
 
-    def render(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> Iterator[bytes]:
+    def render(
+        self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: Journal | None
+    ) -> Iterator[bytes]:
         """Yield all counts, and what is only looked up now: live sessions and engines."""
-        for family in self.families(sessions, dispatcher):
+        for family in self.families(sessions, dispatcher, journal):
             yield render_metrics([family])
 
-    def families(self, sessions: Iterable[Session], dispatcher: Dispatcher) -> Iterator[Metric]:
+    def families(
+        self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: Journal | None = None
+    ) -> Iterator[Metric]:
         yield from self._own_families()
         yield from _session_families(list(sessions))
         yield from _dispatcher_families(dispatcher)
+        yield _journal_family(journal)
 
     def _own_families(self) -> Iterator[Metric]:
         self._count()
@@ -138,6 +144,12 @@ def app_of(session: Session) -> str:
 
 def _function_of(task: Task) -> str:
     return UNNAMED if task.func_name == unnamed(task.request_id) else task.func_name
+
+
+def _journal_family(journal: Journal | None) -> Metric:
+    text = "1 while the journal cannot be written, and what would be is refused with 507."
+    is_failing = journal is not None and bool(journal.trouble)
+    return GaugeMetricFamily("parrot_journal_unwritable", text, value=is_failing)
 
 
 def _dispatcher_families(dispatcher: Dispatcher) -> Iterable[Metric]:

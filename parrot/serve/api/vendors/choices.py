@@ -24,12 +24,13 @@ async def read_all(turns: Sequence[Turn]) -> list[VarGetResponse]:
 
 async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]]:
     """The index of an answer with some more of its text, or with all of it at its end. Raises the
-    first error. What is not done when this ends is cancelled."""
+    first error. An answer's end, good or bad, is told when it is on disk, if it is written down.
+    What is not done when this ends is cancelled."""
     choices = _choices(turns)
     if len(choices) == 1:
         ((turn, choice),) = choices
         try:
-            async with aclosing(turn.stream(choice)) as stream:
+            async with turn.session.published(), aclosing(turn.stream(choice)) as stream:
                 async for text in stream:
                     yield 0, text
             yield 0, turn.ended(choice)
@@ -42,7 +43,7 @@ async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]
 
     async def read(index: int, turn: Turn, choice: int) -> None:
         try:
-            async with aclosing(turn.stream(choice)) as stream:
+            async with turn.session.published(), aclosing(turn.stream(choice)) as stream:
                 async for text in stream:
                     await deltas.put((index, text))
             await deltas.put((index, turn.ended(choice)))

@@ -88,7 +88,8 @@ class VendorAnswer(BaseModel):
 
 class VendorEndpoint(Endpoint):
     """`verb` is called with what an endpoint's verb is, and the caller, and gives the same; the
-    model `gives` describes it. The API key is the Bearer token, or the header `x-api-key`."""
+    model `gives` describes it. An answer that is there at once `adds` something, which must not be
+    lost, or ends something. The API key is the Bearer token, or the header `x-api-key`."""
 
     def __init__(
         self,
@@ -99,11 +100,14 @@ class VendorEndpoint(Endpoint):
         verb: Verb,
         summary: str,
         gives: type[VendorAnswer],
+        *,
+        adds: bool = True,
         **description: Any,
     ) -> None:
         super().__init__(method, path, verb, summary, access=Access.API_KEY, **description)
         self.gives = gives
         self._core = core
+        self._adds = adds
         self._error_body = error_body
 
     async def _answer(self, request: Request) -> Response:
@@ -123,19 +127,20 @@ class VendorEndpoint(Endpoint):
         result = self._verb(**await self._arguments(request), caller=caller)
         if inspect.isawaitable(result):
             response = self._response(await run_until_disconnect(request, result))
-            await self._lasting()
+            await self._lasting(adds=False)
         elif isinstance(result, AsyncGenerator):
             response = EventStream(result, lambda error: self._failed(error, request_id))
         else:
             response = self._response(result)
-            await self._lasting()
+            await self._lasting(adds=self._adds)
         response.headers.update(caller.headers)
         return response
 
-    async def _lasting(self) -> None:
-        """Answer when what was done is on disk, if it is written down at all."""
+    async def _lasting(self, *, adds: bool) -> None:
+        """Answer when what was done is on disk, if it is written down at all; but unless it `adds`
+        something, do not wait while nothing can be written."""
         if self.method != "GET" and (journal := self._core.sessions.journal) is not None:
-            await journal.durable()
+            await (journal.durable() if adds else journal.published())
 
     async def _read_fields(self, request: Request) -> Any:
         """The body's, or the query's where there is no body: clients put fields into the query of

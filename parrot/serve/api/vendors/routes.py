@@ -154,6 +154,7 @@ def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
             gives,
             errors=errors,
             may_stream=verb in streaming,
+            adds=verb == responses.create,
         )
         for method, path, verb, summary, gives, errors in verbs
     ]

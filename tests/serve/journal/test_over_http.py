@@ -1,0 +1,161 @@
+"""What clients are told over HTTP, and when, beside a disk that is slow or full."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from parrot.protocol.engine_api import RegisterRequest
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.record import Record
+from parrot.utils.clock import MonotonicClock
+from tests.serve.journal.replayed import MemoryFile
+from tests.serve.vendors.conftest import MODEL, Site
+from tests.support.app_server import serve_app
+from tests.support.fake_engine import FakeEngine, fake_engine
+
+
+class HeldFile(MemoryFile):
+    """A disk that writes while it is `open`, and fails while it is `full`."""
+
+    def __init__(self, records: Sequence[Record] = ()) -> None:
+        super().__init__(records)
+        self.open = threading.Event()
+        self.open.set()
+        self.full = False
+
+    def write(self, records: Sequence[Record]) -> None:
+        assert self.open.wait(20)
+        if self.full:
+            raise OSError("the disk is full")
+        super().write(records)
+
+
+@asynccontextmanager
+async def serving(
+    file: MemoryFile, engine: FakeEngine | None = None, max_wait_s: float = 60.0
+) -> AsyncIterator[Site]:
+    config, engine = CoreConfig(), engine or fake_engine("e0", model=MODEL)
+    journal = Journal(file, MonotonicClock(), max_wait_s)
+    clock = journal.clock
+    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
+    app = create_app(core, journal)
+    async with serve_app(app) as url, aiohttp.ClientSession(url) as http:
+        await core.register_engine(RegisterRequest(engine_config=engine.info))
+        yield Site(core, engine, http)
+        core.check_integrity()
+    await journal.close()
+
+
+def journal_of(site: Site) -> Journal:
+    journal = site.core.sessions.journal
+    assert journal is not None
+    return journal
+
+
+async def full(site: Site, file: HeldFile) -> None:
+    """The disk is full, and ServeCore has found that out."""
+    file.full = True
+    assert (await site.send("/v1/session", {}))[0] == 507
+
+
+@asynccontextmanager
+async def program(site: Site) -> AsyncIterator[dict[str, Any]]:
+    scope = await site.post("/v1/session", {})
+    yield {"session_id": scope["session_id"], "session_auth": scope["session_auth"]}
+
+
+CALL = {
+    "template": "Say {{x}}: {{out}}",
+    "parameters": [{"name": "x", "value": "this"}, {"name": "out", "is_output": True}],
+}
+
+
+async def test_what_is_ended_while_the_disk_is_full_is_ended_and_answered() -> None:
+    """Else nobody could make room, or would know that there is some."""
+    file = HeldFile()
+    async with serving(file) as site, program(site) as scope:
+        call = await site.post("/v1/semantic_call", scope | CALL)
+        var_id = call["param_info"][-1]["var_id"]
+        await full(site, file)
+        metrics = b"".join(site.core.metrics()).decode()
+        assert "parrot_journal_unwritable 1.0" in metrics
+        for path in (f"request/{call['request_id']}", f"semantic_var/{var_id}"):
+            for _ in range(2):
+                assert (await site.send(f"/v1/{path}/cancel", scope))[0] == 200
+        read = f"/v1/semantic_var/{var_id}"
+        async with site.http.get(read, params=scope) as answer:
+            assert answer.status == 499
+        path = f"/v1/session/{scope['session_id']}"
+        async with site.http.delete(path, params=scope) as answer:
+            assert answer.status == 200
+        async with site.http.delete(path, params=scope) as answer:
+            assert answer.status == 410
+        file.full = False
+        journal = journal_of(site)
+        async with asyncio.timeout(20):
+            while journal.trouble:  # noqa: ASYNC110 - the next attempt is a matter of time
+                await asyncio.sleep(0.02)
+            await journal.durable()
+        assert "parrot_journal_unwritable 0.0" in b"".join(site.core.metrics()).decode()
+    async with serving(MemoryFile(file.records)) as site:
+        assert site.core.sessions.find(scope["session_id"]) is None
+
+
+ENDPOINTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 50},
+    "/v1/responses": {"input": "Hi"},
+}
+
+
+ALL_STREAMS = [(path, {}) for path in ENDPOINTS] + [("/v1/chat/completions", {"n": 2})]
+
+
+@pytest.mark.parametrize(("path", "fields"), ALL_STREAMS)
+async def test_a_stream_ends_when_its_answer_is_on_disk(path: str, fields: dict[str, int]) -> None:
+    """Its pieces come before."""
+    file = HeldFile()
+    body = ENDPOINTS[path] | {"model": MODEL, "stream": True} | fields
+    async with serving(file) as site:
+        await site.post(path, body | {"stream": False})  # its program has a session
+        file.open.clear()
+        async with site.http.post(path, json=body) as response:
+            seen = b""
+            while b"<" not in seen:
+                seen += await response.content.readany()
+            for _ in range(300):
+                await asyncio.sleep(0)
+            seen += response.content.read_nowait()
+            ends = (b"[DONE]", b"message_stop", b"response.completed", b'"finish_reason":"stop"')
+            assert not any(end in seen for end in ends), seen
+            file.open.set()
+            rest = await response.text()
+            assert any(end.decode() in rest for end in ends), rest
+
+
+async def test_an_answer_that_was_made_is_given_though_the_disk_is_full() -> None:
+    file = HeldFile()
+    engine = fake_engine("e0", model=MODEL)
+    engine.script.hang_after = 1
+    path = "/v1/chat/completions"
+    body = ENDPOINTS[path] | {"model": MODEL}
+    async with serving(file, engine) as site:
+        asking = asyncio.ensure_future(site.post(path, body))
+        while not engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await full(site, file)
+        engine.resume.set()
+        assert (await asking)["choices"][0]["message"]["content"]
+        status, answer = await site.send(path, body)
+        assert status == 507, answer
+        file.full = False
