@@ -21,13 +21,13 @@ SCHEMA = 1
 _APPLICATION = 0x50727274
 _PAGE_BYTES = 4096
 _LOG_BYTES = 16 * 2**20  # that the write-ahead log keeps when it has been written back
+_MAX_EPOCH = 2**62
 _TRIMMED = 512  # records that are removed at once
 _TABLES = f"""
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY, at REAL NOT NULL, subject TEXT NOT NULL, kind TEXT NOT NULL,
     payload BLOB NOT NULL, checksum INTEGER NOT NULL
 );
-CREATE INDEX ended ON records (subject) WHERE kind = '{ENDED}';
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {SCHEMA};
@@ -51,8 +51,15 @@ class JournalFile:
             self._database = self._open(self._path)
             self._seqs: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
             self._ended = self._find_ended()
-            with self._database:
-                self.epoch = self._count_epoch()
+            self._damage, self.epoch = "", _now_ms()
+            try:
+                with self._database as database:
+                    database.execute("DROP INDEX IF EXISTS ended")  # of earlier versions
+                    self.epoch = self._count_epoch()
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+                self._damage = f"its facts are damaged: {error}"
         except (sqlite3.Error, OSError) as error:
             self._lock.close()
             raise ConfigError(f"journal: {path}: {error}") from None
@@ -65,11 +72,12 @@ class JournalFile:
         with self._database as database:
             database.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, value))
         (known,) = database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return int(known)
+        return known if type(known) is int else value
 
     def read(self) -> Iterator[Record]:
         """Yield all records of subjects that have not ended, in their order. From the first one on
-        that is damaged, all are cut off; the damaged file is kept beside."""
+        that is damaged, all are cut off; the damaged file is kept beside. So it is if something
+        else in it is damaged, of which nothing is lost."""
         last = 0
         try:
             for *row, checksum in self._database.execute(
@@ -83,6 +91,8 @@ class JournalFile:
                 if record.subject not in self._ended:
                     yield record
             else:
+                if self._damage:
+                    self._cut(last, self._damage)
                 return
             reason = f"the record behind {last} is damaged"
         except sqlite3.DatabaseError as error:
@@ -159,28 +169,40 @@ class JournalFile:
 
     def _count_epoch(self) -> int:
         """Greater than all before, also where they were counted without a journal, by the time."""
-        self._database.execute(
-            "INSERT INTO facts VALUES ('epoch', ?1) "
-            "ON CONFLICT (name) DO UPDATE SET value = max(value + 1, ?1)",
-            (time.time_ns() // 1_000_000,),
-        )
-        (epoch,) = self._database.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchone()
-        return int(epoch)
+        known = self._database.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchone()
+        before = 0 if known is None else known[0]
+        if type(before) is not int or not 0 <= before < _MAX_EPOCH:
+            raise sqlite3.DatabaseError(f"the epoch is {before!r:.80}")
+        epoch = max(before + 1, _now_ms())
+        self._database.execute("INSERT OR REPLACE INTO facts VALUES ('epoch', ?)", (epoch,))
+        return epoch
 
     def _facts(self) -> list[tuple[str, int]]:
-        try:
-            return self._database.execute("SELECT name, value FROM facts").fetchall()
-        except sqlite3.DatabaseError:
-            return [("epoch", self.epoch)]
+        if not self._damage:
+            with suppress(sqlite3.DatabaseError):
+                return self._database.execute("SELECT name, value FROM facts").fetchall()
+        return [("epoch", self.epoch)]
 
     def _find_ended(self) -> dict[str, None]:
-        rows = self._database.execute(f"SELECT subject FROM records WHERE kind = '{ENDED}'")
-        return dict.fromkeys(subject for (subject,) in rows)
+        """As far as the records can be read."""
+        ended: dict[str, None] = {}
+        ends = f"SELECT {_ROWS} FROM records NOT INDEXED WHERE kind = '{ENDED}'"
+        try:
+            for *row, checksum in self._database.execute(ends):
+                record = Record(*row)
+                if _is_whole(record, checksum):
+                    ended[record.subject] = None
+        except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise
+        return ended
 
     def _cut(self, last: int, reason: str) -> None:
         """Go on in a new file with the records up to `last`."""
         aside = self._path.with_name(f"{self._path.name}.damaged-{int(time.time() * 1000)}")
-        logger.error("journal %s: %s. What follows is cut; see %s", self._path, reason, aside)
+        logger.error(
+            "journal %s: %s. It goes on up to record %d; see %s", self._path, reason, last, aside
+        )
         draft = self._path.with_name(f"{self._path.name}.new")
         for leftover in _files(draft):
             leftover.unlink(missing_ok=True)
@@ -202,7 +224,16 @@ class JournalFile:
         index.unlink(missing_ok=True)
         draft.rename(self._path)
         self._database = self._open(self._path)
-        self._ended = self._find_ended()
+
+
+def _is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file is to blame, not the disk or what was asked."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # none: a value is wrong
+    return code & 0xFF == sqlite3.SQLITE_CORRUPT
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _locked(path: Path) -> BinaryIO:

@@ -133,6 +133,7 @@ def test_a_flipped_byte_costs_what_is_behind_it(seed: int, tmp_path: Path) -> No
     try:
         found = read(path)
     except ConfigError:
+        assert place < 4096  # SQLite's own description of the file
         assert len(path.read_bytes()) == len(raw)  # nothing is lost by a start that is refused
         return
     assert found == records[: len(found)]
@@ -145,6 +146,53 @@ def test_a_flipped_byte_costs_what_is_behind_it(seed: int, tmp_path: Path) -> No
         file.write([record(file.last_seq() + 1)])  # it goes on
         file.close()
         assert len(read(path)) == len(found) + 1
+
+
+@pytest.mark.parametrize("part", ["facts", "sqlite_autoindex_facts_1", "ended"])
+def test_damage_elsewhere_costs_no_record(
+    part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "j"
+    filled(path)
+    file = JournalFile(str(path), SIZE)
+    file.write([record(61, "2"), record(62, "3"), record(63, "2", ENDED)])
+    epoch = file.epoch
+    file.close()
+    with sqlite3.connect(path) as database:
+        # As earlier versions had.
+        database.execute("CREATE INDEX ended ON records (subject) WHERE kind = 'ended'")
+        (page,) = database.execute(
+            "SELECT rootpage FROM sqlite_schema WHERE name = ?", (part,)
+        ).fetchone()
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    database.close()
+    raw = bytearray(path.read_bytes())
+    raw[4096 * (page - 1) : 4096 * page] = b"\xff" * 4096
+    path.write_bytes(raw)
+    for is_again in (False, True):
+        file = JournalFile(str(path), SIZE)
+        assert [r.seq for r in file.read()] == [*range(1, 61), 62]
+        assert file.epoch > epoch
+        epoch = file.epoch
+        assert file.fact("first", 7 + is_again) == 7
+        file.write([record(file.last_seq() + 1, "2", ENDED)])
+        file.close()
+        assert ("damaged" in caplog.text) is not is_again
+        caplog.clear()
+    assert list(tmp_path.glob("j.damaged-*"))
+
+
+@pytest.mark.parametrize("value", [2**62, -1, 1.5, "text"])
+def test_an_epoch_that_is_none_is_counted_anew(value: object, tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    records = filled(path)
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE facts SET value = ?", (value,))
+    database.close()
+    file = JournalFile(str(path), SIZE)
+    assert list(file.read()) == records
+    assert 2**40 < file.epoch < 2**42  # milliseconds
+    file.close()
 
 
 def test_a_damaged_record_in_the_middle(tmp_path: Path) -> None:
