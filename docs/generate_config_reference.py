@@ -41,6 +41,8 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota,
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.telemetry.metrics import CoreMetrics
+from parrot.serve.tenants.keys_file import KeyEntry
+from parrot.serve.tenants.tenant import TenantLimits
 from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent
@@ -90,6 +92,7 @@ OPERATOR_CORE = (
     "host",
     "port",
     "api_keys",
+    "keys_file",
     "cluster_token",
     "session_life_span",
     "engine_heartbeat_timeout",
@@ -160,6 +163,14 @@ An engine:
 
 {tenant_quota}
 
+### An entry of `keys_file`
+
+{key}
+
+### `limits` of a key
+
+{limits}
+
 ## Engines: the rest
 
 `engine_type` says which kind of engine it is, and so what `instance` may hold. {engine}
@@ -226,6 +237,8 @@ def configuration_page() -> str:
         connections=section(ConnectionLimits),
         session_quota=section(SessionQuota),
         tenant_quota=section(TenantQuota),
+        key=section(KeyEntry),
+        limits=section(TenantLimits),
         engine=section(engine, doc=engine_config.EngineConfig, without=OPERATOR_ENGINE),
         serve_core=section(engine_config.ServeCoreAddress),
         scheduler=section(scheduler, without=ENGINE_SWITCHES),

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from parrot.cli.bench import options as to_bench
+from parrot.cli.keys import keys
 
 DEFAULT_CORE = "http://localhost:9000"
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -20,6 +21,7 @@ app = typer.Typer(
 
 config = typer.Typer(no_args_is_help=True, help="Settings of servers.")
 app.add_typer(config, name="config")
+app.add_typer(keys, name="keys")
 
 CoreOption = Annotated[str, typer.Option("--core", help="Address of ServeCore.")]
 CoreConfigOption = Annotated[

@@ -211,7 +211,7 @@ def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Fin
             core.get("host", "localhost"),
             core.get("cluster_token"),
             insecure=core.get("insecure", False),
-            has_api_keys=bool(core.get("api_keys")),
+            has_api_keys=bool(core.get("api_keys") or core.get("keys_file")),
             state_dir=core.get("state_dir"),
         )
     except ConfigError as error:

@@ -189,13 +189,13 @@ def _say_how_to_use(cluster: Cluster) -> None:
     OUT.print(f"Ready: {escape(', '.join(models))} on {engines} at [bold]{url}[/]\n")
     if core.get("page", True):
         OUT.print(f"Look at it:  {page_url(url, cluster.cluster_token)}\n", soft_wrap=True)
-    key = "KEY" if core.get("api_keys") else "any"
+    key = "KEY" if core.get("api_keys") or core.get("keys_file") else "any"
     for client, line in client_lines(url, models[0], key).items():
         OUT.print(f"[bold]{client}[/]")
         sys.stdout.write(f"  {line}\n")  # rich would break it
     sys.stdout.flush()
     if key == "KEY":
-        OUT.print("KEY is one of `api_keys`.")
+        OUT.print("KEY is one of `api_keys`, or of `keys_file`.")
     log_dir = escape(str(cluster.log_dir))
     OUT.print(f"\nTry it: parrot chat --core {url}\nLogs are in {log_dir}. Ctrl-C stops all.")
 

@@ -168,6 +168,7 @@ class ErrorResponse(Answer):
 _ERRORS = {
     400: "malformed or contradictory request",
     401: "missing or wrong key or token",
+    403: "the key has not the scope that this needs",
     404: "no such session, variable, request, model or context",
     409: "already set, a cycle, or a reused idempotency key",
     410: "the session has expired or was deleted",

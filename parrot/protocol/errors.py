@@ -6,6 +6,7 @@
     |   `-- PromptTooLong         400  can never fit the model or the KV pool
     |-- ValidationFailed          422  a field of the wrong type or out of bounds
     |-- AuthenticationFailed      401  missing or wrong api key, session_auth or cluster token
+    |-- PermissionDenied          403  a key that is not for this
     |-- NotFound                  404  no such session, variable, request, context, model or path
     |-- MethodNotAllowed          405
     |-- Conflict                  409  idempotency key reused for another request
@@ -79,6 +80,9 @@ class ValidationFailed(ParrotError, status=422): ...
 
 
 class AuthenticationFailed(ParrotError, status=401): ...
+
+
+class PermissionDenied(ParrotError, status=403): ...
 
 
 class NotFound(ParrotError, status=404): ...

@@ -134,7 +134,14 @@ class CoreConfig(ConfigModel):
         (),
         repr=False,
         description="If any, sessions, the endpoints of OpenAI and Anthropic, and the lists of "
-        "models and routes need one of them (docs/security.md). Needed beyond loopback.",
+        "models and routes need one of them (docs/security.md). Needed beyond loopback, if "
+        "there is no `keys_file`.",
+    )
+    keys_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File of more keys, JSON or YAML: their digests, scopes and limits "
+        "(docs/tenants.md). It is read again when it has changed.",
     )
     cluster_token: Secret | None = Field(
         None,
@@ -254,6 +261,11 @@ class CoreConfig(ConfigModel):
         description="If set, traces go to this address by OTLP over HTTP, for example "
         "`http://localhost:4318/v1/traces` (docs/metrics.md). Needs the extra `otel`.",
     )
+
+    @property
+    def needs_keys(self) -> bool:
+        """Whether programs must have a key."""
+        return bool(self.api_keys) or self.keys_file is not None
 
     @property
     def unserved_timeout_s(self) -> float:

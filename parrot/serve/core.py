@@ -126,16 +126,10 @@ class ServeCore:
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
 
     def tenant(self, api_key: str | None) -> str:
-        """Whose work a request with this key is. Raises `AuthenticationFailed`, and `Unavailable`
-        when the service is going down."""
+        """The id of whose work a request with this key is. Raises `AuthenticationFailed`,
+        `PermissionDenied`, and `Unavailable` when the service is going down."""
         self._require_open()
-        return self.tenants.of_key(api_key).id
-
-    def knows(self, credential: str) -> bool:
-        """Whether it is the `session_auth` of a live session, or one of the `api_keys`."""
-        if self.sessions.is_auth(credential):
-            return True
-        return self.tenants.find_by_key(credential) is not None
+        return self.tenants.user_of_key(api_key).id
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
         """`session_auth` may be the API key instead, where that shows whose session it is: one of
@@ -158,6 +152,13 @@ class ServeCore:
         self._observers.tell(lambda one: one.session_deleted(session))
         self._end(session, SessionGone(f"session {session_id} was deleted"))
 
+    def keys_changed(self) -> None:
+        """End the sessions of tenants that have no key any more."""
+        if self.tenants.is_closed:
+            for session in self.sessions:
+                if self.tenants.find(session.tenant) is None:
+                    self._end(session, SessionGone(f"the key of {session.tenant} was removed"))
+
     def restore(self, replay: Callable[[], Iterable[Session]]) -> None:
         """Call `replay`, which does once more what a journal tells, has the sessions write down
         there what comes, and returns those that are not whole. Nothing runs meanwhile; then goes on
@@ -165,6 +166,7 @@ class ServeCore:
         self._runner.hold()
         for session in replay():
             self._end(session, SessionGone(f"session {session.id} could not be restored"))
+        self.keys_changed()
         self.turns.programs.cancel_orphans()
         self._dispatcher.on_placed = self.sessions.placed
         self._runner.go_on()

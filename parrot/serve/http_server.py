@@ -38,11 +38,11 @@ async def serve(config: CoreConfig) -> None:
         config.host,
         config.cluster_token,
         insecure=config.insecure,
-        has_api_keys=bool(config.api_keys),
+        has_api_keys=config.needs_keys,
         state_dir=config.state_dir,
     )
     config = config.model_copy(update={"cluster_token": token})
-    if not is_loopback(config.host) and not config.api_keys:
+    if not is_loopback(config.host) and not config.needs_keys:
         logger.warning(
             "binding %s without api_keys: whoever reaches this address may use the service",
             config.host,

@@ -34,19 +34,28 @@ def load_config(model: type[T], path: str | Path) -> T:
 
 def read_config_object(path: str | Path) -> dict[str, Any]:
     """The object in a JSON file, or in a YAML file if its name ends so."""
-    is_yaml = Path(path).suffix.lower() in _YAML_SUFFIXES
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    form = "YAML" if is_yaml else "JSON"
+    return parse_config_object(raw, path)
+
+
+def parse_config_object(raw: bytes, path: str | Path) -> dict[str, Any]:
+    """The object in the bytes of a file."""
+    form = "YAML" if is_yaml(path) else "JSON"
     try:
-        payload = _load_yaml(raw) if is_yaml else orjson.loads(raw)
+        payload = _load_yaml(raw) if is_yaml(path) else orjson.loads(raw)
     except ValueError as error:
         raise ConfigError(f"{path}: not valid {form}: {error}") from None
     if not isinstance(payload, dict):
         raise ConfigError(f"{path}: must hold a {form} object, keys with values")
     return payload
+
+
+def is_yaml(path: str | Path) -> bool:
+    """Whether the name says so."""
+    return Path(path).suffix.lower() in _YAML_SUFFIXES
 
 
 def _load_yaml(raw: bytes) -> Any:

@@ -1,5 +1,6 @@
 """ServeCore's app: every endpoint over one core."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -17,6 +18,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.restoring import restore
 from parrot.serve.page.endpoints import Page
+from parrot.serve.tenants.watch import KeysWatch
 
 
 def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
@@ -25,14 +27,17 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        keys = asyncio.create_task(watch.run(), name="keys")
         try:
             yield
         finally:
+            keys.cancel()
             await core.close()
             await responses.close()
             page.close()
 
     page = Page(core)
+    watch = KeysWatch(core.tenants, core.clock, lambda _: core.keys_changed(), lambda _: None)
     responses = Responses(core.turns, core.config.responses_size)
     if journal is not None:
         restore(core, journal, responses.kept.restorers)

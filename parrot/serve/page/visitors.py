@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from parrot.protocol.errors import AuthenticationFailed
 from parrot.serve.tenants.table import TenantTable
+from parrot.serve.tenants.tenant import Scope, Tenant
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 from parrot.utils.ids import tokens_equal
@@ -30,24 +31,35 @@ def page_url(core_url: str, cluster_token: str | None) -> str:
 
 class Visitor(NamedTuple):
     """`tenant`: whose sessions they see; None: everybody's. `sees_values`: prompts and values,
-    too."""
+    too. `key_id`: the id of the tenant whose key they showed, if it was an operator's."""
 
     tenant: str | None
     sees_values: bool
+    key_id: str | None = None
 
     @property
     def name(self) -> str:
-        return "operator" if self.tenant is None else f"tenant {self.tenant}"
+        if self.tenant is not None:
+            return f"tenant {self.tenant}"
+        return "operator" if self.key_id is None else f"operator {self.key_id}"
+
+
+class _Visit(NamedTuple):
+    """`key`: the digest of the tenant's key that was shown; None: it was the page's."""
+
+    visitor: Visitor
+    ends_at: float
+    key: bytes | None = None
 
 
 class Visitors:
-    """Visitors who have shown a key, by the secret of the cookie that they got for it."""
+    """Those who have shown a key, by the secret of the cookie that they got for it."""
 
     def __init__(self, cluster_token: str | None, tenants: TenantTable, clock: Clock) -> None:
         self._tenants = tenants
         self._clock = clock
         self._page_key = None if cluster_token is None else page_key(cluster_token)
-        self._known: LruDict[str, tuple[Visitor, float]] = LruDict(_MAX_VISITORS)  # until when
+        self._known: LruDict[str, _Visit] = LruDict(_MAX_VISITORS)
 
     @property
     def operator(self) -> Visitor:
@@ -56,25 +68,45 @@ class Visitors:
 
     def enter(self, key: str) -> str:
         """The secret for a cookie of whoever has this key: the page's, or an API key. Raises
-        `AuthenticationFailed`."""
+        `AuthenticationFailed`, `PermissionDenied`."""
+        ends_at = self._clock.now() + VISIT_S
         if self._page_key is not None and tokens_equal(key, self._page_key):
-            visitor = self.operator
+            visit = _Visit(self.operator, ends_at)
         elif self._tenants.is_closed:
-            visitor = Visitor(self._tenants.of_key(key).id, sees_values=True)
+            tenant = self._tenants.of_key(key)
+            visitor = self._visitor(tenant)
+            visit = _Visit(visitor, ends_at, self._tenants.digest_of(tenant.id))
         else:
             raise AuthenticationFailed("this is not the key of the page")
         cookie = secrets.token_urlsafe(32)
-        self._known.put(cookie, (visitor, self._clock.now() + VISIT_S))
+        self._known.put(cookie, visit)
         return cookie
+
+    def _visitor(self, tenant: Tenant) -> Visitor:
+        if Scope.ADMIN in tenant.scopes:
+            return self.operator._replace(key_id=tenant.id)
+        tenant.require(Scope.USER)
+        return Visitor(tenant.id, sees_values=True)
 
     def leave(self, cookie: str) -> None:
         self._known.pop(cookie)
 
     def of(self, cookie: str | None) -> Visitor:
-        """Raises `AuthenticationFailed`."""
+        """The visitor, as long as the key that they showed is one. Raises
+        `AuthenticationFailed`."""
         if self._page_key is None and not self._tenants.is_closed:
             return self.operator  # the operator wants no secrets: `insecure`
-        found = None if cookie is None else self._known.peek(cookie)
-        if found is None or found[1] < self._clock.now():
+        visit = None if cookie is None else self._known.peek(cookie)
+        if visit is None or visit.ends_at < self._clock.now() or not self._holds(visit):
             raise AuthenticationFailed("show the key of the page, or an API key, first")
-        return found[0]
+        return visit.visitor
+
+    def _holds(self, visit: _Visit) -> bool:
+        """Whether its key is one yet, and for as much."""
+        if visit.key is None:
+            return True
+        tenant_id = visit.visitor.tenant or visit.visitor.key_id or ""
+        tenant = self._tenants.find(tenant_id)
+        scope = Scope.USER if visit.visitor.tenant else Scope.ADMIN
+        is_same = self._tenants.digest_of(tenant_id) == visit.key
+        return tenant is not None and is_same and scope in tenant.scopes

@@ -1,68 +1,104 @@
 """The tenants, by their ids and by the digests of their keys."""
 
 import hmac
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 from parrot.protocol.errors import AuthenticationFailed
 from parrot.serve.config import CoreConfig
-from parrot.serve.tenants.tenant import PUBLIC_ID, Tenant, id_of_key
+from parrot.serve.tenants.keys_file import KeyEntry, read_keys
+from parrot.serve.tenants.tenant import PUBLIC_ID, Scope, Tenant, id_of_key
+from parrot.utils.config import ConfigError
+
+
+class KeysChange(NamedTuple):
+    """The ids of tenants, by what became of them; `rekeyed` have another key."""
+
+    added: list[str]
+    removed: list[str]
+    rekeyed: list[str]
+    changed: list[str]
 
 
 class TenantTable:
-    """The tenants that have keys. Without any (`is_closed` is false), whoever makes up a key is a
-    tenant, and all requests without one are those of another."""
+    """The tenants that have keys: in the config's `api_keys`, and in its `keys_file`. With neither
+    (`is_closed` is false), whoever makes up a key is a tenant, and all requests without one are
+    those of another."""
 
     def __init__(self, config: CoreConfig) -> None:
-        self._by_id: dict[str, Tenant] = {}
-        self._digests: dict[bytes, str] = {}
-        for key in config.api_keys:
-            tenant = Tenant(id_of_key(key))
-            self._by_id[tenant.id] = tenant
-            self._digests[_digest(key)] = tenant.id
-
-    @property
-    def is_closed(self) -> bool:
+        """Raises `ConfigError` for the file."""
+        self.path = config.keys_file
+        self.is_closed = config.needs_keys
         """Whether requests need a key."""
-        return bool(self._digests)
+        self._fixed = {_digest(key): Tenant(id_of_key(key)) for key in config.api_keys}
+        self._by_digest: Mapping[bytes, Tenant] = {}
+        self._by_id: Mapping[str, tuple[bytes, Tenant]] = {}
+        self.replace([] if self.path is None else read_keys(self.path))
+
+    def replace(self, entries: Sequence[KeyEntry]) -> KeysChange:
+        """Have these keys besides the config's. Raises `ConfigError`, and nothing has changed."""
+        by_digest = dict(self._fixed)
+        for entry in entries:
+            digest = bytes.fromhex(entry.sha256)
+            if digest in self._fixed:
+                raise ConfigError(f"{self.path}: the key of {entry.id} is one of `api_keys`, too")
+            by_digest[digest] = entry.tenant()
+        before = self._by_id
+        self._by_digest = by_digest
+        self._by_id = after = {one.id: (digest, one) for digest, one in by_digest.items()}
+        both = [name for name in after if name in before]
+        return KeysChange(
+            added=[name for name in after if name not in before],
+            removed=[name for name in before if name not in after],
+            rekeyed=[name for name in both if before[name][0] != after[name][0]],
+            changed=[name for name in both if before[name][1] != after[name][1]],
+        )
 
     def __iter__(self) -> Iterator[Tenant]:
-        return iter(list(self._by_id.values()))
+        return iter(list(self._by_digest.values()))
 
     def find(self, tenant_id: str) -> Tenant | None:
-        return self._by_id.get(tenant_id)
+        known = self._by_id.get(tenant_id)
+        return None if known is None else known[1]
+
+    def get(self, tenant_id: str) -> Tenant:
+        """The tenant with this id; one with all defaults if it has no key."""
+        return self.find(tenant_id) or Tenant(tenant_id)
 
     def is_named(self, tenant_id: str) -> bool:
         """Whether metrics name it. Those of keys that anyone may make up they do not: there is no
         end of them."""
         return tenant_id == PUBLIC_ID or tenant_id in self._by_id
 
-    def get(self, tenant_id: str) -> Tenant:
-        """The tenant with this id; one with all defaults if it has no key."""
-        return self._by_id.get(tenant_id) or Tenant(tenant_id)
-
     def of_key(self, api_key: str | None) -> Tenant:
         """Whose work a request with this key is. Raises `AuthenticationFailed`."""
-        if self.is_closed:
-            tenant = self.find_by_key(api_key or "")
-            if tenant is None:
-                raise AuthenticationFailed("missing or wrong api_key (`Authorization: Bearer KEY`)")
-            return tenant
-        return self.get(id_of_key(api_key) if api_key else PUBLIC_ID)
+        if not self.is_closed:
+            return self.get(id_of_key(api_key) if api_key else PUBLIC_ID)
+        tenant = self.find_by_key(api_key or "")
+        if tenant is None:
+            raise AuthenticationFailed("missing or wrong api_key (`Authorization: Bearer KEY`)")
+        return tenant
+
+    def user_of_key(self, api_key: str | None) -> Tenant:
+        """The same, for requests of its own. Raises `PermissionDenied`, too."""
+        tenant = self.of_key(api_key)
+        tenant.require(Scope.USER)
+        return tenant
 
     def find_by_key(self, api_key: str) -> Tenant | None:
-        """The tenant that has this key."""
-        found = _matching(self._digests, _digest(api_key))
-        return None if found is None else self._by_id[found]
+        """The tenant that has this key. All are compared: the time says nothing about which."""
+        given = _digest(api_key)
+        found = None
+        for digest, tenant in self._by_digest.items():
+            if hmac.compare_digest(digest, given):
+                found = tenant
+        return found
 
-
-def _matching(digests: Mapping[bytes, str], given: bytes) -> str | None:
-    """The id by a digest. All are compared: the time says nothing about which it is."""
-    found = None
-    for digest, tenant_id in digests.items():
-        if hmac.compare_digest(digest, given):
-            found = tenant_id
-    return found
+    def digest_of(self, tenant_id: str) -> bytes | None:
+        """That of the tenant's key; None if it has none now."""
+        known = self._by_id.get(tenant_id)
+        return None if known is None else known[0]
 
 
 def _digest(api_key: str) -> bytes:

@@ -1,0 +1,123 @@
+"""Keys change while ServeCore runs."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from parrot.protocol.errors import AuthenticationFailed, PermissionDenied, SessionGone
+from parrot.protocol.public import SessionCreateRequest
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.page.visitors import Visitors
+from parrot.serve.tenants.table import KeysChange
+from parrot.serve.tenants.watch import PERIOD_S, KeysWatch
+from tests.serve.tenants.keys import entry, write_keys
+from tests.support.manual_clock import ManualClock
+
+
+class World:
+    """A core whose keys are in a file, and what the watch told."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.clock = ManualClock()
+        self.write("a", "b")
+        self.core = ServeCore(CoreConfig(keys_file=str(path)), clock=self.clock)
+        self.changes: asyncio.Queue[KeysChange] = asyncio.Queue()
+        self.troubles: asyncio.Queue[str] = asyncio.Queue()
+        watch = KeysWatch(self.core.tenants, self.clock, self.changed, self.troubles.put_nowait)
+        self.task = asyncio.create_task(watch.run())
+
+    def write(self, *names: str, **fields: object) -> None:
+        write_keys(self.path, *(entry(name, f"key {name}", **fields) for name in names))
+        facts = self.path.stat()  # a quick test may write twice in one tick of the disk's clock
+        os.utime(self.path, ns=(facts.st_atime_ns, facts.st_mtime_ns + id(names) % 10**6))
+
+    def changed(self, change: KeysChange) -> None:
+        self.core.keys_changed()
+        self.changes.put_nowait(change)
+
+    def begin(self, name: str) -> tuple[int, str]:
+        made = self.core.create_session(SessionCreateRequest(api_key=f"key {name}"))
+        return made.session_id, made.session_auth
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path / "keys.json")
+    yield world
+    world.task.cancel()
+    world.core.check_integrity()
+    await world.core.close()
+
+
+async def next_change(world: World) -> KeysChange:
+    change = asyncio.ensure_future(world.changes.get())
+    while not change.done():
+        await world.clock.advance(PERIOD_S)
+        await asyncio.wait([change], timeout=0.01)
+    return change.result()
+
+
+async def test_a_removed_key_ends_its_sessions(world: World) -> None:
+    mine, others = world.begin("a"), world.begin("b")
+    visitors = Visitors("token", world.core.tenants, world.clock)
+    cookies = [visitors.enter("key a"), visitors.enter("key b")]
+    world.write("b", "c")
+    assert await next_change(world) == KeysChange(["c"], ["a"], [], [])
+    with pytest.raises(AuthenticationFailed):
+        world.core.tenant("key a")
+    with pytest.raises(SessionGone):
+        world.core.session_info(*mine)
+    with pytest.raises(AuthenticationFailed):
+        visitors.of(cookies[0])
+    assert visitors.of(cookies[1]).tenant == "b"
+    world.core.session_info(*others)
+    world.begin("c")
+
+
+async def test_a_new_key_of_a_tenant_leaves_its_sessions(world: World) -> None:
+    mine = world.begin("a")
+    cookie = (visitors := Visitors("token", world.core.tenants, world.clock)).enter("key a")
+    write_keys(world.path, entry("a", "another key"), entry("b", "key b"))
+    assert await next_change(world) == KeysChange([], [], ["a"], [])
+    world.core.session_info(*mine)
+    with pytest.raises(AuthenticationFailed):
+        world.begin("a")
+    with pytest.raises(AuthenticationFailed):
+        visitors.of(cookie)
+
+
+async def test_scopes_and_limits_hold_from_then_on(world: World) -> None:
+    world.write("a", "b", scopes=["metrics"], limits={"sessions": 1})
+    assert await next_change(world) == KeysChange([], [], [], ["a", "b"])
+    with pytest.raises(PermissionDenied, match="scope `user`"):
+        world.begin("a")
+
+
+async def test_a_bad_file_changes_nothing_and_is_told_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = world.begin("a")
+    with caplog.at_level(logging.ERROR):
+        draft = world.path.with_name("draft")
+        draft.write_text("{")
+        draft.replace(world.path)
+        trouble = asyncio.ensure_future(world.troubles.get())
+        while not trouble.done():
+            await world.clock.advance(PERIOD_S)
+            await asyncio.wait([trouble], timeout=0.01)
+        await world.clock.advance(10 * PERIOD_S)
+    assert "not valid JSON" in trouble.result()
+    assert world.troubles.empty()
+    assert caplog.text.count("the keys stay as they are") == 1
+    world.core.session_info(*mine)
+    world.begin("a")
+    world.path.unlink()
+    await world.clock.advance(PERIOD_S)
+    world.write("b")
+    assert (await next_change(world)).removed == ["a"]
