@@ -311,7 +311,7 @@ def _with_token(core: Config) -> Config:
             core.get("host", _HOST),
             core.get("cluster_token"),
             insecure=bool(core.get("insecure")),
-            has_api_keys=bool(core.get("api_keys")),
+            has_api_keys=bool(core.get("api_keys") or core.get("keys_file")),
             state_dir=core.get("state_dir"),
         )
     except ConfigError as error:
