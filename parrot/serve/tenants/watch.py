@@ -29,6 +29,7 @@ class KeysWatch:
         self._clock = clock
         self._on_change = on_change
         self._on_trouble = on_trouble
+        self._trouble = ""
 
     async def run(self) -> None:
         """Until it is cancelled; at once where there is no such file."""
@@ -47,9 +48,12 @@ class KeysWatch:
         try:
             change = self._table.replace(await asyncio.to_thread(read_keys, path))
         except ConfigError as error:
-            logger.error("the keys stay as they are: %s", error)
-            self._on_trouble(str(error))
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.error("the keys stay as they are: %s", error)
+                self._on_trouble(str(error))
         else:
+            self._trouble = ""
             if any(change):
                 logger.info("keys changed: %s", change)
                 self._on_change(change)
