@@ -30,7 +30,9 @@ from parrot.utils.clock import MonotonicClock
 NUM_APPS, NUM_TEMPLATES = 200, 50
 
 
-def make_task(number: int, rng: random.Random, hasher: PrefixHasher) -> CompletionTask:
+def make_task(
+    number: int, rng: random.Random, hasher: PrefixHasher, num_tenants: int
+) -> CompletionTask:
     """One of 200 apps, some with task groups, with one of 50 templates of about 1,000 tokens."""
     session = rng.randrange(NUM_APPS)
     is_map = rng.random() < 0.7
@@ -44,7 +46,7 @@ def make_task(number: int, rng: random.Random, hasher: PrefixHasher) -> Completi
         id=number,
         request_id=number,
         session_id=session,
-        options=CallOptions("f", tenant=f"tenant {session % 4}"),
+        options=CallOptions("f", tenant=f"tenant {session % num_tenants}"),
         fill=(),
         output=SemanticVariable(f"v{number}", "out", session),
         sampling=SamplingConfig(max_gen_length=200),
@@ -69,13 +71,15 @@ def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: ran
         index.publish(context, Boundary(task.keys[0], task.lengths[0], 0))
 
 
-def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, Any]:
+def time_placements(
+    num_tasks: int, num_engines: int, slots: int, num_tenants: int
+) -> dict[str, Any]:
     rng, hasher, index = random.Random(0), PrefixHasher(), PrefixIndex()
     clock = MonotonicClock()
     scheduler = Scheduler(GlobalSchedulerConfig(), clock, index)
     for engine_id in range(num_engines):
         scheduler.engines.add(engine_id, "model", slots, 200_000)
-    tasks = [make_task(i, rng, hasher) for i in range(num_tasks)]
+    tasks = [make_task(i, rng, hasher, num_tenants) for i in range(num_tasks)]
     warm(index, tasks, num_engines, rng)
 
     started = time.process_time()
@@ -109,6 +113,7 @@ def time_placements(num_tasks: int, num_engines: int, slots: int) -> dict[str, A
         "tasks": num_tasks,
         "engines": num_engines,
         "slots_per_engine": slots,
+        "tenants": num_tenants,
         "add_us": round(add_s / num_tasks * 1e6, 1),
         "first_round": {"placed": num_first, "us_each": round(first_s / num_first * 1e6, 1)},
         "later_rounds": {
@@ -124,6 +129,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=int, default=10_000)
     parser.add_argument("--engines", type=int, default=512)
     parser.add_argument("--slots", type=int, default=4, help="tasks that an engine runs at once")
+    parser.add_argument("--tenants", type=int, default=4, help="at most 200, one for each app")
     parser.add_argument("--curves", action="store_true", help="many numbers of both")
 
 
@@ -132,11 +138,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     if args.curves:
         tasks, engines = (100, 300, 1000, 3000, 10_000), (2, 8, 32, 128, 512)
         for count in tasks:
-            report.add("by_tasks", time_placements(count, 512, args.slots))
+            report.add("by_tasks", time_placements(count, 512, args.slots, args.tenants))
         for count in engines:
-            report.add("by_engines", time_placements(10_000, count, args.slots))
+            report.add("by_engines", time_placements(10_000, count, args.slots, args.tenants))
     else:
-        report |= time_placements(args.tasks, args.engines, args.slots)
+        report |= time_placements(args.tasks, args.engines, args.slots, args.tenants)
 
 
 if __name__ == "__main__":

@@ -241,6 +241,7 @@ class RunTable:
                 self._prefetch.started(waiter, attempt.engine.id)
         if before is RunState.PLACED:
             run.attempt = None
+            run.stats.service_s = run.service_s
         self._index(run)
         if state in _LIVE:
             for waiter in run.waiters:
@@ -298,6 +299,7 @@ class RunTable:
             self._update(run)
         elif run.state in _LIVE:
             self._stop(run, is_kept=comes_back and run.can_continue)
+            completion.stats.service_s = run.service_s
             if run.state is RunState.WITHDRAWN:
                 self._withdrawn[completion.session_id][completion.id] = run
         return True
@@ -365,6 +367,8 @@ class RunTable:
         stats.decode_s = usage.decode_s if usage.steps else None
         stats.finish_reason = outcome.response.finish_reason
         stats.stop_string = outcome.response.stop_string
+        if usage.output_tokens:
+            run.used = (usage.computed_tokens, usage.output_tokens)
         self._exchange.keep(run, attempt, outcome, Source.of(run.completion))
         self._set_state(run, RunState.ENDED)
         self._on_done(run, attempt, outcome)

@@ -118,6 +118,7 @@ class RunStats:
     drafted_tokens: int = 0  # that steps verified several at once
     accepted_tokens: int = 0  # of these, those that became output
     decode_s: float | None = None  # from its first token to its last
+    service_s: float = 0.0  # of engines' time, as it is shared between tenants
     finish_reason: FinishReason | None = None  # why the text ends, once it does
     stop_string: str | None = None  # the one that ended it
     is_reused: bool = False  # the result of an identical call was taken: nothing was computed

@@ -1,8 +1,7 @@
-"""The order of queued tasks: a heap of groups, each with a heap of its tasks."""
+"""The order of a tenant's queued tasks: a heap of groups, each with a heap of its tasks."""
 
 from collections.abc import Hashable
 
-from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.order import OrderPolicy
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap
@@ -14,15 +13,14 @@ _MAX_PASSED = 64  # times that a task may be passed over before the others wait 
 
 
 class TaskQueue:
-    """The queued tasks that may run on the same models.
+    """The queued tasks of a tenant that may run on the same models.
 
     A group's key is looked at again when the group comes to the top, since it may have grown, and
     when `touch` says that it has shrunk. What is set aside in a round of scheduling does not come
     to the top again before `end_round`; `is_over`: nothing does. Every operation costs O(log n)
     amortised."""
 
-    def __init__(self, models: Models, order: OrderPolicy) -> None:
-        self.models = models
+    def __init__(self, order: OrderPolicy) -> None:
         self.is_over = False
         self._order = order
         self._group_of: dict[CompletionTask, Hashable] = {}
@@ -39,6 +37,11 @@ class TaskQueue:
 
     def tasks(self) -> list[CompletionTask]:
         return list(self._group_of)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no task, not even one that was passed over."""
+        return not self._group_of and not self._passed
 
     @property
     def num_groups(self) -> int:

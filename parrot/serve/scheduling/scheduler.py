@@ -2,18 +2,19 @@
 knows no policy by name."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.engine_load import EngineLoad
+from parrot.serve.scheduling.fair.counters import Counters, Weigh
+from parrot.serve.scheduling.fair.queue import FairKey, FairQueue
 from parrot.serve.scheduling.hold_back import should_wait
 from parrot.serve.scheduling.load_index import LoadIndex, Models
 from parrot.serve.scheduling.placement import Place, end_of_patience
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer, order_maker, placer_maker
-from parrot.serve.scheduling.queue import SortKey, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask, Decision, Placement
 from parrot.utils.clock import Clock
 
@@ -25,9 +26,10 @@ _PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches th
 
 
 class Scheduler:
-    """Tasks are queued per set of models. The loads of `engines` are what was placed and has not
-    ended, by estimates: exact sizes are known only when a prompt meets an engine's tokenizer.
-    `decisions` are the last placements, for whoever wonders about them."""
+    """Tasks are queued per set of models, and there per tenant, whose turn comes by its counter.
+    The loads of `engines` are what was placed and has not ended, by estimates: exact sizes are
+    known only when a prompt meets an engine's tokenizer. `decisions` are the last placements, for
+    whoever wonders about them."""
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class Scheduler:
         index: PrefixIndex,
         order: MakeOrder | None = None,
         placer: MakePlacer | None = None,
+        weigh: Weigh = lambda tenant: 1.0,
     ) -> None:
         """`order` and `placer` replace the configured ones."""
         self.engines = LoadIndex()
@@ -44,7 +47,9 @@ class Scheduler:
         self._running = RunningPrefixes()
         self._order = (order or order_maker(config))(clock)
         self._placer = (placer or placer_maker(config, index))(self.engines, self._running)
-        self._queues: dict[Models, TaskQueue] = {}
+        self._queues: dict[Models, FairQueue] = {}
+        self._counters = Counters(weigh)
+        self._tenant_of: dict[int, str] = {}  # by session
         self._patience: float | None = None  # when that of a task passed over ends first
         self._failed: list[CompletionTask] = []
         self._epoch = clock.now()
@@ -65,12 +70,16 @@ class Scheduler:
         return [m for m, queue in self._queues.items() if queue and not engines.num_members(m)]
 
     def add(self, task: CompletionTask) -> None:
+        completion = task.completion
+        self._tenant_of[completion.session_id] = completion.options.tenant
         self._order.arrived(task)
+        self._counters.queued(completion.options.tenant)
         self._push(task)
 
     def remove(self, task: CompletionTask) -> None:
         """A queued task will not run."""
         self._pull(task)
+        self._counters.unqueued(task.completion.options.tenant)
         self._order.ended(task)
 
     def update(self, task: CompletionTask) -> None:
@@ -90,15 +99,17 @@ class Scheduler:
         self._unload(task, engine_id)
         task.refresh()
         self._order.updated(task)
+        self._counters.queued(task.completion.options.tenant)
         self._push(task)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         """See `OrderPolicy.progressed`."""
         for group in self._order.progressed(session_id, remaining_s):
             for queue in self._queues.values():
-                queue.touch(group)
+                queue.touch(self._tenant_of.get(session_id), group)
 
     def forget_session(self, session_id: int) -> None:
+        self._tenant_of.pop(session_id, None)
         self._order.forget(session_id)
 
     # The loop
@@ -122,6 +133,7 @@ class Scheduler:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
                 self._placer.unqueued(task)
+                self._counters.unqueued(task.completion.options.tenant)
                 self._order.ended(task)
                 self._failed.append(task)
                 continue
@@ -155,12 +167,15 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Recount the loads. Raises AssertionError with what differs."""
-        self._placer.check_integrity(t for queue in self._queues.values() for t in queue.tasks())
+        queued = [task for queue in self._queues.values() for task in queue.tasks()]
+        placed = [task for load in self.engines for task in load.tasks]
+        self._placer.check_integrity(queued)
+        self._counters.check_integrity(_by_tenant(queued), _by_tenant(placed))
         segments = self._running.check_integrity({load.id: load.tasks for load in self.engines})
         for load in self.engines:
             load.check_integrity(segments[load.id])
 
-    def _find_place(self, queue: TaskQueue, task: CompletionTask, now: float) -> Place | None:
+    def _find_place(self, queue: FairQueue, task: CompletionTask, now: float) -> Place | None:
         """Where the first task of the queue runs now. None: it was set aside."""
         place = self._placer.choose(task, now)
         if place is None:
@@ -192,7 +207,8 @@ class Scheduler:
     def _push(self, task: CompletionTask) -> None:
         queue = self._queues.get(task.models)
         if queue is None:
-            queue = self._queues[task.models] = TaskQueue(task.models, self._order)
+            queue = FairQueue(task.models, self._order, self._counters)
+            self._queues[task.models] = queue
         queue.push(task)
         self._placer.queued(task)
 
@@ -207,6 +223,15 @@ class Scheduler:
         load = place.load
         new_prompt = self._running.add(task, load.id)
         work_s = load.admit(task, new_prompt, place.to_compute, now)
+        self._counters.charge(
+            task,
+            load.costs,
+            num_computed=place.to_compute,
+            num_read=new_prompt,
+            now=now,
+            duration_s=work_s,
+        )
+        self._counters.unqueued(task.completion.options.tenant)
         self.engines.changed(load)
         self._placer.unqueued(task)
         self._placer.placed(task, load)
@@ -222,8 +247,13 @@ class Scheduler:
     def _unload(self, task: CompletionTask, engine_id: int) -> None:
         load = self.engines.get(engine_id)
         assert load is not None, engine_id
-        load.release(task, self._running.remove(task, engine_id), self._clock.now())
+        now = self._clock.now()
+        load.release(task, self._running.remove(task, engine_id), now)
         self.engines.changed(load)
+        taken_s, has_shrunk = self._counters.settle(task, now)
+        task.service_s += taken_s
+        for queue in self._queues.values() if has_shrunk else ():
+            queue.settled(task.completion.options.tenant)
         self._order.unplaced(task, engine_id)
 
 
@@ -242,9 +272,13 @@ def _decision(task: CompletionTask, place: Place, now: float) -> Decision:
     )
 
 
-def _first(queues: Sequence[TaskQueue]) -> tuple[TaskQueue, CompletionTask] | None:
+def _by_tenant(tasks: Sequence[CompletionTask]) -> Counter[str]:
+    return Counter(task.completion.options.tenant for task in tasks)
+
+
+def _first(queues: Sequence[FairQueue]) -> tuple[FairQueue, CompletionTask] | None:
     """The task that goes first, and its queue."""
-    best: tuple[SortKey, TaskQueue, CompletionTask] | None = None
+    best: tuple[FairKey, FairQueue, CompletionTask] | None = None
     for queue in queues:
         top = queue.top()
         if top is not None and (best is None or top[0] < best[0]):

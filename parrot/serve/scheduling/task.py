@@ -16,7 +16,9 @@ class CompletionTask:
 
     `needs`: what its engine must be able to do, see `Capabilities`. `keys[i]` is the prefix key of
     the prompt that ends with segment i, and `lengths[i]` an estimate of that segment's tokens.
-    `expected_output`: tokens that the output is predicted to have."""
+    `expected_output`: tokens that the output is predicted to have. `used`: the tokens of its prompt
+    that were computed, and those that were generated, once an engine has told. `service_s`: seconds
+    of engines that it has had."""
 
     completion: Completion
     segments: list[Segment]
@@ -26,6 +28,8 @@ class CompletionTask:
     tokens_per_char: float = 0.25  # of the text whose tokens are not known
     avoided: set[int] = field(default_factory=set)  # engines that failed with it
     num_passed: int = 0  # times the scheduler placed later tasks before it
+    used: tuple[int, int] | None = None
+    service_s: float = 0.0
     wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
     models: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)

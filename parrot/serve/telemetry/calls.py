@@ -67,6 +67,7 @@ class Measured(NamedTuple):
     num_accepted: int
     num_retries: int
     cost: float
+    service_s: float
     reason: str
 
     @classmethod
@@ -99,6 +100,7 @@ class Measured(NamedTuple):
             num_accepted=stats.accepted_tokens,
             num_retries=max(0, stats.attempts - 1),
             cost=cost,
+            service_s=stats.service_s,
             reason=_REASONS.get(task.state, reason),
         )
 

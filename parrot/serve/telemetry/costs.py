@@ -39,13 +39,14 @@ class PriceTable:
 @dataclass(slots=True)
 class Usage:
     """The completions that ran, and their tokens; those of prompts that were there are in `cached`
-    and in `prompt`. `cost`: in the prices' currency."""
+    and in `prompt`. `cost`: in the prices' currency. `service_s`: of engines' time."""
 
     calls: int = 0
     prompt: int = 0
     cached: int = 0
     generation: int = 0
     cost: float = 0.0
+    service_s: float = 0.0
 
     def count(self, call: Measured) -> None:
         self.calls += 1
@@ -53,6 +54,7 @@ class Usage:
         self.cached += call.num_cached
         self.generation += call.num_output
         self.cost += call.cost
+        self.service_s += call.service_s
 
     def add(self, other: "Usage") -> None:
         self.calls += other.calls
@@ -60,6 +62,7 @@ class Usage:
         self.cached += other.cached
         self.generation += other.generation
         self.cost += other.cost
+        self.service_s += other.service_s
 
 
 class Accounts:
@@ -93,3 +96,6 @@ class Accounts:
         yield counter("parrot_tenant_tokens", text, tokens, "tenant", "direction")
         costs = {(tenant,): usage.cost for tenant, usage in tenants.items()}
         yield counter("parrot_tenant_cost", "Price of the tokens, by `prices`.", costs, "tenant")
+        service = {(tenant,): usage.service_s for tenant, usage in tenants.items()}
+        text = "Engines' time that completions had, by what their tokens cost: what is shared."
+        yield counter("parrot_tenant_service_seconds", text, service, "tenant")

@@ -10,6 +10,7 @@ from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.segments import PieceKind, PrefixHasher, Segment
+from parrot.serve.scheduling.fair.counters import Weigh
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
@@ -27,6 +28,7 @@ class Bench:
         self,
         order: MakeOrder | None = None,
         placer: MakePlacer | None = None,
+        weigh: Weigh = lambda tenant: 1.0,
         **config: object,
     ) -> None:
         self.clock = ManualClock()
@@ -37,6 +39,7 @@ class Bench:
             self.index,
             order,
             placer,
+            weigh,
         )
         self._ids = count()
 
@@ -65,6 +68,7 @@ class Bench:
         models: tuple[str, ...] = (),
         prefix_len: int = 10,
         own_len: int = 1,
+        tenant: str = "",
     ) -> CompletionTask:
         """A prompt of `prefix_len` tokens of the constant `text`, and `own_len` of its own."""
         number = next(self._ids)
@@ -73,7 +77,7 @@ class Bench:
             id=number,
             request_id=number,
             session_id=session,
-            options=CallOptions("f", models=models),
+            options=CallOptions("f", models=models, tenant=tenant),
             fill=(),
             output=SemanticVariable(str(number), "v", session),
             sampling=SamplingConfig(max_gen_length=output),

@@ -29,7 +29,7 @@ class Line:
         self.clock = ManualClock()
         fields = GlobalSchedulerConfig.model_validate({"policy": policy, **config})
         self.order = order_maker(fields)(self.clock)
-        self.queue = TaskQueue((), self.order)
+        self.queue = TaskQueue(self.order)
         self._num_tasks = 0
 
     def add(
@@ -288,7 +288,7 @@ class Chaos(OrderPolicy):
 @given(st.integers(0, 10**6))
 def test_the_queue_is_sorted_whatever_the_keys_do(seed: int) -> None:
     rng, line, order = random.Random(seed), Line(), Chaos()
-    queue = TaskQueue((), order)
+    queue = TaskQueue(order)
     line.queue = queue
     present: list[CompletionTask] = []
     for _ in range(300):

@@ -328,8 +328,15 @@ def test_a_removed_engine_gets_nothing() -> None:
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 10_000), st.sampled_from(get_args(OrderName)), st.booleans())
-def test_random_histories_leave_nothing_behind(seed: int, policy: str, grouped: bool) -> None:
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from(get_args(OrderName)),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_random_histories_leave_nothing_behind(
+    seed: int, policy: str, grouped: bool, num_tenants: int
+) -> None:
     rng = random.Random(seed)
     bench = Bench(policy=policy, ctx_group=grouped, graph_group=grouped)
     bench.engines(3, slots=3, tokens=900)
@@ -340,14 +347,16 @@ def test_random_histories_leave_nothing_behind(seed: int, policy: str, grouped: 
         bench.scheduler.progressed(rng.randrange(3), rng.random() * 20)
         action = rng.randrange(6)
         if action < 3:
+            session = rng.randrange(3)
             task = bench.task(
                 rng.choice(["a", "b", None]),
-                session=rng.randrange(3),
+                session=session,
                 criteria=rng.choice([LATENCY, THROUGHPUT]),
                 path=rng.random() * 20,
                 group=rng.choice(["g", "h", None]),
                 output=rng.randrange(1, 400),
                 models=rng.choice([(), ("m",), ("m", "z")]),
+                tenant=f"tenant {session % num_tenants}",
             )
             bench.add(task)
             queued.add(task)

@@ -1,0 +1,125 @@
+"""The queued tasks of all tenants: a heap of tenants, each with its own queue."""
+
+from collections.abc import Hashable
+
+from parrot.serve.scheduling.fair.counters import Counters
+from parrot.serve.scheduling.load_index import Models
+from parrot.serve.scheduling.order import OrderPolicy
+from parrot.serve.scheduling.queue import TaskQueue
+from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.heaps import LazyHeap
+
+FairKey = tuple[float, float, float]
+"""The tenant's counter, and the keys of group and task in its queue."""
+
+_MAX_ASIDE = 8  # tenants of which nothing fits that are passed over in a round
+
+
+class FairQueue:
+    """The queued tasks that may run on the same models: those of the tenant with the least counter
+    come first, in the order of its `TaskQueue`. If none of these fits, the next tenant's do.
+
+    What is set aside in a round of scheduling does not come to the top again before `end_round`;
+    `is_over`: nothing does. Every operation costs O(log n) amortised."""
+
+    def __init__(self, models: Models, order: OrderPolicy, counters: Counters) -> None:
+        self.models = models
+        self.is_over = False
+        self.num_groups = 0  # with queued tasks
+        self._order = order
+        self._counters = counters
+        self._queues: dict[str, TaskQueue] = {}
+        self._tenants: LazyHeap[str, float] = LazyHeap()  # all but those set aside
+        self._aside: list[str] = []
+        self._touched: dict[str, None] = {}  # those of which something was set aside
+        self._num_tasks = 0
+
+    def __len__(self) -> int:
+        return self._num_tasks
+
+    def __contains__(self, task: CompletionTask) -> bool:
+        queue = self._queues.get(task.completion.options.tenant)
+        return queue is not None and task in queue
+
+    def tasks(self) -> list[CompletionTask]:
+        return [task for queue in self._queues.values() for task in queue.tasks()]
+
+    def push(self, task: CompletionTask) -> None:
+        tenant = task.completion.options.tenant
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = TaskQueue(self._order)
+            self._tenants.set(tenant, self._counters.counter(tenant))
+        self._num_tasks += 1
+        self.num_groups -= queue.num_groups
+        queue.push(task)
+        self.num_groups += queue.num_groups
+
+    def remove(self, task: CompletionTask) -> None:
+        tenant = task.completion.options.tenant
+        queue = self._queues[tenant]
+        self._num_tasks -= 1
+        self.num_groups -= queue.num_groups
+        queue.remove(task)
+        self.num_groups += queue.num_groups
+        if queue.is_empty:
+            del self._queues[tenant]
+            self._tenants.discard(tenant)
+            self._touched.pop(tenant, None)
+
+    def touch(self, tenant: str | None, group: Hashable) -> None:
+        """Note that the key of a group of the tenant may have shrunk. None: it has no task yet."""
+        if tenant is not None and (queue := self._queues.get(tenant)) is not None:
+            queue.touch(group)
+
+    def settled(self, tenant: str) -> None:
+        """Note that the tenant's counter has shrunk."""
+        if tenant in self._tenants:
+            self._tenants.set(tenant, self._counters.counter(tenant))
+
+    def top(self) -> tuple[FairKey, CompletionTask] | None:
+        """The first task and its sort key; None if there is none, or the round is over."""
+        while not self.is_over and (first := self._tenants.top()) is not None:
+            known, tenant = first
+            counter = self._counters.counter(tenant)
+            if counter > known:
+                self._tenants.set(tenant, counter)
+                continue
+            if (top := self._queues[tenant].top()) is not None:
+                return (counter, *top[0]), top[1]
+            self._tenants.discard(tenant)
+            self._aside.append(tenant)
+            self.is_over = len(self._aside) >= _MAX_ASIDE
+        return None
+
+    def pass_over(self, task: CompletionTask) -> None:
+        """Set aside a task for which there is no room."""
+        queue = self._set_aside(task)
+        self.num_groups -= queue.num_groups
+        queue.pass_over(task)
+        self.num_groups += queue.num_groups
+
+    def hold(self, task: CompletionTask) -> None:
+        """Set aside all of the task's group."""
+        self._set_aside(task).hold(task)
+
+    def end_round(self) -> list[CompletionTask]:
+        """Take back what was set aside. Returns the tasks that were passed over."""
+        passed: list[CompletionTask] = []
+        for tenant in self._touched:
+            queue = self._queues[tenant]
+            self.num_groups -= queue.num_groups
+            passed += queue.end_round()
+            self.num_groups += queue.num_groups
+        self._touched.clear()
+        for tenant in self._aside:
+            self._tenants.set(tenant, self._counters.counter(tenant))
+        self._aside.clear()
+        self.is_over = False
+        return passed
+
+    def _set_aside(self, task: CompletionTask) -> TaskQueue:
+        """The queue of the task's tenant, of which something is set aside."""
+        tenant = task.completion.options.tenant
+        self._touched[tenant] = None
+        return self._queues[tenant]

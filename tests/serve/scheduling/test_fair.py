@@ -1,0 +1,213 @@
+"""Fair share between tenants: the bound of the virtual token counter, for any arrivals, and that
+no slot is empty while somebody waits."""
+
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.protocol.engine_api import StepCosts
+from parrot.serve.scheduling.fair.counters import Counters, service_s
+from parrot.serve.scheduling.task import CompletionTask
+from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
+
+WEIGHTS = {"a": 1.0, "b": 1.0, "heavy": 3.0}
+MAX_PROMPT, MAX_OUTPUT = 2000, 400
+COSTS = StepCosts()
+
+
+class Cluster(Bench):
+    """One engine with some slots, whose tasks end when the test says so, with outputs of other
+    lengths than predicted."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(policy="fcfs", weigh=WEIGHTS.__getitem__)
+        self.slots = slots
+        self.engines(1, slots=slots, tokens=10**9)
+        self.queued: Counter[str] = Counter()
+        self.running: list[CompletionTask] = []
+        self.served: defaultdict[str, float] = defaultdict(float)
+
+    def arrive(self, tenant: str, prompt: int, output: int) -> CompletionTask:
+        task = self.task(tenant=tenant, prefix_len=prompt, output=output)
+        self.queued[tenant] += 1
+        self.add(task)
+        self.go_on()
+        return task
+
+    def end(self, which: int, fraction: float) -> None:
+        """One of the running tasks ends after a fraction of the longest output."""
+        task = self.running.pop(which % len(self.running))
+        task.used = (task.prompt_len, 1 + int(fraction * (task.max_output - 1)))
+        self.scheduler.ended(task, 0)
+        self.served[task.completion.options.tenant] += task.service_s
+        self.go_on()
+
+    def go_on(self) -> None:
+        self.later(0.01)
+        for placement in self.scheduler.schedule():
+            self.queued[placement.task.completion.options.tenant] -= 1
+            self.running.append(placement.task)
+        waiting = sum(self.queued.values())
+        assert not waiting or len(self.running) == self.slots, "a slot is empty"
+
+    @property
+    def bound(self) -> float:
+        """What two tenants that wait may differ by: each may have had all slots at the beginning,
+        and at the end, and be one call ahead."""
+        dearest = service_s(COSTS, MAX_PROMPT + 1, MAX_PROMPT + 1, MAX_OUTPUT)
+        return 2 * (2 * self.slots + 1) * dearest
+
+
+ARRIVAL = st.tuples(
+    st.sampled_from(sorted(WEIGHTS)), st.integers(1, MAX_PROMPT), st.integers(1, MAX_OUTPUT)
+)
+END = st.tuples(st.integers(0, 100), st.floats(0.0, 1.0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.lists(ARRIVAL, min_size=20, max_size=60),
+    st.lists(st.one_of(ARRIVAL, END, END), max_size=150),
+)
+def test_two_tenants_that_wait_differ_by_no_more_than_the_bound(
+    slots: int, first: list[tuple[str, int, int]], events: list[tuple[str | int, ...]]
+) -> None:
+    cluster = Cluster(slots)
+    for tenant, prompt, output in first:
+        cluster.arrive(tenant, prompt, output)
+    # By pair: the least and the largest difference since both wait.
+    extremes: dict[tuple[str, str], tuple[float, float]] = {}
+    for event in events:
+        if len(event) == 3:
+            cluster.arrive(*event)  # type: ignore[arg-type]
+        elif cluster.running:
+            cluster.end(*event)  # type: ignore[arg-type]
+        for pair in (("a", "b"), ("a", "heavy"), ("b", "heavy")):
+            if not all(cluster.queued[tenant] for tenant in pair):
+                extremes.pop(pair, None)
+                continue
+            one, other = (cluster.served[tenant] / WEIGHTS[tenant] for tenant in pair)
+            least, most = extremes.get(pair, (one - other, one - other))
+            extremes[pair] = min(least, one - other), max(most, one - other)
+            assert extremes[pair][1] - extremes[pair][0] <= cluster.bound
+    while cluster.running:
+        cluster.end(0, 0.5)
+    assert not +cluster.queued, "somebody starved"
+    cluster.scheduler.check_integrity()
+
+
+def test_one_call_does_not_wait_behind_the_ten_thousand_of_another_tenant() -> None:
+    cluster = Cluster(slots=4)
+    for _ in range(1000):
+        cluster.arrive("a", 500, 100)
+    for _ in range(20):
+        cluster.end(0, 1.0)
+    chat = cluster.arrive("b", 500, 100)
+    cluster.end(0, 1.0)
+    assert chat in cluster.running
+
+
+def test_weights_divide_the_service() -> None:
+    cluster = Cluster(slots=4)
+    for _ in range(1000):
+        cluster.arrive("a", 500, 100)
+        cluster.arrive("heavy", 500, 100)
+    for _ in range(1000):
+        cluster.end(0, 0.5)
+    assert cluster.served["heavy"] == pytest.approx(3 * cluster.served["a"], rel=0.02)
+
+
+def test_time_without_work_is_no_credit() -> None:
+    """Who comes back, or comes late, has no claim to what others had meanwhile."""
+    cluster = Cluster(slots=1)
+    cluster.arrive("b", 100, 100)
+    cluster.end(0, 1.0)
+    for _ in range(500):
+        cluster.arrive("a", 500, 100)
+    for _ in range(300):
+        cluster.end(0, 1.0)
+    for _ in range(100):
+        cluster.arrive("b", 500, 100)
+    before = dict(cluster.served)
+    for _ in range(100):
+        cluster.end(0, 1.0)
+    gained = {tenant: cluster.served[tenant] - before[tenant] for tenant in "ab"}
+    assert gained["a"] == pytest.approx(gained["b"], rel=0.05)
+
+
+def test_leaving_for_a_moment_forgets_no_debt() -> None:
+    cluster = Cluster(slots=1)
+    for _ in range(50):
+        cluster.arrive("a", 500, 100)
+        cluster.arrive("b", 500, 100)
+    for _ in range(10):
+        cluster.arrive("heavy", MAX_PROMPT, MAX_OUTPUT)
+        while not any(t.completion.options.tenant == "heavy" for t in cluster.running):
+            cluster.end(0, 1.0)
+        cluster.end(0, 1.0)  # it has no task now, and comes again at once
+    share = cluster.served["heavy"] / WEIGHTS["heavy"]
+    assert share <= cluster.served["a"] + cluster.bound / 3
+
+
+def test_a_shared_beginning_is_its_first_users_to_pay() -> None:
+    bench = Bench()
+    bench.engines(1)
+    first, second = [
+        bench.task("shared", prefix_len=1000, output=100, tenant=tenant) for tenant in "ab"
+    ]
+    bench.add(first)
+    bench.run()
+    bench.later(0.1)
+    bench.add(second)
+    bench.run()
+    bench.later(1e6)
+    for task in (first, second):
+        bench.scheduler.ended(task, 0)
+    output = first.expected_output
+    assert first.service_s == pytest.approx(service_s(COSTS, 1001, 1001, output))
+    assert second.service_s == pytest.approx(service_s(COSTS, 1, 1, output))
+
+
+def test_a_call_that_is_stopped_pays_for_the_time_that_it_ran() -> None:
+    bench = Bench()
+    bench.engines(1)
+    early, late = bench.task(output=400), bench.task(output=400)
+    bench.add(early)
+    bench.run()
+    bench.scheduler.ended(early, 0)
+    assert early.service_s == 0
+    bench.add(late)
+    bench.run()
+    bench.later(0.2)
+    bench.scheduler.ended(late, 0)
+    assert 0 < late.service_s < service_s(COSTS, late.prompt_len, late.prompt_len, 201)
+
+
+def test_in_a_tenant_the_order_is_its_own() -> None:
+    bench = Bench()
+    bench.engines(1, slots=1)
+    slow = bench.task(criteria=THROUGHPUT, path=50, tenant="a")
+    short, long = bench.task(path=1, tenant="a"), bench.task(path=9, tenant="a")
+    others = [bench.task(session=2, criteria=LATENCY, tenant="b") for _ in range(3)]
+    bench.add(slow, short, long, *others)
+    order = []
+    while bench.scheduler.num_queued:
+        ((task, engine_id),) = bench.run().items()
+        order.append(task)
+        bench.later(60)
+        bench.scheduler.ended(task, engine_id)
+    assert [task for task in order if task not in others] == [long, short, slow]
+    tenants = [task.completion.options.tenant for task in order]
+    assert sorted(tenants[:2]) == sorted(tenants[2:4]) == ["a", "b"]
+
+
+def test_many_idle_tenants_are_forgotten_in_the_end() -> None:
+    counters = Counters(lambda tenant: 1.0)
+    for n in range(10_000):
+        counters.queued(f"tenant {n}")
+        counters.unqueued(f"tenant {n}")
+    assert len(counters._idle) < 5000
+    counters.check_integrity({}, {})
