@@ -275,9 +275,8 @@ class PromptTokens(InternalPayload):
 
 SERVER_FEATURES = frozenset({"messages", "tools"})
 FEATURES = SERVER_FEATURES | {"cache_salt", "cached_tokens", "cancellation", "priority"}
-"""An engine's features beside fields of a sampling config: it renders conversations, with tools;
-shares KV within a salt only, tells how many tokens it had, stops when told to, heeds priorities all
-along."""
+"""Beside fields of a sampling config: the engine renders conversations, with tools; shares KV
+within a salt only, tells how many tokens it had, stops when told to, heeds priorities all along."""
 
 
 class Capabilities(InternalPayload):

@@ -54,7 +54,11 @@ async def serve(config: CoreConfig) -> None:
         journal = Journal.at(config.journal, config.journal_size, clock, config.journal_timeout)
         clock = journal.clock
     observers: list[Observer] = [] if trace is None else [Recorder(trace, clock)]
-    export = None if config.otlp_endpoint is None else span_export(config.otlp_endpoint, "parrot")
+    export = (
+        None
+        if config.otlp_endpoint is None
+        else span_export(config.otlp_endpoint, "parrot", "parrot.serve.spans")
+    )
     if export is not None:
         observers.append(Tracer(export, clock))
     if CALLS.isEnabledFor(logging.INFO):

@@ -21,7 +21,7 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
-from parrot.utils.traces.traceparent import TraceParent, span_id_of
+from parrot.utils.traces.traceparent import TraceParent, span_within
 
 
 class PieceKind(Enum):
@@ -267,12 +267,7 @@ Task = Completion | NativeCall
 
 def task_span(trace_id: str, task: Task) -> TraceParent:
     """The task's span, in its caller's trace, or else in this one, which is the session's."""
-    is_sampled = True
-    if task.options.traceparent is not None:
-        caller = TraceParent.parse(task.options.traceparent)
-        if caller is not None:
-            trace_id, is_sampled = caller.trace_id, caller.is_sampled
-    return TraceParent(trace_id, span_id_of(trace_id, task.session_id, task.id), is_sampled)
+    return span_within(trace_id, task.options.traceparent, task.session_id, task.id)
 
 
 def unnamed(request_id: int) -> str:

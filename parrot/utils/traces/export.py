@@ -1,33 +1,33 @@
 """Spans on their way out: queued, written by a thread, and exported by a process of their own.
 
-To encode a span and to send it takes a tenth of the CPU time of a whole call, which this process
-needs for calls."""
+To make a span, encode and send it takes a tenth of the CPU time of a whole call, which this process
+needs for calls. So it tells plain facts."""
 
 import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 
 from parrot.utils.config import ConfigError
-from parrot.utils.traces.record import SpanRecord
 
 logger = logging.getLogger(__name__)
 
+RECORDS = "parrot.utils.traces.otlp"  # makes spans of `SpanRecord`s
 _MAX_PENDING = 256  # things whose spans are yet to be written
 _FLUSH_S = 5.0
 
 
 class SpanSink(Protocol):
-    """Where spans are written, from one thread; it may be slow, and raise what it wants."""
+    """The end of the way, written to from one thread; it may be slow, and raise what it wants."""
 
-    def write(self, records: Sequence[SpanRecord]) -> None: ...
+    def write(self, facts: Sequence[Any]) -> None: ...
 
     def close(self, timeout_s: float) -> None:
         """Export what was written, for so many seconds at most; with 0, while a write may still be
@@ -36,16 +36,16 @@ class SpanSink(Protocol):
 
 
 class OtlpProcess:
-    """The sink of `parrot.utils.traces.otlp`, which ends with its input."""
+    """A process that runs the module `maker`: it makes spans of facts, and ends with its input."""
 
-    def __init__(self, endpoint: str, service: str) -> None:
-        command = [sys.executable, "-m", "parrot.utils.traces.otlp", endpoint, service]
+    def __init__(self, endpoint: str, service: str, maker: str = RECORDS) -> None:
+        command = [sys.executable, "-m", maker, endpoint, service]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
 
-    def write(self, records: Sequence[SpanRecord]) -> None:
+    def write(self, facts: Sequence[Any]) -> None:
         """Raises `OSError` if the process has ended."""
         assert self._process.stdin is not None
-        self._process.stdin.write(orjson.dumps(records, default=list) + b"\n")
+        self._process.stdin.write(orjson.dumps(facts, default=list) + b"\n")
         self._process.stdin.flush()
 
     def close(self, timeout_s: float) -> None:
@@ -62,9 +62,9 @@ class OtlpProcess:
             self._process.stdin.close()
 
 
-def span_export(endpoint: str, service: str) -> "SpanExport":
-    """Spans go to `endpoint` by OTLP over HTTP. Raises `ConfigError` if what that needs is not
-    installed."""
+def span_export(endpoint: str, service: str, maker: str = RECORDS) -> "SpanExport":
+    """Spans go to `endpoint` by OTLP over HTTP; the module `maker` makes them of what is told.
+    Raises `ConfigError` if what that needs is not installed."""
     for package in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         try:
             found = find_spec(package)
@@ -74,7 +74,7 @@ def span_export(endpoint: str, service: str) -> "SpanExport":
             raise ConfigError(
                 f"otlp_endpoint: {package} is not installed: pip install 'parrot[otel]'"
             )
-    return SpanExport(OtlpProcess(endpoint, service))
+    return SpanExport(OtlpProcess(endpoint, service, maker))
 
 
 class SpanExport:
@@ -87,7 +87,7 @@ class SpanExport:
         self._room = threading.BoundedSemaphore(_MAX_PENDING)
         self.num_left_out = 0
 
-    def send(self, make: Callable[[], Iterable[SpanRecord]]) -> None:
+    def send(self, make: Callable[[], Sequence[Any]]) -> None:
         """Export what `make` gives when it is called, in the exporting thread."""
         if self._room.acquire(blocking=False):
             self._thread.submit(self._export, make)
@@ -108,9 +108,9 @@ class SpanExport:
         self._sink.close(left_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _export(self, make: Callable[[], Iterable[SpanRecord]]) -> None:
+    def _export(self, make: Callable[[], Sequence[Any]]) -> None:
         try:
-            self._sink.write(list(make()))
+            self._sink.write(make())
         except Exception:
             logger.exception("spans could not be exported")
         finally:

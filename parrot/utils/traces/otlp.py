@@ -1,14 +1,15 @@
 """Exports spans by OTLP over HTTP: `python -m parrot.utils.traces.otlp ENDPOINT SERVICE`.
 
-Reads span records, a JSON list of them a line, until its input ends. Needs the extra `otel`:
-nothing else of Parrot imports OpenTelemetry."""
+Reads span records, a JSON list of them a line, until its input ends; other modules that run `main`
+read other facts. Needs the extra `otel`: nothing else of Parrot imports OpenTelemetry."""
 
 import logging
+import os
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -27,6 +28,10 @@ _BATCH = 512  # spans in one request of the exporter, unless one line has more
 _MAX_LINES = 64  # read ahead
 _FLUSH_S = 4.0
 _NS = 1_000_000_000
+_NICENESS = 10  # servers that share its cores go first
+
+Read = Callable[[Any], list[SpanRecord]]
+"""Spans, of the decoded JSON of a line."""
 
 
 class OtelSink:
@@ -68,9 +73,9 @@ def _context(one: TraceParent, *, is_remote: bool = False) -> SpanContext:
     return SpanContext(int(one.trace_id, 16), int(one.span_id, 16), is_remote, flags)
 
 
-def read_records(line: bytes) -> list[SpanRecord]:
-    """A line as `OtlpProcess` writes it."""
-    return [_record(**fields) for fields in orjson.loads(line)]
+def read_records(facts: Any) -> list[SpanRecord]:
+    """`SpanRecord`s as `OtlpProcess` writes them."""
+    return [_record(**fields) for fields in facts]
 
 
 def _record(
@@ -82,15 +87,15 @@ def _record(
     )
 
 
-def _write_all(lines: "queue.Queue[bytes | None]", sink: OtelSink) -> None:
+def _write_all(lines: "queue.Queue[bytes | None]", read: Read, sink: OtelSink) -> None:
     """Write lines to `sink`, those that wait in one request, until None comes."""
     while (line := lines.get()) is not None:
         try:
-            records = read_records(line)
+            records = read(orjson.loads(line))
             while len(records) < _BATCH and not lines.empty():
                 if (line := lines.get()) is None:
                     break
-                records += read_records(line)
+                records += read(orjson.loads(line))
             sink.write(records)
         except Exception:
             logger.exception("spans could not be exported")
@@ -98,14 +103,15 @@ def _write_all(lines: "queue.Queue[bytes | None]", sink: OtelSink) -> None:
             return
 
 
-def main() -> None:
+def main(read: Read = read_records) -> None:
+    os.nice(_NICENESS)
     for signum in (signal.SIGINT, signal.SIGTERM):  # it ends after whoever has spans
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING)
     endpoint, service = sys.argv[1:]
     sink = OtelSink(OTLPSpanExporter(endpoint=endpoint), service)
     lines: queue.Queue[bytes | None] = queue.Queue(_MAX_LINES)
-    writer = threading.Thread(target=_write_all, args=(lines, sink), daemon=True)
+    writer = threading.Thread(target=_write_all, args=(lines, read, sink), daemon=True)
     writer.start()
     for line in sys.stdin.buffer:
         lines.put(line)

@@ -40,6 +40,15 @@ def span_id_of(trace_id: str, *path: int) -> str:
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
+def span_within(trace_id: str, caller: str | None, *path: int) -> TraceParent:
+    """The span of something with these numbers: in its caller's trace, if that names one, or else
+    in this one."""
+    if caller and (above := TraceParent.parse(caller)) is not None:
+        span_id = span_id_of(above.trace_id, *path)
+        return TraceParent(above.trace_id, span_id, above.is_sampled)
+    return TraceParent(trace_id, span_id_of(trace_id, *path))
+
+
 def current_traceparent() -> str | None:
     """The caller's current span in OpenTelemetry; None without one. Imports nothing: a program that
     has spans has the package already."""

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
 import aiohttp
+import orjson
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ from parrot.engine.traces import EngineTracer
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.serve.spans import session_spans
 from parrot.serve.tracer import Tracer
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
@@ -44,12 +46,25 @@ ADDRESS = "http://localhost:4318/v1/traces"  # nobody is asked: the exporter is 
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 
 
+class Sending:
+    """Makes spans of what ServeCore tells, as the process that sends them does."""
+
+    def __init__(self, sink: OtelSink) -> None:
+        self._sink = sink
+
+    def write(self, facts: Sequence[Any]) -> None:
+        self._sink.write(session_spans(orjson.loads(orjson.dumps(facts, default=list))))
+
+    def close(self, timeout_s: float) -> None: ...
+
+
 class Traced:
     """ServeCore and an engine over HTTP, whose spans are kept."""
 
     def __init__(self, **config: Any) -> None:
         self.exporter = InMemorySpanExporter()
-        self.export = SpanExport(OtelSink(self.exporter, "parrot"))
+        sink = OtelSink(self.exporter, "parrot")
+        self.export, self.engine_export = SpanExport(Sending(sink)), SpanExport(sink)
         self.core_config = CoreConfig.model_validate({"otlp_endpoint": ADDRESS} | config)
 
     async def run(self, caller: str | None = None) -> dict[str, Any]:
@@ -57,12 +72,16 @@ class Traced:
         clock = MonotonicClock()
         core = ServeCore(self.core_config, clock=clock, observers=[Tracer(self.export, clock)])
         headers = {"traceparent": caller} if caller else {}
-        async with over_http(core, EngineTracer(self.export, "e", "m"), headers) as client:
+        async with over_http(core, EngineTracer(self.engine_export, "e", "m"), headers) as client:
             scope = await write_and_review(client, ["essay"])
             seen = (await client.session_info(**scope)).model_dump()
             await client.delete_session(**scope)
-        await asyncio.to_thread(self.export.close)
+        await asyncio.to_thread(self.close)
         return seen
+
+    def close(self) -> None:
+        self.export.close()
+        self.engine_export.close()
 
     @property
     def spans(self) -> Sequence[ReadableSpan]:
@@ -165,7 +184,7 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(is_sampled
     clock, traced = MonotonicClock(), Traced()
     core = ServeCore(traced.core_config, clock=clock, observers=[Tracer(traced.export, clock)])
     callers = [f"00-{n:032x}-{'cd' * 8}-0{is_sampled:d}" for n in (1, 2)]
-    async with over_http(core, EngineTracer(traced.export, "e", "m")) as client:
+    async with over_http(core, EngineTracer(traced.engine_export, "e", "m")) as client:
         for caller in callers:
             request = {"model": "m", "prompt": f"After {caller}", "max_tokens": 3}
             await client._http.request(
@@ -176,7 +195,7 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(is_sampled
             )
         (session,) = core.sessions
         core.delete_session(session.id, session.auth)
-    await asyncio.to_thread(traced.export.close)
+    await asyncio.to_thread(traced.close)
     names = sorted(span.name for span in traced.spans)
     calls = ["generate m"] * 2 + ["text_completion completion"] * 2
     assert names == sorted([*(calls if is_sampled else ()), "invoke_workflow p"])
