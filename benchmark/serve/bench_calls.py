@@ -171,6 +171,12 @@ def cpu_seconds(pid: int) -> float:
     return 1e-9 * sum(int(thread.read_text().split()[0]) for thread in threads)
 
 
+def children(pid: int) -> list[int]:
+    """The processes that a process has started (Linux)."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for one in lists for child in one.read_text().split()]
+
+
 def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
     """Fraction of one core that each idle process uses."""
     names = ["core", cluster.engine_names[0]]
@@ -182,12 +188,14 @@ def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
 
 @contextmanager
 def pinned(*clusters: Cluster) -> Iterator[None]:
-    """ServeCore alone on the first core, everything else on the others."""
+    """ServeCore alone on the first core, everything else on the others: what it has started, too."""
     cores = sorted(os.sched_getaffinity(0))
     for cluster in clusters:
-        os.sched_setaffinity(cluster.process("core").pid, cores[:1])
-        for name in cluster.engine_names:
-            os.sched_setaffinity(cluster.process(name).pid, cores[1:])
+        core = cluster.process("core").pid
+        os.sched_setaffinity(core, cores[:1])
+        engines = [cluster.process(name).pid for name in cluster.engine_names]
+        for pid in (*engines, *children(core)):
+            os.sched_setaffinity(pid, cores[1:])
     os.sched_setaffinity(0, cores[1:])
     try:
         yield
