@@ -188,7 +188,7 @@ def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
 
 @contextmanager
 def pinned(*clusters: Cluster) -> Iterator[None]:
-    """ServeCore alone on the first core, everything else on the others: what it has started, too."""
+    """ServeCore alone on the first core, all else on the others, also what it has started."""
     cores = sorted(os.sched_getaffinity(0))
     for cluster in clusters:
         core = cluster.process("core").pid

@@ -20,7 +20,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.journal.journal import Journal
 from parrot.serve.observers import Observer
 from parrot.serve.recorder import Recorder, TraceFile
-from parrot.serve.tracer import Tracer
+from parrot.serve.traces.tracer import Tracer
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
 from parrot.utils.logs import CALLS
@@ -57,7 +57,7 @@ async def serve(config: CoreConfig) -> None:
     export = (
         None
         if config.otlp_endpoint is None
-        else span_export(config.otlp_endpoint, "parrot", "parrot.serve.spans")
+        else span_export(config.otlp_endpoint, "parrot", "parrot.serve.traces.spans")
     )
     if export is not None:
         observers.append(Tracer(export, clock))

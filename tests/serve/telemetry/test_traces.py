@@ -26,8 +26,8 @@ from parrot.engine.traces import EngineTracer
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.spans import session_spans
-from parrot.serve.tracer import Tracer
+from parrot.serve.traces.spans import session_spans
+from parrot.serve.traces.tracer import Tracer
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from parrot.utils.traces.export import OtlpProcess, SpanExport, span_export

@@ -18,8 +18,8 @@ from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.observers import Observer
 from parrot.serve.sessions import Session
-from parrot.serve.spans import CompletionFacts, SessionFacts, TaskFacts
 from parrot.serve.telemetry.metrics import app_of
+from parrot.serve.traces.spans import CompletionFacts, SessionFacts, TaskFacts
 from parrot.utils.clock import Clock
 from parrot.utils.traces.export import SpanExport
 from parrot.utils.traces.traceparent import TraceParent

@@ -1,5 +1,5 @@
 """The spans of a session, of the facts that ServeCore tells when it has ended. The process that
-sends them makes them: `python -m parrot.serve.spans ENDPOINT SERVICE`."""
+sends them makes them: `python -m parrot.serve.traces.spans ENDPOINT SERVICE`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
