@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Self
 
 from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import ClusterError, ServerProcess
-from parrot.protocol.gate.cluster_token import settled_token
+from parrot.protocol.gate.cluster_token import kept_token, settled_token
+from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.public import ReadyResponse
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
@@ -304,16 +305,15 @@ def binding(name: str, host: str) -> Iterator[None]:
 
 
 def _with_token(core: Config) -> Config:
-    """The config with the token that ServeCore will have. Raises `ClusterError` where it would
-    refuse to start."""
+    """The config with the token that ServeCore will have: on loopback, also with `api_keys`, that
+    of this user's file unless it is given. Raises `ClusterError` where it would refuse to start."""
+    host, token = core.get("host", _HOST), core.get("cluster_token")
+    is_insecure = bool(core.get("insecure"))
     try:
-        token = settled_token(
-            core.get("host", _HOST),
-            core.get("cluster_token"),
-            insecure=bool(core.get("insecure")),
-            has_api_keys=bool(core.get("api_keys") or core.get("keys_file")),
-            state_dir=core.get("state_dir"),
-        )
+        if token is None and not is_insecure and is_loopback(host):
+            token = kept_token(core.get("state_dir"))
+        has_api_keys = bool(core.get("api_keys") or core.get("keys_file"))
+        token = settled_token(host, token, insecure=is_insecure, has_api_keys=has_api_keys)
     except ConfigError as error:
         raise ClusterError(str(error)) from None
     return core if token is None else {**core, "cluster_token": token}
