@@ -40,7 +40,6 @@ class TaskRunner:
         self._find_session = find_session
         self.expect = dispatcher.expect
         self.unexpect = dispatcher.unexpect
-        self.reprioritise = dispatcher.reprioritise
         self.progressed = dispatcher.progressed
         self._held: dict[int, Task] | None = None
 
@@ -100,6 +99,10 @@ class TaskRunner:
             self._dispatcher.cancel(task, error)
         else:
             self._native.cancel(task, error)
+
+    def reprioritise(self, completion: Completion) -> None:
+        if self._held is None:
+            self._dispatcher.reprioritise(completion)
 
     def finished(self, task: Task) -> None:
         session = self._find_session(task.session_id)

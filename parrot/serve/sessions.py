@@ -23,7 +23,7 @@ from parrot.serve.graph.ids import GraphIds, SessionIds
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState
-from parrot.serve.journal.history import History
+from parrot.serve.journal.history import History, SessionNumbers
 from parrot.serve.journal.journal import Journal
 from parrot.serve.quotas import Account, num_bytes
 from parrot.utils.clock import Clock
@@ -140,7 +140,8 @@ class Session:
 
 
 class SessionRegistry:
-    """The live sessions. Ids only grow, so an id that was given out and is not live is gone.
+    """The live sessions. Ids only grow, so an id that was given out and is not live is gone. With a
+    journal they grow over restarts, too, whatever the clock says then.
 
     A session ends when it has been idle for its life span. Activity moves no timer: a timer that
     comes too early is set again for the time that holds by then."""
@@ -163,7 +164,8 @@ class SessionRegistry:
         self._runner = runner
         self._predictor = predictor
         self._expire = expire
-        self._first_id = self._next_id = first_id
+        self._first_id = first_id
+        self.numbers = SessionNumbers(first_id)
         self._graph_ids = GraphIds()
         self._sessions: dict[int, Session] = {}
         self._auths: set[str] = set()
@@ -189,6 +191,7 @@ class SessionRegistry:
         `InsufficientStorage` if it cannot be written down."""
         if self.journal is not None:
             self.journal.require_room()
+            self.numbers.reserve(self.journal)
         limit = self._config.max_sessions_num
         if len(self._sessions) >= limit:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
@@ -197,7 +200,7 @@ class SessionRegistry:
         account.require(text_bytes=num_bytes(apps))
         trace_id = self._trace_id(traceparent)
         begun = Begun(
-            self._next_id, new_token(), tenant, tuple(apps), on_demand, trace_id, is_program
+            self.numbers.next, new_token(), tenant, tuple(apps), on_demand, trace_id, is_program
         )
         session = self._begin(begun, account)
         if self.journal is not None:
@@ -221,7 +224,7 @@ class SessionRegistry:
         assert account.parent is not None
         account.add(text_bytes=num_bytes(begun.apps))
         self._tenants[begun.tenant] = account.parent
-        self._next_id = max(self._next_id, begun.id + 1)
+        self.numbers.next = max(self.numbers.next, begun.id + 1)
         now = self._clock.now()
         graph = SessionGraph(
             begun.id,
@@ -264,7 +267,7 @@ class SessionRegistry:
         `AuthenticationFailed`."""
         session = self._sessions.get(session_id)
         if session is None:
-            if self._first_id <= session_id < self._next_id:
+            if self._first_id <= session_id < self.numbers.next:
                 raise SessionGone(f"session {session_id} has expired or was deleted")
             raise NotFound(f"no session {session_id}")
         if not tokens_equal(session_auth or "", session.auth):

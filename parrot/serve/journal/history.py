@@ -15,11 +15,36 @@ from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Piece, RunStats, TextPiece
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import Kind, Payload
+from parrot.serve.journal.record import RESERVED, Kind, Payload
 
 LOGPROBS: TypeAdapter[Logprobs] = TypeAdapter(WireLogprobs)
 _NO_STATS = [(field.name, getattr(RunStats(), field.name)) for field in fields(RunStats)]
+_RESERVED = 1024  # ids at once
 _SECRETS = {"session_auth", "session"}
+
+
+class SessionNumbers:
+    """The ids of sessions, which only grow: with a journal they are reserved there in blocks,
+    before the first is given out."""
+
+    def __init__(self, first: int) -> None:
+        self.next = self._end = first
+        self._subject = ""  # the journal's, of the last block
+
+    def reserve(self, journal: Journal) -> None:
+        """See to it that `next` is reserved."""
+        if self.next < self._end:
+            return
+        if self._subject:
+            journal.end(self._subject)
+        self._end = self.next + _RESERVED
+        self._subject = f"ids below {self._end}"
+        journal.append(self._subject, RESERVED, {"end": self._end})
+
+    def restore(self, subject: str, fields: Payload) -> None:
+        """All of a block may have been given out."""
+        self._subject = subject
+        self._end = self.next = max(self.next, fields["end"])
 
 
 class History:

@@ -9,6 +9,9 @@ import orjson
 ENDED = "ended"
 """The kind of a subject's last record: nothing of the subject is needed any more."""
 
+RESERVED = "reserved"
+"""The kind of a record that tells which ids of sessions may have been given out."""
+
 Payload = dict[str, Any]
 
 

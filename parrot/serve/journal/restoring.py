@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.serve.core import ServeCore
 from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import Kind, Payload, Record
+from parrot.serve.journal.record import RESERVED, Kind, Payload, Record
 from parrot.serve.sessions import Begun, Session
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ def restore(
     """Do once more what the records tell, in the event loop and before anything is asked of `core`.
     `others`: by their kinds, what applies records of other subjects than sessions. Raises
     `ConfigError` if the journal cannot be read."""
-    restoring = _Restoring(core, others)
+    restoring = _Restoring(core, {**others, RESERVED: core.sessions.numbers.restore})
 
     def replay() -> list[Session]:
         journal.read(restoring.apply)

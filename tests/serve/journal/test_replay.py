@@ -46,7 +46,7 @@ Choose = Callable[[int], int]
 class World:
     """A core with a journal that began with `records`."""
 
-    def __init__(self, records: list[Record]) -> None:
+    def __init__(self, records: list[Record], first_session_id: int = 0) -> None:
         self.file = MemoryFile(records)
         self.clock = ManualClock(start=1e6)
         self.journal = Journal(self.file, self.clock)
@@ -56,6 +56,7 @@ class World:
             clock=self.journal.clock,
             dispatcher=self.dispatcher,  # type: ignore[arg-type]
             sandbox=_NoSandbox(),
+            first_session_id=first_session_id,
         )
         restore(self.core, self.journal, {})
         self.reads: list[asyncio.Task[Any]] = []
@@ -265,6 +266,27 @@ def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
 @settings(max_examples=100, deadline=None)
 def test_each_prefix_of_the_records_gives_what_was_there(data: st.DataObject) -> None:
     asyncio.run(_run_and_replay(data))
+
+
+async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> None:
+    records: list[Record] = []
+    given: list[int] = []
+    for first in (5000, 100, 4000):  # what the clock says at each start
+        world = World(records, first)
+        scopes = [world.core.create_session(SessionCreateRequest()) for _ in range(3)]
+        given += [scope.session_id for scope in scopes]
+        for scope in scopes:
+            world.core.delete_session(**scope.model_dump())
+        await world.journal.durable()
+        ended = {record.subject for record in world.file.records if record.kind == ENDED}
+        records = [r for r in world.file.records if r.subject not in ended]  # the rest is trimmed
+        assert len(records) == 1
+        await world.close()
+    assert given == sorted(set(given))
+    world = World(records)
+    with pytest.raises(SessionGone):
+        world.core.session_info(given[0], None)
+    await world.close()
 
 
 async def test_an_error_is_told_when_it_is_on_disk() -> None:
