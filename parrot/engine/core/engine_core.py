@@ -70,15 +70,15 @@ class EngineCore:
     ) -> None:
         self.info = info = runner.info
         self.language = language
-        num_blocks = info.num_blocks
-        if config.tokens_capacity is not None:
-            num_blocks = min(num_blocks, -(-config.tokens_capacity // info.block_size))
+        capacity = config.tokens_capacity or info.num_blocks * info.block_size
+        num_blocks = min(info.num_blocks, -(-capacity // info.block_size))
         self.tokens_capacity = num_blocks * info.block_size
         self.max_context_len = min(info.max_seq_len, self.tokens_capacity)
         self._clock = clock
         self._runner = IsolatingRunner(runner)
         self._flight: _Flight | None = None
         self._suspects: list[Job] = []
+        self._streams: list[Job] = []  # whose newest tokens were not given to those who read along
         is_found = config.scheduler.prefix_caching
         self._tree = make_tree(num_blocks, info.block_size, publishes=is_found)
         self._costs = StepCostMeter(info)
@@ -115,12 +115,14 @@ class EngineCore:
         """Plan a step and run it; or, where the runner can, launch it and wait for the one before
         it. With neither, wait for a transfer. Returns False when there was nothing to do."""
         running, self._flight = self._flight, None
+        has_worked = True
         if running is None or not self._lands_first(running):
-            return self._step_behind(running)
-        if self._land(running, None):
+            has_worked = self._step_behind(running)
+        elif self._land(running, None):
             self._step_behind(None)
             self._count_turn(0.0, running.step.num_drafts)
-        return True
+        self._give_chunks()
+        return has_worked
 
     def _step_behind(self, running: _Flight | None) -> bool:
         """Make a step behind the one that is running, if one is."""
@@ -165,8 +167,7 @@ class EngineCore:
         one are known."""
         if self._drafter is None or flight.step.num_drafts:
             return flight.step.num_drafts > 0
-        jobs = [job for job in self._drafting() if job.awaits_token]
-        outputs = [drafts for job in jobs if (drafts := job.drafts)]
+        outputs = [d for job in self._drafting() if job.awaits_token and (d := job.drafts)]
         return any(self._drafter.choose(outputs, len(flight.step.jobs), num_pending=1))
 
     def _drafting(self) -> list[Job]:
@@ -176,17 +177,12 @@ class EngineCore:
         """The drafts of the next step, of jobs whose tokens are all known."""
         if self._drafter is None:
             return {}
-        jobs = self._drafting()
-        outputs = [drafts for job in jobs if (drafts := job.drafts)]
-        self._drafter.look(outputs)
         if (costs := self._costs.recent()) is not None:
             self._drafter.costs.token_s = costs.prefill_s
-        lengths = self._drafter.choose(outputs, len(self._scheduler.decoding))
-        return {
-            job: drafts.take(length)
-            for job, drafts, length in zip(jobs, outputs, lengths, strict=True)
-            if length
-        }
+        jobs = self._drafting()
+        outputs = [drafts for job in jobs if (drafts := job.drafts)]
+        found = self._drafter.find(outputs, len(self._scheduler.decoding))
+        return {job: draft for job, draft in zip(jobs, found, strict=True) if draft}
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -216,14 +212,11 @@ class EngineCore:
 
     def _run_planned(self, step: Step) -> None:
         """Run a step that could not be launched, without what has ended since it was planned."""
-        kept = [
-            (
-                job,
-                s if s.num_drafts else s._replace(token_ids=job.context.token_ids[s.start : s.end]),
-            )
-            for job, s in zip(step.jobs, step.plan.sequences, strict=True)
-            if not job.has_ended
-        ]
+        kept = []
+        for job, s in zip(step.jobs, step.plan.sequences, strict=True):
+            if not job.has_ended:
+                known = job.context.token_ids[s.start : s.end]
+                kept.append((job, s if s.num_drafts else s._replace(token_ids=known)))
         plan = StepPlan(tuple(s for _, s in kept), step.plan.copies)
         step = replace(step, plan=plan, jobs=tuple(job for job, _ in kept))
         self.deliver(step, self.run(step))
@@ -252,6 +245,7 @@ class EngineCore:
         """Enter what the step has computed, and answer the requests that it completed."""
         self._enter(step, result.broken)
         self._take_tokens(step, result)
+        self._give_chunks()
 
     def _enter(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
         """The KV that a step computes is there for all that comes after it."""
@@ -314,8 +308,7 @@ class EngineCore:
         job.awaits_token = False
         job.found = reading.result(token_ids)
         if job.found is None:
-            error = ModelNumerics("the model's hidden states are not finite, or zero")
-            self.requests.fail_job(job, error)
+            self.requests.fail_job(job, ModelNumerics("hidden states are not finite, or zero"))
         else:
             self.requests.finish(job)
 
@@ -368,10 +361,18 @@ class EngineCore:
             request.prompt_done_at = now
             if self._drafter is not None:
                 job.begin_drafts(self._drafter.acceptance)
-        if generation.is_streamed and (chunk := generation.take_chunk()) is not None:
-            self.requests.give(request, chunk)
+        if generation.is_streamed:
+            self._streams.append(job)
         if generation.finish_reason is not None:
+            self.requests.give_chunk(request)
             self.requests.finish(job)
+
+    def _give_chunks(self) -> None:
+        """Make text of the newest tokens; the device does not wait, its next step is launched."""
+        jobs, self._streams = self._streams, []
+        for job in jobs:
+            if not job.has_ended:
+                self.requests.give_chunk(job.request)
 
     def runtime_info(self) -> RuntimeInfo:
         """Plain reads: may be called from any thread, also during a step."""

@@ -143,8 +143,9 @@ class Language:
 class Generation:
     """The output of one Generate: its tokens, why it ended, and its text.
 
-    Text is rendered token by token only when somebody needs it so (streaming, stop strings);
-    otherwise once, at the end. `is_streamed`: somebody takes it in chunks."""
+    Text is rendered token by token only when somebody needs it so: with stop strings as tokens
+    come, without them when a chunk is taken; otherwise once, at the end. `is_streamed`: somebody
+    takes it in chunks."""
 
     def __init__(
         self,
@@ -167,8 +168,10 @@ class Generation:
             self._stop_ids = (*self._stop_ids, *constraint.end_ids)
         self._stops = StopStrings(sampling.stop_strings)
         self.is_streamed = stream
-        is_seen = stream or sampling.stop_strings
+        self._is_watched = bool(sampling.stop_strings)
+        is_seen = stream or self._is_watched
         self._detokenizer = Detokenizer(language.tokenizer) if is_seen else None
+        self._num_rendered = 0
         self._pieces: list[str] = []  # of the text, as far as it is certain
         self._num_streamed_pieces = 0
         self._num_streamed_ids = 0
@@ -208,8 +211,8 @@ class Generation:
         else:
             if self.constraint is not None:
                 self._take_constrained(self.constraint, token_id)
-            if self._detokenizer is not None:
-                self._add_text(self._detokenizer.push(token_id))
+            if self._is_watched:
+                self._render()
         if self.finish_reason is None and len(self.output_ids) >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
         if self.finish_reason is not None:
@@ -224,9 +227,19 @@ class Generation:
         """Let go of what was held back, unless it is beyond a stop string."""
         if self._detokenizer is None or self.stop_string is not None:
             return
+        self._render()
         self._add_text(self._detokenizer.flush())
         if self.stop_string is None:
             self._pieces.append(self._stops.flush())
+
+    def _render(self) -> None:
+        """Bring the text up to the newest token."""
+        if self._detokenizer is None:
+            return
+        end = len(self.output_ids) - self._num_hidden
+        for token_id in self.output_ids[self._num_rendered : end]:
+            self._add_text(self._detokenizer.push(token_id))
+        self._num_rendered = end
 
     def _add_text(self, piece: str) -> None:
         certain = self._stops.push(piece)
@@ -240,8 +253,6 @@ class Generation:
         or, if nobody took any, what there is."""
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(self._language.tokenizer)
-            for token_id in self.output_ids:
-                self._add_text(self._detokenizer.push(token_id))
         if not self.is_streamed:
             self.is_streamed = True
             return self.take_chunk()
@@ -250,6 +261,7 @@ class Generation:
     def take_chunk(self) -> StreamChunk | None:
         """The tokens since the last chunk and exactly their text, or None while their text is
         uncertain: it may end inside a character or begin a stop string."""
+        self._render()
         pieces = self._pieces[self._num_streamed_pieces :]
         if self.finish_reason is None and (self._stops.held or not pieces):
             return None

@@ -21,7 +21,7 @@ from parrot.engine.core.jobs import (
 from parrot.engine.core.output import Followers, Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
 from parrot.engine.core.validation import RequestLimits
-from parrot.protocol.engine_api import NO_PARENT, StreamChunk
+from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
@@ -236,8 +236,13 @@ class RequestTable:
 
     # -- ending ------------------------------------------------------------------------------
 
-    def give(self, request: RequestState, chunk: StreamChunk) -> None:
-        """Send some more of its output to those who take it as it comes."""
+    def give_chunk(self, request: RequestState) -> None:
+        """Send what its output has grown by to those who take it as it comes."""
+        generation = request.generation
+        if generation is None or not generation.is_streamed:
+            return
+        if (chunk := generation.take_chunk()) is None:
+            return
         if request.wanted.stream:
             self.outbox.add(request.sink, chunk)
         self.followers.give(request.context_id, chunk)

@@ -42,6 +42,13 @@ class Drafter:
                 self._next_look = index + 1
                 return
 
+    def find(self, outputs: Sequence[OutputDrafts], num_sequences: int) -> list[tuple[int, ...]]:
+        """The drafts of the next step, one for each of these outputs, whose tokens are all known;
+        empty where it does not pay."""
+        self.look(outputs)
+        lengths = self.choose(outputs, num_sequences)
+        return [output.take(n) for output, n in zip(outputs, lengths, strict=True)]
+
     def choose(
         self, outputs: Sequence[OutputDrafts], num_sequences: int, *, num_pending: int = 0
     ) -> list[int]:

@@ -57,32 +57,35 @@ class DraftFinder:
         if (cursor := self._cursor) is None:
             self._look(context_ids)
             return None
-        length, num_right = self.match_length, 0
-        for token in context_ids[num_seen:]:
-            if self._token_at(cursor + num_right, context_ids) != token:
-                self._lost_at, self._num_since_lost, self._cursor = cursor + num_right, 0, None
-                self._look(context_ids)
-                return Followed(length, num_right, True)
-            num_right += 1
-        self._cursor, self.match_length = cursor + num_right, length + num_right
-        return Followed(length, num_right, False)
+        length, new = self.match_length, context_ids[num_seen:].tolist()
+        expected = self._behind(cursor, len(new), context_ids)
+        if new == expected:
+            self._cursor, self.match_length = cursor + len(new), length + len(new)
+            return Followed(length, len(new), False)
+        pairs = enumerate(zip(new, [*expected, _END], strict=False))
+        num_right = next(n for n, (token, other) in pairs if token != other)
+        self._lost_at, self._num_since_lost, self._cursor = cursor + num_right, 0, None
+        self._look(context_ids)
+        return Followed(length, num_right, True)
 
     def ahead(self, context_ids: "array[int]", limit: int) -> list[int]:
         """At most `limit` tokens that may come next, if `follow` has seen all of the context."""
         if self._cursor is None or limit <= 0:
             return []
-        place = self._cursor - len(self._texts)
-        if place < 0:
-            found: list[int] = self._texts[self._cursor : self._cursor + limit].tolist()
+        found = self._behind(self._cursor, limit, context_ids)
+        if self._cursor < len(self._texts):
             return found[: found.index(_END)] if _END in found else found
-        found = context_ids[place : place + limit].tolist()
         while found and len(found) < limit:  # what repeats itself goes on doing so
             found += found[: limit - len(found)]
         return found
 
-    def _token_at(self, cursor: int, context_ids: "array[int]") -> int:
+    def _behind(self, cursor: int, count: int, context_ids: "array[int]") -> list[int]:
+        """The tokens that are there, at most `count`."""
         place = cursor - len(self._texts)
-        return int(self._texts[cursor]) if place < 0 else context_ids[place]
+        if place >= 0:
+            return context_ids[place : place + count].tolist()
+        found: list[int] = self._texts[cursor : cursor + count].tolist()
+        return found
 
     def _look(self, context_ids: "array[int]") -> None:
         near = self._lost_at
