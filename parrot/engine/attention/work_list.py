@@ -234,7 +234,7 @@ def _order_tokens(step: StepRows, order: IntArray) -> tuple[IntArray, LongArray]
 def _num_dense(step: StepRows, split: SplitConfig) -> LongArray:
     """Number of leading tokens of each request that no item has to cover."""
     q_lens = step.q_lens.astype(np.int64)
-    if split.dense is None:
+    if split.dense is None or q_lens.max(initial=0) < split.dense_min:
         return np.zeros_like(q_lens)
     is_dense = (step.starts == 0) & (q_lens >= split.dense_min)
     return np.where(is_dense, q_lens // split.dense * split.dense, 0)
@@ -274,6 +274,8 @@ def _kinds(spans: _Spans, shape: AttentionShape, split: SplitConfig) -> LongArra
     rows = spans.q_count * shape.group
     kinds = np.where(spans.causal_first == OPEN_END, SHARED, FILL)
     kinds[rows <= split.narrow_rows] = NARROW
+    if not split.converted_pages:
+        return kinds
     long = (kinds == FILL) & (rows >= split.converted_rows)
     num_pages = np.where(long, -(-spans.length // shape.page_size), 0)
     kinds[long & (np.cumsum(num_pages) <= split.converted_pages)] = CONVERTED_FILL
@@ -286,6 +288,8 @@ def _conversions(
     """CONVERTED_FIRST of each span, and the pages that are converted."""
     first = spans.kv_first // page_size
     counts = np.where(kinds == CONVERTED_FILL, -(-spans.length // page_size), 0)
+    if not counts.any():
+        return counts, tables[:0, 0]
     converted_first = np.cumsum(counts) - counts - first
     span = np.repeat(np.arange(len(counts)), counts)
     columns = np.arange(len(span)) - converted_first[span]

@@ -160,7 +160,8 @@ def share_out(
         if size <= num_sequences:
             continue
         least = best * costs.token_s
-        lengths = _fitted([_length(c, least) for c in candidates], size - num_sequences)
+        wanted = [_length(c, least) for c in candidates]
+        lengths = _fitted(wanted, size - num_sequences)
         num_drafts = sum(lengths)
         if not num_drafts:
             continue  # this size has no room for one of each
@@ -169,6 +170,8 @@ def share_out(
         rate = (num_sequences + gained) / (fixed_s + added_s)
         if rate > best:
             chosen, best = lengths, rate
+        if lengths == wanted:
+            break  # a larger step would have no more of them
     return chosen
 
 
