@@ -38,7 +38,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import RunnerInfo, StepPlan, StepResult
+from parrot.engine.core.plan import RunnerInfo, SampleSpec, StepPlan, StepResult
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tokenizers import word_tokenizer
@@ -69,14 +69,20 @@ class ForcedRunner:
 
 
 class ForcingLanding:
-    """Replaces a step's tokens where they are, on the device, before they go anywhere."""
+    """Replaces a step's tokens where they are, on the device, before they go anywhere; once the
+    model's kernels are launched, so that the device does not wait for it."""
 
-    def __init__(self, landing: Landing, tokens: list[int]) -> None:
+    def __init__(
+        self, landing: Landing, targets: Targets, specs: Sequence[SampleSpec | None]
+    ) -> None:
         self._landing = landing
-        self._wanted = torch.tensor(tokens, dtype=torch.int32).pin_memory()
+        self._targets = targets
+        self._specs = specs
 
     def receive(self, tokens: torch.Tensor, *rest: Any) -> None:
-        tokens.copy_(self._wanted, non_blocking=True)
+        wanted = [self._targets.token(spec) for spec in self._specs]
+        pinned = torch.tensor(wanted, dtype=torch.int32).pin_memory()
+        tokens.copy_(pinned, non_blocking=True)
         self._landing.receive(tokens, *rest)
 
 
@@ -84,8 +90,8 @@ def force(runner: CudaRunner, targets: Targets) -> None:
     launch = runner.computer.launch
 
     def forced(step: PlannedStep, landing: Landing) -> Any:
-        wanted = [targets.token(spec) for spec in step.inputs.samples]
-        return launch(step, ForcingLanding(landing, wanted))  # type: ignore[arg-type]
+        forcing = ForcingLanding(landing, targets, step.inputs.samples)
+        return launch(step, forcing)  # type: ignore[arg-type]
 
     runner.computer.launch = forced  # type: ignore[method-assign]
 
