@@ -1,0 +1,144 @@
+"""What a trace's contexts hold, worked out from its requests alone, and who may fail."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from parrot.engine.core.jobs import Response
+from parrot.protocol.engine_api import GenerateResponse, StreamChunk
+from parrot.protocol.errors import ParrotError
+from tests.fuzz.traces import NO_PARENT, Ask, Piece
+
+Text = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Line:
+    """A context. It takes `length` tokens of its parent; None: what the parent's first `mark`
+    pieces make."""
+
+    context: int
+    parent: "Line | None"
+    length: int | None
+    mark: int
+    pieces: "list[tuple[Asked, Piece]]" = field(default_factory=list)
+
+    def text(
+        self, num_pieces: int | None = None, as_if: "Asked | None" = None
+    ) -> tuple[Text, bool]:
+        """The tokens that its first pieces make, as far as they are known; and whether these are
+        all. `as_if`: this request's pieces count, too, even if it has failed."""
+        found: Text = ()
+        if self.parent is not None:
+            mark = self.mark if self.length is None else None
+            found, is_whole = self.parent.text(mark, as_if)
+            if self.length is None:
+                if not is_whole:
+                    return found, False
+            elif len(found) < self.length:
+                return found, False
+            else:
+                found = found[: self.length]
+        for asked, piece in self.pieces[:num_pieces]:
+            if asked.response is None and asked is not as_if:
+                return found, False
+            found += piece.tokens
+            if piece is asked.ask.pieces[-1] and isinstance(asked.response, GenerateResponse):
+                found += tuple(asked.response.generated_ids)
+        return found, True
+
+    def lineage(self) -> "Iterable[Line]":
+        line: Line | None = self
+        while line is not None:
+            yield line
+            line = line.parent
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request, the sink of what comes, and how many steps it took. `excuse`: why it may fail."""
+
+    ask: Ask
+    lines: list[Line]
+    began: int = 0
+    ended: int = 0
+    chunks: list[StreamChunk] = field(default_factory=list)
+    followed: "list[list[StreamChunk | None]]" = field(default_factory=list)
+    response: Response | None = None
+    error: ParrotError | None = None
+    excuse: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.response is not None or self.error is not None
+
+    def end(self, outcome: Response | ParrotError) -> None:
+        assert not self.has_ended, f"request {self.ask.number} has two ends"
+        if isinstance(outcome, ParrotError):
+            self.error = outcome
+        else:
+            self.response = outcome
+
+    def prompt(self) -> Text | None:
+        """All before its output; None if that is not known."""
+        line, last = self.lines[-1], self.ask.pieces[-1]
+        at = next(i for i, (_, piece) in enumerate(line.pieces) if piece is last)
+        found, is_whole = line.text(at)
+        return (*found, *last.tokens) if is_whole else None
+
+
+class Books:
+    """All requests and contexts of a trace."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Asked] = {}
+        self.lines: dict[int, Line] = {}
+        self._all: list[Line] = []
+
+    def enter(self, ask: Ask) -> Asked | None:
+        """None for a request that names what there is not: its trace was shortened."""
+        made: dict[int, Line] = {}
+        lines = []
+        for piece in ask.pieces:
+            line = made.get(piece.context) or self.lines.get(piece.context)
+            if line is None:
+                parent = made.get(piece.parent) or self.lines.get(piece.parent)
+                if parent is None and piece.parent != NO_PARENT:
+                    return None
+                if parent is None and not piece.tokens:
+                    return None
+                made[piece.context] = line = Line(piece.context, parent, piece.length, 0)
+            lines.append(line)
+        asked = self.asked[ask.number] = Asked(ask, lines)
+        if ask.read is None:
+            self.lines |= made
+            self._all += made.values()
+        for line, piece in zip(lines, ask.pieces, strict=True):
+            if line.parent is not None and not line.pieces:
+                line.mark = len(line.parent.pieces)
+            line.pieces.append((asked, piece))
+        return asked
+
+    def refused(self, line: Line) -> None:
+        """The context was never made: whoever names it makes it."""
+        if self.lines.get(line.context) is line:
+            del self.lines[line.context]
+
+    def cancelled(self, number: int) -> None:
+        if (asked := self.asked.get(number)) is not None and not asked.has_ended:
+            asked.excuse = "cancelled"
+
+    def freed(self, contexts: Iterable[int]) -> None:
+        """Whoever has to do with them and runs may fail."""
+        gone = {line for context in contexts if (line := self.lines.pop(context, None))}
+        for line in self._all:
+            if gone.isdisjoint(line.lineage()):
+                continue
+            for asked, _ in line.pieces:
+                if not asked.has_ended:
+                    asked.excuse = asked.excuse or "freed"
+
+    def gone(self) -> None:
+        self.freed(list(self.lines))
+        for asked in self.asked.values():
+            if not asked.has_ended:
+                asked.excuse = asked.excuse or "reset"

@@ -1,0 +1,166 @@
+"""What every request of a trace must have got: what it gets alone in a fresh engine."""
+
+from base64 import b64decode
+
+import numpy as np
+
+from parrot.protocol.engine_api import (
+    EmbedResponse,
+    FillResponse,
+    GenerateResponse,
+    ScoreResponse,
+)
+from parrot.protocol.errors import (
+    Cancelled,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    OutOfMemory,
+    ParrotError,
+    PromptTooLong,
+)
+from parrot.protocol.sampling import Logprobs
+from tests.fuzz.alone import alone
+from tests.fuzz.books import Asked, Books, Line, Text
+from tests.fuzz.drawing import BACKGROUND
+from tests.fuzz.play import Following
+from tests.fuzz.traces import Setup
+
+_TOLERANCE = 2e-3
+
+
+class Checker:
+    """Checks a trace's answers. `slowness`: for each request that nobody interfered with, how many
+    times more steps it took than alone. `num_rounded`: outputs that differ as they also do between
+    two ways to cut up the same prompt alone."""
+
+    def __init__(self, setup: Setup, books: Books) -> None:
+        self._setup = setup
+        self._books = books
+        self.slowness: dict[int, float] = {}
+        self.num_compared = 0
+        self.num_rounded = 0
+
+    def check(self) -> None:
+        for asked in self._books.asked.values():
+            if asked.error is not None:
+                self._check_error(asked, asked.error)
+            else:
+                self._check_response(asked)
+
+    def check_following(self, following: Following) -> None:
+        asked = following.asked
+        generating = [a for a, _ in asked.lines[-1].pieces if a.ask.sampling]
+        is_whole = following.is_early and not following.has_left and generating == [asked]
+        if not is_whole or not isinstance(asked.response, GenerateResponse):
+            return
+        chunks = [chunk for chunk in following.chunks if chunk is not None]
+        assert "".join(c.text for c in chunks) == asked.response.generated_text, "followed text"
+        assert [i for c in chunks for i in c.ids] == asked.response.generated_ids, "followed ids"
+
+    # -- errors ------------------------------------------------------------------------------
+
+    def _check_error(self, asked: Asked, error: ParrotError) -> None:
+        assert self._may_fail(asked, error), f"request {asked.ask.number} must not fail: {error!r}"
+
+    def _may_fail(self, asked: Asked, error: ParrotError) -> bool:
+        prompts = self._prompts(asked)
+        known = [text for text in prompts if text is not None]
+        if len(known) < len(prompts):
+            return isinstance(error, ParrotError)
+        generates = asked.ask.sampling is not None
+        match error:
+            case Cancelled() | NotFound():
+                return bool(asked.excuse) or any(map(_was_short, asked.lines))
+            case OutOfMemory():
+                return asked.ask.priority >= BACKGROUND
+            case PromptTooLong():
+                limit = min(
+                    self._setup.max_seq_len, self._setup.num_blocks * self._setup.block_size
+                )
+                return max(len(t) for t in known) + generates > limit
+            case EngineFailed():
+                said = self._said(asked, known[-1]) if generates else ()
+                poison = self._setup.poison
+                return poison is not None and any(poison in t for t in (*known, said))
+            case InvalidRequest():
+                if not all(known):
+                    return True
+                return isinstance(alone(self._setup, asked.ask, known[-1]).outcome, InvalidRequest)
+        return False
+
+    def _prompts(self, asked: Asked) -> list[Text | None]:
+        """What each of its contexts holds behind its pieces."""
+        found: list[Text | None] = []
+        for line, piece in zip(asked.lines, asked.ask.pieces, strict=True):
+            at = next(i for i, (_, other) in enumerate(line.pieces) if other is piece)
+            text, is_whole = line.text(at, as_if=asked)
+            found.append((*text, *piece.tokens) if is_whole else None)
+        return found
+
+    def _said(self, asked: Asked, prompt: Text) -> Text:
+        outcome = alone(self._setup, asked.ask, prompt).outcome
+        return tuple(outcome.generated_ids) if isinstance(outcome, GenerateResponse) else ()
+
+    # -- answers -----------------------------------------------------------------------------
+
+    def _check_response(self, asked: Asked) -> None:
+        response, number = asked.response, asked.ask.number
+        if isinstance(response, GenerateResponse) and asked.chunks:
+            assert "".join(c.text for c in asked.chunks) == response.generated_text, number
+            assert [i for c in asked.chunks for i in c.ids] == response.generated_ids, number
+        if isinstance(response, FillResponse):
+            num_filled = sum(len(piece.tokens) for piece in asked.ask.pieces)
+            assert response.filled_len == num_filled, (number, response)
+            return
+        prompt = asked.prompt()
+        if prompt is None:
+            return
+        expected = alone(self._setup, asked.ask, prompt)
+        self.num_compared += 1
+        if not _are_equal(response, expected.outcome):
+            for chunk in (1, 3, 7):
+                if _are_equal(response, alone(self._setup, asked.ask, prompt, chunk).outcome):
+                    self.num_rounded += 1
+                    return
+            raise AssertionError(
+                f"request {number} of {len(prompt)} tokens got {response!r}, and alone "
+                f"{expected.outcome!r}"
+            )
+        if not asked.excuse:
+            self.slowness[number] = (asked.ended - asked.began) / max(1, expected.num_steps)
+
+
+def _was_short(line: Line) -> bool:
+    """Whether its parent had less than it wants when it was forked; others may have added more."""
+    if line.parent is None or line.length is None:
+        return False
+    return len(line.parent.text(line.mark)[0]) < line.length
+
+
+def _are_equal(one: object, other: object) -> bool:
+    if isinstance(one, GenerateResponse) and isinstance(other, GenerateResponse):
+        return (
+            one.generated_ids == other.generated_ids
+            and one.generated_text == other.generated_text
+            and one.finish_reason == other.finish_reason
+            and one.stop_string == other.stop_string
+            and _are_near(one.logprobs, other.logprobs)
+        )
+    if isinstance(one, EmbedResponse) and isinstance(other, EmbedResponse):
+        vectors = [np.frombuffer(b64decode(r.embeddings[0]), "<f4") for r in (one, other)]
+        return bool(np.allclose(*vectors, atol=_TOLERANCE))
+    if isinstance(one, ScoreResponse) and isinstance(other, ScoreResponse):
+        return _are_near(one.logprobs[0], other.logprobs[0])
+    return False
+
+
+def _are_near(one: Logprobs | None, other: Logprobs | None) -> bool:
+    """Of tokens that are equally likely, either may be the first."""
+    if one is None or other is None:
+        return one is other
+    if one.width != other.width or len(one) != len(other):
+        return False
+    if list(one.ids)[:: one.width] != list(other.ids)[:: other.width]:
+        return False
+    return bool(np.allclose(np.array(one.values), np.array(other.values), atol=_TOLERANCE))
