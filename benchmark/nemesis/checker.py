@@ -1,0 +1,358 @@
+"""What was promised and not kept, by a history.
+
+C1  a variable's value, or its own error, never changes
+C2  what was acknowledged is not lost
+C3  a call starts only after all its inputs are ready
+C4  every read and every program comes to an end in time
+C5  a failure reaches all that depends on it, and nothing else
+C6  one result of each call is published, once, and it is that of an undisturbed run
+C7  what a session had is freed when it ends
+C8  no tenant is refused or slowed down within its share
+C9  no tenant gets what another's prompt has computed
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from benchmark.nemesis.history import (
+    CLOCK_STEP,
+    GONE,
+    TRANSIENT,
+    Disturbance,
+    History,
+    Life,
+    Read,
+    SeenCall,
+    Submit,
+)
+
+SLACK_S = 2.0  # of a busy machine
+_ROUNDING_S = 1e-3
+_MAX_LOST = 3  # engines that a call may lose before it is given up, as the cause of it
+_SPECIAL_TOKENS = 1  # before a prompt's own
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    promise: str
+    text: str
+
+
+def check(history: History) -> list[Violation]:
+    facts = _Facts(history)
+    return [
+        Violation(promise, text) for promise, broken in _PROMISES.items() for text in broken(facts)
+    ]
+
+
+class _Facts:
+    """A history, and what follows from it."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+
+    @cached_property
+    def lives(self) -> dict[int, Life]:
+        return {life.program: life for life in self.history.lives}
+
+    @cached_property
+    def acknowledged(self) -> list[Submit]:
+        return [submit for submit in self.history.submits if submit.outputs]
+
+    @cached_property
+    def calls(self) -> list[Submit]:
+        """One acknowledged submit of each call."""
+        return list({(s.program, s.key): s for s in self.acknowledged}.values())
+
+    @cached_property
+    def producer(self) -> dict[str, Submit]:
+        return {output: submit for submit in self.acknowledged for output in submit.outputs}
+
+    @cached_property
+    def reads(self) -> dict[str, list[Read]]:
+        """Those of each variable, in the order of their answers; the ones without come last."""
+        found: dict[str, list[Read]] = defaultdict(list)
+        for read in sorted(self.history.reads, key=lambda r: _or_never(r.answered)):
+            found[read.var].append(read)
+        return found
+
+    @cached_property
+    def values(self) -> dict[str, str]:
+        """The first value of each variable that anybody got."""
+        texts = {}
+        for var, reads in self.reads.items():
+            for read in reads:
+                if read.text is not None:
+                    texts.setdefault(var, read.text)
+        return texts
+
+    @cached_property
+    def errors(self) -> dict[str, str]:
+        """The first error of each variable's own."""
+        return {
+            var: next(read.error for read in reads if _is_own(read))
+            for var, reads in self.reads.items()
+            if any(map(_is_own, reads))
+        }
+
+    @cached_property
+    def seen(self) -> dict[str, SeenCall]:
+        """By their outputs, calls as the service showed them."""
+        return {o: call for seen in self.history.seen for call in seen.calls for o in call.outputs}
+
+    @cached_property
+    def cancelled(self) -> set[str]:
+        return {cancel.var for cancel in self.history.cancels}
+
+    @cached_property
+    def closed_at(self) -> dict[int, float]:
+        closes = sorted(self.history.closes, key=lambda c: -c.invoked)
+        return {close.program: close.invoked for close in closes}
+
+    def is_closed(self, program: int, when: float | None) -> bool:
+        """Whether the program had asked to end its session by then."""
+        return self.closed_at.get(program, _or_never(None)) <= _or_never(when)
+
+    def disturbances(self, began: float, ended: float) -> Iterator[Disturbance]:
+        """Those of this time."""
+        for one in self.history.disturbances:
+            if one.began <= ended and began <= one.ended + SLACK_S:
+                yield one
+
+    def disturbed_s(self, began: float, ended: float) -> float:
+        """Seconds for which something may have been slower than it is."""
+        return sum(
+            max(0.0, min(ended, one.ended) - max(began, one.began)) + SLACK_S
+            for one in self.disturbances(began, ended)
+        )
+
+    def has_reason(self, submit: Submit) -> bool:
+        """Whether the call may fail by itself."""
+        if submit.fails or self.cancelled.intersection(submit.outputs):
+            return True
+        life = self.lives.get(submit.program)
+        end = _or_never(None if life is None else life.ended)
+        lost = [one for one in self.disturbances(submit.invoked, end) if one.loses_engine]
+        return len(lost) >= _MAX_LOST
+
+
+def _or_never(when: float | None) -> float:
+    return float("inf") if when is None else when
+
+
+def _is_own(read: Read) -> bool:
+    """Whether it got an error that the variable has for ever."""
+    return bool(read.error) and read.error not in TRANSIENT and read.error not in GONE
+
+
+def _one_value(facts: _Facts) -> Iterator[str]:
+    for var, reads in facts.reads.items():
+        for text in dict.fromkeys(read.text for read in reads if read.text is not None):
+            if text != facts.values[var]:
+                yield f"{var} was {facts.values[var]!r}, and then {text!r}"
+        own = dict.fromkeys(read.error for read in reads if _is_own(read))
+        if var in facts.values and own:
+            yield f"{var} had a value, and an error: {', '.join(own)}"
+        if len(own) > 1:
+            yield f"{var} failed in several ways: {', '.join(own)}"
+
+
+def _nothing_lost(facts: _Facts) -> Iterator[str]:
+    history = facts.history
+    for asked in (*history.submits, *history.reads, *history.cancels):
+        if asked.error in GONE and not facts.is_closed(asked.program, asked.answered):
+            what = asked.var if not isinstance(asked, Submit) else asked.key
+            yield f"program {asked.program}: {what} was lost: {asked.error}"
+    for submit in facts.acknowledged:
+        known = next(c for c in facts.calls if (c.program, c.key) == (submit.program, submit.key))
+        if known.outputs != submit.outputs:
+            both = f"{known.outputs} and {submit.outputs}"
+            yield f"program {submit.program}: {submit.key} was done twice: {both}"
+    for seen in history.seen:
+        shown = {output for call in seen.calls for output in call.outputs}
+        for submit in facts.calls:
+            if submit.program == seen.program and not shown.issuperset(submit.outputs):
+                yield f"program {seen.program}: its call {submit.key} is not there any more"
+
+
+def _inputs_first(facts: _Facts) -> Iterator[str]:
+    if any(one.fault == CLOCK_STEP for one in facts.history.disturbances):
+        return  # the times that a journal tells are those of the wall
+    for submit in facts.calls:
+        call = facts.seen.get(submit.outputs[0])
+        if call is None or call.started_s is None:
+            continue
+        for var in submit.inputs:
+            source = facts.seen.get(var)
+            if source is None:
+                continue  # the program's own value
+            if source.state != "done":
+                yield f"{submit.key} started, though {var} is {source.state}"
+            elif _or_never(source.finished_s) > call.started_s + _ROUNDING_S:
+                yield f"{submit.key} started at {call.started_s}, {var} came at {source.finished_s}"
+
+
+def _all_end(facts: _Facts) -> Iterator[str]:
+    for read in facts.history.reads:
+        allowed_s = read.limit_s + SLACK_S
+        took_s = _or_never(read.answered) - read.invoked
+        end = read.answered or read.invoked + allowed_s
+        if took_s > allowed_s + facts.disturbed_s(read.invoked, end):
+            yield f"a read of {read.var} with {read.limit_s:g} s took {took_s:.1f} s"
+    for life in facts.history.lives:
+        if life.ended is None or life.ended - life.began > life.limit_s:
+            yield f"program {life.program} ({life.kind}) did not end within {life.limit_s:g} s"
+    for seen in facts.history.seen:
+        for call in seen.calls:
+            if call.state in ("running", "queued", "waiting"):
+                yield f"program {seen.program} has ended, and {call.outputs} is {call.state}"
+
+
+def _failures(facts: _Facts) -> Iterator[str]:
+    for var, error in facts.errors.items():
+        submit = facts.producer.get(var)
+        if submit is None:
+            yield f"{var} failed ({error}), which nothing makes"
+        elif not any(map(facts.has_reason, _ancestors(facts, submit))):
+            yield f"{var} ({submit.key}) failed without a reason: {error}"
+    for submit in facts.calls:
+        ready = [output for output in submit.outputs if output in facts.values]
+        if submit.fails and ready:
+            yield f"{submit.key} must fail, and made {ready}"
+        for var in submit.inputs:
+            if ready and var in facts.errors:
+                yield f"{submit.key} made {ready}, though its input {var} had failed"
+
+
+def _ancestors(facts: _Facts, submit: Submit) -> list[Submit]:
+    """The call, and all that it depends on."""
+    found = [submit]
+    for one in found:
+        sources = (facts.producer.get(var) for var in one.inputs)
+        found += [source for source in sources if source is not None and source not in found]
+    return found
+
+
+def _published_once(facts: _Facts) -> Iterator[str]:
+    for read in facts.history.reads:
+        if read.pieces is None:
+            continue
+        got, value = "".join(read.pieces), facts.values.get(read.var)
+        if read.text is not None and got != read.text:
+            yield f"a stream of {read.var} gave {got!r}, and in the end {read.text!r}"
+        elif value is not None and not value.startswith(got):
+            yield f"a stream of {read.var} gave {got!r}, which does not begin {value!r}"
+    for seen in facts.history.seen:
+        outputs = [output for call in seen.calls for output in call.outputs]
+        for output in {one for one in outputs if outputs.count(one) > 1}:
+            yield f"program {seen.program}: {output} is made by several calls"
+        for call in seen.calls:
+            missing = [o for o in call.outputs if call.state == "done" and o in facts.errors]
+            if missing:
+                yield f"program {seen.program}: {missing} failed, and their call is done"
+    for life in facts.history.lives:
+        if life.error:
+            yield f"program {life.program} ({life.kind}) ended with an error: {life.error}"
+        elif life.ended is not None and life.result != life.expected:
+            yield (
+                f"program {life.program} ({life.kind}) ended with {life.result!r}, "
+                f"not {life.expected!r}"
+            )
+
+
+def _all_freed(facts: _Facts) -> Iterator[str]:
+    for account in facts.history.accounts:
+        for name, count in account.left.items():
+            if count:
+                yield f"{account.server} still has {count} {name}"
+        if account.broken:
+            yield f"{account.server}: {account.broken}"
+
+
+def _fair(facts: _Facts) -> Iterator[str]:
+    history = facts.history
+    for asked in (*history.submits, *history.reads):
+        life = facts.lives.get(asked.program)
+        if life is None:
+            continue
+        end = _or_never(asked.answered)
+        if asked.error in ("queue_full", "quota_exceeded"):
+            num_open = _num_open(facts, life.tenant, asked.invoked, end)
+            if num_open < history.share:
+                yield (
+                    f"{life.tenant} was refused ({asked.error}) with {num_open} of its "
+                    f"{history.share} calls"
+                )
+        elif isinstance(asked, Read) and asked.text is not None:
+            took_s = end - asked.invoked
+            allowed_s = history.patience_s + facts.disturbed_s(asked.invoked, end)
+            if took_s > allowed_s and (
+                _num_open(facts, life.tenant, asked.invoked, end) <= history.share
+            ):
+                yield f"{life.tenant} waited {took_s:.1f} s for {asked.var}, within its share"
+
+
+def _num_open(facts: _Facts, tenant: str, began: float, ended: float) -> int:
+    """How many calls the tenant may have had in the queue at any moment of this time, at most."""
+    count = 0
+    for submit in facts.history.submits:
+        life = facts.lives.get(submit.program)
+        if life is None or life.tenant != tenant or submit.invoked > ended:
+            continue
+        known = [_settled_at(facts, output) for output in submit.outputs] or [_or_never(None)]
+        count += max(known) > began
+    return count
+
+
+def _settled_at(facts: _Facts, var: str) -> float:
+    """When somebody knew that it was."""
+    reads = facts.reads.get(var, [])
+    answers = (_or_never(r.answered) for r in reads if r.text is not None or _is_own(r))
+    return min(answers, default=_or_never(None))
+
+
+def _nothing_shared(facts: _Facts) -> Iterator[str]:
+    """A token is a character or more, so what a tenant's own prompts have in common with this one
+    bounds the tokens that may have been there. A call that ran twice may have found its own."""
+    for read in facts.history.reads:
+        submit, call = facts.producer.get(read.var), facts.seen.get(read.var)
+        if read.cached_tokens is None or submit is None or submit.prompt is None:
+            continue
+        if call is None or call.attempts > 1:
+            continue
+        tenant = facts.lives[submit.program].tenant
+        own = (
+            other.prompt
+            for other in facts.history.submits
+            if other.prompt is not None
+            and facts.lives[other.program].tenant == tenant
+            and (other.program, other.key) != (submit.program, submit.key)
+            and other.invoked <= _or_never(read.answered)
+        )
+        common = max((_common(submit.prompt, one) for one in own), default=0)
+        if read.cached_tokens > common + _SPECIAL_TOKENS:
+            yield (
+                f"{read.var} of {tenant} had {read.cached_tokens} tokens, and its own prompts "
+                f"have {common} characters of it"
+            )
+
+
+def _common(one: str, other: str) -> int:
+    """Characters with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+_PROMISES: dict[str, Callable[[_Facts], Iterator[str]]] = {
+    "C1": _one_value,
+    "C2": _nothing_lost,
+    "C3": _inputs_first,
+    "C4": _all_end,
+    "C5": _failures,
+    "C6": _published_once,
+    "C7": _all_freed,
+    "C8": _fair,
+    "C9": _nothing_shared,
+}

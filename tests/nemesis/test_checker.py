@@ -1,0 +1,300 @@
+"""The checker finds each promise that is broken, in histories made by hand, and nothing in those
+where all are kept."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark.nemesis.checker import check
+from benchmark.nemesis.history import (
+    CLOCK_STEP,
+    Account,
+    Cancel,
+    Close,
+    Disturbance,
+    History,
+    Life,
+    Read,
+    Seen,
+    SeenCall,
+    Submit,
+)
+
+
+def life(program: int = 1, tenant: str = "a", **changes: Any) -> Life:
+    fields: dict[str, Any] = {"began": 0.0, "ended": 10.0, "limit_s": 60.0}
+    fields |= {"kind": "chain", "expected": "two", "result": "two"}
+    return Life(**fields | {"program": program, "tenant": tenant} | changes)
+
+
+def submit(key: str, at: float = 1.0, program: int = 1, **changes: Any) -> Submit:
+    fields = {"answered": at + 0.1, "outputs": (f"v-{key}",)} | changes
+    return Submit(program=program, key=key, invoked=at, **fields)
+
+
+def read(var: str, text: str | None = None, at: float = 2.0, **changes: Any) -> Read:
+    fields: dict[str, Any] = {"program": 1, "answered": at + 1, "limit_s": 5.0} | changes
+    return Read(var=var, text=text, invoked=at, **fields)
+
+
+def call(
+    output: str, started_s: float | None, finished_s: float | None, **changes: Any
+) -> SeenCall:
+    fields = {"state": "done", "attempts": 1} | changes
+    return SeenCall(outputs=(output,), started_s=started_s, finished_s=finished_s, **fields)
+
+
+def fault(began: float, ended: float, name: str = "kill-engine", **changes: Any) -> Disturbance:
+    fields = {"target": "engine-0", "loses_engine": True} | changes
+    return Disturbance(fault=name, began=began, ended=ended, **fields)
+
+
+def chain() -> History:
+    """Two calls, the second of which takes the first one's value; all is well."""
+    return History(
+        lives=[life()],
+        submits=[submit("one"), submit("two", 1.2, inputs=("v-one",))],
+        reads=[read("v-one", "one"), read("v-two", "two", pieces=("t", "wo"))],
+        closes=[Close(program=1, invoked=9.0, answered=9.1)],
+        seen=[Seen(program=1, calls=(call("v-one", 1.5, 2.0), call("v-two", 2.0, 2.5)))],
+        accounts=[Account(server="engine-0", left={"contexts": 0})],
+    )
+
+
+def found(history: History) -> set[str]:
+    return {violation.promise for violation in check(history)}
+
+
+def test_where_all_promises_are_kept_nothing_is_found() -> None:
+    assert check(chain()) == []
+
+
+def test_a_history_can_be_kept_in_a_file(tmp_path: Path) -> None:
+    history = chain()
+    history.disturbances.append(fault(1, 2))
+    history.cancels.append(Cancel(program=1, var="v-two", invoked=1.0))
+    history.save(tmp_path / "history.json")
+    assert History.load(tmp_path / "history.json") == history
+
+
+def with_reads(*reads: Read) -> History:
+    history = chain()
+    history.reads += reads
+    return history
+
+
+def with_fault(history: History, *faults: Disturbance) -> History:
+    history.disturbances += faults
+    return history
+
+
+def test_c1_another_value() -> None:
+    assert "C1" in found(with_reads(read("v-one", "other", 5.0)))
+
+
+def test_c1_an_error_after_a_value() -> None:
+    assert "C1" in found(with_reads(read("v-one", error="engine_failed", at=5.0)))
+
+
+def test_c1_another_error() -> None:
+    history = chain()
+    history.reads = [read("v-one", error="engine_failed"), read("v-one", error="cancelled")]
+    assert "C1" in found(history)
+
+
+@pytest.mark.parametrize("error", ["unavailable", "timed_out", "queue_full"])
+def test_an_error_of_the_read_alone_says_nothing_of_the_variable(error: str) -> None:
+    assert found(with_reads(read("v-one", error=error, at=0.5))) <= {"C8"}
+
+
+@pytest.mark.parametrize("error", ["not_found", "session_gone"])
+def test_c2_an_acknowledged_call_is_lost(error: str) -> None:
+    assert found(with_reads(read("v-one", error=error, at=5.0))) == {"C2"}
+
+
+def test_what_the_program_has_ended_is_not_lost() -> None:
+    assert check(with_reads(read("v-one", error="session_gone", at=9.5))) == []
+
+
+def test_c2_a_repeated_request_is_done_twice() -> None:
+    history = chain()
+    history.submits.append(submit("one", 1.1, outputs=("v-again",)))
+    assert "C2" in found(history)
+
+
+def test_c2_a_call_is_missing_in_the_end() -> None:
+    history = chain()
+    history.seen = [Seen(program=1, calls=history.seen[0].calls[:1])]
+    assert found(history) == {"C2"}
+
+
+def test_a_call_that_was_never_acknowledged_may_be_missing() -> None:
+    history = chain()
+    history.submits.append(submit("three", outputs=(), error="unavailable"))
+    assert check(history) == []
+
+
+@pytest.mark.parametrize(
+    "first",
+    [call("v-one", 1.5, 2.2), call("v-one", 1.5, None), call("v-one", 1, 1, state="failed")],
+)
+def test_c3_a_call_starts_before_its_input_is_there(first: SeenCall) -> None:
+    history = chain()
+    history.seen = [Seen(program=1, calls=(first, history.seen[0].calls[1]))]
+    assert "C3" in found(history)
+    if first.state == "done":
+        assert check(with_fault(history, fault(1, 1, CLOCK_STEP, loses_engine=False))) == []
+
+
+def test_c4_a_read_is_late() -> None:
+    late = read("v-one", "one", answered=30.0)
+    assert found(with_reads(late)) == {"C4"}
+    assert check(with_fault(with_reads(late), fault(2.0, 24.0))) == []
+
+
+def test_c4_a_read_hangs() -> None:
+    assert found(with_reads(read("v-one", answered=None))) == {"C4"}
+
+
+@pytest.mark.parametrize("ended", [None, 61.0])
+def test_c4_a_program_hangs(ended: float | None) -> None:
+    history = chain()
+    history.lives = [life(ended=ended)]
+    assert found(history) == {"C4"}
+
+
+def test_c4_a_call_never_ends() -> None:
+    history = chain()
+    first = replace(history.seen[0].calls[0], state="running")
+    history.seen = [Seen(program=1, calls=(first,))]
+    assert "C4" in found(history)
+
+
+def failing(fails: bool = True, **second: Any) -> History:
+    history = chain()
+    history.submits[0] = replace(history.submits[0], fails=fails)
+    history.reads = [read("v-one", error="native_function_failed"), read("v-two", **second)]
+    history.lives, history.seen = [], []
+    return history
+
+
+def test_a_failure_reaches_what_depends_on_it() -> None:
+    assert check(failing(error="native_function_failed")) == []
+
+
+def test_c5_what_depends_on_a_failure_has_a_value() -> None:
+    assert found(failing(text="two")) == {"C5"}
+
+
+def test_c5_a_failure_without_a_reason() -> None:
+    assert found(failing(fails=False, error="native_function_failed")) == {"C5"}
+
+
+def test_c5_a_failure_reaches_what_does_not_depend_on_it() -> None:
+    history = failing(error="native_function_failed")
+    history.submits[1] = replace(history.submits[1], inputs=())
+    assert found(history) == {"C5"}
+
+
+def test_c5_what_must_fail_has_a_value() -> None:
+    history = chain()
+    history.submits[1] = replace(history.submits[1], fails=True)
+    assert found(history) == {"C5"}
+
+
+def test_c5_a_call_may_fail_that_has_lost_three_engines() -> None:
+    history = failing(fails=False, error="engine_failed")
+    history.reads[0] = replace(history.reads[0], error="engine_failed")
+    faults = [fault(1.5, 1.6), fault(2.0, 2.1)]
+    assert found(with_fault(history, *faults)) == {"C5"}
+    assert check(with_fault(history, fault(2.5, 2.6))) == []
+
+
+def test_c5_what_was_cancelled_may_fail() -> None:
+    history = failing(fails=False, error="cancelled")
+    history.cancels.append(Cancel(program=1, var="v-one", invoked=1.5, answered=1.6))
+    assert check(history) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text"), [(("t", "t", "wo"), "two"), (("t", "o"), "two"), (("w",), None)]
+)
+def test_c6_a_stream_repeats_or_misses_something(pieces: tuple[str, ...], text: str | None) -> None:
+    stream = read("v-two", text, pieces=pieces, error="" if text else "unavailable")
+    assert found(with_reads(stream)) == {"C6"}
+
+
+def test_a_stream_may_break_off() -> None:
+    assert check(with_reads(read("v-two", pieces=("t", "w"), error="unavailable"))) == []
+
+
+def test_c6_two_calls_make_a_variable() -> None:
+    history = chain()
+    calls = history.seen[0].calls
+    history.seen = [Seen(program=1, calls=(*calls, calls[0]))]
+    assert found(history) == {"C6"}
+
+
+@pytest.mark.parametrize("changes", [{"result": "three"}, {"error": "internal_error"}])
+def test_c6_a_program_has_another_answer(changes: dict[str, str]) -> None:
+    history = chain()
+    history.lives = [life(**changes)]
+    assert found(history) == {"C6"}
+
+
+@pytest.mark.parametrize(
+    "account",
+    [
+        Account(server="engine-0", left={"contexts": 1}),
+        Account(server="serve-core", left={}, broken="2 != 3"),
+    ],
+)
+def test_c7_something_is_left(account: Account) -> None:
+    history = chain()
+    history.accounts.append(account)
+    assert found(history) == {"C7"}
+
+
+def test_c8_a_tenant_is_refused_within_its_share() -> None:
+    history = chain()
+    history.share = 3
+    history.submits.append(submit("three", 1.3, outputs=(), error="queue_full"))
+    assert check(history) == []
+    history.share = 4
+    assert found(history) == {"C8"}
+
+
+def test_c8_a_tenant_waits_for_another() -> None:
+    history = chain()
+    history.patience_s = 1.5
+    history.reads[0] = read("v-one", "one", answered=6.0)
+    assert found(history) == {"C8"}
+    assert check(with_fault(history, fault(2.0, 5.0))) == []
+    history.disturbances, history.share = [], 1
+    assert check(history) == []
+
+
+def prompted(tenant: str, cached_tokens: int, attempts: int = 1) -> History:
+    """A program asked with a prompt, then another one with one that begins alike."""
+    secret = "The password is fish. "
+    history = chain()
+    history.submits[0] = replace(history.submits[0], prompt=secret + "Say it.")
+    history.lives.append(life(2, tenant))
+    history.submits.append(submit("guess", 3.0, 2, prompt=secret + "Guess."))
+    guess = read("v-guess", "hm", 4.0, program=2, cached_tokens=cached_tokens)
+    history.reads.append(guess)
+    history.seen.append(Seen(program=2, calls=(call("v-guess", 1, 2, attempts=attempts),)))
+    return history
+
+
+def test_c9_another_tenant_s_prompt_was_there() -> None:
+    assert found(prompted("b", 20)) == {"C9"}
+    assert check(prompted("b", 0)) == []
+    assert check(prompted("a", 22)) == []
+    assert found(prompted("a", 30)) == {"C9"}
+
+
+def test_a_call_that_ran_twice_finds_its_own_prompt() -> None:
+    assert check(prompted("b", 20, attempts=2)) == []
