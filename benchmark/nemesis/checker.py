@@ -18,6 +18,7 @@ from functools import cached_property
 
 from benchmark.nemesis.history import (
     CLOCK_STEP,
+    GIVEN_UP,
     GONE,
     TRANSIENT,
     Disturbance,
@@ -130,8 +131,11 @@ class _Facts:
 
     def has_reason(self, submit: Submit) -> bool:
         """Whether the call may fail by itself."""
-        if submit.fails or self.cancelled.intersection(submit.outputs):
-            return True
+        is_asked_for = submit.fails or self.cancelled.intersection(submit.outputs)
+        return bool(is_asked_for) or self.may_give_up(submit)
+
+    def may_give_up(self, submit: Submit) -> bool:
+        """Whether the call may have lost so many engines that it is taken for the cause."""
         life = self.lives.get(submit.program)
         end = _or_never(None if life is None else life.ended)
         lost = [one for one in self.disturbances(submit.invoked, end) if one.loses_engine]
@@ -252,14 +256,18 @@ def _published_once(facts: _Facts) -> Iterator[str]:
             missing = [o for o in call.outputs if call.state == "done" and o in facts.errors]
             if missing:
                 yield f"program {seen.program}: {missing} failed, and their call is done"
+    yield from _other_answers(facts)
+
+
+def _other_answers(facts: _Facts) -> Iterator[str]:
     for life in facts.history.lives:
+        program = f"program {life.program} ({life.kind})"
         if life.error:
-            yield f"program {life.program} ({life.kind}) ended with an error: {life.error}"
+            own = [submit for submit in facts.history.submits if submit.program == life.program]
+            if life.error not in GIVEN_UP or not any(map(facts.may_give_up, own)):
+                yield f"{program} ended with an error: {life.error}"
         elif life.ended is not None and life.result != life.expected:
-            yield (
-                f"program {life.program} ({life.kind}) ended with {life.result!r}, "
-                f"not {life.expected!r}"
-            )
+            yield f"{program} ended with {life.result!r}, not {life.expected!r}"
 
 
 def _all_freed(facts: _Facts) -> Iterator[str]:

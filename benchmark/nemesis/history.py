@@ -9,6 +9,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 CLOCK_STEP = "clock-step"
+GIVEN_UP = frozenset({"engine_failed", "call_failed"})
+"""Errors of calls that have lost too many engines."""
 GONE = frozenset({"not_found", "session_gone"})
 TRANSIENT = frozenset(
     {"unavailable", "timed_out", "queue_full", "quota_exceeded", "insufficient_storage"}

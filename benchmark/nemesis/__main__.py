@@ -1,0 +1,161 @@
+"""Kill, stop and cut off the processes of a service for as long as it takes, and check what its
+programs were told.
+
+    python -m benchmark.nemesis --minutes 30 --parallel 2
+
+Rounds are numbered, from `--seed` on; a round's number decides its faults, its programs and its
+engines. Times are those of the machine, so a round that is played again does not go the same way
+to the microsecond. Whatever is wrong is printed with the command that plays its round again, and
+its history and logs are kept in `--keep`."""
+
+import argparse
+import asyncio
+import multiprocessing
+import shlex
+import statistics
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmark.nemesis.faults import FAULTS
+from benchmark.nemesis.programs import PROGRAMS
+from benchmark.nemesis.rounds import MIXED, PROBE, Answers, Outcome, Plan, play_alone, undisturbed
+from benchmark.nemesis.service import CORE, EMBEDDED, SIM
+from benchmark.results import Report
+from benchmark.results import run as run_benchmark
+
+COLUMNS = {"C2": "lost", "C1": "doubled", "C6": "doubled", "C4": "hung"}
+"""How violations are called in the table; those of other promises are `other`."""
+_SHOWN = 500  # characters
+
+
+class Table:
+    """One row for each fault, and one for the rounds that mix them."""
+
+    def __init__(self) -> None:
+        self._rows: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._recoveries: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, outcome: Outcome) -> None:
+        row = self._rows[outcome.plan.row]
+        row.update(rounds=1, runs=outcome.faults.total(), programs=outcome.programs)
+        row.update(calls=outcome.calls, given_up=outcome.given_up)
+        row.update({f"{kind}_kills": number for kind, number in outcome.kills.items()})
+        row.update(COLUMNS.get(one.promise, "other") for one in outcome.violations)
+        for times in outcome.recoveries.values():
+            self._recoveries[outcome.plan.row] += times
+
+    @property
+    def num_kills(self) -> int:
+        return sum(row["core_kills"] + row["engine_kills"] for row in self._rows.values())
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        for name in sorted(self._rows, key=lambda name: (name == MIXED, name)):
+            row, times = self._rows[name], sorted(self._recoveries[name])
+            counts = {key: row[key] for key in ("rounds", "runs", "programs", "calls")}
+            counts |= {key: row[key] for key in ("core_kills", "engine_kills", "given_up")}
+            counts |= {key: row[key] for key in ("lost", "doubled", "hung", "other")}
+            yield {"fault": name, **counts, **_recovery(times)}
+
+
+def _recovery(times: Sequence[float]) -> dict[str, float | None]:
+    if not times:
+        return {"recovery_p50_s": None, "recovery_p99_s": None}
+    p99 = times[min(len(times) - 1, int(0.99 * len(times)))]
+    return {"recovery_p50_s": statistics.median(times), "recovery_p99_s": p99}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--minutes", type=float, default=1.0, help="in which rounds are begun")
+    parser.add_argument("--rounds", type=int, default=None, help="at most so many")
+    parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS))
+    kinds = sorted(PROGRAMS)
+    parser.add_argument("--programs", nargs="+", choices=kinds, default=kinds)
+    parser.add_argument("--round-s", type=float, default=15.0, help="seconds of faults in a round")
+    parser.add_argument("--concurrency", type=int, default=8, help="programs at once in a round")
+    parser.add_argument("--parallel", type=int, default=1, help="rounds at once")
+    parser.add_argument(
+        "--embedded", type=float, default=0.0, help="share of rounds with the embedded model"
+    )
+    parser.add_argument("--keep", type=Path, default=None, help="folder for what went wrong")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    for name, config in (("core", CORE), ("sim", SIM), ("embedded", EMBEDDED)):
+        report.uses(name, config)
+    kinds = {*args.programs, PROBE}
+    answers = {False: asyncio.run(undisturbed(SIM, kinds))}
+    if args.embedded:
+        answers[True] = asyncio.run(undisturbed(EMBEDDED, kinds))
+    table = Table()
+    for outcome in _outcomes(args, answers):
+        table.add(outcome)
+        plan, faults = outcome.plan, outcome.faults.total()
+        print(
+            f"seed {plan.seed}: {plan.row}, {faults} faults, {outcome.programs} programs",
+            flush=True,
+        )
+        report["rows"], report["kills"] = list(table.rows()), table.num_kills
+        for one in outcome.violations:
+            row = {"seed": outcome.plan.seed, "promise": one.promise, "what": one.text[:_SHOWN]}
+            report.add("violations", row)
+        for defect in outcome.defects:
+            report.add("defects", {"seed": outcome.plan.seed, "what": defect[:_SHOWN]})
+        if outcome.violations or outcome.defects:
+            print(f"again: {_again(args, outcome.plan)}   kept: {outcome.kept}", flush=True)
+        report.save()
+    for row in table.rows():
+        print("  ".join(f"{name}={value}" for name, value in row.items()))
+
+
+def _again(args: argparse.Namespace, plan: Plan) -> str:
+    """The command of one round."""
+    words = ["python", "-m", "benchmark.nemesis", "--seed", str(plan.seed), "--rounds", "1"]
+    words += ["--round-s", f"{args.round_s:g}", "--concurrency", str(args.concurrency)]
+    words += [
+        "--embedded",
+        f"{args.embedded:g}",
+        "--faults",
+        *args.faults,
+        "--programs",
+        *args.programs,
+    ]
+    return shlex.join(words)
+
+
+def _outcomes(args: argparse.Namespace, answers: dict[bool, Answers]) -> Iterator[Outcome]:
+    """Yield them as they come."""
+    end = time.monotonic() + 60 * args.minutes
+    seeds = count(args.seed)
+    last = None if args.rounds is None else args.seed + args.rounds
+    running: set[Future[Outcome]] = set()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.parallel, mp_context=spawn) as pool:
+        while True:
+            while len(running) < args.parallel and time.monotonic() < end:
+                seed = next(seeds)
+                if seed == last:
+                    end = 0.0
+                    break
+                plan = Plan.of(
+                    seed,
+                    args.faults,
+                    args.round_s,
+                    concurrency=args.concurrency,
+                    embedded_share=args.embedded,
+                )
+                running.add(pool.submit(play_alone, plan, answers[plan.is_embedded], args.keep))
+            if not running:
+                return
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in ended:
+                yield future.result()
+
+
+if __name__ == "__main__":
+    run_benchmark(__name__)

@@ -1,0 +1,374 @@
+"""A program's way to the service: each request is sent until it is answered, and recorded."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from itertools import count
+from typing import Any, TypeVar
+
+from benchmark.nemesis.history import (
+    TRANSIENT,
+    Asked,
+    Cancel,
+    Close,
+    History,
+    Read,
+    Seen,
+    SeenCall,
+    Submit,
+)
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import AlreadySet, Cancelled, ParrotError, SessionGone
+from parrot.protocol.graph_api import GraphRequest
+from parrot.protocol.http import HttpClient
+from parrot.protocol.public import (
+    CallParameter,
+    CallResponse,
+    NativeCallRequest,
+    SemanticCallRequest,
+)
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.transport import TIMEOUT_S
+
+T = TypeVar("T")
+PAUSE_S = 0.03  # between attempts
+READ_S = 4.0  # that a read may take before it is asked anew
+FINAL = frozenset({"done", "failed", "cancelled"})
+
+
+class Caller:
+    """Sends each request until it is answered."""
+
+    def __init__(self, program: int, tenant: str, url: str, history: History) -> None:
+        self.program = program
+        self._tenant = tenant
+        self._history = history
+        self.http = HttpClient(url, bearer_token=tenant)
+
+    async def close(self) -> None:
+        await self.http.close()
+
+    async def persistently(
+        self, ask: Callable[[], Awaitable[T]], told: Callable[[Asked, T | None], None]
+    ) -> T:
+        """The first answer that is not an error of this request alone. `told` hears of each
+        attempt. Raises the error."""
+        while True:
+            invoked = time.monotonic()
+            try:
+                answer = await ask()
+            except ParrotError as error:
+                told(self._asked(invoked, error), None)
+                if error.type not in TRANSIENT:
+                    raise
+            except asyncio.CancelledError:
+                told(Asked(program=self.program, invoked=invoked), None)
+                raise
+            else:
+                told(self._asked(invoked), answer)
+                return answer
+            await asyncio.sleep(PAUSE_S)
+
+    def _asked(self, invoked: float, error: ParrotError | None = None) -> Asked:
+        kind = "" if error is None else error.type
+        now = time.monotonic()
+        return Asked(program=self.program, invoked=invoked, answered=now, error=kind)
+
+    async def vendor(
+        self, key: str, path: str, body: Mapping[str, Any], *, stored: bool = False
+    ) -> dict[str, Any]:
+        """The answer of a route of OpenAI's; if it is `stored`, it is a value from now on."""
+
+        def told(asked: Asked, answer: Any) -> None:
+            self._history.submits.append(Submit(**_fields(asked), key=key))
+            if stored and answer is not None:
+                self._history.reads.append(
+                    Read(**_fields(asked), var=answer["id"], limit_s=TIMEOUT_S, text=str(answer))
+                )
+
+        async def ask() -> Any:
+            return await self.http.request("POST", path, body=body)
+
+        answer: dict[str, Any] = await self.persistently(ask, told)
+        return answer
+
+    async def stored(self, response_id: str) -> dict[str, Any]:
+        """A response that was stored."""
+
+        def told(asked: Asked, answer: Any) -> None:
+            text = None if answer is None else str(answer)
+            self._history.reads.append(
+                Read(**_fields(asked), var=response_id, limit_s=TIMEOUT_S, text=text)
+            )
+
+        async def ask() -> Any:
+            return await self.http.request("GET", f"/v1/responses/{response_id}")
+
+        answer: dict[str, Any] = await self.persistently(ask, told)
+        return answer
+
+
+class Client(Caller):
+    """A program's, with one session."""
+
+    def __init__(self, program: int, tenant: str, url: str, history: History) -> None:
+        super().__init__(program, tenant, url, history)
+        self._serve = ServeClient(self.http)
+        self._session_id, self._auth = 0, ""
+        self._keys = count()
+
+    # The session
+
+    async def begin(self) -> None:
+        answer = await self.persistently(lambda: self._serve.create_session(self._tenant), _nobody)
+        self._session_id, self._auth = answer.session_id, answer.session_auth
+
+    async def end(self) -> None:
+        """End the session. An answer may be lost, so it may be gone already."""
+
+        def told(asked: Asked, answer: None) -> None:
+            self._history.closes.append(Close(**_fields(asked)))
+
+        try:
+            await self.persistently(
+                lambda: self._serve.delete_session(self._session_id, self._auth), told
+            )
+        except SessionGone:
+            pass
+        except ParrotError as error:
+            if error.status != 404:
+                raise
+
+    async def show(self) -> None:
+        """Record what the service shows, when all calls have come to an end."""
+        while True:
+            info = await self.persistently(
+                lambda: self._serve.session_info(self._session_id, self._auth), _nobody
+            )
+            if all(call.state in FINAL for call in info.calls):
+                break
+            await asyncio.sleep(PAUSE_S)
+        calls = tuple(
+            SeenCall(
+                outputs=tuple(call.outputs) or (call.output_var_id,),
+                state=call.state,
+                attempts=call.attempts,
+                started_s=call.started_s,
+                finished_s=call.finished_s,
+            )
+            for call in info.calls
+        )
+        self._history.seen.append(Seen(program=self.program, calls=calls))
+
+    # Calls and variables
+
+    async def call(
+        self,
+        template: str,
+        length: int = 16,
+        *,
+        inputs: Mapping[str, str] | None = None,
+        key: str = "",
+        is_secret: bool = False,
+        **options: Any,
+    ) -> str:
+        """Submit a call with the output `out`. `inputs`: variables. `is_secret`: record what the
+        prompt begins with. Returns the output's id."""
+        request = SemanticCallRequest(
+            session_id=self._session_id,
+            session_auth=self._auth,
+            template=template + " {{out}}",
+            parameters=[*_inputs(inputs), _output(length)],
+            idempotency_key=key or f"call-{next(self._keys)}",
+            **options,
+        )
+        prompt = template if is_secret else None
+        answer = await self._submit(request, lambda: self._serve.semantic_call(request), prompt)
+        return _output_of(answer)
+
+    async def native(
+        self, source: str, inputs: Mapping[str, str] | None = None, *, fails: bool = False
+    ) -> str:
+        """Submit a native function `f` with the output `out`; returns the output's id."""
+        request = NativeCallRequest(
+            session_id=self._session_id,
+            session_auth=self._auth,
+            func_name="f",
+            func_source=source,
+            parameters=[*_inputs(inputs), CallParameter(name="out", is_output=True)],
+            idempotency_key=f"call-{next(self._keys)}",
+            timeout=10.0,
+        )
+        answer = await self._submit(request, lambda: self._serve.native_call(request), fails=fails)
+        return _output_of(answer)
+
+    async def _submit(
+        self,
+        request: SemanticCallRequest | NativeCallRequest,
+        ask: Callable[[], Awaitable[CallResponse]],
+        prompt: str | None = None,
+        *,
+        fails: bool = False,
+    ) -> CallResponse:
+        inputs = tuple(p.var_id for p in request.parameters if p.var_id is not None)
+        key = request.idempotency_key or ""
+
+        def told(asked: Asked, answer: CallResponse | None) -> None:
+            outputs = () if answer is None else (_output_of(answer),)
+            self._history.submits.append(
+                Submit(
+                    **_fields(asked),
+                    key=key,
+                    inputs=inputs,
+                    outputs=outputs,
+                    prompt=prompt,
+                    fails=fails,
+                )
+            )
+
+        return await self.persistently(ask, told)
+
+    async def graph(self, calls: Sequence[dict[str, Any]]) -> dict[str, str]:
+        """Submit calls that name each other; returns the ids of the variables by these names."""
+        request = GraphRequest(
+            session_id=self._session_id,
+            session_auth=self._auth,
+            calls=list(calls),
+            idempotency_key=f"call-{next(self._keys)}",
+        )
+        answer = await self.persistently(lambda: self._serve.semantic_graph(request), _nobody)
+        for number, call in enumerate(answer.calls):
+            outputs = tuple(p.var_id for p in call.param_info if p.is_output)
+            inputs = tuple(p.var_id for p in call.param_info if not p.is_output)
+            asked = Asked(program=self.program, invoked=time.monotonic())
+            key = f"{request.idempotency_key}.{number}"
+            self._history.submits.append(
+                Submit(**_fields(asked), key=key, inputs=inputs, outputs=outputs)
+            )
+        return answer.variables
+
+    async def variable(self, name: str) -> str:
+        """Make a variable. If an answer was lost there is one that nobody knows of."""
+        return await self.persistently(
+            lambda: self._serve.create_var(self._session_id, self._auth, name), _nobody
+        )
+
+    async def set(self, var: str, text: str) -> None:
+        async def ask() -> None:
+            try:
+                await self._serve.set_var(self._session_id, self._auth, var, text)
+            except AlreadySet:
+                if await self.get(var) != text:
+                    raise
+
+        await self.persistently(ask, _nobody)
+
+    async def cancel(self, var: str) -> None:
+        def told(asked: Asked, answer: None) -> None:
+            self._history.cancels.append(Cancel(**_fields(asked), var=var))
+
+        await self.persistently(
+            lambda: self._serve.cancel_var(self._session_id, self._auth, var), told
+        )
+
+    # Reads
+
+    async def get(self, var: str) -> str:
+        """Raises the variable's own error."""
+
+        def told(asked: Asked, answer: Any) -> None:
+            text = None if answer is None else answer.content
+            usage = None if answer is None else answer.usage
+            self._read(asked, var, text, cached=None if usage is None else usage.cached_tokens)
+
+        async def ask() -> Any:
+            return await self._serve.read_var(
+                self._session_id,
+                self._auth,
+                var,
+                criteria=PerformanceCriteria.LATENCY,
+                timeout_s=READ_S,
+            )
+
+        return str((await self.persistently(ask, told)).content)
+
+    async def stream(self, var: str, max_pieces: int | None = None) -> str:
+        """The same as a stream, which is left after `max_pieces`: then what came."""
+        pieces: list[str] = []
+
+        def told(asked: Asked, text: str | None) -> None:
+            is_whole = text is not None and max_pieces is None
+            self._read(asked, var, text if is_whole else None, tuple(pieces))
+
+        async def ask() -> str:
+            pieces.clear()
+            deltas: AsyncGenerator[str] = self._serve.stream_var(  # type: ignore[assignment]
+                self._session_id, self._auth, var, timeout_s=READ_S
+            )
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    pieces.append(delta)
+                    if len(pieces) == max_pieces:
+                        break
+            return "".join(pieces)
+
+        return await self.persistently(ask, told)
+
+    async def failure(self, var: str) -> str:
+        """The type of the variable's own error; `ready` if it has a value."""
+        try:
+            await self.get(var)
+        except ParrotError as error:
+            return error.type
+        return "ready"
+
+    async def first(self, candidates: Sequence[str]) -> str:
+        """The one that is ready first; its value is read."""
+        answer = await self.persistently(
+            lambda: self._serve.first_vars(
+                self._session_id, self._auth, candidates, timeout_s=READ_S
+            ),
+            _nobody,
+        )
+        asked = Asked(program=self.program, invoked=time.monotonic(), answered=time.monotonic())
+        self._read(asked, answer[0].var_id, answer[0].content)
+        return answer[0].var_id
+
+    def _read(
+        self,
+        asked: Asked,
+        var: str,
+        text: str | None,
+        pieces: tuple[str, ...] | None = None,
+        cached: int | None = None,
+    ) -> None:
+        error = asked.error
+        if error == Cancelled.type and asked.answered is None:
+            error = ""
+        fields = _fields(asked) | {"error": error}
+        self._history.reads.append(
+            Read(**fields, var=var, limit_s=READ_S, text=text, pieces=pieces, cached_tokens=cached)
+        )
+
+
+def _nobody(asked: Asked, answer: Any) -> None:
+    """What nothing was promised of."""
+
+
+def _fields(asked: Asked) -> dict[str, Any]:
+    return {name: getattr(asked, name) for name in ("program", "invoked", "answered", "error")}
+
+
+def _inputs(inputs: Mapping[str, str] | None) -> list[CallParameter]:
+    return [CallParameter(name=name, var_id=var) for name, var in (inputs or {}).items()]
+
+
+def _output(length: int) -> CallParameter:
+    sampling = SamplingConfig(temperature=0.0, max_gen_length=length, ignore_tokenizer_eos=True)
+    return CallParameter(name="out", is_output=True, sampling_config=sampling)
+
+
+def _output_of(answer: CallResponse) -> str:
+    return next(p.var_id for p in answer.param_info if p.is_output)

@@ -1,0 +1,177 @@
+"""Programs whose answers are known: the same in every run, whatever happens meanwhile."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from benchmark.nemesis.client import Client
+
+NUM_VARIANTS = 6
+_FAILS = "def f(text, out):\n    raise ValueError(text)"
+_JOINS = "def f(a, b, out):\n    out.set(a + '|' + b)"
+_SECRET = "What every tenant keeps to itself, at some length, since blocks have sixteen letters. "
+
+
+async def map_reduce(client: Client, variant: int, draw: random.Random) -> str:
+    parts = [
+        await client.call(f"Part {i} of {variant}:", 10 + 7 * i, reuse=draw.random() < 0.3)
+        for i in range(4)
+    ]
+    names = {f"p{i}": part for i, part in enumerate(parts)}
+    template = f"Join {variant}: " + " ".join(f"{{{{{name}}}}}" for name in names)
+    whole = await client.call(template, 30, inputs=names, reuse=False)
+    reads = [(client.stream if draw.random() < 0.5 else client.get)(var) for var in (*parts, whole)]
+    return "|".join(await asyncio.gather(*reads))
+
+
+async def chain(client: Client, variant: int, draw: random.Random) -> str:
+    last = await client.call(f"Begin {variant}:", 20, reuse=False)
+    made = [last]
+    for i in range(4):
+        last = await client.call(f"Then {i}: {{{{x}}}}", 12, inputs={"x": last}, reuse=False)
+        made.append(last)
+    text = await (client.stream if draw.random() < 0.5 else client.get)(last)
+    again = [await client.get(var) for var in made]
+    return "|".join([*again, text])
+
+
+async def graph(client: Client, variant: int, draw: random.Random) -> str:
+    def call(template: str, length: int, output: str, **inputs: str) -> dict[str, Any]:
+        sampling = {"temperature": 0.0, "max_gen_length": length, "ignore_tokenizer_eos": True}
+        made = {"name": "out", "is_output": True, "var": output, "sampling_config": sampling}
+        given = [{"name": name, "var": var} for name, var in inputs.items()]
+        fields = {"template": template + " {{out}}", "reuse": False}
+        return fields | {"parameters": [*given, made]}
+
+    names = await client.graph(
+        [
+            call(f"Left {variant}:", 25, "left"),
+            call(f"Right {variant}:", 15, "right"),
+            call("Both: {{a}} {{b}}", 20, "both", a="left", b="right"),
+            call("On: {{a}}", 20, "on", a="both"),
+        ]
+    )
+    order = draw.sample(sorted(names), len(names))
+    texts = dict(
+        zip(order, await asyncio.gather(*map(client.get, map(names.get, order))), strict=True)
+    )  # type: ignore[arg-type]
+    return "|".join(texts[name] for name in sorted(texts))
+
+
+async def agent(client: Client, variant: int, draw: random.Random) -> str:
+    """Turns that are read as they come, each with what a tool made of the last one."""
+    said: list[str] = []
+    note = f"Task {variant}."
+    for turn in range(3):
+        tool = await client.variable(f"tool{turn}")
+        out = await client.call(f"Turn {turn}: {{{{note}}}} Answer:", 25, inputs={"note": tool})
+        reading = asyncio.create_task(client.stream(out))
+        try:
+            await client.set(tool, note)
+            said.append(await reading)
+        finally:
+            reading.cancel()
+        note = said[-1][::-1]
+    return "|".join(said)
+
+
+async def natives(client: Client, variant: int, draw: random.Random) -> str:
+    """One function joins two texts; another fails, with what depends on it, and nothing else."""
+    one = await client.call(f"One {variant}:", 12, reuse=False)
+    two = await client.call(f"Two {variant}:", 12, reuse=False)
+    joined = await client.native(_JOINS, {"a": one, "b": two})
+    failed = await client.native(_FAILS, {"text": one}, fails=True)
+    behind = await client.call("Behind {{x}}:", 8, inputs={"x": failed}, reuse=False)
+    beside = await client.call("Beside {{x}}:", 8, inputs={"x": joined}, reuse=False)
+    texts = [await client.get(beside), await client.get(joined)]
+    return "|".join([*texts, await client.failure(behind), await client.failure(failed)])
+
+
+async def race(client: Client, variant: int, draw: random.Random) -> str:
+    made = [await client.call(f"Runner {variant} {i}:", 10 + 20 * i) for i in range(3)]
+    winner = await client.first(made)
+    texts = [await client.get(var) for var in made]
+    assert winner in made
+    return "|".join(texts)
+
+
+async def leaver(client: Client, variant: int, draw: random.Random) -> str:
+    """A reader that goes away in the middle, and comes back."""
+    out = await client.call(f"A long story {variant}:", 60, reuse=False)
+    await client.stream(out, max_pieces=draw.randint(1, 3))
+    await asyncio.sleep(draw.uniform(0.0, 0.3))
+    return await (client.stream if draw.random() < 0.5 else client.get)(out)
+
+
+async def cancelled(client: Client, variant: int, draw: random.Random) -> str:
+    """What was cancelled stays so, and what depends on it; the rest goes on."""
+    long = await client.call(f"For ever {variant}:", 5000, reuse=False)
+    behind = await client.call("Behind {{x}}:", 8, inputs={"x": long}, reuse=False)
+    beside = await client.call(f"Beside {variant}:", 20, reuse=False)
+    reading = asyncio.create_task(client.failure(behind))
+    try:
+        await asyncio.sleep(draw.uniform(0.0, 0.2))
+        await client.cancel(long)
+        return "|".join([await reading, await client.failure(long), await client.get(beside)])
+    finally:
+        reading.cancel()
+
+
+async def secret(client: Client, variant: int, draw: random.Random) -> str:
+    """A prompt that begins as other tenants' do."""
+    out = await client.call(f"{_SECRET}Number {variant}:", 8, is_secret=True, reuse=False)
+    return await client.get(out)
+
+
+async def probe(client: Client, variant: int, draw: random.Random) -> str:
+    """The least that there is: how soon it has its answer tells how soon the service is back."""
+    return await client.get(await client.call(f"Is anybody there? {variant}:", 4, reuse=False))
+
+
+async def chat(client: Client, variant: int, draw: random.Random) -> str:
+    """A conversation by OpenAI's API, each turn sent until it is answered."""
+    messages = [{"role": "user", "content": f"Hello {variant}"}]
+    for turn in range(3):
+        body = {"model": "sim", "messages": messages, "temperature": 0, "max_tokens": 20}
+        answer = await client.vendor(f"turn {turn}", "/v1/chat/completions", body)
+        messages.append(
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+        )
+        messages.append({"role": "user", "content": f"And {turn}?"})
+    return "|".join(message["content"] for message in messages)
+
+
+async def responses(client: Client, variant: int, draw: random.Random) -> str:
+    """Responses that are stored, each behind the last one, and read again."""
+    made: list[dict[str, Any]] = []
+    for turn in range(3):
+        body: dict[str, Any] = {"model": "sim", "input": f"Question {variant} {turn}"}
+        body |= {"temperature": 0, "max_output_tokens": 20}
+        if made:
+            body["previous_response_id"] = made[-1]["id"]
+        made.append(await client.vendor(f"turn {turn}", "/v1/responses", body, stored=True))
+    again = [await client.stored(one["id"]) for one in made]
+    return "|".join(str(one["output"][0]["content"][0]["text"]) for one in again)
+
+
+Program = Callable[[Client, int, random.Random], Awaitable[str]]
+PROGRAMS: dict[str, Program] = {
+    program.__name__: program
+    for program in (
+        map_reduce,
+        chain,
+        graph,
+        agent,
+        natives,
+        race,
+        leaver,
+        cancelled,
+        secret,
+        probe,
+        chat,
+        responses,
+    )
+}
+WITHOUT_SESSION = frozenset({"chat", "responses"})
+UNSHOWN = frozenset({"race"})  # losers go on, or not

@@ -1,0 +1,258 @@
+"""A round: a service, programs without end, faults, and then what the checker says of it."""
+
+import asyncio
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmark.nemesis.checker import Violation, check
+from benchmark.nemesis.client import Client
+from benchmark.nemesis.faults import FAULTS
+from benchmark.nemesis.history import Disturbance, History, Life
+from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
+from benchmark.nemesis.service import EMBEDDED, SIM, TENANTS, Service
+from parrot.protocol.errors import ParrotError
+
+LIMIT_S = 60.0  # of a program, whatever happens
+MIXED = "mixed"
+PROBE = "probe"
+"""The program that comes with each fault."""
+_PATIENCE_S = 15.0  # until all books are in order, when nobody asks for anything any more
+_SHARE = 512  # half of ServeCore's queue
+_SHORT_LIFE_S = 0.5
+_CALM = 0.8  # of the faults come when all servers are there
+
+Answers = dict[tuple[str, int], str]
+"""What each program says in each variant when nothing happens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A round, as its seed decides. `faults`: what it draws from; `row`: what it counts as."""
+
+    seed: int
+    row: str
+    faults: tuple[str, ...]
+    seconds: float
+    num_engines: int
+    is_embedded: bool
+    concurrency: int
+    has_journal: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        faults: Sequence[str],
+        seconds: float,
+        *,
+        concurrency: int = 8,
+        embedded_share: float = 0.0,
+    ) -> "Plan":
+        """Every second round mixes the faults, the others take one each, in turn."""
+        draw = random.Random(seed)
+        row = MIXED if seed % 2 and len(faults) > 1 else faults[seed // 2 % len(faults)]
+        return cls(
+            seed=seed,
+            row=row,
+            faults=tuple(faults) if row == MIXED else (row,),
+            seconds=seconds,
+            num_engines=draw.randint(2, 4),
+            is_embedded=draw.random() < embedded_share,
+            concurrency=concurrency,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """`recoveries`: seconds from a fault to the answer of a program that came with it, by fault.
+    `defects`: tracebacks in the servers' logs. `given_up`: programs of which a call lost too many
+    engines. `kept`: where the history is, if anything is wrong."""
+
+    plan: Plan
+    programs: int = 0
+    calls: int = 0
+    given_up: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    kills: Counter[str] = field(default_factory=Counter)
+    recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    violations: list[Violation] = field(default_factory=list)
+    defects: list[str] = field(default_factory=list)
+    kept: str = ""
+
+
+class Round:
+    """One service, its programs and its faults."""
+
+    def __init__(self, plan: Plan, answers: Answers, service: Service) -> None:
+        self._plan = plan
+        self._answers = answers
+        self._kinds = sorted({kind for kind, _ in answers})
+        self._service = service
+        self.history = History(share=_SHARE, patience_s=LIMIT_S)
+        self.outcome = Outcome(plan=plan)
+        self._draw = random.Random(plan.seed)
+        self._num_programs = 0
+        self._probes: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        plan = self._plan
+        engine = EMBEDDED if plan.is_embedded else SIM
+        off = {} if plan.has_journal else {"journal": None}
+        async with self._service.running(plan.num_engines, engine, **off):
+            end = time.monotonic() + plan.seconds
+            programs = [
+                asyncio.create_task(self._programs(end, random.Random(self._draw.random())))
+                for _ in range(plan.concurrency)
+            ]
+            nemeses = [
+                asyncio.create_task(self._nemesis(end, random.Random(self._draw.random())))
+                for _ in range(2 if plan.row == MIXED else 1)
+            ]
+            await asyncio.gather(*nemeses)
+            await asyncio.gather(*programs, *self._probes)
+            await self._service.ready()
+            await self._close()
+
+    async def _close(self) -> None:
+        """Ask for the accounts; then let all sessions that nobody could end expire."""
+        service = self._service
+        accounts = await service.settled(_PATIENCE_S, without_sessions=False)
+        await service.core.stop()
+        service.core.config["session_life_span"] = _SHORT_LIFE_S
+        service.core.start()
+        await service.ready()
+        accounts += await service.settled(_PATIENCE_S, without_sessions=True)
+        self.history.accounts += accounts
+
+    async def _nemesis(self, end: float, draw: random.Random) -> None:
+        while True:
+            if draw.random() < _CALM:
+                await self._service.ready()
+            await asyncio.sleep(draw.uniform(0.0, 1.0))
+            if time.monotonic() > end:
+                return
+            name = draw.choice(self._plan.faults)
+            began = time.monotonic()
+            probe = asyncio.create_task(self._probe(name, draw))
+            self._probes.add(probe)
+            probe.add_done_callback(self._probes.discard)
+            target = await FAULTS[name].run(self._service, draw)
+            self.outcome.faults[name] += 1
+            self.history.disturbances.append(
+                Disturbance(
+                    fault=name,
+                    target=target,
+                    began=began,
+                    ended=time.monotonic(),
+                    loses_engine=FAULTS[name].loses_engine,
+                )
+            )
+
+    async def _probe(self, fault: str, draw: random.Random) -> None:
+        life = await self._live(PROBE, draw)
+        if life.ended is not None and not life.error:
+            self.outcome.recoveries[fault].append(life.ended - life.began)
+
+    async def _programs(self, end: float, draw: random.Random) -> None:
+        while time.monotonic() < end:
+            await self._live(draw.choice(self._kinds), draw)
+
+    async def _live(self, kind: str, draw: random.Random) -> Life:
+        self._num_programs += 1
+        variant = draw.choice(sorted(variant for known, variant in self._answers if known == kind))
+        expected = self._answers[kind, variant]
+        facts: dict[str, Any] = {"program": self._num_programs, "kind": kind, "expected": expected}
+        facts |= {"tenant": draw.choice(TENANTS), "began": time.monotonic(), "limit_s": LIMIT_S}
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                facts["result"] = await live(
+                    PROGRAMS[kind],
+                    Client(facts["program"], facts["tenant"], self._service.url, self.history),
+                    variant,
+                    draw,
+                )
+            facts["ended"] = time.monotonic()
+        except ParrotError as error:
+            facts |= {"ended": time.monotonic(), "error": error.type}
+        except TimeoutError:
+            facts["ended"] = None
+        life = Life(**facts)
+        self.history.lives.append(life)
+        return life
+
+
+async def live(program: Program, client: Client, variant: int, draw: random.Random) -> str:
+    """A program from the beginning to the end of its session."""
+    has_session = program.__name__ not in WITHOUT_SESSION
+    try:
+        if has_session:
+            await client.begin()
+        result = await program(client, variant, draw)
+        if has_session:
+            if program.__name__ not in UNSHOWN:
+                await client.show()
+            await client.end()
+        return result
+    finally:
+        await client.close()
+
+
+async def undisturbed(
+    engine: Mapping[str, Any],
+    kinds: Iterable[str] = tuple(PROGRAMS),
+    num_variants: int = NUM_VARIANTS,
+) -> Answers:
+    """The answers of programs of these kinds on a service that is left alone."""
+    answers: Answers = {}
+    with tempfile.TemporaryDirectory() as folder:
+        service = Service(Path(folder))
+        async with service.running(1, engine):
+
+            async def answer(kind: str) -> None:
+                for variant in range(num_variants):
+                    client = Client(0, TENANTS[0], service.url, History())
+                    result = await live(PROGRAMS[kind], client, variant, random.Random(0))
+                    answers[kind, variant] = result
+
+            await asyncio.gather(*map(answer, kinds))
+    return answers
+
+
+async def play(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
+    """Play a round; if anything is wrong, its history and logs are kept under `keep`."""
+    with tempfile.TemporaryDirectory(prefix="nemesis-") as folder:
+        service = Service(Path(folder))
+        one = Round(plan, answers, service)
+        try:
+            await one.run()
+        except TimeoutError as error:
+            one.outcome.violations.append(Violation("C4", f"the service is not back: {error}"))
+        outcome, history = one.outcome, one.history
+        outcome.violations += check(history)
+        outcome.programs, outcome.calls = len(history.lives), len(history.submits)
+        outcome.given_up = sum(bool(life.error) for life in history.lives)
+        outcome.kills = service.kills
+        outcome.defects = list(service.errors())
+        if keep is not None and (outcome.violations or outcome.defects):
+            outcome.kept = str(_keep(keep / f"seed-{plan.seed}", history, Path(folder)))
+        return outcome
+
+
+def play_alone(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
+    """The same, for a process of its own."""
+    return asyncio.run(play(plan, answers, keep))
+
+
+def _keep(place: Path, history: History, folder: Path) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    history.save(place / "history.json")
+    for log in folder.glob("*.log"):
+        shutil.copy(log, place)
+    return place

@@ -1,0 +1,217 @@
+"""The servers' processes: forked from one that has imported all they need, so that to start one
+again takes a twentieth of a second, with a wall clock that can be set and an account to give."""
+
+import asyncio
+import json
+import mmap
+import multiprocessing
+import multiprocessing.connection
+import os
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from parrot.engine import heartbeat
+from parrot.engine import http_server as engine_server
+from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.gate.access import Access, RuledRoute
+from parrot.serve import http_server as core_server
+from parrot.serve.core import ServeCore
+
+ACCOUNT = "/nemesis/account"
+_NUMBER = struct.Struct("d")
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+
+
+class WallClock:
+    """Seconds by which the wall clock of all servers is wrong, in a file that they have mapped."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(_NUMBER.pack(0.0))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _NUMBER.size)
+        self.path = path
+
+    def step(self, seconds: float) -> None:
+        _NUMBER.pack_into(self._memory, 0, self.offset_s + seconds)
+
+    @property
+    def offset_s(self) -> float:
+        (offset,) = _NUMBER.unpack_from(self._memory, 0)
+        return float(offset)
+
+    def install(self) -> None:
+        """Let this process's time be so wrong."""
+        now, now_ns = time.time, time.time_ns
+        time.time = lambda: now() + self.offset_s
+        time.time_ns = lambda: now_ns() + int(1e9 * self.offset_s)
+
+
+class Server:
+    """One server, which can be killed and started again. `run` is what its process does, with the
+    config, and with `facts`."""
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., None],
+        config: Mapping[str, Any],
+        folder: Path,
+        *facts: Any,
+    ) -> None:
+        self.name = name
+        self.config = dict(config)
+        self.log = folder / f"{name}.log"
+        self.folder = folder
+        self._run = run
+        self._facts = facts
+        self._process: multiprocessing.process.BaseProcess | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, self.name
+        assert self._process.pid is not None, self.name
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def start(self) -> None:
+        assert not self.is_alive, self.name
+        path = self.folder / f"{self.name}.json"
+        path.write_text(json.dumps(self.config))
+        self._process = _CONTEXT.Process(
+            target=_be, args=(self._run, str(path), str(self.log), *self._facts), daemon=True
+        )
+        self._process.start()
+
+    def signal(self, signum: signal.Signals) -> None:
+        if self.is_alive:
+            os.kill(self.pid, signum)
+
+    async def kill(self) -> None:
+        """`kill -9`; returns when it is gone."""
+        self.signal(signal.SIGKILL)
+        await self.ended()
+
+    async def stop(self) -> None:
+        """Ask it to end; returns when it has, or after it was killed for taking too long."""
+        self.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self.ended(), 20.0)
+        except TimeoutError:
+            await self.kill()
+
+    async def ended(self) -> None:
+        process = self._process
+        if process is None or not process.is_alive():
+            return
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(process.sentinel, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(process.sentinel)
+        process.join()
+
+    def fill_disk(self, room: int) -> None:
+        """Let no file of the process grow beyond what the journal has, and `room` bytes."""
+        sizes = [path.stat().st_size for path in self.folder.glob("journal*")]
+        limit = max(sizes, default=0) + room
+        resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    def make_room(self) -> None:
+        if self.is_alive:
+            unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, unlimited)
+
+
+def _be(run: Callable[..., None], config: str, log: str, *facts: Any) -> None:
+    """What the new process does: its log is a file, and it ends with who started it."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, name="parent-watch", daemon=True).start()
+    sys.argv = [config]
+    run(config, *facts)
+
+
+def run_core(config: str, clock: str) -> None:
+    WallClock(Path(clock)).install()
+    create = core_server.create_app
+
+    def create_app(core: ServeCore, *args: Any) -> FastAPI:
+        app = create(core, *args)
+        _give_account(app, core.check_integrity, lambda: _core_account(core))
+        return app
+
+    core_server.create_app = create_app
+    core_server.main(["--config_path", config])
+
+
+def run_engine(config: str, clock: str, advertised: int) -> None:
+    """`advertised`: the port at which ServeCore is to find it."""
+    WallClock(Path(clock)).install()
+    create = engine_server.create_app
+
+    def create_app(service: Any, *args: Any) -> FastAPI:
+        app = create(service, *args)
+        _give_account(app, service.check_integrity, lambda: _engine_account(service))
+        return app
+
+    async def reachable(info: EngineInfo, host: str, port: int) -> EngineInfo:
+        return info.model_copy(update={"port": advertised})
+
+    engine_server.create_app = create_app
+    heartbeat.reachable = reachable
+    engine_server.main(["--config_path", config])
+
+
+def _give_account(
+    app: FastAPI, check: Callable[[], None], account: Callable[[], dict[str, Any]]
+) -> None:
+    async def answer(request: Request) -> Response:
+        broken = ""
+        try:
+            check()
+        except AssertionError as error:
+            broken = f"{type(error).__name__}: {error}"
+        return JSONResponse({"broken": broken, **account()})
+
+    app.router.routes.append(RuledRoute(ACCOUNT, answer, Access.ANYBODY, methods=["GET"]))
+
+
+def _core_account(core: ServeCore) -> dict[str, Any]:
+    engines = core.fleet.views()
+    return {
+        "sessions": len(core.sessions),
+        "queued": core.num_queued,
+        "running": sum(engine.num_running for engine in engines),
+        "contexts": {engine.info.engine_name: engine.num_contexts for engine in engines},
+    }
+
+
+def _engine_account(service: Any) -> dict[str, Any]:
+    info, core = service.runtime_info(), service._core
+    contexts = 0 if core is None else sum(1 for _ in core._tree)
+    return {"jobs": info.num_total_jobs, "contexts": contexts, "steps": info.num_steps}

@@ -1,0 +1,62 @@
+"""A short round on real processes: everything happens, and every promise is kept."""
+
+import asyncio
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmark.nemesis.faults import FAULTS
+from benchmark.nemesis.rounds import MIXED, Answers, Plan, play, undisturbed
+from benchmark.nemesis.service import SIM
+from benchmark.results import run
+
+KINDS = ("agent", "leaver", "map_reduce", "probe", "responses")
+FAULTS_OF_CI = ("kill-both", "kill-core", "kill-engine", "core-engine-reset", "engine-core-stall")
+SEED = 11
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    return asyncio.run(undisturbed(SIM, KINDS, num_variants=2))
+
+
+def test_a_round_breaks_no_promise(answers: Answers, tmp_path: Path) -> None:
+    plan = Plan.of(SEED, FAULTS_OF_CI, 4.0, concurrency=4)
+    assert plan.row == MIXED
+    outcome = asyncio.run(play(plan, answers, tmp_path))
+    assert not outcome.violations, (outcome.violations, outcome.kept)
+    assert not outcome.defects
+    assert outcome.kills
+    assert outcome.programs > len(outcome.recoveries)
+
+
+def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
+    """Without a journal, who dies forgets."""
+    plan = replace(Plan.of(0, ("kill-core",), 2.0, concurrency=2), has_journal=False)
+    outcome = asyncio.run(play(plan, answers, tmp_path))
+    assert {"C2", "C6"} <= {violation.promise for violation in outcome.violations}
+    assert (Path(outcome.kept) / "history.json").exists()
+
+
+def test_a_seed_decides_a_round() -> None:
+    plans = [Plan.of(seed, tuple(FAULTS), 4.0) for seed in range(100)]
+    assert plans == [Plan.of(seed, tuple(FAULTS), 4.0) for seed in range(100)]
+    assert {plan.row for plan in plans} == {*FAULTS, MIXED}
+
+
+@pytest.mark.slow
+def test_the_command_gives_a_report(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    options = "--rounds 1 --round-s 1 --faults kill-engine --concurrency 2 --programs chain"
+    name = "benchmark.nemesis.__main__"
+    importlib.import_module(name)
+    run(name, [*options.split(), "--output", str(path)])
+    report = json.loads(path.read_text())
+    (row,) = report["rows"]
+    assert row["fault"] == "kill-engine"
+    assert [row[key] for key in ("rounds", "lost", "doubled", "hung", "other")] == [1, 0, 0, 0, 0]
+    assert report["kills"] == row["engine_kills"]
+    assert row["recovery_p50_s"] > 0 or not row["runs"]
