@@ -8,6 +8,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+from tests.support.postgres import Server, running_server
+
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("parrot", deadline=None)
 hypothesis.settings.load_profile("parrot")
@@ -25,6 +27,13 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Server]:
+    """A server of this run's own; skips where PostgreSQL is not installed."""
+    with running_server() as server:
+        yield server
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

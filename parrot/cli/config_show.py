@@ -1,6 +1,7 @@
 """`parrot config show`: the values that servers would use, and where each comes from."""
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from parrot.utils.config import ConfigError, Loc, parse_config
 from parrot.utils.settings import DEFAULT, Settings, file_layer
 
 _HIDDEN = "(set, not shown)"
+_PASSWORD = re.compile(r"""(://[^:@/"]*:|[?&]password=)[^@/"&]*(@|&|")""")  # in an address
 
 
 def show_config(path: Path | None, options: dict[str, Any], only_set: bool) -> None:
@@ -60,4 +62,4 @@ def _values(section: BaseModel, loc: Loc) -> Iterator[tuple[Loc, str]]:
         elif value and not field.repr:
             yield (*loc, key), _HIDDEN
         else:
-            yield (*loc, key), orjson.dumps(value).decode()
+            yield (*loc, key), _PASSWORD.sub(r"\1***\2", orjson.dumps(value).decode())

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.connection import guarded_protocol
@@ -28,7 +28,7 @@ class AppServer(uvicorn.Server):
 
     def __init__(
         self,
-        app: FastAPI,
+        app: ASGIApp,
         host: str,
         port: int,
         end_requests: Callable[[], Awaitable[None]],

@@ -27,7 +27,8 @@
     |   `-- NativeFunctionFailed  502  raised, never set an output, or exceeded time or memory
     |-- Unavailable               503  the server cannot be reached or is shutting down
     |   |-- NoEngine              503  no live engine can serve the model
-    |   `-- OutOfMemory           503  no KV room now; may work later
+    |   |-- OutOfMemory           503  no KV room now; may work later
+    |   `-- Standby               503  another ServeCore serves, and this one waits to take over
     |-- TimedOut                  504  the read's timeout or deadline passed
     `-- InsufficientStorage       507  the journal cannot be written, so nothing was done
 
@@ -146,6 +147,9 @@ class NoEngine(Unavailable): ...
 
 
 class OutOfMemory(Unavailable): ...
+
+
+class Standby(Unavailable): ...
 
 
 class TimedOut(ParrotError, status=504): ...

@@ -230,8 +230,9 @@ class CoreConfig(ConfigModel):
     journal: str | None = Field(
         None,
         min_length=1,
-        description="File (SQLite) in which sessions are kept, so that they outlive this process "
-        "(docs/operations.md); null: they end with it.",
+        description="File (SQLite) or database (`postgresql://USER:PASSWORD@HOST/DATABASE`, which "
+        "standbys may share; needs the extra `postgres`) in which sessions are kept, so that they "
+        "outlive this process (docs/operations.md); null: they end with it.",
     )
     journal_size: int = Field(
         2**32,

@@ -219,7 +219,7 @@ class ServeCore:
 
     def shut_down(self) -> None:
         """Admit nothing more, and end every session: open reads get `Unavailable` now."""
-        self.is_closing = True
+        self.is_closing = self.sessions.is_closing = True
         for session in self.sessions:
             session.follow(None)  # the journal has it, for the next process
             self._end(session, Unavailable("ServeCore is shutting down"))

@@ -1,4 +1,4 @@
-"""ServeCore's process: the app from its parts, and the command that serves it.
+"""ServeCore's process: the command that serves it.
 
 `python3 -m parrot.serve.http_server --config_path core.json`
 """
@@ -7,24 +7,16 @@ import gc
 import logging
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.protocol.gate.cluster_token import settled_token
 from parrot.protocol.gate.names import is_loopback
-from parrot.serve.api.app import create_app
-from parrot.serve.call_log import CallLog
 from parrot.serve.config import CoreConfig, core_settings
-from parrot.serve.core import ServeCore
-from parrot.serve.journal.journal import Journal
-from parrot.serve.observers import Observer
-from parrot.serve.recorder import Recorder, TraceFile
-from parrot.serve.traces.tracer import Tracer
-from parrot.utils.clock import Clock, MonotonicClock
+from parrot.serve.journal.storage import is_address
+from parrot.serve.process.assembly import serving
+from parrot.serve.process.standby import serve_in_turn
 from parrot.utils.config import ConfigError, parse_config
-from parrot.utils.logs import CALLS
-from parrot.utils.traces.export import span_export
 
 logger = logging.getLogger(__name__)
 
@@ -47,44 +39,16 @@ async def serve(config: CoreConfig) -> None:
             "binding %s without api_keys: whoever reaches this address may use the service",
             config.host,
         )
-    trace = None if config.trace_path is None else TraceFile(config.trace_path)
-    clock: Clock = MonotonicClock()
-    journal = None
-    if config.journal is not None:
-        journal = Journal.at(config.journal, config.journal_size, clock, config.journal_timeout)
-        clock = journal.clock
-    observers: list[Observer] = [] if trace is None else [Recorder(trace, clock)]
-    export = (
-        None
-        if config.otlp_endpoint is None
-        else span_export(config.otlp_endpoint, "parrot", "parrot.serve.traces.spans")
-    )
-    if export is not None:
-        observers.append(Tracer(export, clock))
-    if CALLS.isEnabledFor(logging.INFO):
-        observers.append(CallLog(clock))
-    core = ServeCore(config, clock=clock, observers=observers, first_session_id=_first_session_id())
+    if config.journal is not None and is_address(config.journal):
+        await serve_in_turn(config)
+        return
+    async with serving(config) as parts:
 
-    async def end_requests() -> None:
-        core.shut_down()
+        async def end_requests() -> None:
+            parts.core.shut_down()
 
-    try:
-        app = create_app(core, journal)
-        await AppServer(app, config.host, config.port, end_requests, config.connections).serve()
-    finally:
-        if journal is not None:
-            await journal.close()
-        if trace is not None:
-            trace.close()
-        if export is not None:
-            export.close()
-
-
-def _first_session_id() -> int:
-    """Milliseconds since 1970: above every id that an earlier process gave out, unless that made
-    more than a thousand sessions a second for all of its life. So a program that outlives a restart
-    never names a session of another's."""
-    return time.time_ns() // 1_000_000
+        server = AppServer(parts.app, config.host, config.port, end_requests, config.connections)
+        await server.serve()
 
 
 def _spare_garbage_collection() -> None:

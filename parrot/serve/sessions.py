@@ -15,6 +15,7 @@ from parrot.protocol.errors import (
     ParrotError,
     QuotaExceeded,
     SessionGone,
+    Unavailable,
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
@@ -158,6 +159,7 @@ class SessionRegistry:
     ) -> None:
         """`expire` ends a session, which includes `remove`."""
         self.journal: Journal | None = None
+        self.is_closing = False
         self._config = config
         self._clock = clock
         self._timers = timers
@@ -264,9 +266,11 @@ class SessionRegistry:
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
         """The live session, which counts as active now. Raises `NotFound`, `SessionGone` or
-        `AuthenticationFailed`."""
+        `AuthenticationFailed`, and `Unavailable` when the service is going down."""
         session = self._sessions.get(session_id)
         if session is None:
+            if self.is_closing:  # a journal may have it
+                raise Unavailable("ServeCore is shutting down")
             if self._first_id <= session_id < self.numbers.next:
                 raise SessionGone(f"session {session_id} has expired or was deleted")
             raise NotFound(f"no session {session_id}")

@@ -152,13 +152,16 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 
 def test_config_show(tmp_path: Path) -> None:
     path = tmp_path / "core.yaml"
-    path.write_text("page: false\ncluster_token: secret-token\nport: 1\n")
+    path.write_text(
+        "page: false\ncluster_token: secret-token\nport: 1\njournal: postgresql://me:pass@h/j\n"
+    )
     result = parrot("config", "show", str(path), "--port", "9300", PARROT_CORE__MAX_ENGINES_NUM="4")
     assert result.returncode == 0, result.stderr
     for key, value, origin in (
         ("page", "false", "core.yaml"),
         ("port", "9300", "command line"),
         ("max_engines_num", "4", "PARROT_CORE__MAX_ENGINES_NUM"),
+        ("journal", r'"postgresql://me:\*\*\*@h/j"', "core.yaml"),
         ("global_scheduler.policy", '"critical_path"', "default"),
     ):
         assert re.search(rf"{key} +│ {value} +│ .*{origin}", result.stdout), key

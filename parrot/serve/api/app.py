@@ -1,8 +1,8 @@
 """ServeCore's app: every endpoint over one core."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -14,6 +14,7 @@ from parrot.serve.api.routes import endpoints, key_check
 from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.api.vendors.routes import error_form, response_endpoints, vendor_endpoints
+from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.restoring import restore
@@ -42,25 +43,34 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     if journal is not None:
         restore(core, journal, responses.kept.restorers)
         responses.kept.keep_in(journal)
+    app = empty_app(core.config, lifespan)
+    served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
+    shown = page.routes() if core.config.page else []
+    install(app, served, shown, access=Access.API_KEY, check=key_check(core))
+    return app
+
+
+def empty_app(
+    config: CoreConfig,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+) -> FastAPI:
+    """An app that knows whom it answers and how errors look, and has no endpoint."""
     app = create_base_app(
         "Parrot ServeCore",
-        max_body_size=core.config.max_body_size,
-        max_body_memory=core.config.connections.max_body_memory,
-        host=core.config.host,
-        allowed_hosts=core.config.allowed_hosts,
+        max_body_size=config.max_body_size,
+        max_body_memory=config.connections.max_body_memory,
+        host=config.host,
+        allowed_hosts=config.allowed_hosts,
         lifespan=lifespan,
         error_form=error_form,
     )
-    if core.config.cors_origins:
+    if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=core.config.cors_origins,
+            allow_origins=config.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     app.add_middleware(RequestIds)
-    served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
-    shown = page.routes() if core.config.page else []
-    install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app

@@ -15,13 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Self
 
 import orjson
 
-from parrot.protocol.errors import InsufficientStorage
+from parrot.protocol.errors import InsufficientStorage, ParrotError, Unavailable
 from parrot.serve.journal.clock import ReplayClock
-from parrot.serve.journal.file import JournalFile
 from parrot.serve.journal.record import ENDED, Payload, Record
 from parrot.serve.journal.storage import Storage
 from parrot.utils.clock import Clock
@@ -41,7 +39,10 @@ class Journal:
     While the file cannot be written (its bound or the disk is full, or a record has waited for
     `max_wait_s`), `require_room` refuses what would be recorded. What happens all the same, since
     it was begun before, is kept in memory and written as soon as there is room. So memory is
-    bounded by what was accepted within `max_wait_s` and what was begun by then."""
+    bounded by what was accepted within `max_wait_s` and what was begun by then.
+
+    While another process may have the records, nothing is told that is not written, and what
+    raises `InsufficientStorage` otherwise raises `Unavailable`."""
 
     def __init__(self, file: Storage, clock: Clock, max_wait_s: float = 10.0) -> None:
         """`clock` is what `self.clock` shows, but while records are read."""
@@ -59,11 +60,6 @@ class Journal:
         self._batches: SimpleQueue[list[Record] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-
-    @classmethod
-    def at(cls, path: str, max_bytes: int, clock: Clock, max_wait_s: float) -> Self:
-        """Raises `ConfigError`, see `JournalFile`."""
-        return cls(JournalFile(path, max_bytes), clock, max_wait_s)
 
     @property
     def trouble(self) -> str:
@@ -116,7 +112,7 @@ class Journal:
     def require_room(self) -> None:
         """Raise `InsufficientStorage` while nothing can be written."""
         if self.trouble:
-            raise _refusal(self.trouble)
+            raise self._refusal()
 
     async def durable(self) -> None:
         """Wait until everything that was appended until now is on disk. Raises
@@ -131,9 +127,8 @@ class Journal:
 
     async def published(self) -> None:
         """Do the same, but do not wait while nothing can be written."""
-        if self._num_written < self._seq and not self.trouble:
-            with suppress(InsufficientStorage):
-                await self.durable()
+        with suppress(InsufficientStorage):
+            await self.durable()
 
     async def close(self) -> None:
         """Write what is left, for a few seconds at most."""
@@ -251,15 +246,18 @@ class Journal:
         self._failure = reason
         self._refuse_all()
 
+    def _refusal(self) -> ParrotError:
+        if not self._file.is_ours():
+            return Unavailable("another ServeCore may serve by now: this one cannot say")
+        return InsufficientStorage(
+            f"the journal cannot be written, so nothing is accepted: {self.trouble}"
+        )
+
     def _refuse_all(self) -> None:
         while self._waiters:
             _, waiter = self._waiters.popleft()
             if not waiter.done():
-                waiter.set_exception(_refusal(self.trouble))
-
-
-def _refusal(reason: str) -> InsufficientStorage:
-    return InsufficientStorage(f"the journal cannot be written, so nothing is accepted: {reason}")
+                waiter.set_exception(self._refusal())
 
 
 def _num_at_once(records: list[Record]) -> int:

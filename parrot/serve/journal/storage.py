@@ -15,6 +15,10 @@ class Storage(Protocol):
     epoch: int
     """Greater than that of whoever had the records before."""
 
+    def is_ours(self) -> bool:
+        """Whether it is certain that no other process has them yet. From any thread."""
+        ...
+
     def fact(self, name: str, value: int) -> int:
         """The number that was first given for this name."""
         ...
@@ -44,3 +48,16 @@ class Storage(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def is_address(journal: str) -> bool:
+    """Whether it is the address of a PostgreSQL database, not the path of a file."""
+    return journal.startswith(("postgresql://", "postgres://"))
+
+
+def is_whole(record: Record, checksum: object) -> bool:
+    """Whether it is as it was written."""
+    try:
+        return record.checksum == checksum and type(record.payload) is bytes
+    except TypeError:  # a field of another type
+        return False

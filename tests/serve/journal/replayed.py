@@ -20,6 +20,9 @@ class MemoryFile:
         self.records = list(records)
         self.epoch = 1
 
+    def is_ours(self) -> bool:
+        return True
+
     def fact(self, name: str, value: int) -> int:
         return value
 

@@ -1,0 +1,70 @@
+"""A ServeCore with all its parts: its app, what observes it, and the journal."""
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import NamedTuple
+
+from fastapi import FastAPI
+
+from parrot.serve.api.app import create_app
+from parrot.serve.call_log import CallLog
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.journal.file import JournalFile
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.storage import Storage
+from parrot.serve.observers import Observer
+from parrot.serve.recorder import Recorder, TraceFile
+from parrot.serve.traces.tracer import Tracer
+from parrot.utils.clock import Clock, MonotonicClock
+from parrot.utils.logs import CALLS
+from parrot.utils.traces.export import span_export
+
+
+class Serving(NamedTuple):
+    """A ServeCore and its app, whose lifespan ends it."""
+
+    core: ServeCore
+    app: FastAPI
+
+
+@asynccontextmanager
+async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIterator[Serving]:
+    """A ServeCore that goes on where the records of `storage` end, or those of the journal's file.
+    Raises `ConfigError` if the journal cannot be had or the trace cannot be written."""
+    with ExitStack() as stack:
+        trace = None
+        if config.trace_path is not None:
+            trace = TraceFile(config.trace_path)
+            stack.callback(trace.close)
+        clock: Clock = MonotonicClock()
+        if storage is None and config.journal is not None:
+            storage = JournalFile(config.journal, config.journal_size)
+        journal = None
+        if storage is not None:
+            journal = Journal(storage, clock, config.journal_timeout)
+            clock = journal.clock
+        observers: list[Observer] = [] if trace is None else [Recorder(trace, clock)]
+        if config.otlp_endpoint is not None:
+            export = span_export(config.otlp_endpoint, "parrot", "parrot.serve.traces.spans")
+            stack.callback(export.close)
+            observers.append(Tracer(export, clock))
+        if CALLS.isEnabledFor(logging.INFO):
+            observers.append(CallLog(clock))
+        core = ServeCore(
+            config, clock=clock, observers=observers, first_session_id=_first_session_id()
+        )
+        try:
+            yield Serving(core, create_app(core, journal))
+        finally:
+            if journal is not None:
+                await journal.close()
+
+
+def _first_session_id() -> int:
+    """Milliseconds since 1970: above every id that an earlier process gave out, unless that made
+    more than a thousand sessions a second for all of its life. So a program that outlives a restart
+    never names a session of another's."""
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,106 @@
+"""Several ServeCores with one journal: the one that has its lease serves, the others stand by."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from parrot.protocol.app_server import AppServer
+from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.errors import Standby
+from parrot.protocol.gate.access import Access
+from parrot.serve.api.app import empty_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.process.assembly import Serving, serving
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class Front:
+    """The app of a process that serves while it is its turn, and refuses else."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self._standby = standby_app(config)
+        self._app: ASGIApp = self._standby
+        self._serving: Serving | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._standby if scope["type"] == "lifespan" else self._app
+        await app(scope, receive, send)
+
+    @contextmanager
+    def turn(self, serving: Serving) -> Iterator[None]:
+        """Requests go to this app until the block ends."""
+        self._app, self._serving = serving.app, serving
+        try:
+            yield
+        finally:
+            self._app = self._standby
+            self.end_requests()
+            self._serving = None
+
+    def end_requests(self) -> None:
+        """Those that are open get their answer."""
+        if self._serving is not None:
+            self._serving.core.shut_down()
+
+
+async def serve_in_turn(config: CoreConfig) -> None:
+    """Serve until SIGTERM or SIGINT: the API while this process has the lease of the journal, which
+    is a PostgreSQL server's, and nothing but its health while another has. Raises `ConfigError` if
+    the journal cannot be had."""
+    try:
+        from parrot.serve.journal.postgres.lease import Lease
+    except ImportError as missing:
+        raise ConfigError(
+            f"journal: needs psycopg ({missing}): pip install 'parrot[postgres]'"
+        ) from None
+    assert config.journal is not None
+    lease, front = Lease(config.journal), Front(config)
+
+    async def take_turns() -> None:
+        from parrot.serve.journal.postgres.records import PostgresRecords
+
+        while True:
+            await lease.take()
+            logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
+            records = PostgresRecords(lease, config.journal_size)
+            async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
+                with front.turn(it):
+                    await lease.lost.wait()
+            logger.error("another ServeCore has taken over, and this one stands by")
+
+    async def end_requests() -> None:
+        front.end_requests()
+
+    server = AppServer(front, config.host, config.port, end_requests, config.connections)
+    turns = asyncio.create_task(take_turns())
+    turns.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve()
+    finally:
+        turns.cancel()
+        await asyncio.gather(turns, return_exceptions=True)
+        await lease.close()
+    if not turns.cancelled() and (error := turns.exception()) is not None:
+        raise error
+
+
+def standby_app(config: CoreConfig) -> FastAPI:
+    """The app that says that its process lives, and refuses all else."""
+    app = empty_app(config)
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        raise Standby("this ServeCore stands by: another one with its journal serves")
+
+    def alive() -> None: ...
+
+    health = Endpoint("GET", "/health", alive, "The process answers", access=Access.ANYBODY)
+    app.router.routes[:] = [health.route()]
+    app.router.default = refuse
+    app.router.redirect_slashes = False
+    return app

@@ -1,0 +1,292 @@
+"""The journal in PostgreSQL: whose it is, what a stale holder may do, damage, no room, and a server
+that dies or hangs."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from parrot.protocol.errors import InsufficientStorage, Unavailable
+from parrot.serve.config import CoreConfig
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.record import ENDED, Record
+from parrot.serve.process.standby import serve_in_turn
+from parrot.utils.clock import MonotonicClock
+from parrot.utils.config import ConfigError
+from tests.serve.journal.test_journal_file import record, recovered
+from tests.support.postgres import PASSWORD, Server
+
+psycopg = pytest.importorskip("psycopg", reason="needs psycopg: pip install 'parrot[postgres]'")
+
+from parrot.serve.journal.postgres.lease import LEASE_S, Lease  # noqa: E402
+from parrot.serve.journal.postgres.records import Full, PostgresRecords, Superseded  # noqa: E402
+
+SIZE = 2**30
+
+
+@asynccontextmanager
+async def taken(address: str) -> AsyncIterator[Lease]:
+    lease = Lease(address)
+    try:
+        async with asyncio.timeout(10):
+            await lease.take()
+        yield lease
+    finally:
+        await lease.close()
+
+
+@asynccontextmanager
+async def held(address: str, size: int = SIZE) -> AsyncIterator[PostgresRecords]:
+    async with taken(address) as lease:
+        records = PostgresRecords(lease, size)
+        try:
+            yield records
+        finally:
+            records.close()
+
+
+async def read(address: str) -> list[Record]:
+    async with held(address) as records:
+        return list(records.read())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - threads change it
+            await asyncio.sleep(0.02)
+
+
+def execute(address: str, statement: str) -> list[tuple[object, ...]]:
+    with psycopg.connect(address, autocommit=True) as connection:
+        cursor = connection.execute(statement.encode())
+        return cursor.fetchall() if cursor.description else []
+
+
+async def test_what_was_written_is_read_and_each_holder_has_a_higher_epoch(
+    postgres: Server,
+) -> None:
+    address = postgres.database()
+    written = [record(seq, size=20 * seq) for seq in range(1, 61)]
+    epochs = []
+    async with held(address) as records:
+        assert (list(records.read()), records.last_seq()) == ([], 0)
+        for begin in range(0, 60, 7):
+            records.write(written[begin : begin + 7])
+        records.write(written[-7:])  # as after a commit whose answer was lost
+        epochs.append(records.epoch)
+    for _ in range(2):
+        async with held(address) as records:
+            assert list(records.read()) == written
+            assert records.last_seq() == 60
+            assert [records.fact("first", 7), records.fact("first", 8)] == [7, 7]
+            epochs.append(records.epoch)
+    assert len(set(epochs)) == 3
+    assert epochs == sorted(epochs)
+    assert abs(epochs[0] / 1000 - time.time()) < 60  # also greater than those without a journal
+
+
+async def test_what_has_ended_is_not_read_and_goes_bit_by_bit(postgres: Server) -> None:
+    address = postgres.database()
+    async with held(address) as records:
+        list(records.read())
+        records.write([record(seq, "old") for seq in range(1, 1200)])
+        records.write([record(1200, "new"), record(1201, "old", ENDED)])
+        assert [r.subject for r in records.read()] == ["new"]
+        records.trim()
+    async with held(address) as records:  # it died on the way
+        assert [r.subject for r in records.read()] == ["new"]
+        while records.has_ended:
+            records.trim()
+        assert execute(address, "SELECT count(*) FROM parrot_records") == [(1,)]
+        assert records._size == sum(len(record(1200).payload) + 128 for _ in range(1))
+
+
+async def test_who_lost_the_lease_changes_nothing(postgres: Server) -> None:
+    address = postgres.database()
+    async with held(address) as old:
+        list(old.read())
+        old.write([record(1), record(2, "ended"), record(3, "ended", ENDED)])
+        execute(address, "UPDATE parrot_lease SET expires = '-infinity'")
+        async with held(address) as new:
+            assert [r.seq for r in new.read()] == [1]
+            for change in (lambda: old.write([record(4)]), old.trim):
+                with pytest.raises(Superseded):
+                    change()
+            await asyncio.wait_for(old._lease.lost.wait(), 5)
+            assert not old.is_ours()
+            assert new.is_ours()
+            new.write([record(4, "new")])
+            assert new.last_seq() == 4
+    assert [r.subject for r in await read(address)] == ["1", "new"]
+
+
+async def test_a_commit_under_way_is_read_by_who_takes_over(postgres: Server) -> None:
+    """The next holder waits for all writes of this epoch that were let in."""
+    address = postgres.database()
+    async with taken(address) as old:
+        execute(address, "UPDATE parrot_lease SET expires = '-infinity'")
+        with psycopg.connect(address) as writing:
+            found = writing.execute(
+                "SELECT FROM parrot_lease WHERE epoch = %s FOR KEY SHARE", (old.epoch,)
+            )
+            assert found.rowcount == 1
+            new = Lease(address)
+            taking = asyncio.create_task(new.take())
+            await asyncio.wait((taking,), timeout=0.5)
+            assert not taking.done()
+            writing.commit()
+            await asyncio.wait_for(taking, 5)
+            assert new.epoch > old.epoch
+        await new.close()
+
+
+async def test_a_lease_that_is_given_back_is_free_at_once_else_it_runs_out(
+    postgres: Server,
+) -> None:
+    address = postgres.database()
+    first, second = Lease(address), Lease(address)
+    await first.take()
+    taking = asyncio.create_task(second.take())
+    await asyncio.wait((taking,), timeout=LEASE_S + 1)
+    assert not taking.done()  # it is renewed
+    await first.close()
+    await asyncio.wait_for(taking, 1)
+    second._is_closing.set()  # it dies: the thread would have given the lease back
+    second._until = 0.0
+    start = time.monotonic()
+    async with taken(address):
+        assert LEASE_S - 1.5 < time.monotonic() - start < LEASE_S + 0.5
+    await second.close()
+
+
+async def test_damage_costs_what_is_behind_it(postgres: Server) -> None:
+    address = postgres.database()
+    async with held(address) as records:
+        list(records.read())
+        records.write([record(seq) for seq in range(1, 30)])
+    execute(address, "UPDATE parrot_records SET payload = 'no' WHERE seq = 20")
+    async with held(address) as records:
+        assert list(records.read()) == [record(seq) for seq in range(1, 20)]
+        assert records.last_seq() == 19
+        records.write([record(20)])
+    assert await read(address) == [record(seq) for seq in range(1, 21)]
+    ((aside,),) = execute(address, "SELECT relname FROM pg_class WHERE relname LIKE '%damaged%'")
+    assert execute(address, f"SELECT min(seq), max(seq) FROM {aside}") == [(20, 29)]
+
+
+async def test_the_bound_refuses_until_something_ends(postgres: Server) -> None:
+    address = postgres.database()
+    async with held(address, 2**20) as records:
+        journal = Journal(records, MonotonicClock())
+        journal.read(lambda record: None)
+        count = 0
+        while not journal.trouble:
+            count += 1
+            journal.append(f"{count % 2}", "call", {"text": "x" * 10_000})
+            with suppress(InsufficientStorage):
+                await journal.durable()
+        assert 90 < count < 110
+        await journal.published()  # what was made meanwhile is told
+        with pytest.raises(Full):
+            records.write([record(10**6, size=2**20)])
+        journal.end("0")
+        await recovered(journal)
+        await journal.close()
+    assert {r.subject for r in await read(address)} == {"1"}
+
+
+async def test_a_server_that_refuses_writes_gives_507_and_is_asked_again(
+    postgres: Server,
+) -> None:
+    address = postgres.database()
+    async with held(address) as records:
+        journal = Journal(records, MonotonicClock())
+        journal.read(lambda record: None)
+        execute(address, "ALTER TABLE parrot_records RENAME TO elsewhere")
+        journal.append("1", "call", {})
+        with pytest.raises(InsufficientStorage, match="parrot_records"):
+            await journal.durable()
+        await journal.published()
+        execute(address, "ALTER TABLE elsewhere RENAME TO parrot_records")
+        await recovered(journal)
+        await journal.durable()
+        await journal.close()
+    assert len(await read(address)) == 1
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+async def test_nothing_unwritten_is_told_when_the_lease_may_have_lapsed(
+    how: str, postgres: Server
+) -> None:
+    address = postgres.database()
+    async with held(address) as records:
+        journal = Journal(records, MonotonicClock(), max_wait_s=1.0)
+        journal.read(lambda record: None)
+        journal.append("1", "call", {})
+        await journal.durable()
+        if how == "killed":
+            await asyncio.to_thread(postgres.kill)
+        else:
+            postgres.signal(signal.SIGSTOP)
+        try:
+            await journal.published()  # all is written
+            journal.append("1", "call", {})
+            with pytest.raises(InsufficientStorage):
+                await journal.durable()
+            await until(lambda: not records.is_ours())
+            for ask in (journal.durable, journal.published):
+                with pytest.raises(Unavailable):
+                    await ask()
+        finally:
+            if how == "killed":
+                await asyncio.to_thread(postgres.start)
+            else:
+                postgres.signal(signal.SIGCONT)
+        await until(lambda: not journal.trouble and records.is_ours())  # nobody took it meanwhile
+        await journal.durable()
+        await journal.close()
+    assert len(await read(address)) == 2
+
+
+async def test_a_restart_of_the_server_between_two_writes_is_not_noticed(
+    postgres: Server,
+) -> None:
+    address = postgres.database()
+    async with held(address) as records:
+        list(records.read())
+        records.write([record(1)])
+        await asyncio.to_thread(postgres.kill)
+        await asyncio.to_thread(postgres.start)
+        records.write([record(2)])
+    assert await read(address) == [record(1), record(2)]
+
+
+async def test_what_is_no_journal_of_this_version_is_refused_without_its_password(
+    postgres: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = postgres.database()
+    Lease(address)
+    execute(address, "UPDATE parrot_facts SET value = 99 WHERE name = 'schema'")
+    missing = postgres.address("no_such_database")
+    refused = {
+        address: "schema version 99",
+        missing: "does not exist",
+        missing.replace("admin", "nobody"): "authentication failed",
+        f"postgresql://admin:{PASSWORD}@:x:y/z": "no address like",
+        "postgresql://admin:secret@127.0.0.1:1/x": "refused",
+    }
+    for bad, reason in refused.items():
+        with pytest.raises(ConfigError, match=reason) as error:
+            await serve_in_turn(CoreConfig(journal=bad))
+        shown = f"{error.value}{caplog.text}"
+        assert PASSWORD not in shown
+        assert PASSWORD.replace(" ", "%20") not in shown
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    for module in [name for name in sys.modules if name.startswith("parrot.serve.journal.post")]:
+        monkeypatch.delitem(sys.modules, module)
+    with pytest.raises(ConfigError, match="pip install"):
+        await serve_in_turn(CoreConfig(journal=address))
