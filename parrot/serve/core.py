@@ -74,6 +74,7 @@ class ServeCore:
         self.require_room = self._runner.require_room
         self.sessions = SessionRegistry(
             config,
+            self.tenants,
             self.clock,
             self._timers,
             self._runner,

@@ -27,6 +27,7 @@ from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.journal.history import History, SessionNumbers
 from parrot.serve.journal.journal import Journal
 from parrot.serve.quotas import Account, num_bytes
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.ids import new_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
@@ -150,6 +151,7 @@ class SessionRegistry:
     def __init__(
         self,
         config: CoreConfig,
+        tenants: TenantTable,
         clock: Clock,
         timers: TimerQueue,
         runner: Runner,
@@ -161,6 +163,7 @@ class SessionRegistry:
         self.journal: Journal | None = None
         self.is_closing = False
         self._config = config
+        self._tenant_table = tenants
         self._clock = clock
         self._timers = timers
         self._runner = runner
@@ -231,6 +234,7 @@ class SessionRegistry:
         graph = SessionGraph(
             begun.id,
             begun.tenant,
+            cache_salt=self._tenant_table.cache_salt(begun.tenant),
             on_demand=begun.on_demand,
             trace_id=begun.trace_id,
             runner=self._runner,

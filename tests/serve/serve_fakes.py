@@ -127,6 +127,7 @@ def make_graph(
     return SessionGraph(
         7,
         "tenant",
+        cache_salt="tenant",
         on_demand=on_demand,
         runner=runner or FakeRunner(),
         predictor=predictor or Estimates(LoadIndex().pace),

@@ -8,6 +8,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.timers import TimerQueue
 from tests.serve.serve_fakes import FakeRunner, add_reader, link_call
 from tests.support.manual_clock import ManualClock
@@ -21,8 +22,10 @@ class World:
         self.timers = TimerQueue(self.clock)
         self.runner = FakeRunner()
         self.expired: list[tuple[Session, float]] = []
+        config = CoreConfig(max_sessions_num=3, session_life_span=10.0)
         self.registry = SessionRegistry(
-            CoreConfig(max_sessions_num=3, session_life_span=10.0),
+            config,
+            TenantTable(config),
             self.clock,
             self.timers,
             self.runner,

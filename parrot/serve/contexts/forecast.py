@@ -202,7 +202,7 @@ class ReadyPrefixes:
 
     def _begin(self, completion: Completion, forecast: Forecast) -> ReadyPrefix:
         options = completion.options
-        end = self._hasher.root(options.tenant, options.chat)
+        end = self._hasher.root(options.cache_salt, options.chat)
         segments: list[Segment] = []
         keys: list[bytes] = []
         for link in self._chain(preceding(completion), end, may_group=not options.chat):

@@ -1,4 +1,5 @@
-"""The times that sessions think before they continue a call, learnt per function, and per tenant.
+"""The times that sessions think before they continue a call, learnt per function, and per cache
+salt: a tenant's, or that of some who share their caches.
 
     call ends        ... the program runs a tool, a person thinks ...      its successor is ready
         |------------------------- think time -----------------------------------|
@@ -17,8 +18,8 @@ it takes m(e) = E[T - e | T > e] more seconds: the sum of the rests of the longe
 over their weight. The next use is a rate (see `forecast`), and a use that comes with probability p
 after m seconds has the rate p / m. So what is returned is m(e) / p(e).
 
-Three priors keep it sane where little was seen: the tenant's other functions count like
-`_TENANT_WEIGHT` observations; `_DOUBT` of an observation says that T goes on as long again as it
+Three priors keep it sane where little was seen: the salt's other functions count like
+`_OTHERS_WEIGHT` observations; `_DOUBT` of an observation says that T goes on as long again as it
 has lasted; and c begins at one half. Old observations fade by halves."""
 
 from bisect import bisect_right
@@ -34,22 +35,22 @@ _FIRST_S = 0.02
 _RATIO = 1.1
 _BOUNDS_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(130)))  # up to 4,400 s, and beyond
 _MAX_WEIGHT = 256.0  # of observations; older ones fade
-_MAX_KNOWN = 8192  # functions and tenants; those unused for longest are forgotten
-_TENANT_WEIGHT = 2.0  # what the tenant's other functions say counts like so many observations
+_MAX_KNOWN = 8192  # functions and salts; those unused for longest are forgotten
+_OTHERS_WEIGHT = 2.0  # what the salt's other functions say counts like so many observations
 _DOUBT = 0.5  # likewise, that it goes on as long again as it has lasted
 _USUAL_S = 10.0  # taken to have elapsed at least, in that
 _MIN_CHANCE = 1e-4
 
 
 class Source(NamedTuple):
-    """The calls of one function of one tenant, which are taken to be continued alike."""
+    """The calls of one function with one cache salt, which are taken to be continued alike."""
 
-    tenant: str
+    salt: str
     func_name: str
 
     @classmethod
     def of(cls, completion: Completion) -> "Source":
-        return cls(completion.options.tenant, completion.options.func_name)
+        return cls(completion.options.cache_salt, completion.options.func_name)
 
 
 class _Histogram:
@@ -114,7 +115,7 @@ class ThinkTimes:
     """Learns from calls that end, and from those that continue them or never do."""
 
     def __init__(self) -> None:
-        self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_KNOWN)  # and of tenants
+        self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_KNOWN)  # and of salts
         self._open: dict[int, Counter[Source]] = {}  # ended and not continued, by session
 
     @property
@@ -150,8 +151,8 @@ class ThinkTimes:
         """Expected seconds until a call that ended `elapsed_s` ago is continued, over the chance
         that it is continued at all."""
         own = self._known.peek(source) or _UNKNOWN
-        others = self._known.peek(source.tenant) or _UNKNOWN
-        share = _TENANT_WEIGHT / max(others.num_continued, _TENANT_WEIGHT)
+        others = self._known.peek(source.salt) or _UNKNOWN
+        share = _OTHERS_WEIGHT / max(others.num_continued, _OTHERS_WEIGHT)
         own_weight, own_s = own.beyond(elapsed_s)
         others_weight, others_s = others.beyond(elapsed_s)
         weight = own_weight + share * others_weight
@@ -164,8 +165,8 @@ class ThinkTimes:
         return rest_s / max(chance / (chance + 1 - usual), _MIN_CHANCE)
 
     def _histograms(self, source: Source) -> Iterator[_Histogram]:
-        """Yield that of the function and that of its tenant, new or not."""
-        for key in (source, source.tenant):
+        """Yield that of the function and that of its salt, new or not."""
+        for key in (source, source.salt):
             if (histogram := self._known.get(key)) is None:
                 self._known.put(key, histogram := _Histogram())
             yield histogram
@@ -175,4 +176,4 @@ def _chance(own: _Histogram, others: _Histogram) -> float:
     """The probability that a call is continued at all."""
     usual = (others.num_continued + 1) / (others.num_continued + others.num_abandoned + 2)
     num_known = own.num_continued + own.num_abandoned
-    return (own.num_continued + _TENANT_WEIGHT * usual) / (num_known + _TENANT_WEIGHT)
+    return (own.num_continued + _OTHERS_WEIGHT * usual) / (num_known + _OTHERS_WEIGHT)

@@ -70,6 +70,7 @@ class Chains:
             models=(request.model,),
             cache_prefix=not isinstance(request.prompt, str),
             tenant=session.tenant,
+            cache_salt=session.graph.cache_salt,
             prediction=request.prediction,
             traceparent=request.traceparent,
         )

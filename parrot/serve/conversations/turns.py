@@ -119,6 +119,7 @@ class Turns:
             models=(request.model,),
             cache_prefix=not isinstance(request.prompt, str),
             tenant=request.tenant,
+            cache_salt=session.graph.cache_salt,
             remark="" if left is None else f"prefix: {left}",
             prediction=request.prediction,
             traceparent=request.traceparent,

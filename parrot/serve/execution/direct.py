@@ -20,6 +20,7 @@ from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import final_error, is_broken
 from parrot.serve.prompts.conversation import prompt_tokens
 from parrot.serve.quotas import QueuedByTenant, require_share
+from parrot.serve.tenants.table import TenantTable
 
 Input = list[int] | str
 """Token ids, or text for engines whose contexts are text."""
@@ -40,9 +41,14 @@ class DirectRequests:
     what the engine raises."""
 
     def __init__(
-        self, fleet: Fleet, require_room: Callable[[str], None], config: CoreConfig
+        self,
+        fleet: Fleet,
+        tenants: TenantTable,
+        require_room: Callable[[str], None],
+        config: CoreConfig,
     ) -> None:
         """`require_room` raises `QueueFull` for a tenant."""
+        self._tenants = tenants
         self._fleet = fleet
         self._require_room = require_room
         self._aliases = config.model_aliases
@@ -55,9 +61,12 @@ class DirectRequests:
         """The embedding of each input, as base64 of little-endian float32, and the tokens of all.
         `traceparent`: the span of who asks."""
         request = EmbedRequest.model_construct(
-            priority=_PRIORITY, cache_salt=tenant, traceparent=traceparent, inputs=[]
+            priority=_PRIORITY,
+            cache_salt=self._tenants.cache_salt(tenant),
+            traceparent=traceparent,
+            inputs=[],
         )
-        answers = await self._ask_all(self._aliases.get(model, model), given, request)
+        answers = await self._ask_all(tenant, self._aliases.get(model, model), given, request)
         num_tokens = sum(answer.prompt_tokens for answer in answers)
         return [one for answer in answers for one in answer.embeddings], num_tokens
 
@@ -75,12 +84,12 @@ class DirectRequests:
         model = self._aliases.get(model, model)
         request = ScoreRequest.model_construct(
             priority=_PRIORITY,
-            cache_salt=tenant,
+            cache_salt=self._tenants.cache_salt(tenant),
             traceparent=traceparent,
             inputs=[],
             num_top=num_top,
         )
-        answers = await self._ask_all(model, given, request, max_tokens)
+        answers = await self._ask_all(tenant, model, given, request, max_tokens)
         found: list[Logprobs] = [one for answer in answers for one in answer.logprobs]
         tokenizer = self._fleet.tokenizer(model)
         if tokenizer is not None:
@@ -90,6 +99,7 @@ class DirectRequests:
 
     async def _ask_all(
         self,
+        tenant: str,
         model: str,
         given: Sequence[Input],
         request: EmbedRequest,
@@ -101,7 +111,7 @@ class DirectRequests:
         if max_tokens is not None and count > max_tokens:
             text = f"the request has {count} tokens; of {max_tokens} it is told how likely they are"
             raise InvalidRequest(text, param="prompt")
-        async with self._place(request.cache_salt):
+        async with self._place(tenant):
             self._check_lengths(model, inputs)
             batches = _batches(inputs)
             copies = [request.model_copy(update={"inputs": batch}) for batch in batches]

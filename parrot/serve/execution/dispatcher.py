@@ -118,7 +118,7 @@ class Dispatcher:
         segments, keys = self._ledger.prefixes.prompt(completion)
         result_key = self._results.key(completion, keys)
         if result_key is not None:
-            result = self._results.get(completion.options.tenant, result_key)
+            result = self._results.get(completion.options.cache_salt, result_key)
             if result is not None:
                 self._runs.answer(completion, result)
                 return
@@ -258,8 +258,8 @@ class Dispatcher:
         if not attempt.resumed:
             self.estimates.learn(run.completion, run.num_chars, outcome.response.usage)
         if run.result_key is not None:
-            tenant = run.completion.options.tenant
-            self._results.put(tenant, run.result_key, outcome.text, outcome.tokenized, run.stats)
+            salt = run.completion.options.cache_salt
+            self._results.put(salt, run.result_key, outcome.text, outcome.tokenized, run.stats)
 
     # Engines that come and go
 

@@ -63,7 +63,7 @@ class _Function:
 
 
 class DraftTexts:
-    """Keeps the last outputs of functions, for each tenant its own, and what drafts came to: a
+    """Keeps the last outputs of functions, for each cache salt its own, and what drafts came to: a
     function whose drafts are hardly ever right is not drafted any more, but for a try now and
     then. Functions are those whose calls differ in variables."""
 

@@ -253,7 +253,7 @@ class Prefetcher:
             **dict(piece),
             session_id=completion.session_id,
             task_id=completion.id,
-            cache_salt=completion.options.tenant,
+            cache_salt=completion.options.cache_salt,
             background=True,
             background_share=ahead.budget.share,
         )

@@ -40,7 +40,7 @@ def open_request(
         task_id=completion.id,
         attempt=run.stats.attempts,
         priority=attempt.priority,
-        cache_salt=completion.options.tenant,
+        cache_salt=completion.options.cache_salt,
         traceparent=completion.traceparent,
         conversation=run.conversation,
         context_id=context.id,

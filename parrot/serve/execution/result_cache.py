@@ -1,7 +1,7 @@
 """Results of finished calls, for identical calls that come later.
 
-Identical: the same prompt by content (so also the same outputs of earlier calls), tenant, models,
-chat flag and sampling, which is greedy or seeded."""
+Identical: the same prompt by content (so also the same outputs of earlier calls), cache salt,
+models, chat flag and sampling, which is greedy or seeded."""
 
 import hashlib
 from array import array
@@ -40,8 +40,8 @@ class Result(NamedTuple):
 
 
 class ResultCache:
-    """Results by tenant and key, of a limited size in all. When it is exceeded, the tenant that has
-    most loses those that it used least recently: nobody can push out all that others have."""
+    """Results by cache salt and key, of a limited size in all. When it is exceeded, the salt that
+    has most loses those that were used least recently: nobody can push out all that others have."""
 
     def __init__(self, config: GlobalSchedulerConfig, clock: Clock) -> None:
         self.num_bytes = 0
@@ -49,11 +49,11 @@ class ResultCache:
         self._max_bytes = config.reuse_cache_size
         self._time_to_live_s = config.reuse_timeout
         self._clock = clock
-        self._tenants: dict[str, LruDict[bytes, Result]] = {}
+        self._by_salt: dict[str, LruDict[bytes, Result]] = {}
 
     def key(self, completion: Completion, prompt_keys: Sequence[bytes]) -> bytes | None:
         """Equal for identical calls; None if the call is not one to be shared. The last prompt key
-        stands for tenant, chat flag and prompt, and cannot be made by anybody else."""
+        stands for salt, chat flag and prompt, and cannot be made by anybody else."""
         options, sampling = completion.options, completion.sampling
         if not (self._is_on and options.reuse and prompt_keys and sampling.is_deterministic):
             return None
@@ -62,16 +62,16 @@ class ResultCache:
         rest = repr((options.models, values)).encode("utf-8", "surrogatepass")
         return hashlib.sha256(prompt_keys[-1] + rest).digest()
 
-    def get(self, tenant: str, key: bytes) -> Result | None:
-        results = self._tenants.get(tenant)
+    def get(self, salt: str, key: bytes) -> Result | None:
+        results = self._by_salt.get(salt)
         result = None if results is None else results.get(key)
         if result is not None and result.expires_at <= self._clock.now():
-            self._remove(tenant, key)
+            self._remove(salt, key)
             return None
         return result
 
     def put(
-        self, tenant: str, key: bytes, text: str, tokenized: TokenizedText | None, made: RunStats
+        self, salt: str, key: bytes, text: str, tokenized: TokenizedText | None, made: RunStats
     ) -> None:
         """Keep a result, if there is room for so much."""
         ids = None if tokenized is None else array("i", tokenized.ids)
@@ -81,29 +81,29 @@ class ResultCache:
             return
         tokenizer_id = None if tokenized is None else tokenized.tokenizer_id
         expires_at = self._clock.now() + self._time_to_live_s
-        self._remove(tenant, key)
-        results = self._tenants.setdefault(tenant, LruDict(weigh=_num_bytes))
+        self._remove(salt, key)
+        results = self._by_salt.setdefault(salt, LruDict(weigh=_num_bytes))
         results.put(key, Result(text, tokenizer_id, ids, made, expires_at, num_bytes))
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
-            largest = max(self._tenants, key=lambda name: self._tenants[name].weight)
-            self._remove(largest, next(iter(self._tenants[largest])))
+            largest = max(self._by_salt, key=lambda name: self._by_salt[name].weight)
+            self._remove(largest, next(iter(self._by_salt[largest])))
 
     def check_integrity(self) -> None:
-        for tenant, results in self._tenants.items():
-            assert len(results), tenant
-            assert results.weight == sum(map(_num_bytes, results.values())), tenant
-        assert self.num_bytes == sum(results.weight for results in self._tenants.values())
+        for salt, results in self._by_salt.items():
+            assert len(results), salt
+            assert results.weight == sum(map(_num_bytes, results.values())), salt
+        assert self.num_bytes == sum(results.weight for results in self._by_salt.values())
         assert self.num_bytes <= self._max_bytes, (self.num_bytes, self._max_bytes)
 
-    def _remove(self, tenant: str, key: bytes) -> None:
-        results = self._tenants.get(tenant)
+    def _remove(self, salt: str, key: bytes) -> None:
+        results = self._by_salt.get(salt)
         result = None if results is None else results.pop(key)
         if results is None or result is None:
             return
         self.num_bytes -= result.num_bytes
         if not len(results):
-            del self._tenants[tenant]
+            del self._by_salt[salt]
 
 
 def reused(made: RunStats) -> RunStats:

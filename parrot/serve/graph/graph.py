@@ -67,6 +67,7 @@ class SessionGraph:
         session_id: int,
         tenant: str,
         *,
+        cache_salt: str = "",
         on_demand: bool = False,
         trace_id: str = "",
         runner: Runner,
@@ -81,6 +82,7 @@ class SessionGraph:
         self.activation = Activation(clock, runner, predictor)
         self.replays = Replays()
         self._tenant = tenant
+        self.cache_salt = cache_salt
         self._on_demand = on_demand
         self._clock = clock
         self.ids = ids
@@ -250,6 +252,7 @@ class SessionGraph:
                 cache_prefix=request.cache_prefix,
                 chat=request.chat,
                 tenant=self._tenant,
+                cache_salt=self.cache_salt,
                 reuse=request.reuse,
             ),
             session_id=self.session_id,

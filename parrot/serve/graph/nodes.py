@@ -135,6 +135,7 @@ class CallOptions:
     cache_prefix: bool = True
     chat: bool = False
     tenant: str = ""
+    cache_salt: str = ""  # calls with another one share nothing with it
     reuse: bool = True  # identical deterministic calls may share a run
     remark: str = ""  # for people who look at the session
     prediction: str = ""  # text that the outputs may repeat

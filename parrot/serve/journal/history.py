@@ -12,7 +12,7 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import Logprobs, WireLogprobs
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.nodes import Completion, Piece, RunStats, TextPiece
+from parrot.serve.graph.nodes import CallOptions, Completion, Piece, RunStats, TextPiece
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import RESERVED, Kind, Payload
@@ -147,12 +147,19 @@ def _prompt_fields(graph: SessionGraph, prompt: Prompt) -> Payload:
     return {
         "fill": [_piece_fields(piece) for piece in prompt.fill],
         "samplings": [s.model_dump(mode="json", exclude_unset=True) for s in prompt.samplings],
-        "options": asdict(prompt.options),
+        "options": _options_fields(prompt.options),
         "previous": None if previous is None else [previous.request_id, previous.id],
         "output": None if prompt.output is None else prompt.output.id,
         "is_held": prompt.is_held,
         "conversation": prompt.conversation,
     }
+
+
+def _options_fields(options: CallOptions) -> Payload:
+    """All but the salt, which is the server's secret: its session knows it."""
+    fields = asdict(options)
+    del fields["cache_salt"]
+    return fields
 
 
 def _piece_fields(piece: Piece) -> list[Any]:

@@ -51,10 +51,11 @@ def replay_attempt(graph: SessionGraph, fields: Payload, clock: Clock) -> None:
 
 def recorded_prompt(graph: SessionGraph, fields: Payload) -> Prompt:
     options, previous = fields["options"], fields["previous"]
+    own = {"models": tuple(options["models"]), "cache_salt": graph.cache_salt}
     return Prompt(
         fill=tuple(_piece(graph, piece) for piece in fields["fill"]),
         samplings=[SamplingConfig.model_validate(given) for given in fields["samplings"]],
-        options=CallOptions(**options | {"models": tuple(options["models"])}),
+        options=CallOptions(**options | own),
         previous=None if previous is None else _completion(graph, *previous),
         output=None if fields["output"] is None else graph.variable(fields["output"]),
         is_held=fields["is_held"],

@@ -121,8 +121,8 @@ class PrefixHasher:
         self._roots: LruDict[tuple[str, bool], bytes] = LruDict(_MAX_ROOTS)
 
     def root(self, scope: str, chat: bool) -> bytes:
-        """The start of every chain of a scope. Chat prompts have markup that segments do not show,
-        so they never share a chain with plain ones."""
+        """The start of every chain of a scope, which is a cache salt. Chat prompts have markup that
+        segments do not show, so they never share a chain with plain ones."""
         root = self._roots.get((scope, chat))
         if root is None:
             message = (b"chat:" if chat else b"plain:") + scope.encode()

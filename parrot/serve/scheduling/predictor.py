@@ -146,10 +146,10 @@ def _has_fixed_length(sampling: SamplingConfig) -> bool:
 
 
 def function_key(completion: Completion) -> int:
-    """Calls of one tenant with the same template are one function, each output for itself. (A hash,
-    so that a template is not kept for its statistics.)"""
+    """Calls with one cache salt and the same template are one function, each output for itself. (A
+    hash, so that a template is not kept for its statistics.)"""
     texts = tuple([piece.text for piece in completion.fill if isinstance(piece, TextPiece)])
-    return hash((completion.options.tenant, texts))
+    return hash((completion.options.cache_salt, texts))
 
 
 def _prompt_tokens(piece: Piece, tokens_per_char: float) -> float:

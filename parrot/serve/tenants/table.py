@@ -10,6 +10,9 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.tenants.keys_file import KeyEntry, read_keys
 from parrot.serve.tenants.tenant import PUBLIC_ID, Scope, Tenant, id_of_key
 from parrot.utils.config import ConfigError
+from parrot.utils.ids import new_token
+
+_SALT_LEN = 32  # hexadecimal digits
 
 
 class KeysChange(NamedTuple):
@@ -31,6 +34,9 @@ class TenantTable:
         self.path = config.keys_file
         self.is_closed = config.needs_keys
         """Whether requests need a key."""
+        # The same after a restart: what other makers' servers have cached can be used again.
+        secret = (config.cluster_token or new_token()).encode("utf-8", "surrogatepass")
+        self._secret = hmac.digest(secret, b"cache salts", "sha256")
         self._fixed = {_digest(key): Tenant(id_of_key(key)) for key in config.api_keys}
         self._by_digest: Mapping[bytes, Tenant] = {}
         self._by_id: Mapping[str, tuple[bytes, Tenant]] = {}
@@ -65,6 +71,13 @@ class TenantTable:
     def get(self, tenant_id: str) -> Tenant:
         """The tenant with this id; one with all defaults if it has no key."""
         return self.find(tenant_id) or Tenant(tenant_id)
+
+    def cache_salt(self, tenant_id: str) -> str:
+        """What parts its caches from those of others: tenants of one share group have one, and
+        nobody else can make it."""
+        group = self.get(tenant_id).share_group
+        whose = f"tenant {tenant_id}" if group is None else f"group {group}"
+        return hmac.digest(self._secret, whose.encode(), "sha256").hex()[:_SALT_LEN]
 
     def is_named(self, tenant_id: str) -> bool:
         """Whether metrics name it. Those of keys that anyone may make up they do not: there is no

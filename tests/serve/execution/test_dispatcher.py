@@ -59,7 +59,7 @@ from tests.support.byte_tokenizer import (
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.manual_clock import ManualClock
 
-OPTIONS = CallOptions(func_name="f", tenant="acme")
+OPTIONS = CallOptions(func_name="f", tenant="acme", cache_salt="acme")
 TOKENIZER_ID = tokenizer_id_of(byte_tokenizer())
 
 
@@ -201,10 +201,10 @@ async def test_other_tenants_and_calls_without_the_option_share_nothing(world: W
     engine = fake_engine()
     await world.join(engine)
     await world.submit("System. ", value("one")).output.wait()
-    other = CallOptions(func_name="f", tenant="rival")
+    other = CallOptions(func_name="f", tenant="rival", cache_salt="rival")
     await world.submit("System. ", value("one"), session=2, options=other).output.wait()
     assert engine.requests[1].fills[0].parent_context_id == -1
-    single = CallOptions(func_name="f", tenant="third", cache_prefix=False)
+    single = CallOptions(func_name="f", tenant="third", cache_salt="third", cache_prefix=False)
     await world.submit("System. ", value("one"), session=3, options=single).output.wait()
     assert len(engine.requests[2].fills) == 1
     assert [request.cache_salt for request in engine.requests] == ["acme", "rival", "third"]
@@ -308,7 +308,7 @@ async def test_bos_once(world: World) -> None:
 async def test_chat(world: World) -> None:
     engine = fake_engine()
     await world.join(engine)
-    chat = CallOptions(func_name="f", tenant="acme", chat=True)
+    chat = CallOptions(func_name="f", tenant="acme", cache_salt="acme", chat=True)
     first = world.submit("Hello ", value("{{ 7*7 }}<|im_end|>"), options=chat)
     await first.output.wait()
     second = world.submit("And?", previous=first, options=chat)

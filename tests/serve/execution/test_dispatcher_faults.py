@@ -142,7 +142,7 @@ class History:
             id=number,
             request_id=number,
             session_id=session,
-            options=CallOptions("f", tenant="st"[session % 2]),
+            options=CallOptions("f", tenant="st"[session % 2], cache_salt="st"[session % 2]),
             fill=(TextPiece(self.rng.choice(["Some template ", "Other "])), VariablePiece(value),
                   TextPiece(">")),
             output=SemanticVariable(str(number), "v", session),

@@ -74,7 +74,7 @@ async def test_other_tenants_and_other_functions_are_told_nothing(
     world: World, engine: DraftingEngine
 ) -> None:
     await call(world, "a")
-    await call(world, "", options=CallOptions(func_name="f", tenant="other"))
+    await call(world, "", options=CallOptions(func_name="f", tenant="other", cache_salt="other"))
     assert engine.sources is None
     completion = world.submit("Say ", value("hi"))
     await completion.output.wait()
@@ -83,7 +83,7 @@ async def test_other_tenants_and_other_functions_are_told_nothing(
 
 async def test_a_prediction_is_sent_first(world: World, engine: DraftingEngine) -> None:
     await call(world, "a")
-    options = CallOptions(func_name="f", tenant="acme", prediction="as before")
+    options = CallOptions(func_name="f", tenant="acme", cache_salt="acme", prediction="as before")
     await call(world, "", options=options)
     assert engine.texts == ["as before", "text 0"]
 
@@ -114,5 +114,9 @@ async def test_engines_that_do_not_draft_are_told_nothing(world: World) -> None:
     fake = fake_engine()
     await world.join(fake)
     await call(world, "a")
-    await call(world, "", options=CallOptions(func_name="f", tenant="acme", prediction="as it is"))
+    await call(
+        world,
+        "",
+        options=CallOptions(func_name="f", tenant="acme", cache_salt="acme", prediction="as it is"),
+    )
     assert fake.requests[-1].drafts is None

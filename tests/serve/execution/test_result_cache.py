@@ -422,7 +422,7 @@ def key_of(**sampling: Any) -> bytes | None:
         id=1,
         request_id=1,
         session_id=1,
-        options=CallOptions("f", tenant="acme"),
+        options=CallOptions("f", tenant="acme", cache_salt="acme"),
         fill=(TextPiece("x"),),
         output=SemanticVariable("o", "o", 1),
         sampling=SamplingConfig(**{"seed": 7} | sampling),

@@ -52,7 +52,7 @@ class World:
         self.journal = Journal(self.file, self.clock)
         self.dispatcher = FakeDispatcher()
         self.core = ServeCore(
-            CoreConfig(),
+            CoreConfig(cluster_token="of both"),  # so their salts are the same
             clock=self.journal.clock,
             dispatcher=self.dispatcher,  # type: ignore[arg-type]
             sandbox=_NoSandbox(),

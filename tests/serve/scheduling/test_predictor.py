@@ -34,7 +34,7 @@ def completion(
         id=1,
         request_id=1,
         session_id=1,
-        options=CallOptions("f", models=models, tenant=tenant),
+        options=CallOptions("f", models=models, cache_salt=tenant),
         fill=(TextPiece(template), *map(VariablePiece, inputs)),
         output=SemanticVariable("o", "o", 1),
         sampling=SamplingConfig.model_validate(sampling),

@@ -1,11 +1,14 @@
 """The table of tenants, and whose work a request with a key is."""
 
+from pathlib import Path
+
 import pytest
 
 from parrot.protocol.errors import AuthenticationFailed
 from parrot.serve.config import CoreConfig
 from parrot.serve.tenants.table import TenantTable
 from parrot.serve.tenants.tenant import PUBLIC_ID, Tenant, id_of_key
+from tests.serve.tenants.keys import entry, write_keys
 
 
 def test_each_api_key_is_a_tenant() -> None:
@@ -28,3 +31,22 @@ def test_without_keys_whoever_makes_up_one_is_a_tenant() -> None:
     assert made_up.id == id_of_key("alpha")
     assert table.find(made_up.id) is None
     assert not table.is_named(made_up.id)
+
+
+def test_a_share_group_has_one_salt_that_only_the_server_can_make(tmp_path: Path) -> None:
+    path = write_keys(
+        tmp_path / "keys.json",
+        entry("a", "k1", share_group="g"),
+        entry("b", "k2", share_group="g"),
+        entry("g", "k3"),
+        entry("c", "k4"),
+    )
+    config = CoreConfig(keys_file=path, cluster_token="secret")
+    table = TenantTable(config)
+    salts = {name: table.cache_salt(name) for name in ("a", "b", "g", "c", "public")}
+    assert salts["a"] == salts["b"]
+    assert len(set(salts.values())) == 4
+    assert TenantTable(config).cache_salt("a") == salts["a"]
+    others = (config.model_copy(update={"cluster_token": "x"}), CoreConfig(keys_file=path))
+    for other in others:
+        assert TenantTable(other).cache_salt("a") != salts["a"]

@@ -1,0 +1,63 @@
+"""Nobody learns what another tenant sent from what is cached of it."""
+
+import asyncio
+import random
+from pathlib import Path
+
+from parrot.cluster import Cluster
+from parrot.protocol.http import HttpClient
+from parrot.protocol.public import CompletionInfo
+from parrot.protocol.serve_client import ServeClient
+from tests.e2e.programs import Program
+from tests.serve.tenants.keys import entry, write_keys
+
+SIM = {"engine_type": "sim", "tokens_capacity": 2**20, "instance": {"step_s": 0.0}}
+NUM_PROBES = 200
+AT_ONCE = 10
+
+
+async def ask(client: ServeClient, key: str, prompt: str) -> CompletionInfo:
+    """The record of one call, in a session of its own."""
+    created = await client.create_session(key)
+    scope = (created.session_id, created.session_auth)
+    session = Program(client, *scope)
+    await session.get(await session.call(prompt + " {{out}}", 4))
+    info = await client.session_info(*scope)
+    await client.delete_session(*scope)
+    return info.calls[0]
+
+
+async def test_a_foreign_prefix_is_as_cold_as_a_new_one(tmp_path: Path) -> None:
+    path = write_keys(
+        tmp_path / "keys.json",
+        entry("victim", "victim's key", share_group="friends"),
+        entry("friend", "friend's key", share_group="friends"),
+        entry("friends", "key of a tenant with the group's name"),
+        entry("stranger", "stranger's key"),
+    )
+    draw = random.Random(1)
+    words = [f"w{n}" for n in range(500)]
+    prompts = [" ".join(draw.choices(words, k=draw.randint(10, 40))) for _ in range(NUM_PROBES)]
+    core = {"keys_file": path, "cluster_token": "t"}
+    with Cluster(core=core, engines=[SIM]) as cluster:
+        async with HttpClient(cluster.core_url) as http:
+            client, turns = ServeClient(http), asyncio.Semaphore(AT_ONCE)
+
+            async def probe(number: int, prompt: str) -> None:
+                async with turns:
+                    cold = await ask(client, "victim's key", prompt)
+                    who = (
+                        "key of a tenant with the group's name" if number % 2 else "stranger's key"
+                    )
+                    foreign = await ask(client, who, prompt)
+                    assert (cold.cached_tokens, foreign.cached_tokens) == (0, 0)
+                    assert foreign.computed_tokens == cold.computed_tokens
+                    if number % 10 == 0:
+                        shared = await ask(client, "friend's key", prompt)
+                        assert shared.cached_tokens > 0
+                        own = await ask(client, "stranger's key", prompt)
+                        assert own.cached_tokens > 0
+
+            await asyncio.gather(*(probe(i, prompt) for i, prompt in enumerate(prompts)))
+        for log in (cluster.log("core"), cluster.log(cluster.engine_names[0])):
+            assert "victim's key" not in log
