@@ -32,12 +32,12 @@ class SeriesByName(Generic[S]):
         self._candidates: Counter[str] = Counter()  # of others: no less than uses minus the cut
         self._other: S | None = None
 
-    def use(self, name: str) -> S:
-        """The series in which a use of this name is counted."""
+    def use(self, name: str, times: int = 1) -> S:
+        """The series in which so many uses of this name are counted."""
         if (series := self._own.get(name)) is None and name != OTHER:
-            series = self._admitted(name)
+            series = self._admitted(name, times)
         if series is not None:
-            self._uses[name] += 1
+            self._uses[name] += times
             return series
         if self._other is None:
             self._other = self._make()
@@ -48,9 +48,9 @@ class SeriesByName(Generic[S]):
         if self._other is not None:
             yield OTHER, self._other
 
-    def _admitted(self, name: str) -> S | None:
+    def _admitted(self, name: str, times: int) -> S | None:
         if len(self._own) >= self._limit:
-            uses = self._count(name)
+            uses = self._count(name, times)
             least = min(self._uses, key=self._uses.__getitem__)
             if uses <= 2 * self._uses[least]:
                 return None
@@ -61,9 +61,9 @@ class SeriesByName(Generic[S]):
             self._uses[name] = self._candidates.pop(name)
         return self._own.setdefault(name, self._make())
 
-    def _count(self, name: str) -> int:
+    def _count(self, name: str, times: int) -> int:
         """Count in bounded memory: too many names take one use from each other (Misra-Gries)."""
-        self._candidates[name] += 1
+        self._candidates[name] += times
         if len(self._candidates) > _MAX_CANDIDATES:
             self._candidates = Counter({n: c - 1 for n, c in self._candidates.items() if c > 1})
         return self._candidates[name]

@@ -2,7 +2,7 @@
 and of an engine."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Self
 
 from prometheus_client.core import Metric
@@ -118,21 +118,19 @@ class CallSeries:
         self.num_retries = 0
         self.cost = 0.0
 
-    def count(self, call: Measured) -> None:
+    def count(self, calls: Sequence[Measured]) -> None:
         seconds, tokens = self.seconds, self.tokens
-        seconds["e2e_seconds"].observe(call.wait_s + call.queue_s + call.run_s)
-        seconds["dependency_wait_seconds"].observe(call.wait_s)
-        seconds["queue_seconds"].observe(call.queue_s)
-        if call.first_s is not None:
-            seconds["time_to_first_token_seconds"].observe(call.queue_s + call.first_s)
-        if call.per_token_s is not None:
-            seconds["time_per_output_token_seconds"].observe(call.per_token_s)
-        tokens["prompt"] += call.num_prompt
-        tokens["cached"] += call.num_cached
-        tokens["recomputed"] += call.num_recomputed
-        tokens["generation"] += call.num_output
-        self.num_retries += call.num_retries
-        self.cost += call.cost
+        seconds["e2e_seconds"].observe(*[c.wait_s + c.queue_s + c.run_s for c in calls])
+        seconds["dependency_wait_seconds"].observe(*[c.wait_s for c in calls])
+        seconds["queue_seconds"].observe(*[c.queue_s for c in calls])
+        seconds["time_to_first_token_seconds"].observe(*_to_first_tokens(calls))
+        seconds["time_per_output_token_seconds"].observe(*_present([c.per_token_s for c in calls]))
+        tokens["prompt"] += sum([c.num_prompt for c in calls])
+        tokens["cached"] += sum([c.num_cached for c in calls])
+        tokens["recomputed"] += sum([c.num_recomputed for c in calls])
+        tokens["generation"] += sum([c.num_output for c in calls])
+        self.num_retries += sum([c.num_retries for c in calls])
+        self.cost += sum([c.cost for c in calls])
 
     def add(self, other: "CallSeries") -> None:
         for name, one in self.seconds.items():
@@ -171,29 +169,35 @@ class EngineSeries:
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
 
-    def count(self, call: Measured) -> None:
-        self.reasons[call.reason] += 1
+    def count(self, calls: Sequence[Measured]) -> None:
         seconds, counts = self.seconds, self.counts
-        for name, value in (
-            ("e2e_request_latency_seconds", call.queue_s + call.run_s),
-            ("request_queue_time_seconds", call.queue_s),
-            ("request_prefill_time_seconds", call.first_s),
-            ("request_decode_time_seconds", call.decode_s),
-            ("request_inference_time_seconds", call.run_s),
-            ("request_time_per_output_token_seconds", call.per_token_s),
-            ("request_prompt_tokens", call.num_prompt),
-            ("request_generation_tokens", call.num_output),
-        ):
-            if value is not None:
-                seconds[name].observe(value)
-        if call.first_s is not None:
-            seconds["time_to_first_token_seconds"].observe(call.queue_s + call.first_s)
-        counts["prompt_tokens"] += call.num_prompt
-        counts["generation_tokens"] += call.num_output
-        counts["prefix_cache_queries"] += call.num_prompt
-        counts["prefix_cache_hits"] += call.num_cached
-        counts["spec_decode_num_draft_tokens"] += call.num_drafted
-        counts["spec_decode_num_accepted_tokens"] += call.num_accepted
+        prompts, outputs = [c.num_prompt for c in calls], [c.num_output for c in calls]
+        runs_s = [c.run_s for c in calls]
+        seconds["e2e_request_latency_seconds"].observe(*[c.queue_s + c.run_s for c in calls])
+        seconds["request_queue_time_seconds"].observe(*[c.queue_s for c in calls])
+        seconds["request_prefill_time_seconds"].observe(*_present([c.first_s for c in calls]))
+        seconds["request_decode_time_seconds"].observe(*_present([c.decode_s for c in calls]))
+        seconds["request_inference_time_seconds"].observe(*runs_s)
+        seconds["time_to_first_token_seconds"].observe(*_to_first_tokens(calls))
+        per_token_s = _present([c.per_token_s for c in calls])
+        seconds["request_time_per_output_token_seconds"].observe(*per_token_s)
+        seconds["request_prompt_tokens"].observe(*prompts)
+        seconds["request_generation_tokens"].observe(*outputs)
+        counts["prompt_tokens"] += sum(prompts)
+        counts["generation_tokens"] += sum(outputs)
+        counts["prefix_cache_queries"] += sum(prompts)
+        counts["prefix_cache_hits"] += sum([c.num_cached for c in calls])
+        counts["spec_decode_num_draft_tokens"] += sum([c.num_drafted for c in calls])
+        counts["spec_decode_num_accepted_tokens"] += sum([c.num_accepted for c in calls])
+        self.reasons.update([c.reason for c in calls])
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _to_first_tokens(calls: Iterable[Measured]) -> list[float]:
+    return [c.queue_s + c.first_s for c in calls if c.first_s is not None]
 
 
 def engine_call_families(series: Mapping[tuple[str, str], EngineSeries]) -> Iterator[Metric]:
