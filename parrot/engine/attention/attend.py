@@ -3,7 +3,7 @@
 On a CPU that multiplies bfloat16, scores are computed in it: the flash attention that comes with
 torch makes float32 of everything there, and takes twice as long."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -13,6 +13,8 @@ import torch
 # multiplied at a time.
 SCORES = 1 << 20
 LEAST_ROWS = 64
+# And never more than these: of so many rows and 128k tokens, one head's.
+_MOST_SCORES = LEAST_ROWS << 17
 
 Partial = tuple[torch.Tensor, torch.Tensor | None]
 """Outputs [rows, heads, head_dim], and the natural log of the sum of exponentials [rows, heads],
@@ -43,17 +45,41 @@ def attend(
     q [batch, rows, d], k and v [batch, keys, d] -> out like q, and the natural log of the sum of
     the exponentials of the scores, float32 [batch, rows]. `mask` [batch or 1, rows or 1, keys] is
     added to the scores."""
-    num_rows = q.shape[1]
-    step = max(SCORES // (k.shape[0] * k.shape[1]), LEAST_ROWS)
-    if num_rows <= step:
-        return _attend(torch.baddbmm, q, k, v, mask, with_lse)
-    partials = []
-    for first in range(0, num_rows, step):
-        rows = slice(first, first + step)
-        part = mask[:, rows] if mask is not None and mask.shape[1] > 1 else mask
-        partials.append(_attend(torch.baddbmm, q[:, rows], k, v, part, with_lse))
+    (batch, num_rows, _), num_keys = q.shape, k.shape[1]
+    step = min(num_rows, max(SCORES // (batch * num_keys), LEAST_ROWS))
+    most = max(1, _MOST_SCORES // (step * num_keys))
+    if batch > most:
+        return _joined(
+            [
+                attend(q[at], k[at], v[at], mask=_part(mask, 0, at), with_lse=with_lse)
+                for at in _slices(batch, most)
+            ],
+            0,
+        )
+    if num_rows > step:
+        return _joined(
+            [
+                _attend(torch.baddbmm, q[:, at], k, v, _part(mask, 1, at), with_lse)
+                for at in _slices(num_rows, step)
+            ],
+            1,
+        )
+    return _attend(torch.baddbmm, q, k, v, mask, with_lse)
+
+
+def _slices(end: int, step: int) -> list[slice]:
+    return [slice(first, first + step) for first in range(0, end, step)]
+
+
+def _part(mask: torch.Tensor | None, dim: int, at: slice) -> torch.Tensor | None:
+    if mask is None or mask.shape[dim] == 1:
+        return mask
+    return mask[at] if dim == 0 else mask[:, at]
+
+
+def _joined(partials: Sequence[Partial], dim: int) -> Partial:
     lses = [lse for _, lse in partials if lse is not None]
-    return torch.cat([out for out, _ in partials], 1), torch.cat(lses, 1) if lses else None
+    return torch.cat([out for out, _ in partials], dim), torch.cat(lses, dim) if lses else None
 
 
 def attend_causal(

@@ -1,12 +1,14 @@
 """The torch backend runs any plan exactly: against float64 over the tokens of each context."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parrot.engine.attention import attend as attention
 from parrot.engine.attention.attend import Causal, attend, attend_causal, merge
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.quantised import PooledKV
@@ -160,6 +162,31 @@ def test_masked_items(dtype: torch.dtype, tolerance: float, rows: int) -> None:
         assert (lse is not None) == with_lse
     assert lse is not None
     torch.testing.assert_close(lse.double(), want_lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shared_mask", [None, (1, 1), (1, 70), (6, 1), (6, 70)])
+def test_scores_of_long_contexts_are_never_all_there(
+    shared_mask: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most so many at once, of some heads and rows; the results are those of all together."""
+    q, k, v = some_qkv(6, 70, 500, 8)
+    mask = None if shared_mask is None else torch.randn((*shared_mask, 500))
+    want, want_lse = attend(q, k, v, mask=mask, with_lse=True)
+    most = 2 * attention.LEAST_ROWS * 500
+    monkeypatch.setattr(attention, "SCORES", 1)
+    monkeypatch.setattr(attention, "_MOST_SCORES", most)
+    counts, compute = [], attention._attend
+
+    def counted(add_product: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+        counts.append(q.shape[0] * q.shape[1] * k.shape[1])
+        return compute(add_product, q, k, *rest)
+
+    monkeypatch.setattr(attention, "_attend", counted)
+    out, lse = attend(q, k, v, mask=mask, with_lse=True)
+    assert max(counts) <= most
+    assert sum(counts) == 6 * 70 * 500
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(lse, want_lse)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
