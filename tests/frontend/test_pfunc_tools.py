@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import threading
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, ValidationError
 
 from parrot import P
+from parrot.frontend.pfunc.tools import agent as agent_module
 from parrot.frontend.pfunc.tools.turns import Words, read_calls
 from parrot.protocol.errors import EngineFailed, InvalidRequest
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
@@ -113,6 +115,10 @@ class TestTool:
         with pytest.raises(ValueError, match="max_chars must be at least 1"):
             P.tool(name="f", max_chars=0)(lambda x: x)
 
+        for timeout in (0, float("inf"), float("nan")):
+            with pytest.raises(ValueError, match="timeout must be a positive number"):
+                P.tool(name="f", timeout=timeout)(lambda x: x)
+
         def opaque(x: FakeEngine) -> None: ...
 
         def unknown(x: "NoSuchType") -> None: ...  # type: ignore[name-defined]  # noqa: F821
@@ -143,17 +149,17 @@ def test_calls_that_cannot_be_read() -> None:
         "<tool_call>[]</tool_call>",
         '<tool_call>{"name": 3}</tool_call>',
     ):
-        (call,) = read_calls(text)
+        (call,) = read_calls(text, 1)
         assert "cannot be read" in str(call.error)
-    (call,) = read_calls('<tool_call>{"name": "f", "arguments": {}} g</tool_call>')
+    (call,) = read_calls('<tool_call>{"name": "f", "arguments": {}} g</tool_call>', 1)
     assert "more follows: ' g'" in str(call.error)
-    assert read_calls("no call") == []
+    assert read_calls("no call", 1) == []
 
 
 def test_a_call_that_was_cut_behind_its_arguments_is_whole() -> None:
     whole = called("f", x=1)
     for end in range(len(whole) - len("\n</tool_call>"), len(whole) + 1):
-        assert read_calls(whole[:end]) == [P.ToolCall("f", {"x": 1})]
+        assert read_calls(whole[:end], 1) == [P.ToolCall("f", {"x": 1})]
 
 
 @pytest.fixture
@@ -231,6 +237,59 @@ class TestAgent:
             (call,) = P.Agent([weather]).run("How is it?").calls
         assert call.result.startswith("Error: wrong arguments: `xxx")
         assert len(call.result) < 1100
+
+    def test_calls_of_a_turn_and_their_results_are_bounded(
+        self, vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(agent_module, "_MAX_RESULTS", 9000)
+
+        @P.tool(max_chars=6000)
+        def read(page: int) -> str:
+            return f"{page}" * 5000
+
+        say(engine, "".join(called("read", page=page) for page in range(9)), "Read.")
+        with vm.running_scope():
+            calls = P.Agent([read], max_calls=2).run("Read.").calls
+        assert [call.arguments for call in calls] == [{"page": 0}, {"page": 1}, {}]
+        assert calls[2].result == (
+            "Error: InvalidRequest: 7 more calls were not made: 2 in a turn at most"
+        )
+        told = engine.prompts[1]
+        assert [told.count(f"{page}" * 3000 + "... (2000 more") for page in (0, 1)] == [1, 1]
+        assert "7 more calls were not made" in told
+        with pytest.raises(ValueError, match="max_calls"):
+            P.Agent([read], max_calls=0)
+
+    async def test_the_model_is_told_of_tools_that_take_too_long(
+        self, vm: P.VirtualMachine, engine: FakeEngine
+    ) -> None:
+        cancelled, ended = asyncio.Event(), threading.Event()
+
+        @P.tool(timeout=0.01)
+        async def wait() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        @P.tool(timeout=0.01)
+        def block() -> None:
+            ended.wait()
+
+        @P.tool
+        async def fail() -> None:
+            raise TimeoutError("of its own")
+
+        say(engine, called("wait") + called("block") + called("fail"), "Too long.")
+        with vm.running_scope():
+            run = await P.Agent([wait, block, fail]).arun("Wait.")
+        ended.set()
+        assert [call.result for call in run.calls] == [
+            "Error: TimeoutError: no result in 0.01 s",
+            "Error: TimeoutError: no result in 0.01 s",
+            "Error: TimeoutError: of its own",
+        ]
+        assert cancelled.is_set()
 
     async def test_async_tools_run_side_by_side(
         self, vm: P.VirtualMachine, engine: FakeEngine

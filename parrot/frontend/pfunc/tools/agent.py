@@ -25,6 +25,7 @@ from parrot.protocol.sampling import SamplingConfig
 
 _TEMPLATE = "{{message}}{{reply}}"
 _MAX_ERROR = 1000  # characters that the model is told
+_MAX_RESULTS = 100_000  # characters of a turn, unless a tool of the agent may show more
 
 
 class MaxTurnsExceeded(CallFailed):
@@ -45,6 +46,7 @@ class Agent:
         system: str = "",
         *,
         max_turns: int = 10,
+        max_calls: int = 32,
         must_call: bool = False,
         enforce_calls: bool = True,
         models: Sequence[str] = (),
@@ -52,8 +54,9 @@ class Agent:
         name: str = "agent",
     ) -> None:
         """`system`: instructions, which the tools' descriptions follow. `max_turns` of the model;
-        `must_call`: the first of them is a call. `enforce_calls`: calls must be well-formed, which
-        the engine must support (`grammar`). Raises `TypeError` or `ValueError`."""
+        `max_calls` of tools in each; `must_call`: the first turn is a call. `enforce_calls`: calls
+        must be well-formed, which the engine must support (`grammar`). Raises `TypeError` or
+        `ValueError`."""
         for tool in tools:
             if not isinstance(tool, Tool):
                 raise TypeError(f"{tool!r} is no tool: make it one, with @P.tool")
@@ -62,9 +65,13 @@ class Agent:
             raise ValueError("two tools have the same name")
         if max_turns < 1:
             raise ValueError("max_turns must be at least 1")
+        if max_calls < 1:
+            raise ValueError("max_calls must be at least 1")
         if must_call and not (tools and enforce_calls):
             raise ValueError("must_call needs a tool, and enforce_calls")
         self.max_turns = max_turns
+        self.max_calls = max_calls
+        self.max_results = max([_MAX_RESULTS, *(tool.max_chars for tool in tools)])
         self._name = name
         self._system = system_message(system, tools) or None
         self._models = tuple(models)
@@ -200,13 +207,13 @@ class AgentRun:
         self._runs.append(self)
 
     def _called(self, var: SemanticVariable[str]) -> list[ToolCall]:
-        return read_calls(str(var)) if self._agent.tools else []
+        return read_calls(str(var), self._agent.max_calls) if self._agent.tools else []
 
     def _take(self, var: SemanticVariable[str], calls: Sequence[ToolCall]) -> None:
         """Go on with the results of the calls, or end with the answer."""
         if calls:
             self.calls += calls
-            self._message = results_message(calls)
+            self._message = results_message(calls, self._agent.max_results)
         else:
             self.text, self.is_done = str(var), True
 

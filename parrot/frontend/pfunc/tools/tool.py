@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
+from math import inf
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from pydantic import TypeAdapter
@@ -17,6 +18,7 @@ Result = TypeVar("Result", covariant=True)
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _MAX_CHARS = 20_000
+_TIMEOUT = 600.0
 # "Args:" with "name: text" or "name (type): text" below, as in Google's style; and Sphinx's.
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _GOOGLE = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
@@ -33,10 +35,12 @@ class Tool(Generic[Given, Result]):
         name: str | None = None,
         description: str | None = None,
         max_chars: int = _MAX_CHARS,
+        timeout: float = _TIMEOUT,
     ) -> None:
         """The function's docstring describes it and its parameters (`Args:`, or `:param x:`).
-        `max_chars`: what the model is shown of a result. Raises `ValueError` for a function that a
-        model cannot call, and `TypeError` for a parameter that cannot be said in JSON."""
+        `max_chars`: what the model is shown of a result. `timeout`: seconds after which async code
+        goes on without the function. Raises `ValueError` for a function that a model cannot call,
+        and `TypeError` for a parameter that cannot be said in JSON."""
         update_wrapper(self, pyfunc)
         self.pyfunc = pyfunc
         self.name = name or str(getattr(pyfunc, "__name__", ""))
@@ -44,7 +48,10 @@ class Tool(Generic[Given, Result]):
             raise ValueError(f"`{self.name}` cannot be the name of a tool: give it one, `name=`")
         if max_chars < 1:
             raise ValueError(f"tool `{self.name}`: max_chars must be at least 1")
+        if not 0 < timeout < inf:
+            raise ValueError(f"tool `{self.name}`: timeout must be a positive number of seconds")
         self.max_chars = max_chars
+        self.timeout = timeout
         about, of_parameters = _read_docstring(inspect.getdoc(pyfunc) or "")
         self.description = about if description is None else description
         self.is_async = inspect.iscoroutinefunction(pyfunc)
@@ -75,26 +82,41 @@ class Tool(Generic[Given, Result]):
         return self._text_of(self._call(arguments))
 
     async def arun(self, arguments: Mapping[str, Any]) -> str:
-        """The same for async code: a plain function runs in a thread."""
-        if self.is_async:
-            return self._text_of(await self._call(arguments))
-        return self._text_of(await asyncio.to_thread(self._call, arguments))
+        """The same for async code: a plain function runs in a thread. Raises `TimeoutError` after
+        `timeout` seconds: an async function is cancelled, a plain one goes on unheard."""
+        called = self._call(arguments) if self.is_async else None
+        try:
+            async with asyncio.timeout(self.timeout) as limit:
+                found = await (called or asyncio.to_thread(self._call, arguments))
+        except TimeoutError:
+            if limit.expired():
+                raise TimeoutError(f"no result in {self.timeout:g} s") from None
+            raise
+        return self._text_of(found)
 
     def _call(self, arguments: Mapping[str, Any]) -> Any:
         return self._adapter.validate_python(ArgsKwargs((), dict(arguments)))
 
     def _text_of(self, value: Any) -> str:
         text = value if isinstance(value, str) else to_json(value, fallback=str).decode()
-        if (more := len(text) - self.max_chars) > 0:
-            text = f"{text[: self.max_chars]}... ({more} more characters)"
-        return text
+        return shortened(text, self.max_chars)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """The text, or its beginning and how much more there is."""
+    more = len(text) - max_chars
+    return text if more <= 0 else f"{text[:max_chars]}... ({more} more characters)"
 
 
 @overload
 def tool(pyfunc: Callable[Given, Result], /) -> Tool[Given, Result]: ...
 @overload
 def tool(
-    *, name: str | None = None, description: str | None = None, max_chars: int = _MAX_CHARS
+    *,
+    name: str | None = None,
+    description: str | None = None,
+    max_chars: int = _MAX_CHARS,
+    timeout: float = _TIMEOUT,
 ) -> Callable[[Callable[Given, Result]], Tool[Given, Result]]: ...
 def tool(
     pyfunc: Callable[..., Any] | None = None,
@@ -103,16 +125,21 @@ def tool(
     name: str | None = None,
     description: str | None = None,
     max_chars: int = _MAX_CHARS,
+    timeout: float = _TIMEOUT,
 ) -> Any:
     """Make a tool of a function: `@P.tool`, or `@P.tool(name=...)`. A model is told its name, its
     parameters, with the types and defaults that the signature gives them, and what its docstring
     says of it and of them (`Args:` or `:param x:`). It may be async.
 
-    `max_chars`: how much of a result the model is shown. Raises `ValueError` for a function that a
-    model cannot call, and `TypeError` for a parameter that JSON cannot say."""
+    `max_chars`: how much of a result the model is shown. `timeout`: after so many seconds the model
+    is told that there is no result, in async code; else a function takes as long as it takes.
+    Raises `ValueError` for a function that a model cannot call, and `TypeError` for a parameter
+    that JSON cannot say."""
 
     def decorate(function: Callable[..., Any]) -> Tool[..., Any]:
-        return Tool(function, name=name, description=description, max_chars=max_chars)
+        return Tool(
+            function, name=name, description=description, max_chars=max_chars, timeout=timeout
+        )
 
     return decorate if pyfunc is None else decorate(pyfunc)
 

@@ -10,11 +10,11 @@ lets calls have no other form."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parrot.frontend.pfunc.tools.tool import Tool
+from parrot.frontend.pfunc.tools.tool import Tool, shortened
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import MAX_GRAMMAR
 from parrot.utils.json_schemas import exact_schema
@@ -73,14 +73,24 @@ def turn_grammar(tools: Sequence[Tool[..., Any]], *, must_call: bool) -> str:
     return grammar
 
 
-def read_calls(text: str) -> list[ToolCall]:
-    """The calls in an answer. One that cannot be read has the `error` that says so, and no name."""
-    return [_read_call(found[1]) for found in _CALL.finditer(text)]
+def read_calls(text: str, max_calls: int) -> list[ToolCall]:
+    """The first calls in an answer. One that cannot be read has the `error` that says so, and no
+    name; so has one more, which stands for all further ones."""
+    found = _CALL.findall(text)
+    calls = [_read_call(call) for call in found[:max_calls]]
+    if (more := len(found) - max_calls) > 0:
+        error = InvalidRequest(f"{more} more calls were not made: {max_calls} in a turn at most")
+        calls.append(ToolCall("", {}, error=error))
+    return calls
 
 
-def results_message(calls: Iterable[ToolCall]) -> str:
-    """The next turn's message, of the results of calls."""
-    return "\n".join(f"<tool_response>\n{call.result}\n</tool_response>" for call in calls)
+def results_message(calls: Sequence[ToolCall], max_chars: int) -> str:
+    """The next turn's message, of the results of calls. Together they have `max_chars` at most, or
+    each is cut to an equal share of that."""
+    results = [call.result for call in calls]
+    if sum(map(len, results)) > max_chars:
+        results = [shortened(result, max_chars // len(results)) for result in results]
+    return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
 
 
 class Words:
