@@ -42,7 +42,8 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     responses = Responses(core.turns, core.config.responses_size)
     if journal is not None:
         restore(core, journal, responses.kept.restorers)
-        responses.kept.keep_in(journal)
+        responses.kept.keep_in(journal, lambda: core.is_closing)
+        responses.resume(core.fleet.joined, core.config.unserved_timeout_s)
     app = empty_app(core.config, lifespan)
     served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
     shown = page.routes() if core.config.page else []

@@ -127,6 +127,7 @@ class Fleet:
         self._on_lost = on_lost
         self._tokenizers = TokenizerRegistry()
         self._ids = IdCounter()
+        self._joined = asyncio.Event()  # set, and another, when one joins
         self._engines: dict[int, Engine] = {}
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
@@ -161,9 +162,15 @@ class Fleet:
         self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)
         self._on_joined(engine)
+        self._joined.set()
+        self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
         self.events.add(EventKind.ENGINE_JOINED, info.model, engine_name=info.engine_name)
         return engine.id
+
+    async def joined(self) -> None:
+        """Wait until the next engine has joined."""
+        await self._joined.wait()
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         engine, runtime = self.get(request.engine_id), request.runtime_info

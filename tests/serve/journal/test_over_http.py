@@ -41,10 +41,10 @@ class HeldFile(MemoryFile):
 
 @asynccontextmanager
 async def serving(
-    file: MemoryFile, engine: FakeEngine | None = None, max_wait_s: float = 60.0
+    file: MemoryFile, engine: FakeEngine | None = None, config: CoreConfig | None = None
 ) -> AsyncIterator[Site]:
-    config, engine = CoreConfig(), engine or fake_engine("e0", model=MODEL)
-    journal = Journal(file, MonotonicClock(), max_wait_s)
+    config, engine = config or CoreConfig(), engine or fake_engine("e0", model=MODEL)
+    journal = Journal(file, MonotonicClock())
     clock = journal.clock
     core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
     app = create_app(core, journal)
@@ -159,3 +159,113 @@ async def test_an_answer_that_was_made_is_given_though_the_disk_is_full() -> Non
         status, answer = await site.send(path, body)
         assert status == 507, answer
         file.full = False
+
+
+RESPONSES = "/v1/responses"
+
+
+async def ended(site: Site, response_id: str) -> Any:
+    """The response, when it is over."""
+    async with asyncio.timeout(20):
+        async with site.http.get(f"{RESPONSES}/{response_id}", params={"stream": "true"}) as it:
+            await it.text()
+        async with site.http.get(f"{RESPONSES}/{response_id}") as answer:
+            return await answer.json()
+
+
+def hanging() -> FakeEngine:
+    engine = fake_engine("e0", model=MODEL)
+    engine.script.hang_after = 1
+    return engine
+
+
+async def begun_in_the_background(site: Site, **fields: Any) -> Any:
+    body = {"model": MODEL, "input": "Hi", "background": True} | fields
+    before = len(site.engine.requests)
+    response = await site.post(RESPONSES, body)
+    while len(site.engine.requests) == before:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return response
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_a_background_response_is_made_again_after_a_restart(is_killed: bool) -> None:
+    file, tools = MemoryFile(), [{"type": "function", "name": "f", "parameters": {}}]
+    engine = fake_engine("e0", model=MODEL)
+    async with serving(file, engine) as site:
+        first = await site.post(RESPONSES, {"model": MODEL, "input": "One"})
+        engine.script.hang_after = 1
+        began = await begun_in_the_background(
+            site,
+            input="Two",
+            previous_response_id=first["id"],
+            instructions="Be brief.",
+            tools=tools,
+            tool_choice="none",
+            prompt_cache_key="p",
+            temperature=0.5,
+        )
+        cancelled = await begun_in_the_background(site, input="No")
+        await site.post(f"{RESPONSES}/{cancelled['id']}/cancel", {})
+        prompt = engine.prompts[-2]
+        await journal_of(site).durable()
+        records = file.records.copy()
+    again, other = fake_engine("e0", model=MODEL), fake_engine("e1", model="another")
+    async with serving(MemoryFile(records if is_killed else file.records), other) as site:
+        async with site.http.get(f"{RESPONSES}/{began['id']}") as answer:
+            assert (await answer.json())["status"] == "queued"
+        site.core.fleet._connect = lambda _: again
+        await site.core.register_engine(RegisterRequest(engine_config=again.info))
+        made = await ended(site, began["id"])
+        assert made["status"] == "completed"
+        assert made["output"][0]["content"][0]["text"]
+        for name in ("id", "created_at", "instructions", "tools", "temperature"):
+            assert made[name] == began[name]
+        assert again.prompts == [prompt]
+        assert again.requests[0].sampling_config.temperature == 0.5
+        assert (await ended(site, cancelled["id"]))["status"] == "cancelled"
+        third = {"model": MODEL, "input": "Three", "previous_response_id": made["id"]}
+        assert (await site.post(RESPONSES, third))["status"] == "completed"
+        await journal_of(site).durable()
+        assert (await ended(site, began["id"])) == made
+
+
+async def test_a_background_response_that_was_interrupted_can_be_cancelled_and_deleted() -> None:
+    file = MemoryFile()
+    async with serving(file, hanging()) as site:
+        responses = [await begun_in_the_background(site, input=f"{i}") for i in range(2)]
+        await journal_of(site).durable()
+        records = file.records.copy()
+    other = fake_engine("e1", model="another")
+    file = MemoryFile(records)
+    async with serving(file, other) as site:
+        paths = [f"{RESPONSES}/{response['id']}" for response in responses]
+        assert (await site.post(f"{paths[0]}/cancel", {}))["status"] == "cancelled"
+        async with site.http.delete(paths[1]) as answer:
+            assert answer.status == 200
+        engine = fake_engine("e0", model=MODEL)
+        site.core.fleet._connect = lambda _: engine
+        await site.core.register_engine(RegisterRequest(engine_config=engine.info))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not engine.requests
+        await journal_of(site).durable()
+        records = file.records.copy()
+    async with serving(MemoryFile(records), other) as site:
+        assert (await ended(site, responses[0]["id"]))["status"] == "cancelled"
+        async with site.http.get(paths[1]) as answer:
+            assert answer.status == 404
+
+
+async def test_a_background_response_whose_model_nobody_serves_any_more_fails() -> None:
+    file = MemoryFile()
+    async with serving(file, hanging()) as site:
+        response = await begun_in_the_background(site)
+        await journal_of(site).durable()
+        records = file.records.copy()
+    config = CoreConfig(no_engine_timeout=0.05)
+    other = fake_engine("e1", model="another")
+    async with serving(MemoryFile(records), other, config=config) as site:
+        made = await ended(site, response["id"])
+        assert made["status"] == "failed"
+        assert MODEL in made["error"]["message"]

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from typing import TypeVar
 
 import orjson
 
-from parrot.protocol.errors import Cancelled, ParrotError
+from parrot.protocol.errors import Cancelled, NoEngine, NotFound, ParrotError
 from parrot.protocol.server import Events
 from parrot.serve.api.vendors.choices import stream_all
 from parrot.serve.api.vendors.openai_common import Json
@@ -16,6 +17,8 @@ from parrot.serve.api.vendors.token_logprobs import AnswerLogprobs, entries_of
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.prompts.answers import AnswerParser, TextDelta
+
+T = TypeVar("T")
 
 _MAX_SKIPPED = 256  # events that are passed over at once
 
@@ -49,19 +52,33 @@ async def likelihoods(turn: Turn) -> Likelihoods:
     return Likelihoods(await entries_of(await AnswerLogprobs(turn, 0).rest()))
 
 
-class Background:
-    """The state of one response so far. `writer` has the response as it is now."""
+async def when_served(
+    submit: Callable[[], T], joined: Callable[[], Awaitable[None]], timeout_s: float
+) -> T:
+    """Submit as soon as engines with the model are there; `joined` waits for the next engine.
+    Raises what `submit` does, and after `timeout_s` that there is none."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    return submit()
+                except (NoEngine, NotFound):
+                    await joined()
+    except TimeoutError:
+        return submit()
 
-    def __init__(self, turn: Turn, frame: Json) -> None:
+
+class Background:
+    """The state of one response so far. `writer` has the response as it is now. `turn`: None if it
+    is submitted later."""
+
+    def __init__(self, turn: Turn | None, frame: Json) -> None:
         self.writer = ResponseWriter(frame)
-        self._frame = frame
-        self._turn: Turn | None = turn  # until it has ended
+        self.turn = turn
+        self.frame = frame
+        self.has_ended = False
         self._parts: list[Part] = []
         self._changed = asyncio.Event()
-
-    @property
-    def has_ended(self) -> bool:
-        return self._turn is None
 
     @property
     def num_parts(self) -> int:
@@ -70,7 +87,7 @@ class Background:
     def body(self) -> bytes:
         """The response as it is now."""
         response = self.writer.response
-        turn = self._turn
+        turn = None if self.has_ended else self.turn
         if turn is not None and turn.completions[0].state is CompletionState.RUNNING:
             response = response | {"status": "in_progress"}
         return orjson.dumps(response)
@@ -83,20 +100,21 @@ class Background:
             pass
         self._parts.append(part)
         if isinstance(part, Ended | ParrotError):
-            self._turn = None
+            self.has_ended = True
         self._changed.set()
         self._changed = asyncio.Event()
 
     def cancel(self) -> None:
         """Nothing happens if it has ended."""
-        turn = self._turn
+        if self.has_ended:
+            return
         self.add(Cancelled("the response was cancelled"))
-        if turn is not None:
-            turn.cancel()
+        if self.turn is not None:
+            self.turn.cancel()
 
     async def events(self, after: int = -1) -> AsyncGenerator[Events]:
         """All events whose numbers are larger than `after`, until it has ended."""
-        writer = ResponseWriter(self._frame)
+        writer = ResponseWriter(self.frame)
         num_written = 0
         events = list(writer.begin())
         while True:

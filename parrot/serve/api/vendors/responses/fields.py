@@ -1,8 +1,8 @@
 """The fields of requests for responses, and the frame of the answers."""
 
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Discriminator, Field, Tag
 
@@ -208,6 +208,25 @@ class ResponseRequest(CommonFields):
             "usage": None,
             "user": self.user,
         }
+
+
+class Asked(NamedTuple):
+    """A request without its input, whose items are in its record, and who made it."""
+
+    request: ResponseRequest
+    program: str | None
+    traceparent: str
+
+    def fields(self) -> dict[str, Any]:
+        """All of it as JSON, for `of`."""
+        request = self.request.model_dump(mode="json", exclude={"input"}, exclude_unset=True)
+        return {"request": request, "program": self.program, "traceparent": self.traceparent}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Self:
+        """Raises `ValidationFailed`."""
+        request = parse_payload(ResponseRequest, fields["request"] | {"input": ""})
+        return cls(request, fields["program"], fields["traceparent"])
 
 
 class ResponseAnswer(VendorAnswer):

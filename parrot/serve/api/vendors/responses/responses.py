@@ -1,12 +1,13 @@
 """`/v1/responses`: turns whose items are kept, in OpenAI's format."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 import orjson
 
 from parrot.protocol.errors import (
+    Cancelled,
     InternalError,
     InvalidRequest,
     NotFound,
@@ -18,8 +19,14 @@ from parrot.protocol.server import Events
 from parrot.serve.api.vendors.choices import read_all
 from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_common import Json, chained, program_of
-from parrot.serve.api.vendors.responses.background import Background, answer_parts, likelihoods
+from parrot.serve.api.vendors.responses.background import (
+    Background,
+    answer_parts,
+    likelihoods,
+    when_served,
+)
 from parrot.serve.api.vendors.responses.fields import (
+    Asked,
     CancelRequest,
     ListRequest,
     ResponseRequest,
@@ -32,7 +39,7 @@ from parrot.serve.api.vendors.responses.items import (
     output_items,
     template_messages,
 )
-from parrot.serve.api.vendors.responses.store import KeptResponses, Record, ResponseStore
+from parrot.serve.api.vendors.responses.store import Fields, KeptResponses, Record, ResponseStore
 from parrot.serve.api.vendors.responses.writer import Ended, ResponseWriter
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
@@ -58,37 +65,41 @@ class Responses:
     ) -> bytes | Awaitable[bytes] | AsyncGenerator[Events]:
         request.require_support()
         record = self._record(request, caller.tenant)
-        sampling = request.sampling()
-        turn = self._turns.submit(
-            TurnRequest(
-                tenant=caller.tenant,
-                model=request.model,
-                prompt=_messages(request, record),
-                samplings=[sampling],
-                options=request.template_options(),
-                calls=request.call_rules(),
-                program=program_of(request, caller),
-                traceparent=caller.traceparent,
-                criteria=request.wanted,
-                deadline=request.deadline,
-                chain=request.chain(),
-            )
-        )
+        asked = Asked(request, program_of(request, caller), caller.traceparent)
+        turn, parser = self._submit(asked, record)
         caller.tell(turn)
-        parser = turn.parser(may_call_many=request.parallel_tool_calls is not False)
-        frame = request.frame(record.id, sampling) | chained(request, [turn])
+        frame = request.frame(record.id, request.sampling()) | chained(request, [turn])
         if request.is_deferred:
             return orjson.dumps(frame)
         if request.background:
             record.job = job = Background(turn, frame)
             self._store.begin(record)
-            self.kept.write(record, _interrupted(frame))
+            self._begin(asked, frame, record)
             self._tasks.spawn(self._work(job, turn, parser, record), name=record.id)
             return job.events() if request.stream else job.body()
         writer = ResponseWriter(frame)
         if request.stream:
             return self._events(turn, parser, writer, record)
         return self._whole(turn, parser, writer, record)
+
+    def _submit(self, asked: Asked, record: Record) -> tuple[Turn, AnswerParser]:
+        request = asked.request
+        turn = self._turns.submit(
+            TurnRequest(
+                tenant=record.tenant,
+                model=request.model,
+                prompt=_messages(request, record),
+                samplings=[request.sampling()],
+                options=request.template_options(),
+                calls=request.call_rules(),
+                program=asked.program,
+                traceparent=asked.traceparent,
+                criteria=request.wanted,
+                deadline=request.deadline,
+                chain=request.chain(),
+            )
+        )
+        return turn, turn.parser(may_call_many=request.parallel_tool_calls is not False)
 
     async def count(self, request: ResponseRequest, caller: Caller) -> bytes:
         """The tokens of the prompt that the request would have."""
@@ -236,7 +247,51 @@ class Responses:
         if writer.response["store"] and not record.body:
             record.body = orjson.dumps(writer.response)
             self._store.keep(record)
-            self.kept.write(record, record.body)
+            self.kept.write(record)
+
+    # After a restart
+
+    def _begin(self, asked: Asked, frame: Json, record: Record) -> None:
+        """Write down the work of a background response. What is made of variables is not begun
+        again: it is their session's."""
+        if asked.request.parrot is None:
+            self.kept.write(record, asked.fields() | {"frame": frame})
+            return
+        record.body = _interrupted(frame)
+        self.kept.write(record)
+        record.body = b""
+
+    def resume(self, joined: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+        """Make what the journal has begun. A response waits for an engine with its model, which
+        `joined` tells of, for `timeout_s` at most."""
+        for record, fields in self.kept.unfinished.values():
+            record.job = Background(None, fields["frame"])
+            work = self._again(record.job, fields, record, joined, timeout_s)
+            self._tasks.spawn(work, name=record.id)
+        self.kept.unfinished.clear()
+
+    async def _again(
+        self,
+        job: Background,
+        fields: Fields,
+        record: Record,
+        joined: Callable[[], Awaitable[None]],
+        timeout_s: float,
+    ) -> None:
+        def submit() -> tuple[Turn, AnswerParser]:
+            if job.has_ended:
+                raise Cancelled("the response was cancelled")
+            return self._submit(asked, record)
+
+        try:
+            asked = Asked.of(fields)
+            turn, parser = await when_served(submit, joined, timeout_s)
+        except ParrotError as error:
+            job.add(error)
+            self._keep(job.writer, record)
+        else:
+            job.turn = turn
+            await self._work(job, turn, parser, record)
 
 
 def _interrupted(frame: Json) -> bytes:

@@ -196,26 +196,30 @@ def _num_bytes(record: Record) -> int:
 
 
 class KeptResponses:
-    """Writes down what the store keeps, and removes."""
+    """Writes down what the store keeps, and removes, and the work of background responses, which is
+    done once more if it had not ended: `unfinished`, after the restart."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._restored: dict[str, Record] = {}
         self._journal: Journal | None = None
+        self._is_closing: Callable[[], bool] = bool
+        self.unfinished: dict[str, tuple[Record, Fields]] = {}
         self.restorers: dict[str, Callable[[str, Fields], None]] = {
             _KEPT: self._restore,
             _DELETED: self._restore_deleted,
         }
 
-    def keep_in(self, journal: Journal) -> None:
-        """From now on."""
-        self._journal = journal
+    def keep_in(self, journal: Journal, is_closing: Callable[[], bool]) -> None:
+        """From now on, until `is_closing`: what ends then goes on in the next process."""
+        self._journal, self._is_closing = journal, is_closing
         self._restored.clear()
         self._store.on_dropped = self._dropped
 
-    def write(self, record: Record, body: bytes) -> None:
-        """Journal a response with this body, so that it can be restored."""
-        if self._journal is None or record.is_deleted:
+    def write(self, record: Record, work: Fields | None = None) -> None:
+        """Journal a response, so that it can be restored; or the `work` of one that is being made,
+        from which `unfinished` tells how to make it."""
+        if self._journal is None or record.is_deleted or self._is_closing():
             return
         previous = record.previous
         output = None if record.output is None else [_item_fields(item) for item in record.output]
@@ -224,8 +228,9 @@ class KeptResponses:
             "previous": None if previous is None else previous.id,
             "input": [_item_fields(item) for item in record.input],
             "output": output,
-            "body": body.decode(),
+            "body": record.body.decode(),
             "has_variables": record.has_variables,
+            "work": work,
         }
         self._journal.append(record.id, _KEPT, fields)
 
@@ -253,9 +258,15 @@ class KeptResponses:
             fields["body"].encode(),
             has_variables=fields["has_variables"],
         )
-        self._store.keep(record)
+        if (work := fields.get("work")) is not None:
+            self._store.begin(record)
+            self.unfinished[response_id] = record, work
+        else:
+            self.unfinished.pop(response_id, None)
+            self._store.keep(record)
 
     def _restore_deleted(self, response_id: str, fields: Fields) -> None:
+        self.unfinished.pop(response_id, None)
         self._store.remove(self._restored[response_id])
 
 
