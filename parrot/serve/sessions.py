@@ -1,5 +1,6 @@
 """Sessions: one user program's scope, and who may use it."""
 
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -29,7 +30,7 @@ from parrot.serve.journal.journal import Journal
 from parrot.serve.quotas import Account, num_bytes
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
-from parrot.utils.ids import new_token, tokens_equal
+from parrot.utils.ids import derived_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
 from parrot.utils.traces.traceparent import TraceParent, new_trace_id
 
@@ -142,8 +143,9 @@ class Session:
 
 
 class SessionRegistry:
-    """The live sessions. Ids only grow, so an id that was given out and is not live is gone. With a
-    journal they grow over restarts, too, whatever the clock says then.
+    """The live sessions. Ids only grow; with a journal they grow over restarts, too, whatever the
+    clock says then. The auth of a session follows from its id and a secret: so whoever has it is
+    told that the session is gone, and others learn nothing of it.
 
     A session ends when it has been idle for its life span. Activity moves no timer: a timer that
     comes too early is set again for the time that holds by then."""
@@ -169,7 +171,7 @@ class SessionRegistry:
         self._runner = runner
         self._predictor = predictor
         self._expire = expire
-        self._first_id = first_id
+        self._secret = secrets.token_bytes(32)
         self.numbers = SessionNumbers(first_id)
         self._graph_ids = GraphIds()
         self._sessions: dict[int, Session] = {}
@@ -205,7 +207,13 @@ class SessionRegistry:
         account.require(text_bytes=num_bytes(apps))
         trace_id = self._trace_id(traceparent)
         begun = Begun(
-            self.numbers.next, new_token(), tenant, tuple(apps), on_demand, trace_id, is_program
+            self.numbers.next,
+            derived_token(self._secret, self.numbers.next),
+            tenant,
+            tuple(apps),
+            on_demand,
+            trace_id,
+            is_program,
         )
         session = self._begin(begun, account)
         if self.journal is not None:
@@ -254,7 +262,8 @@ class SessionRegistry:
         """All are as they were. What happens from now on is written down, and now is when they were
         last active: their programs could not reach them."""
         self.journal = journal
-        self._first_id = journal.fact("first_session_id", self._first_id)
+        words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
+        self._secret = b"".join(word.to_bytes(8) for word in words)
         for session in self:
             session.last_active = self._clock.now()
             session.follow(History(journal, session.id))
@@ -269,17 +278,19 @@ class SessionRegistry:
         return parent.trace_id if parent.is_sampled else ""
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
-        """The live session, which counts as active now. Raises `NotFound`, `SessionGone` or
-        `AuthenticationFailed`, and `Unavailable` when the service is going down."""
+        """The live session, which counts as active now. Raises `AuthenticationFailed` without an
+        auth, `NotFound` if that is not the session's, `SessionGone`, and `Unavailable` when the
+        service is going down."""
+        if not session_auth:
+            raise AuthenticationFailed("missing session_auth (`Authorization: Bearer`)")
         session = self._sessions.get(session_id)
+        if session is None and self.is_closing:  # a journal may have it
+            raise Unavailable("ServeCore is shutting down")
+        auth = derived_token(self._secret, session_id) if session is None else session.auth
+        if not tokens_equal(session_auth, auth):
+            raise NotFound(f"no session {session_id} that has this session_auth")
         if session is None:
-            if self.is_closing:  # a journal may have it
-                raise Unavailable("ServeCore is shutting down")
-            if self._first_id <= session_id < self.numbers.next:
-                raise SessionGone(f"session {session_id} has expired or was deleted")
-            raise NotFound(f"no session {session_id}")
-        if not tokens_equal(session_auth or "", session.auth):
-            raise AuthenticationFailed("missing or wrong session_auth")
+            raise SessionGone(f"session {session_id} has expired or was deleted")
         session.last_active = self._clock.now()
         return session
 

@@ -117,7 +117,7 @@ async def test_every_scoped_route_refuses_a_wrong_session_auth(
         ]
         async with HttpClient(sim_cluster.core_url) as http:
             for method, path, body, params in requests:
-                with pytest.raises(AuthenticationFailed):
+                with pytest.raises(NotFound):
                     await http.request(method, path, body=body or None, params=params)
                 body.pop("session_auth", None)
                 params.pop("session_auth", None)

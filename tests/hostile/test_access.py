@@ -68,6 +68,7 @@ LETS_IN = {
     Access.CLUSTER: {"token"},
     Access.VISITOR: set[str](),
 }
+IN_SESSIONS = (Access.SESSION, Access.SESSION_OR_KEY)
 
 
 async def asked(site: Site, rule: Rule, bearer: str) -> int:
@@ -105,6 +106,8 @@ async def test_a_route_refuses_whoever_lacks_what_it_needs(core: Site) -> None:
                 lets_in = {"key"}  # which is asked here to begin a session
             if lets_in is None or name in lets_in:
                 assert status != 401 or rule.path == "/ui/api/enter", (rule, name)
+            elif bearer and rule.access in IN_SESSIONS and "_graph" not in rule.path:
+                assert status == 404, (rule, name, status)
             else:
                 assert status in (401, 422), (rule, name, status)
                 assert status == 401 or rule.path.startswith("/ui/api/"), (rule, name)
@@ -115,7 +118,7 @@ async def test_a_session_is_ended_by_its_own_auth(core: Site) -> None:
     assert rule in core.rules
     for name, bearer in core.bearers.items():
         if name != "session":
-            assert await asked(core, rule, bearer) == 401
+            assert await asked(core, rule, bearer) == (404 if bearer else 401)
     assert await asked(core, rule, core.bearers["session"]) == 200
 
 

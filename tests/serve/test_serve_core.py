@@ -367,7 +367,7 @@ async def test_nothing_of_a_session_is_reachable_from_another(world: World) -> N
     with pytest.raises(NotFound):
         world.core.programs.submit_call(request)
     mixed = VarGetRequest(session_id=world.scope["session_id"], session_auth=stranger.session_auth)
-    with pytest.raises(AuthenticationFailed):
+    with pytest.raises(NotFound):
         await world.core.programs.read(mixed, secret)
 
 

@@ -62,11 +62,15 @@ async def test_ids_are_never_reused_and_the_past_is_told_from_the_unknown(
 
 @pytest.mark.parametrize("wrong", [None, "", "x", "é", "\ud800"])
 async def test_a_wrong_auth_is_refused(world: World, wrong: str | None) -> None:
-    session = world.create()
-    with pytest.raises(AuthenticationFailed):
-        world.registry.authenticate(session.id, wrong)
-    with pytest.raises(AuthenticationFailed):
-        world.registry.authenticate(session.id, session.auth + "x")
+    session, gone = world.create(), world.create()
+    world.registry.remove(gone)
+    for session_id in (session.id, gone.id, gone.id + 1):  # nobody can tell which are there
+        with pytest.raises(NotFound if wrong else AuthenticationFailed):
+            world.registry.authenticate(session_id, wrong)
+        with pytest.raises(NotFound):
+            world.registry.authenticate(session_id, session.auth + "x")
+    with pytest.raises(NotFound):
+        world.registry.authenticate(gone.id, session.auth)
     assert world.registry.authenticate(session.id, session.auth) is session
 
 

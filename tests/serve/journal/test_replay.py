@@ -271,10 +271,12 @@ def test_each_prefix_of_the_records_gives_what_was_there(data: st.DataObject) ->
 async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> None:
     records: list[Record] = []
     given: list[int] = []
+    auths: list[str] = []
     for first in (5000, 100, 4000):  # what the clock says at each start
         world = World(records, first)
         scopes = [world.core.create_session(SessionCreateRequest()) for _ in range(3)]
         given += [scope.session_id for scope in scopes]
+        auths += [scope.session_auth for scope in scopes]
         for scope in scopes:
             world.core.delete_session(**scope.model_dump())
         await world.journal.durable()
@@ -285,7 +287,7 @@ async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> N
     assert given == sorted(set(given))
     world = World(records)
     with pytest.raises(SessionGone):
-        world.core.session_info(given[0], None)
+        world.core.session_info(given[0], auths[0])
     await world.close()
 
 

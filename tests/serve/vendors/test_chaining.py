@@ -358,7 +358,7 @@ class TestWhatIsRefused:
     async def test_a_wrong_auth_and_another_session(self, site: Site) -> None:
         mine, other = await begin(site), await begin(site)
         wrong = mine | {"session_auth": other["session_auth"]}
-        assert (await site.send(CHAT, chat("x", **wrong)))[0] == 401
+        assert (await site.send(CHAT, chat("x", **wrong)))[0] == 400
         foreign = await variable(site, other, "secret")
         body = chat("{{x}}", inputs={"x": foreign}, **mine)
         assert (await site.send(CHAT, body))[0] == 400

@@ -69,8 +69,8 @@ async def test_a_key_sees_its_own_sessions() -> None:
         for session in mine:
             path = f"/v1/session/{session['session_id']}"
             assert (await get(site, path, "one"))[0] == 200
-            assert (await get(site, path, "two"))[0] == 401
-            assert (await get(site, path, "three"))[0] == 401
+            assert (await get(site, path, "two"))[0] == 404
+            assert (await get(site, path, "three"))[0] == 404
             assert (await get(site, path))[0] == 401
         path = f"/v1/session/{program.session_id}"
         assert (await get(site, path, program.session_auth))[0] == 200
