@@ -5,6 +5,7 @@ from collections.abc import Callable
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import NativeCallRequest
 from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.index import Context
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, Task, task_span
 from parrot.serve.native import NativeRunner, Sandbox, check_call
@@ -36,6 +37,7 @@ class TaskRunner:
         self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
         self._observers = observers
+        dispatcher.on_evicted = self._on_evicted
         self._is_traced = config.otlp_endpoint is not None
         self._find_session = find_session
         self.expect = dispatcher.expect
@@ -83,6 +85,11 @@ class TaskRunner:
         session = self._find_session(task.session_id) if self._is_traced else None
         if session is not None and (trace_id := session.graph.trace_id):
             task.traceparent = str(task_span(trace_id, task))
+
+    def _on_evicted(self, context: Context, num_tokens: int) -> None:
+        owner = context.owner
+        session = self._find_session(owner) if isinstance(owner, int) else None
+        self._metrics.evicted(context, num_tokens, session)
 
     def withdraw(self, task: Task) -> None:
         if self._held is not None:

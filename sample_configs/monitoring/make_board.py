@@ -90,6 +90,11 @@ ROWS: dict[str, list[tuple[str, str, dict[str, str]]]] = {
         ),
         ("Retries", "ops", {"{{function}}": rate("parrot_call_retries_total", "function")}),
         (
+            "Evicted tokens by function",
+            "ops",
+            {"{{function}}": rate("parrot_call_evicted_tokens_total", "function")},
+        ),
+        (
             "Native functions, p95",
             "s",
             {"{{function}}": quantile(0.95, "parrot_function_seconds", "function")},

@@ -50,7 +50,7 @@ async def chat(client: ServeClient, seed: int) -> None:
 
 def counters(cluster: SimCluster) -> dict[str, float]:
     lines = re.findall(
-        r"^parrot_kv_(\S+) (\S+)$", b"".join(cluster.core.metrics()).decode(), re.MULTILINE
+        r"^parrot_(?:kv_)?(\S+) (\S+)$", b"".join(cluster.core.metrics()).decode(), re.MULTILINE
     )
     return {name: float(value) for name, value in lines}
 
@@ -67,6 +67,12 @@ def run(body: Any, eviction: str) -> dict[str, float]:
             found = counters(cluster)
             assert status.hit_tokens == found["hit_tokens_total"]
             assert status.evicted_tokens == found['freed_tokens_total{reason="room"}']
+            for series in (
+                "call_evicted_tokens_total{function",
+                "app_call_evicted_tokens_total{app",
+            ):
+                evicted = [n for name, n in found.items() if name.startswith(series)]
+                assert sum(evicted) == status.evicted_tokens
             return found
 
     return run_virtual(main())
@@ -84,6 +90,8 @@ def test_chats_whose_tools_take_long_are_evicted_before_those_that_come_back_soo
     lru, next_use = run(chats, "lru"), run(chats, "next_use")
     assert next_use[RECOMPUTED] < 0.75 * lru[RECOMPUTED]
     assert next_use["hit_tokens_total"] > lru["hit_tokens_total"]
+    slow, quick = (f'call_evicted_tokens_total{{function="{name}"}}' for name in ("slow", "quick"))
+    assert next_use[slow] > next_use[quick] > 0
 
 
 async def documents(cluster: SimCluster) -> None:

@@ -58,6 +58,7 @@ class Context:
     num_forks: int = 0  # so far
     awaiting: tuple[Source, float] | None = None
     on_host: bool = False  # its KV would have to be brought back
+    function: str = ""  # whose call computes it; empty: one without a name
 
     def num_on_host(self, length: int) -> int:
         """The number of its first `length` tokens that are on its engine's host."""

@@ -1,12 +1,13 @@
 """Counts of computed tokens: found again, computed again, or freed, and why."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from parrot.serve.contexts.index import Context, FreeReason, PrefixIndex
 from parrot.utils.heaps import LruDict
 
+EVICTIONS = frozenset({FreeReason.ROOM, FreeReason.MEMORY})
 _MAX_GONE = 65536  # prefixes remembered after they were freed
 
 
@@ -26,13 +27,15 @@ class KvCounts:
 
     @property
     def evicted(self) -> int:
-        return self.freed[FreeReason.ROOM] + self.freed[FreeReason.MEMORY]
+        return sum(self.freed[reason] for reason in EVICTIONS)
 
 
 class KvLog:
-    """Counts per engine and in all, lost engines included."""
+    """Counts per engine and in all, lost engines included. `on_evicted` hears of each context that
+    is freed for want of room, and of its tokens."""
 
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, on_evicted: Callable[[Context, int], None]) -> None:
+        self._on_evicted = on_evicted
         self.total = KvCounts()
         self._index = index
         self._engines: defaultdict[int, KvCounts] = defaultdict(KvCounts)
@@ -51,6 +54,8 @@ class KvLog:
         num_tokens = context.length + context.reserved - context.parent_len
         for counts in (self.total, self._engines[context.engine_id]):
             counts.freed[reason] += num_tokens
+        if reason in EVICTIONS:
+            self._on_evicted(context, num_tokens)
 
     def used(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
         """A prompt is about to be computed, and a context of the engine has its first `num_hit`

@@ -95,9 +95,10 @@ class ContextLedger:
         config: CoreConfig,
         clock: Clock,
         on_free: Callable[[int, int], None],
+        on_evicted: Callable[[Context, int], None] = lambda context, num_tokens: None,
     ) -> None:
         """`on_free` is called with the ids of engine and context when a live engine may forget a
-        context."""
+        context, `on_evicted` with one that had to make room, and its tokens."""
         self._clock = clock
         self._constant_timeout_s = config.constant_prefix_var_timeout
         self._eviction = config.global_scheduler.kv_eviction
@@ -106,7 +107,7 @@ class ContextLedger:
         self._accounts: dict[int, Account] = {}
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
-        self.log = KvLog(self.index)
+        self.log = KvLog(self.index, on_evicted)
         self.owners = Owners()
         self.expectations = Expectations()
         self.prefixes = ReadyPrefixes(self.expectations)
@@ -158,12 +159,14 @@ class ContextLedger:
         reserved: int = 0,
         parent: Context | None = None,
         parent_len: int = 0,
+        function: str = "",
     ) -> Context:
         """A new context, forked at `parent_len`. Nothing is evicted for it: see `make_room`."""
         now = self._clock.now()
         context = Context(
             self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
         )
+        context.function = function
         account = self._accounts[engine_id]
         account.contexts[context.id] = context
         account.used += account.size(context)

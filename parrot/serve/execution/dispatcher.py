@@ -19,6 +19,7 @@ from parrot.protocol.errors import (
     UnsupportedField,
 )
 from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.availability import Drains, Grace
 from parrot.serve.execution.fleet import Connect, Engine, Fleet
@@ -42,9 +43,11 @@ _DEFECT = InternalError("internal error of the scheduler")
 class Dispatcher:
     """Owns a completion from `submit` until it has settled its output. All methods are for the
     event loop's thread; an output's callbacks run in it too, when the books are done. `on_placed`
-    hears of each completion that is sent to an engine."""
+    hears of each completion that is sent to an engine, `on_evicted` of each context that had to
+    make room, and of its tokens."""
 
     on_placed: Callable[[Completion], None] | None = None
+    on_evicted: Callable[[Context, int], None] | None = None
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Dispatcher:
         """`order` and `placer` replace the scheduler's configured ones."""
         self._clock = clock
         self._timers = TimerQueue(clock)
-        self._ledger = ContextLedger(config, clock, self._on_freed)
+        self._ledger = ContextLedger(config, clock, self._on_freed, self._on_evicted)
         self._scheduler = Scheduler(
             config.global_scheduler,
             clock,
@@ -299,6 +302,10 @@ class Dispatcher:
         self._grace.engine_lost(engine.last_seen)
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))
+
+    def _on_evicted(self, context: Context, num_tokens: int) -> None:
+        if self.on_evicted is not None:
+            self.on_evicted(context, num_tokens)
 
     def _on_freed(self, engine_id: int, context_id: int) -> None:
         self.fleet.free(engine_id, context_id)

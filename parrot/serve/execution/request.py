@@ -15,6 +15,7 @@ from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.contexts.index import Boundary, Context, Owner
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.run import Attempt, Run
+from parrot.serve.graph.nodes import given_name
 from parrot.serve.prompts.encode import Units, join
 
 
@@ -147,6 +148,7 @@ class _Prompt:
             reserved=reserved,
             parent=self.parent,
             parent_len=self.length,
+            function=given_name(self.attempt.task.completion),
         )
         self.attempt.opened.append(context)
         self.fills.append(

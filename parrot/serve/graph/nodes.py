@@ -274,3 +274,8 @@ def task_span(trace_id: str, task: Task) -> TraceParent:
 def unnamed(request_id: int) -> str:
     """The function's name of a call that gave none."""
     return f"call_{request_id}"
+
+
+def given_name(task: Task) -> str:
+    """The function's name that the program gave; empty if it gave none."""
+    return "" if task.func_name == unnamed(task.request_id) else task.func_name

@@ -116,6 +116,7 @@ class CallSeries:
         self.seconds = {name: Histogram(about[1]) for name, about in _CALL_HISTOGRAMS.items()}
         self.tokens: Counter[str] = Counter()
         self.num_retries = 0
+        self.num_evicted = 0  # tokens
         self.cost = 0.0
 
     def count(self, calls: Sequence[Measured]) -> None:
@@ -137,6 +138,7 @@ class CallSeries:
             one.add(other.seconds[name])
         self.tokens.update(other.tokens)
         self.num_retries += other.num_retries
+        self.num_evicted += other.num_evicted
         self.cost += other.cost
 
 
@@ -157,6 +159,9 @@ def call_families(
     )
     retries = {(key,): one.num_retries for key, one in series.items()}
     yield counter(f"{prefix}_retries", "Further attempts of completions.", retries, label)
+    evicted = {(key,): one.num_evicted for key, one in series.items()}
+    text = "Tokens of their contexts that were freed for want of room."
+    yield counter(f"{prefix}_evicted_tokens", text, evicted, label)
     costs = {(key,): one.cost for key, one in series.items()}
     yield counter(f"{prefix}_cost", "Price of the tokens, by `prices`.", costs, label)
 

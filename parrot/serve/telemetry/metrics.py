@@ -7,10 +7,11 @@ from dataclasses import asdict
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
-from parrot.serve.graph.nodes import Completion, Task, unnamed
+from parrot.serve.graph.nodes import Completion, Task, given_name
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.journal.journal import Journal
 from parrot.serve.sessions import Session
@@ -75,19 +76,25 @@ class CoreMetrics:
             times = task.times
             if times.started is not None and times.finished is not None:
                 taken_s = times.finished - times.started
-                self._natives.use(_function_of(task)).seconds.observe(taken_s)
+                self._natives.use(given_name(task) or UNNAMED).seconds.observe(taken_s)
             return
         self._tasks["semantic", task.state.value] += 1
         self._num_reused += task.stats.is_reused
         call = Measured.of(task, self.prices.cost(task.stats))
         if call is None:
             return
-        function, stats = _function_of(task), task.stats
+        function, stats = given_name(task) or UNNAMED, task.stats
         self.accounts.count(session.tenant, function, call)
         engine = (stats.engine_name or OTHER, stats.model or OTHER)
         self._uncounted.append((function, app_of(session), engine, call))
         if len(self._uncounted) >= _COUNTED_AT_ONCE:
             self._count()
+
+    def evicted(self, context: Context, num_tokens: int, session: Session | None) -> None:
+        """`session`: whose it was; None: it was kept for a whole tenant."""
+        app = OTHER if session is None else app_of(session)
+        self._functions.use(context.function or UNNAMED, 0).num_evicted += num_tokens
+        self._apps.use(app, 0).num_evicted += num_tokens
 
     def _count(self) -> None:
         """Many at once take half of the time: most are of few functions and engines."""
@@ -151,10 +158,6 @@ class CoreMetrics:
 def app_of(session: Session) -> str:
     """The application's name: the first that the program gave."""
     return session.apps[0] if session.apps else UNNAMED
-
-
-def _function_of(task: Task) -> str:
-    return UNNAMED if task.func_name == unnamed(task.request_id) else task.func_name
 
 
 def _journal_family(journal: Journal | None) -> Metric:
