@@ -2,30 +2,40 @@
 
 from fastapi import Request
 
-from parrot.protocol.engine_client import CORE_HEADER, CoreIdentity
+from parrot.protocol.engine_client import CORE_HEADER, REGISTRATION_HEADER, CoreIdentity
 from parrot.protocol.errors import StaleCore
+from parrot.utils.ids import new_token
 
 
 class Fence:
     """Knows whom the engine obeys: the ServeCore that it registered with last. While it registers,
     the next one may be sooner with a request than with its answer, so a later one is let in, too.
-    Requests that name no ServeCore are let in always."""
+    What was sent under an earlier registration is refused, since nobody frees what it would make.
+    Requests that name no ServeCore and no registration are let in always."""
 
     def __init__(self) -> None:
         self._owner: CoreIdentity | None = None
         self._is_registered = False
+        self._registration = ""
+
+    def registering(self) -> str:
+        """Name the registration that begins now."""
+        self._registration = new_token()
+        return self._registration
 
     def registered(self, owner: CoreIdentity) -> None:
         self._owner, self._is_registered = owner, True
 
     def released(self) -> None:
         """It registers again."""
-        self._is_registered = False
+        self._is_registered, self._registration = False, ""
 
     def check(self, request: Request) -> None:
-        """Raise `StaleCore` if it comes from a ServeCore that is not obeyed."""
+        """Raise `StaleCore` if it comes from a ServeCore that is not obeyed, or any more."""
         if named := request.headers.get(CORE_HEADER):
             self.admit(CoreIdentity.parse(named))
+        if request.headers.get(REGISTRATION_HEADER, self._registration) != self._registration:
+            raise StaleCore("this engine has registered anew since, or is about to")
 
     def admit(self, asking: CoreIdentity) -> None:
         """Raise `StaleCore` if it is not obeyed."""

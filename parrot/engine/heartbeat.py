@@ -61,13 +61,15 @@ class Heartbeat:
             name = self._service.engine_info().engine_name
             logger.info("registered as engine %d (%s)", terms.engine_id, name)
             await self._beat_while_known(terms, name)
-            self._fence.released()
-            self._reorder.reset()
-            await self._service.reset()
 
     async def _register(self) -> RegisterResponse:
+        """Forget everything first: also of an attempt whose answer was lost there may be work."""
+        self._fence.released()
+        self._reorder.reset()
+        await self._service.reset()
         info = await reachable(self._service.engine_info(), *self._core)
-        info = info.model_copy(update={"incarnation": self._incarnation})
+        names = {"incarnation": self._incarnation, "registration": self._fence.registering()}
+        info = info.model_copy(update=names)
         return await self._client.register_engine(info)
 
     async def _beat_while_known(self, terms: RegisterResponse, name: str) -> None:

@@ -365,6 +365,13 @@ class EngineInfo(InternalPayload):
         description="a secret of this start of the engine, which lets it register again while "
         "ServeCore believes it to be there; others of its name and address get 409 till it is lost",
     )
+    registration: str = Field(
+        "",
+        max_length=256,
+        pattern=r"^[\w-]*$",
+        description="a name of this registration, which ServeCore's requests repeat in the header "
+        "`x-parrot-registration`; the engine refuses those of an earlier one",
+    )
 
 
 class RegisterRequest(InternalPayload):

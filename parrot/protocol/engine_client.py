@@ -29,6 +29,7 @@ from parrot.protocol.transport import Transport, read_answer, until_done
 from parrot.utils.ids import new_token
 
 CORE_HEADER = "x-parrot-core"
+REGISTRATION_HEADER = "x-parrot-registration"
 _MAX_EPOCH = 2**63
 
 
@@ -162,6 +163,8 @@ def http_connect(
     def connect(info: EngineInfo) -> EngineClient:
         host = f"[{info.host}]" if ":" in info.host else info.host
         headers = {CORE_HEADER: identity().header}
+        if info.registration:
+            headers[REGISTRATION_HEADER] = info.registration
         url = f"http://{host}:{info.port}"
         return EngineClient(HttpClient(url, bearer_token=cluster_token, headers=headers))
 

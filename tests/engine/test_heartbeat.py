@@ -4,6 +4,7 @@ import asyncio
 import socket
 
 import pytest
+from fastapi import Request
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
@@ -12,7 +13,7 @@ from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest, HeartbeatResponse, RegisterResponse
-from parrot.protocol.engine_client import CoreIdentity
+from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
 from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.manual_clock import ManualClock
@@ -123,11 +124,68 @@ async def test_it_registers_again_when_the_core_has_forgotten_it(scene):
     client.known.clear()
     await clock.advance(INTERVAL_S)
     assert len(client.infos) == 2
-    assert client.infos[0] == client.infos[1]
+    first, second = client.infos
+    assert first.registration != second.registration
+    assert first == second.model_copy(update={"registration": first.registration})
     await client.reorder.enter([FillRequest(context_id=7, token_ids=[1])])
     assert service.runtime_info().num_free_blocks == 8192  # the old core's contexts are gone
     await clock.advance(2 * INTERVAL_S)
     assert client.beats[-1] == 2
+
+
+def sent_under(registration: str | None) -> Request:
+    """A request of ServeCore's."""
+    name = REGISTRATION_HEADER.encode()
+    headers = [] if registration is None else [(name, registration.encode())]
+    return Request({"type": "http", "headers": headers})
+
+
+async def test_what_was_sent_before_it_registered_again_is_refused(scene, monkeypatch):
+    """A network may bring it late: nobody would free its contexts."""
+    client, clock, _ = scene
+    register = client.register_engine
+
+    async def refuse(info):
+        raise Unavailable("starting")
+
+    client.start()
+    await clock.advance(INTERVAL_S)
+    (first,) = client.infos
+    client.fence.check(sent_under(first.registration))
+    client.known.clear()
+    monkeypatch.setattr(client, "register_engine", refuse)
+    await clock.advance(INTERVAL_S)
+    with pytest.raises(StaleCore):
+        client.fence.check(sent_under(first.registration))
+    monkeypatch.setattr(client, "register_engine", register)
+    await clock.advance(MAX_RETRY_S)
+    second = client.infos[-1]
+    with pytest.raises(StaleCore):
+        client.fence.check(sent_under(first.registration))
+    client.fence.check(sent_under(second.registration))
+    client.fence.check(sent_under(None))
+
+
+async def test_a_registration_whose_answer_was_lost_leaves_nothing(scene, monkeypatch):
+    client, clock, service = scene
+    register = client.register_engine
+
+    async def lose_the_answer(info):
+        await register(info)
+        monkeypatch.setattr(client, "register_engine", register)
+        raise Unavailable("the answer was lost")
+
+    monkeypatch.setattr(client, "register_engine", lose_the_answer)
+    client.start()
+    await clock.advance(0.1)
+    await fill(service, clock)  # ServeCore uses the engine that it knows
+    assert service.runtime_info().num_free_blocks < 8192
+    await clock.advance(INTERVAL_S)
+    first, second = client.infos
+    assert service.runtime_info().num_free_blocks == 8192
+    with pytest.raises(StaleCore):
+        client.fence.check(sent_under(first.registration))
+    client.fence.check(sent_under(second.registration))
 
 
 async def test_an_outage_does_not_end_a_registration(scene):
