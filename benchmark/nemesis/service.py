@@ -180,7 +180,8 @@ class Service:
         accounts = [Account(server=self.core.name, left=core, broken=broken)]
         for name, server in self.engines.items():
             own = await self.account(server)
-            left = {"jobs": own.get("jobs", 0)}
-            left["contexts unknown to ServeCore"] = abs(own.get("contexts", 0) - known.get(name, 0))
+            surplus = own.get("contexts", 0) - known.get(name, 0)
+            left = {"jobs": own.get("jobs", 0), "contexts too many": max(0, surplus)}
+            left["contexts that only ServeCore believes in"] = max(0, -surplus)
             accounts.append(Account(server=name, left=left, broken=own["broken"]))
         return accounts
