@@ -54,9 +54,7 @@ class JobRequest(InternalPayload):
     attempt: int = Field(0, ge=0, description="of the task, in all engines; 0: it has none")
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(
-        "",
-        max_length=1024,
-        description="a request shares KV with contexts of the same salt only, and uses only such",
+        "", max_length=1024, description="a request shares KV with, and uses, its salt's only"
     )
     traceparent: str = Field("", max_length=256, description="W3C: the span above; empty: none")
 
@@ -365,13 +363,7 @@ class EngineInfo(InternalPayload):
         description="a secret of this start of the engine, which lets it register again while "
         "ServeCore believes it to be there; others of its name and address get 409 till it is lost",
     )
-    registration: str = Field(
-        "",
-        max_length=256,
-        pattern=r"^[\w-]*$",
-        description="a name of this registration, which ServeCore's requests repeat in the header "
-        "`x-parrot-registration`; the engine refuses those of an earlier one",
-    )
+    registration: str = Field("", pattern=r"^[\w-]{0,99}$", description="requests repeat its name")
 
 
 class RegisterRequest(InternalPayload):
