@@ -27,6 +27,7 @@ from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.gate.access import Access, RuledRoute
 from parrot.serve import http_server as core_server
 from parrot.serve.core import ServeCore
+from parrot.serve.process import assembly
 
 ACCOUNT = "/nemesis/account"
 _NUMBER = struct.Struct("d")
@@ -158,14 +159,14 @@ def _be(run: Callable[..., None], config: str, log: str, *facts: Any) -> None:
 
 def run_core(config: str, clock: str) -> None:
     WallClock(Path(clock)).install()
-    create = core_server.create_app
+    create = assembly.create_app
 
     def create_app(core: ServeCore, *args: Any) -> FastAPI:
         app = create(core, *args)
         _give_account(app, core.check_integrity, lambda: _core_account(core))
         return app
 
-    core_server.create_app = create_app
+    assembly.create_app = create_app
     core_server.main(["--config_path", config])
 
 
