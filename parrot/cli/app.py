@@ -251,13 +251,13 @@ def bench(
     from parrot.cli.bench.command import BenchOptions
     from parrot.cli.bench.command import bench as measure
 
-    lengths = {
-        "num_requests": num_requests,
-        "prompt_tokens": prompt_tokens,
-        "prefix_tokens": prefix_tokens,
-        "output_tokens": output_tokens,
-    }
     options = BenchOptions(
+        workload=workload,
+        against=against or [],
+        num_requests=num_requests,
+        prompt_tokens=prompt_tokens,
+        prefix_tokens=prefix_tokens,
+        output_tokens=output_tokens,
         is_chat=chat,
         model=model,
         against_model=against_model,
@@ -270,7 +270,7 @@ def bench(
         timeout_s=timeout,
         output=output,
     )
-    measure(url, against or [], workload, lengths, options)
+    measure(url, options)
 
 
 @app.command()

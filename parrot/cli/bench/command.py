@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,9 +31,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """`seed`: None draws one. `timeout_s`: of a request or an application. Models and keys: None is
-    the first model that is served, and no key."""
+    """The options of the command line. `seed`: None draws one. `timeout_s`: of a request or an
+    application. Models and keys: None is the first model that is served, and no key. Other Nones:
+    as the workload says."""
 
+    workload: str
+    against: Sequence[str]
+    num_requests: int | None
+    prompt_tokens: int | None
+    prefix_tokens: int | None
+    output_tokens: int | None
     is_chat: bool
     model: str | None
     against_model: str | None
@@ -47,22 +54,16 @@ class BenchOptions:
     output: Path | None
 
 
-def bench(
-    url: str,
-    against: Sequence[str],
-    workload: str,
-    lengths: Mapping[str, int | None],
-    options: BenchOptions,
-) -> None:
+def bench(url: str, options: BenchOptions) -> None:
     """Ends by `SystemExit` when a side has completed nothing, or at a signal."""
     if options.output is not None and not options.output.parent.is_dir():
         fail(f"{options.output.parent}: no such folder; --output names a file in one that exists")
     # Texts that a server has seen before come out of its caches: not the same again by default.
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     try:
-        load = _load(workload, lengths, options)
+        load = _load(options)
         bench = Bench(load, options, seed)
-        asyncio.run(bench.run(*_addresses(url, against, options)))
+        asyncio.run(bench.run(*_addresses(url, options)))
     except (CannotMeasure, ValueError) as error:
         fail(str(error))
     except KeyboardInterrupt:  # the second Ctrl-C, or one before anything ran
@@ -77,26 +78,32 @@ def bench(
         sys.exit(1)
 
 
-def _load(workload: str, lengths: Mapping[str, int | None], options: BenchOptions) -> Load:
+def _load(options: BenchOptions) -> Load:
     """Raises `ValueError`."""
+    lengths = {
+        "num_requests": options.num_requests,
+        "prompt_tokens": options.prompt_tokens,
+        "prefix_tokens": options.prefix_tokens,
+        "output_tokens": options.output_tokens,
+    }
     rate, concurrency = options.request_rate, options.concurrency
     if rate is None and concurrency is None:
         concurrency = _CONCURRENCY
-    load = parse_load(workload, lengths, concurrency, rate)
+    load = parse_load(options.workload, lengths, concurrency, rate)
     load.plan(TextSource(COMMON_WORDS), seed=0)  # what is wrong with it is said before all else
     return load
 
 
-def _addresses(url: str, against: Sequence[str], options: BenchOptions) -> list[Address]:
+def _addresses(url: str, options: BenchOptions) -> list[Address]:
     """Raises `ValueError`."""
-    for given in (url, *against):
+    for given in (url, *options.against):
         if urlsplit(given).scheme not in ("http", "https") or not urlsplit(given).netloc:
             raise ValueError(f"not an http address: {given}; one is http://localhost:9000")
     own = ("--api_key, or PARROT_KEY in the environment", "--model")
     theirs = ("--against_api_key, or PARROT_AGAINST_KEY in the environment", "--against_model")
     first = Address(url, options.api_key, options.model, *own)
     key, model = options.against_api_key, options.against_model
-    return [first, *(Address(given, key, model, *theirs) for given in against)]
+    return [first, *(Address(given, key, model, *theirs) for given in options.against)]
 
 
 class Bench:
