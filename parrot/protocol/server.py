@@ -174,9 +174,11 @@ async def run_until_disconnect(request: Request, work: Awaitable[R]) -> R:
     this = asyncio.current_task()
     assert this is not None
     watcher: asyncio.Future[None] | None = None
+    is_over = False
 
     def interrupt(watcher: asyncio.Future[None]) -> None:
-        this.cancel()
+        if not is_over:  # the work may have ended in the turn in which the client has gone
+            this.cancel()
 
     def watch() -> None:
         nonlocal watcher
@@ -191,9 +193,9 @@ async def run_until_disconnect(request: Request, work: Awaitable[R]) -> R:
             raise Cancelled("the client disconnected") from None
         raise
     finally:
+        is_over = True
         suspended.cancel()
         if watcher is not None:
-            watcher.remove_done_callback(interrupt)
             watcher.cancel()
 
 

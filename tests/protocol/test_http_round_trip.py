@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 from starlette.routing import Route
+from starlette.types import Message
 
 from parrot.protocol import server
 from parrot.protocol.endpoint import Endpoint
@@ -135,6 +136,32 @@ async def transport(request: pytest.FixtureRequest, probe: Probe) -> AsyncIterat
         local = AppTransport(make_app(probe))
         yield local
         await local.close()
+
+
+async def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_after_it() -> None:
+    loop = asyncio.get_running_loop()
+    done, gone = loop.create_future(), loop.create_future()
+    listening = asyncio.Event()
+
+    async def receive() -> Message:
+        listening.set()
+        await gone
+        return {"type": "http.disconnect"}
+
+    async def leave() -> None:
+        await listening.wait()
+        loop.call_soon(done.set_result, "worked")
+        gone.set_result(None)
+
+    async def answer() -> str:
+        request = Request({"type": "http"}, receive)
+        result = await server.run_until_disconnect(request, done)
+        await asyncio.sleep(0.01)  # until it is on disk
+        return str(result)
+
+    leaving = asyncio.create_task(leave())
+    assert await asyncio.create_task(answer()) == "worked"
+    await leaving
 
 
 async def test_json_goes_there_and_back(transport: Transport) -> None:
