@@ -16,8 +16,8 @@ Check = Callable[[Request], None]
 
 
 class Access(StrEnum):
-    """What a request must present, where the server has such a thing: without `api_keys`, or with
-    `insecure`, nobody is asked for those."""
+    """The thing that a request must present, where the server has it: without API keys nobody is
+    asked for one, without a cluster token nobody for that, and without both nobody for a cookie."""
 
     ANYBODY = "nothing"
     API_KEY = "an API key"

@@ -53,7 +53,7 @@ class _Visit(NamedTuple):
 
 
 class Visitors:
-    """Those who have shown a key, by the secret of the cookie that they got for it."""
+    """Visitors who have shown a key, by the secret of the cookie that they got for it."""
 
     def __init__(self, cluster_token: str | None, tenants: TenantTable, clock: Clock) -> None:
         self._tenants = tenants
