@@ -69,10 +69,11 @@ class Place:
 
 
 class Endings:
-    """The endings of turns, the least recently used ones up to a bound."""
+    """The endings of turns of live sessions, the most recently used ones up to a bound."""
 
     def __init__(self) -> None:
-        self._endings: LruDict[bytes, Ending] = LruDict(_MAX_ENDINGS)
+        self._endings: LruDict[bytes, Ending] = LruDict()
+        self._of_sessions: dict[int, set[bytes]] = {}
 
     def put(self, place: Place, session: Session, completion: Completion, message: Message) -> None:
         """One answer of the turn at `place` is done, for which its program will send `message`."""
@@ -82,8 +83,7 @@ class Endings:
         messages = place.messages.copy()
         _extend(messages, [message])
         key = messages.digest()
-        ending = Ending(session.id, completion, length, told, ref(place.prompt))
-        self._endings.put(key, ending)
+        self._keep(key, Ending(session.id, completion, length, told, ref(place.prompt)))
         if session.history is not None:
             session.history.can_continue(key, completion)
 
@@ -92,7 +92,26 @@ class Endings:
         completion = recorded_completion(session.graph, fields)
         text = _text_of(completion)
         ending = Ending(session.id, completion, len(text), _told(text), lambda: None)
-        self._endings.put(bytes.fromhex(fields["key"]), ending)
+        self._keep(bytes.fromhex(fields["key"]), ending)
+
+    def forget(self, session_id: int) -> None:
+        """The session has ended: nothing of its texts is kept."""
+        for key in self._of_sessions.pop(session_id, ()):
+            self._endings.pop(key)
+
+    def _keep(self, key: bytes, ending: Ending) -> None:
+        self._drop(key)
+        self._endings.put(key, ending)
+        self._of_sessions.setdefault(ending.session_id, set()).add(key)
+        if len(self._endings) > _MAX_ENDINGS and (oldest := self._endings.oldest()) is not None:
+            self._drop(oldest[0])
+
+    def _drop(self, key: bytes) -> None:
+        if (ending := self._endings.pop(key)) is not None:
+            keys = self._of_sessions[ending.session_id]
+            keys.remove(key)
+            if not keys:
+                del self._of_sessions[ending.session_id]
 
     def find(
         self, prompt: Prompt, scope: Mapping[str, Any], is_live: Callable[[int], bool]

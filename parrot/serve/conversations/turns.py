@@ -187,6 +187,7 @@ class Turns:
     def forget(self, session: Session) -> None:
         """A session has ended."""
         self._doctor.forget(session.id)
+        self._endings.forget(session.id)
         self._sessions.forget(session)
 
 

@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parrot.serve.conversations import endings
 from parrot.serve.conversations.doctor import Prompt
 from parrot.serve.conversations.endings import Endings
 
@@ -95,3 +97,25 @@ def test_a_session_that_has_ended_and_another_scope_are_not_found() -> None:
     assert (first.ending.session_id, first.num_known) == (0, 2)
     other = SCOPE | {"tenant": "u"}
     assert here.endings.find(prompt, other, lambda _: True).ending is None
+
+
+def test_of_a_session_that_has_ended_nothing_is_kept() -> None:
+    """Long conversations are megabytes, and sessions end all the time."""
+    here = Conversations()
+    messages = [said("user", "a")]
+    for answer in ("x", "y", "x"):
+        here.turn(messages, answer, is_kept=False)
+    for session_id in range(here.num_turns):
+        here.endings.forget(session_id)
+        here.endings.forget(session_id)
+    assert not here.endings._endings
+    assert not here.endings._of_sessions
+
+
+def test_the_endings_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endings, "_MAX_ENDINGS", 2)
+    here = Conversations()
+    for text in "abc":
+        here.turn([said("user", text)], "x", is_kept=False)
+    assert len(here.endings._endings) == 2
+    assert here.endings._of_sessions.keys() == {1, 2}
