@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
-from parrot.serve.graph.nodes import Completion
+from parrot.serve.graph.nodes import Completion, given_name
 from parrot.utils.heaps import LruDict
 
 _FIRST_S = 0.02
@@ -43,14 +43,15 @@ _MIN_CHANCE = 1e-4
 
 
 class Source(NamedTuple):
-    """The calls of one function with one cache salt, which are taken to be continued alike."""
+    """The calls of one function with one cache salt, which are taken to be continued alike; so are
+    all calls whose functions have no name."""
 
     salt: str
     func_name: str
 
     @classmethod
     def of(cls, completion: Completion) -> "Source":
-        return cls(completion.options.cache_salt, completion.options.func_name)
+        return cls(completion.options.cache_salt, given_name(completion))
 
 
 class _Histogram:

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.serve.contexts.think_time import Source, ThinkTimes
+from parrot.serve.graph.nodes import Completion
+from tests.serve.serve_fakes import made, make_graph, semantic
 
 A, B = Source("acme", "a"), Source("acme", "b")
 
@@ -80,3 +82,15 @@ def test_predictions_are_positive_and_the_time_of_the_next_use_never_comes_neare
     assert all(end > age_s for end, age_s in zip(ends, sorted(ages_s), strict=True))
     for earlier, later in pairwise(ends):
         assert later >= earlier * 0.9  # up to the width of a bucket
+
+
+def test_calls_without_a_name_are_of_one_function() -> None:
+    """Each has a name of its own, which would push out what is known of others."""
+    graph = make_graph()
+    sources = set()
+    for name in (None, None, "f"):
+        response = graph.submit(semantic("t {{o}}", made("o"), func_name=name))
+        [completion] = graph.calls[response.request_id].tasks
+        assert isinstance(completion, Completion)
+        sources.add(Source.of(completion))
+    assert sources == {Source("tenant", ""), Source("tenant", "f")}
