@@ -188,6 +188,29 @@ async def begun_in_the_background(site: Site, **fields: Any) -> Any:
     return response
 
 
+@pytest.mark.parametrize(("store", "stream"), [(True, False), (True, True), (False, True)])
+async def test_a_response_that_cannot_be_kept_is_not_given(store: bool, stream: bool) -> None:
+    """Whoever had its id would find nothing after a restart."""
+    file, engine = HeldFile(), hanging()
+    body = {"model": MODEL, "input": "Hi", "store": store, "stream": stream}
+
+    async def ask(site: Site) -> tuple[int, str]:
+        async with site.http.post(RESPONSES, json=body) as response:
+            return response.status, await response.text()
+
+    async with serving(file, engine) as site:
+        asking = asyncio.ensure_future(ask(site))
+        while not engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await full(site, file)
+        engine.resume.set()
+        status, text = await asking
+        assert status == (200 if stream else 507)
+        assert ("response.completed" in text) is (not store)
+        assert ("the journal cannot be written" in text) is store
+        file.full = False
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_a_background_response_is_made_again_after_a_restart(is_killed: bool) -> None:
     file, tools = MemoryFile(), [{"type": "function", "name": "f", "parameters": {}}]

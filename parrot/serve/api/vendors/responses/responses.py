@@ -198,6 +198,7 @@ class Responses:
             for _ in writer.write(part):
                 pass
         self._end(turn, writer, record)
+        await self.kept.durable(is_stored=bool(record.body))
         return orjson.dumps(writer.response)
 
     async def _events(
@@ -212,7 +213,7 @@ class Responses:
                     events += writer.write(part)
                     if isinstance(part, Ended):  # before the client knows, and continues it
                         self._end(turn, writer, record)
-                        await self.kept.durable()
+                        await self.kept.durable(is_stored=bool(record.body))
                     yield [(event["type"], event) for event in events]
         except ParrotError as error:
             if not has_begun:

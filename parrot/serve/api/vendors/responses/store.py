@@ -234,10 +234,12 @@ class KeptResponses:
         }
         self._journal.append(record.id, _KEPT, fields)
 
-    async def durable(self) -> None:
-        """Wait until what was written is on disk."""
+    async def durable(self, *, is_stored: bool) -> None:
+        """Wait until what was written is on disk. Raises `InsufficientStorage` if it cannot be
+        written now and the response `is_stored`: then its id must not be given to anybody, for
+        whom it would be lost."""
         if self._journal is not None:
-            await self._journal.published()
+            await (self._journal.durable() if is_stored else self._journal.published())
 
     def _dropped(self, record: Record) -> None:
         assert self._journal is not None
