@@ -105,17 +105,22 @@ async def leaver(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def cancelled(client: Client, variant: int, draw: random.Random) -> str:
-    """What was cancelled stays so, and what depends on it; the rest goes on."""
-    long = await client.call(f"For ever {variant}:", 5000, reuse=False)
+    """What was cancelled stays so, and what depends on it; the rest goes on. It is cancelled again
+    and again: while the journal cannot be written nobody promises that one lasts."""
+    long = await client.call(f"For long {variant}:", 1500, reuse=False)
     behind = await client.call("Behind {{x}}:", 8, inputs={"x": long}, reuse=False)
     beside = await client.call(f"Beside {variant}:", 20, reuse=False)
-    reading = asyncio.create_task(client.failure(behind))
+    reads = [asyncio.create_task(client.failure(var)) for var in (behind, long)]
     try:
         await asyncio.sleep(draw.uniform(0.0, 0.2))
-        await client.cancel(long)
-        return "|".join([await reading, await client.failure(long), await client.get(beside)])
+        pending = set(reads)
+        while pending:
+            await client.cancel(long)
+            _, pending = await asyncio.wait(reads, timeout=0.5)
+        return "|".join([*(await asyncio.gather(*reads)), await client.get(beside)])
     finally:
-        reading.cancel()
+        for read in reads:
+            read.cancel()
 
 
 async def secret(client: Client, variant: int, draw: random.Random) -> str:

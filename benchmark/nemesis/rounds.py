@@ -23,7 +23,7 @@ LIMIT_S = 60.0  # of a program, whatever happens
 MIXED = "mixed"
 PROBE = "probe"
 """The program that comes with each fault."""
-_PATIENCE_S = 15.0  # until all books are in order, when nobody asks for anything any more
+_PATIENCE_S = 20.0  # until all books are in order, when nobody asks for anything any more
 _SHARE = 512  # half of ServeCore's queue
 _SHORT_LIFE_S = 0.5
 _CALM = 0.8  # of the faults come when all servers are there
