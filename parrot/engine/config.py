@@ -244,6 +244,13 @@ class EngineConfig(ConfigModel):
     state_dir: str | None = Field(None, min_length=1, description="As ServeCore's.")
     otlp_endpoint: str | None = Field(None, min_length=1, description="As ServeCore's.")
     serve_core: ServeCoreAddress = ServeCoreAddress()
+    standby_cores: tuple[ServeCoreAddress, ...] = Field(
+        (),
+        strict=False,
+        max_length=16,
+        description="Others that may serve in the place of `serve_core`, with the same journal: "
+        "the engine is registered with the one that does (docs/standby.md).",
+    )
     scheduler: SchedulerConfig = SchedulerConfig()
     connections: ConnectionLimits = ConnectionLimits()
 

@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from parrot.engine.core.plan import DeviceLost
@@ -41,12 +42,13 @@ class Heartbeat:
         clock: Clock,
         *,
         interval_s: float,
-        core: tuple[str, int],
+        cores: Sequence[tuple[str, int]],
         incarnation: str = "",
     ) -> None:
-        """`core`: host and port of ServeCore, as seen from here. `incarnation`: as registered."""
+        """`cores`: hosts and ports of ServeCore and its standbys, as seen from here. `incarnation`:
+        as registered."""
         self._incarnation = incarnation
-        self._core = core
+        self._cores = cores
         self._client = client
         self._service = service
         self._reorder = reorder
@@ -67,7 +69,7 @@ class Heartbeat:
         self._fence.released()
         self._reorder.reset()
         await self._service.reset()
-        info = await reachable(self._service.engine_info(), *self._core)
+        info = await reachable(self._service.engine_info(), self._cores)
         names = {"incarnation": self._incarnation, "registration": self._fence.registering()}
         info = info.model_copy(update=names)
         return await self._client.register_engine(info)
@@ -126,13 +128,22 @@ class Heartbeat:
             delay_s = min(2 * delay_s, MAX_RETRY_S)
 
 
-async def reachable(info: EngineInfo, core_host: str, core_port: int) -> EngineInfo:
+async def reachable(info: EngineInfo, cores: Sequence[tuple[str, int]]) -> EngineInfo:
     """`info` with a host that ServeCore can call: an engine bound to every interface tells the
-    address of the one that leads to ServeCore. Raises `Unavailable` while none does."""
+    address of the one that leads to the first of `cores` that has a way. Raises `Unavailable` while
+    none has."""
     if info.host not in _WILDCARD_HOSTS:
         return info
-    host = await asyncio.to_thread(_own_address_towards, core_host, core_port)
+    host = await asyncio.to_thread(_own_address, cores)
     return info.model_copy(update={"host": host})
+
+
+def _own_address(cores: Sequence[tuple[str, int]]) -> str:
+    *others, last = cores
+    for core in others:
+        with suppress(Unavailable):
+            return _own_address_towards(*core)
+    return _own_address_towards(*last)
 
 
 def _own_address_towards(host: str, port: int) -> str:

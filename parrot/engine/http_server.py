@@ -20,8 +20,8 @@ from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
+from parrot.protocol.failover.client import client_of
 from parrot.protocol.gate.cluster_token import settled_token
-from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
@@ -83,20 +83,23 @@ async def run_engine(
     logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
     if not with_core:
         await asyncio.Event().wait()
-    core = config.serve_core
-    url = f"http://{core.host}:{core.port}"
-    async with HttpClient(url, bearer_token=config.cluster_token) as http:
-        heartbeat = Heartbeat(
-            RegistrationClient(http),
-            service,
-            reorder,
-            app.state.fence,
-            MonotonicClock(),
-            interval_s=config.heartbeat_interval,
-            core=(core.host, core.port),
-            incarnation=incarnation,
-        )
+    cores = [(core.host, core.port) for core in (config.serve_core, *config.standby_cores)]
+    urls = [f"http://{host}:{port}" for host, port in cores]
+    http = client_of(urls, bearer_token=config.cluster_token)
+    heartbeat = Heartbeat(
+        RegistrationClient(http),
+        service,
+        reorder,
+        app.state.fence,
+        MonotonicClock(),
+        interval_s=config.heartbeat_interval,
+        cores=cores,
+        incarnation=incarnation,
+    )
+    try:
         await heartbeat.run()
+    finally:
+        await http.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

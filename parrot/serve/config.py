@@ -231,8 +231,8 @@ class CoreConfig(ConfigModel):
         None,
         min_length=1,
         description="File (SQLite) or database (`postgresql://USER:PASSWORD@HOST/DATABASE`, which "
-        "standbys may share; needs the extra `postgres`) in which sessions are kept, so that they "
-        "outlive this process (docs/operations.md); null: they end with it.",
+        "standbys may share (docs/standby.md); needs the extra `postgres`) in which sessions are "
+        "kept, so that they outlive this process (docs/operations.md); null: they end with it.",
     )
     journal_size: int = Field(
         2**32,

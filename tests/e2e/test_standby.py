@@ -1,29 +1,47 @@
 """Two ServeCores with one journal in PostgreSQL: one serves, and the other when that is gone."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 
+from parrot import P
 from parrot.cluster import Cluster
+from parrot.cluster.ports import free_port
 from parrot.protocol.errors import NoEngine, Standby, Unavailable
+from parrot.protocol.failover.client import client_of
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
 from tests.e2e.programs import Program
+from tests.e2e.test_journal import HANGS_S, SIM, begin, map_reduce, persistently
 from tests.support.postgres import Server
 
 TAKEOVER_S = 5.0
 
 
 @contextmanager
-def two_cores(address: str) -> Iterator[tuple[Cluster, Cluster]]:
+def two_cores(address: str, num_engines: int = 0) -> Iterator[tuple[Cluster, Cluster]]:
     """The one that serves, and its standby."""
-    core = {"journal": address}
-    with Cluster(core=core, engines=[]) as first, Cluster(core=core, engines=[]) as second:
+    core = {"journal": address, "engine_heartbeat_timeout": 10}
+    port = free_port("127.0.0.1", set())
+    engine = SIM | {"standby_cores": [{"host": "127.0.0.1", "port": port}]}
+    with (
+        Cluster(core=core, engines=[engine] * num_engines) as first,
+        Cluster(core=core | {"port": port}, engines=[]) as second,
+    ):
         yield first, second
+
+
+@asynccontextmanager
+async def either(*cores: Cluster) -> AsyncIterator[ServeClient]:
+    client = ServeClient(client_of([core.core_url for core in cores]))
+    yield client
+    await client.close()
 
 
 async def ask(url: str, method: str = "GET") -> tuple[int, Any, str | None]:
@@ -98,3 +116,57 @@ async def test_a_standby_takes_over(how: str, postgres: Server) -> None:
             assert await program.get(var_id) == "text"
             first.restart("core")
             assert await role(first) == "standby"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_program_ends_as_if_nothing_had_happened(
+    signum: signal.Signals, postgres: Server
+) -> None:
+    loop = asyncio.get_running_loop()
+    with two_cores(postgres.database(), 2) as (first, second):
+        async with either(first, second) as client, either(first) as stale:
+            undisturbed = await begin(client)
+            expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
+            session = await begin(client)
+            var_ids = await map_reduce(session)
+            reads = [
+                asyncio.create_task(persistently(session.get, var_id, timeout_s=None))
+                for var_id in var_ids
+            ]
+            seen = {var_ids[0]: await reads[0]}
+            os.killpg(first.process("core").pid, signum)
+            start = loop.time()
+            late = asyncio.create_task(
+                Program(stale, session.session_id, session.session_auth).call("Too late: {{out}}")
+            )
+            await serving(second)
+            assert loop.time() - start < TAKEOVER_S
+            async with asyncio.timeout(HANGS_S):
+                assert await asyncio.gather(*reads) == expected
+                if signum == signal.SIGSTOP:
+                    os.killpg(first.process("core").pid, signal.SIGCONT)
+                with pytest.raises(Unavailable):  # and never an acknowledgement
+                    await late
+                for var_id, text in seen.items():
+                    assert await session.get(var_id) == text
+                assert await map_reduce(session) == var_ids  # the calls are the same as before
+                info = await client.session_info(session.session_id, session.session_auth)
+                assert [call.state for call in info.calls] == ["done"] * len(var_ids)
+            if signum == signal.SIGSTOP:
+                assert await role(first) == "standby"
+
+
+@P.semantic_function()
+def say(word: P.Input, out: P.Output(P.SamplingConfig(max_gen_length=40))):
+    """Say {{word}}: {{out}}"""
+
+
+def test_a_program_of_the_front_end_goes_on(postgres: Server) -> None:
+    with two_cores(postgres.database(), 1) as (first, second):
+        vm = P.VirtualMachine(f"{first.core_url},{second.core_url}/v1")
+        with vm.running_scope():
+            before = say("x").get()
+            waiting = say("y")
+            first.kill("core")
+            assert say("x").get() == before
+            assert waiting.get()

@@ -72,7 +72,7 @@ async def scene():
         client.fence,
         clock,
         interval_s=INTERVAL_S,
-        core=("localhost", 9000),
+        cores=[("localhost", 9000)],
     )
     tasks = []
     client.start = lambda: tasks.append(asyncio.ensure_future(heartbeat.run()))
@@ -292,9 +292,9 @@ async def test_each_reason_for_not_registering_is_said_once(scene, caplog):
 async def test_an_engine_on_all_interfaces_tells_an_address_that_can_be_called(scene):
     _, _, service = scene
     info = service.engine_info()
-    assert await reachable(info, "localhost", 9000) is info
+    assert await reachable(info, [("localhost", 9000)]) is info
     wild = info.model_copy(update={"host": "0.0.0.0"})
-    assert (await reachable(wild, "127.0.0.1", 9000)).host == "127.0.0.1"
+    assert (await reachable(wild, [("127.0.0.1", 9000)])).host == "127.0.0.1"
 
 
 async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, caplog):
@@ -315,9 +315,9 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
     service = SimService(SimConfig(host="0.0.0.0"))
     await service.start()
     client = FakeServeClient(clock := MonotonicClock())
-    core = ("core.example", 9000)
+    cores = [("core.example", 9000)]
     heartbeat = Heartbeat(
-        client, service, ReorderBuffer(clock), Fence(), clock, interval_s=INTERVAL_S, core=core
+        client, service, ReorderBuffer(clock), Fence(), clock, interval_s=INTERVAL_S, cores=cores
     )
     running = asyncio.ensure_future(heartbeat.run())
     async with asyncio.timeout(10):
@@ -338,7 +338,7 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
         Fence(),
         clock,
         interval_s=INTERVAL_S,
-        core=("localhost", 9000),
+        cores=[("localhost", 9000)],
     )
     task = asyncio.ensure_future(heartbeat.run())
     await client.registered.wait()

@@ -135,7 +135,7 @@ async def test_an_engine_whose_registration_is_answered_oddly_tries_on(
     async with HttpClient(url) as http:
         heartbeat = Heartbeat(
             RegistrationClient(http), service, reorder, Fence(), MonotonicClock(),
-            interval_s=0.01, core=("127.0.0.1", 1),
+            interval_s=0.01, cores=[("127.0.0.1", 1)],
         )  # fmt: skip
         running = asyncio.create_task(heartbeat.run())
         answers = [{"a": 1}, {"engine_id": 1}, {"state": "maybe"}, [], {"state": "ok"}]

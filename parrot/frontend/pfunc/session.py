@@ -21,6 +21,8 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
+from parrot.protocol.failover.client import client_of
+from parrot.protocol.failover.liveness import LivenessProbe
 from parrot.protocol.graph_api import (
     GraphRequest,
     GraphResponse,
@@ -28,7 +30,6 @@ from parrot.protocol.graph_api import (
     NativeGraphCall,
     SemanticGraphCall,
 )
-from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest, SessionInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.utils.ids import new_token
@@ -70,9 +71,10 @@ class Session:
         self.loop = BackgroundLoop()
         self.contexts: dict[SemanticFunction, int] = {}
         """The requests whose contexts the next calls continue, by function."""
-        self._calls = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_CALL_CONNECTIONS))
-        self._reads = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_READ_CONNECTIONS))
-        self._watches = ServeClient(HttpClient(core_http_addr, max_connections=_NUM_TRIALS))
+        urls = core_http_addr.split(",")
+        self._calls = ServeClient(client_of(urls, max_connections=_NUM_CALL_CONNECTIONS))
+        self._reads = ServeClient(client_of(urls, max_connections=_NUM_READ_CONNECTIONS))
+        self._watches = ServeClient(client_of(urls, max_connections=_NUM_TRIALS))
         # Reads of trials wait for no others: in this order, each needs only those before it.
         self._trial_slots = asyncio.Semaphore(_NUM_TRIALS)
         self._registering = asyncio.Lock()
@@ -304,33 +306,6 @@ class Session:
         await self._calls.close()
         await self._reads.close()
         await self._watches.close()
-
-
-class LivenessProbe:
-    """Notices a server that hangs: its host answers, and its connections stay open, for ever.
-
-    `ask` returns when the server is alive and raises what a waiting read is to raise when it is
-    not. It is asked on behalf of all who wait, at most once per `interval_s`."""
-
-    def __init__(self, ask: Callable[[], Coroutine[Any, Any, None]], interval_s: float) -> None:
-        self._ask = ask
-        self._interval_s = interval_s
-        self._probe: asyncio.Task[None] | None = None
-        self._asked_at = 0.0
-
-    async def guard(self, read: Awaitable[T]) -> T:
-        """Wait for `read` while the server is alive. Cancelled, it cancels `read`."""
-        task = asyncio.ensure_future(read)
-        try:
-            while not (await asyncio.wait((task,), timeout=self._interval_s))[0]:
-                now = asyncio.get_running_loop().time()
-                if self._probe is None or now - self._asked_at >= self._interval_s:
-                    self._asked_at = now
-                    self._probe = asyncio.ensure_future(self._ask())
-                await asyncio.shield(self._probe)
-            return task.result()
-        finally:
-            task.cancel()
 
 
 def checked(kind: type[M], subject: str, fields: dict[str, Any]) -> M:

@@ -42,12 +42,14 @@ class VirtualMachine:
         api_key: str | None = None,
         on_demand: bool = False,
     ) -> None:
-        """Nothing is sent yet. `mode="debug"` logs every call. `on_demand`: only a reader makes a
-        call run, unless its function says otherwise."""
+        """Nothing is sent yet. `core_http_addr`: with commas between, those of a ServeCore and of
+        its standbys. `mode="debug"` logs every call. `on_demand`: only a reader makes a call run,
+        unless its function says otherwise."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
         # The address that OpenAI's clients are given is one of the same server.
-        self.core_http_addr = core_http_addr.rstrip("/").removesuffix("/v1")
+        urls = [url.strip().rstrip("/").removesuffix("/v1") for url in core_http_addr.split(",")]
+        self.core_http_addr = ",".join(urls)
         self.stat_run_time = 0.0
         self._api_key = api_key
         self._on_demand = on_demand

@@ -2,8 +2,8 @@ import asyncio
 
 import pytest
 
-from parrot.frontend.pfunc.session import LivenessProbe
 from parrot.protocol.errors import Unavailable
+from parrot.protocol.failover.liveness import LivenessProbe
 
 
 class Server:

@@ -1,0 +1,110 @@
+"""A client of several servers, of which one serves at a time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, Unpack
+
+from parrot.protocol.errors import Standby, Unavailable
+from parrot.protocol.failover.liveness import LivenessProbe
+from parrot.protocol.http import HttpClient
+from parrot.protocol.transport import RequestOptions, StreamOptions, Transport
+
+_PATIENCE_S = 30.0
+_PAUSE_S = 0.25
+_PROBE_S = 1.0
+_PROBE_TIMEOUT_S = 1.5
+
+
+class _Server:
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self.http = HttpClient(url, **options)
+        self.liveness = LivenessProbe(self._ask, _PROBE_S)
+
+    async def _ask(self) -> None:
+        await self.http.request("GET", "/health", timeout_s=_PROBE_TIMEOUT_S)
+
+
+class FailoverClient:
+    """The `Transport` to whichever of several servers serves, each with a ServeCore of one journal.
+
+    A request goes to the one that served last. If that cannot have taken it (nobody listens, or it
+    stands by), or the request only reads, it goes to the next one, and so on for half a minute.
+    Else `Unavailable` says that it may have been done, and the next request goes to the next
+    server. One that does not tell its health while it is waited for is taken for dead, but by
+    streams."""
+
+    def __init__(self, urls: Sequence[str], **options: Any) -> None:
+        """`options`: of each `HttpClient`."""
+        self._servers = [_Server(url, options) for url in urls]
+        self._current = 0
+
+    async def close(self) -> None:
+        for server in self._servers:
+            await server.http.close()
+
+    async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
+        """See `Transport`."""
+        tries = _Tries(len(self._servers))
+        while True:
+            server = self._servers[self._current]
+            try:
+                return await server.liveness.guard(server.http.request(method, path, **options))
+            except Unavailable as error:
+                self._leave(server, error)
+                await tries.go_on(error, is_read=method == "GET")
+
+    async def stream(
+        self, method: str, path: str, **options: Unpack[StreamOptions]
+    ) -> AsyncGenerator[tuple[str, bytes], None]:
+        """See `Transport`."""
+        tries = _Tries(len(self._servers))
+        has_begun = False
+        while True:
+            server = self._servers[self._current]
+            try:
+                async with aclosing(server.http.stream(method, path, **options)) as events:
+                    async for event in events:
+                        has_begun = True
+                        yield event
+                return
+            except Unavailable as error:
+                self._leave(server, error)
+                if has_begun:
+                    raise
+                await tries.go_on(error, is_read=method == "GET")
+
+    def _leave(self, server: _Server, error: Unavailable) -> None:
+        """Ask another one from now on, unless the error is an answer of one that serves."""
+        if type(error) in (Unavailable, Standby) and server is self._servers[self._current]:
+            self._current = (self._current + 1) % len(self._servers)
+
+
+class _Tries:
+    """One request's, with a pause after each that all servers had."""
+
+    def __init__(self, num_servers: int) -> None:
+        self._num_servers = num_servers
+        self._num = 0
+        self._until = asyncio.get_running_loop().time() + _PATIENCE_S
+
+    async def go_on(self, error: Unavailable, *, is_read: bool) -> None:
+        """Raise the error if there is to be no further one."""
+        import aiohttp
+
+        is_safe = isinstance(error, Standby) or (
+            type(error) is Unavailable
+            and (is_read or isinstance(error.__cause__, aiohttp.ClientConnectorError))
+        )
+        if not is_safe or asyncio.get_running_loop().time() > self._until:
+            raise error
+        self._num += 1
+        if self._num % self._num_servers == 0:
+            await asyncio.sleep(_PAUSE_S)
+
+
+def client_of(urls: Sequence[str], **options: Any) -> Transport:
+    """The transport to a service with these addresses. `options`: of `HttpClient`."""
+    if len(urls) == 1:
+        return HttpClient(urls[0], **options)
+    return FailoverClient(urls, **options)
