@@ -153,7 +153,7 @@ async def scraped(cluster: Cluster, args: argparse.Namespace) -> dict[str, objec
         return (cpu_seconds(pid) - before) / (time.monotonic() - began)
 
     async with connect() as http:
-        for turn in range(-_WARM_UP_TURNS, args.turns):
+        for turn in range(-1, args.scraped_turns):
             async with scraping(http, cluster, sizes):
                 with_scraper = await load()
             without = await load()
@@ -189,7 +189,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--counted", type=int, default=2000, help="calls that are counted")
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--sessions", type=int, default=32, help="of each turn, 10 calls each")
-    parser.add_argument("--turns", type=int, default=20, help="of each kind")
+    parser.add_argument("--turns", type=int, default=40, help="with traces, and without")
+    parser.add_argument("--scraped-turns", type=int, default=8, help="of 7 s, likewise")
     parser.add_argument("--step-s", type=float, default=0.08, help="of the engine that is scraped")
 
 

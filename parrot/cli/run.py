@@ -91,7 +91,7 @@ def show_page_address(core: str, config_path: Path | None) -> None:
         fail(str(error))
     if ask(*host_and_port(core), "/health", timeout_s=5.0) is None:
         _fail_without_core(core)
-    OUT.print(page_url(core, token), soft_wrap=True)
+    OUT.print(page_url(core if "//" in core else f"http://{core}", token), soft_wrap=True)
 
 
 def operator_token(config_path: Path | None) -> str:

@@ -23,7 +23,9 @@ TINY = {
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_journal": ["--calls 4 --submits 2 --turns 2 --concurrency 2 --sessions 3"],
     "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
-    "bench_telemetry": ["--counted 20 --sessions 2 --concurrency 2 --turns 2 --step-s 0.001"],
+    "bench_telemetry": [
+        "--counted 20 --sessions 2 --concurrency 2 --turns 2 --scraped-turns 2 --step-s 0.001"
+    ],
     "bench_page": ["--viewers 1 --concurrency 2 --calls 10 --turns 2 --step-s 0.001"],
     "agents.bench_replay": [
         "--rows lru all --agents 3 --scale 0.02 --warm-up 20 --duration 60",
