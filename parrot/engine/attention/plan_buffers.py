@@ -77,7 +77,7 @@ class PlanBuffers:
         self.capacity = capacity
         pinned = device.type == "cuda"
         self._host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        self._device = torch.empty(starts[-1], dtype=torch.int32, device=device)
         parts = list(zip(starts, sizes, strict=False))
         self._host_parts = [self._host[a : a + n].numpy() for a, n in parts]
         views = [self._device[a : a + n] for a, n in parts]

@@ -184,6 +184,9 @@ def plan_work(
     step: StepRows, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig
 ) -> WorkList:
     """Cover every (token, visible KV position) pair exactly once. `gate` None: share nothing."""
+    num_dense = _num_dense(step, split)
+    if len(num_dense) == 1 and num_dense[0] == step.q_lens[0]:
+        return _without_items(int(num_dense[0]), split)
     if gate is None:
         tree = ContextTree(np.arange(len(step.q_lens), dtype=np.int32), ())
     else:
@@ -191,7 +194,6 @@ def plan_work(
     shared = choose_shared(tree, step.q_lens, shape, gate or GateConfig())
     order = tree.order
     token_order, first_in_order = _order_tokens(step, order)
-    num_dense = _num_dense(step, split)
     spans = _spans(step, num_dense, order, shared, first_in_order, shape.page_size)
     kinds = _kinds(spans, shape, split)
     converted_first, converted_pages = _conversions(spans, kinds, step.tables, shape.page_size)
@@ -217,6 +219,23 @@ def plan_work(
         dense=tuple((int(step.q_first[r]), int(num_dense[r])) for r in np.flatnonzero(num_dense)),
         num_shared_tokens=num_shared_pages * shape.page_size,
         hides_keys=hides_keys,
+    )
+
+
+def _without_items(num_tokens: int, split: SplitConfig) -> WorkList:
+    """The plan of one context's beginning that is dense as a whole."""
+    none = np.empty((0, ITEM_FIELDS), dtype=np.int32)
+    return WorkList(
+        **dict.fromkeys(("narrow", "shared", "fills", "converted_fills"), none),
+        narrow_is_even=True,
+        converted_pages=none[:, 0],
+        tile_rows=split.tile_rows,
+        token_order=np.arange(num_tokens, dtype=np.int32),
+        slot_indptr=np.zeros(num_tokens + 1, dtype=np.int32),
+        slot_of=none[:, 0],
+        dense=((0, num_tokens),),
+        num_shared_tokens=0,
+        hides_keys=False,
     )
 
 

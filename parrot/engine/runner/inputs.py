@@ -107,7 +107,7 @@ class InputBuilder:
             step=step,
             token_ids=token_ids,
             positions=starts if only_decodes else step.positions,
-            table_rows=rows if only_decodes else rows[step.requests],
+            table_rows=rows if only_decodes else np.repeat(rows, q_lens),
             logit_rows=logit_rows,
             samples=samples,
             sampled=sampled,

@@ -153,6 +153,18 @@ def test_dense_is_the_beginning_of_a_long_fill_from_position_0(
     assert work.dense == dense
 
 
+def test_a_prompt_alone_that_is_dense_as_a_whole_has_no_items() -> None:
+    tables, starts = np.arange(4, dtype=np.int32)[None], np.zeros(1, dtype=np.int32)
+    step = StepRows(tables, starts, np.array([24], dtype=np.int32))
+    work = plan_work(step, shape_of(1), FREE_SHARING, SOME_DENSE)
+    assert work.dense == ((0, 24),)
+    assert (len(items_of(work)), work.num_slots) == (0, 0)
+    assert work.token_order.tolist() == list(range(24))
+    assert work.slot_indptr.tolist() == [0] * 25
+    moved = work.with_table_rows(np.array([7], dtype=np.int32))
+    assert moved.narrow.shape == work.narrow.shape
+
+
 @given(steps(), st.sampled_from([1, 4]))
 def test_converted_fills_find_their_pages_among_the_conversions(step: StepRows, group: int) -> None:
     work = plan_work(step, shape_of(group), FREE_SHARING, SOME_CONVERTED)
