@@ -19,6 +19,7 @@
     |-- MisdirectedRequest        421  for a host name that is not the server's
     |-- QuotaExceeded             429  too many sessions, a provider's limit, ...
     |   `-- QueueFull             429  nothing was done: the same request may come again
+    |       `-- RateLimited       429  after the seconds of `Retry-After`
     |-- Cancelled                 499  the reader or its program cancelled the work
     |-- InternalError             500  a defect; details are only in the server's log
     |-- CallFailed                502  a producer failed, so this value will never exist
@@ -120,6 +121,16 @@ class QuotaExceeded(ParrotError, status=429): ...
 
 
 class QueueFull(QuotaExceeded): ...
+
+
+class RateLimited(QueueFull):
+    """`retry_after_s`: when the same request may come again; None: nobody said."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class Cancelled(ParrotError, status=499): ...

@@ -59,8 +59,7 @@ class ServeCore:
         self.contexts = self._dispatcher.contexts
         self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
         self._metrics = CoreMetrics(config)
-        self.tenants = self._metrics.tenants
-        self.accounts = self._metrics.accounts
+        self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
         self._observers = Observers(observers)
         self._runner = TaskRunner(
             config,
@@ -71,7 +70,7 @@ class ServeCore:
             self._observers,
             lambda session_id: self.sessions.find(session_id),
         )
-        self.require_room = self._runner.require_room
+        self.require_room, self.meters = self._runner.require_room, self._runner.meters
         self.sessions = SessionRegistry(
             config,
             self.tenants,
@@ -154,7 +153,8 @@ class ServeCore:
         self._end(session, SessionGone(f"session {session_id} was deleted"))
 
     def keys_changed(self) -> None:
-        """End the sessions of tenants that have no key any more."""
+        """End the sessions of tenants that have no key any more, and let others' limits hold."""
+        self.sessions.keys_changed()
         if self.tenants.is_closed:
             for session in self.sessions:
                 if self.tenants.find(session.tenant) is None:
@@ -217,6 +217,7 @@ class ServeCore:
         self.sessions.check_integrity()
         self.turns.check_integrity()
         self._dispatcher.check_integrity()
+        self.meters.check_integrity()
 
     def shut_down(self) -> None:
         """Admit nothing more, and end every session: open reads get `Unavailable` now."""

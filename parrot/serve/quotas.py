@@ -2,7 +2,7 @@
 how long their native functions may run."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import orjson
 
@@ -73,26 +73,39 @@ _AMOUNTS = {
 }
 
 
+class TenantQuotaExceeded(QuotaExceeded):
+    """It is the tenant's own doing: others need not make room."""
+
+
 class Account:
     """The amounts that a session or a tenant keeps, named like the keys of their quota. A session's
     also count for its tenant, whose account is its `parent`.
 
     Only requests are refused: texts that calls make are added without a check, so that no work that
-    was done is lost, and the next request is refused instead."""
+    was done is lost, and the next request is refused instead. `own`: limits of a tenant's key, in
+    the place of the quota's, or where that has none."""
 
-    def __init__(self, quota: SessionQuota | TenantQuota, parent: "Account | None" = None) -> None:
+    def __init__(
+        self,
+        quota: SessionQuota | TenantQuota,
+        parent: "Account | None" = None,
+        own: Mapping[str, int] | None = None,
+    ) -> None:
         self.used: Counter[str] = Counter()
         self.parent = parent
+        self.own: Mapping[str, int] = own or {}
         self._quota = quota
 
     def require(self, **more: int) -> None:
         """Raise `QuotaExceeded` naming the limit if there is no room for `more`."""
         quota = self._quota
         for name, amount in more.items():
-            limit = getattr(quota, name)
-            if amount and self.used[name] + amount > limit:
+            limit = self.own.get(name, getattr(quota, name, None))
+            if limit is not None and amount and self.used[name] + amount > limit:
                 what = _AMOUNTS.get(name, f"keep more than {{}} {name}").format(limit)
-                raise QuotaExceeded(f"{quota.holder} would {what} (`{quota.key}.{name}`)")
+                key = "limits" if name in self.own else quota.key
+                kind = QuotaExceeded if self.parent is not None else TenantQuotaExceeded
+                raise kind(f"{quota.holder} would {what} (`{key}.{name}`)")
         if self.parent is not None:
             self.parent.require(**more)
 

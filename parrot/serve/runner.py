@@ -13,6 +13,7 @@ from parrot.serve.observers import Observers
 from parrot.serve.quotas import require_share
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.metrics import CoreMetrics
+from parrot.serve.tenants.meters import Meters
 from parrot.utils.clock import Clock
 
 
@@ -36,6 +37,7 @@ class TaskRunner:
         self._native = NativeRunner(config, clock, sandbox, find_session)
         self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
+        self.meters = Meters(metrics.tenants, clock)
         self._observers = observers
         dispatcher.on_evicted = self._on_evicted
         self._is_traced = config.otlp_endpoint is not None
@@ -46,13 +48,15 @@ class TaskRunner:
         self._held: dict[int, Task] | None = None
 
     def require_room(self, tenant: str) -> None:
-        """Raise `QueueFull` if the queue is full and the tenant has its share of it. To be asked
-        before anything that may set work going. What one read sets going is queued all at once,
-        however much it is: it exists already, and refusing a part of it would fail the whole."""
+        """Raise `QueueFull` if the queue is full and the tenant has its share of it, and what its
+        meters raise. To be asked before anything that may set work going. What one read sets going
+        is queued all at once, however much it is: it exists already, and refusing a part of it
+        would fail the whole."""
         limit = self._max_queue_size
         if self._dispatcher.num_queued + self._native.num_waiting >= limit:
             queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
             require_share(tenant, limit, *queues)
+        self.meters.admit(tenant)
 
     def check_native(self, request: NativeCallRequest) -> None:
         """Raise `InvalidRequest` if the call can never run."""
@@ -73,10 +77,15 @@ class TaskRunner:
         if self._held is not None:
             self._held[task.id] = task
             return
+        tenant = task.options.tenant
         if isinstance(task, Completion):
+            is_counted = self.meters.counts_tokens(tenant)
+            tokens = self._dispatcher.estimates.tokens(task) if is_counted else 0
+            self.meters.began(task.id, tenant, tokens)
             self._trace(task)
             self._dispatcher.submit(task)
         else:
+            self.meters.began(task.id, tenant, 0)
             self._native.start(task)
 
     def _trace(self, task: Completion) -> None:
@@ -94,7 +103,9 @@ class TaskRunner:
     def withdraw(self, task: Task) -> None:
         if self._held is not None:
             self._held.pop(task.id, None)
-        elif isinstance(task, Completion):
+            return
+        self.meters.ended(task.id, 0)
+        if isinstance(task, Completion):
             self._dispatcher.withdraw(task)
         else:
             self._native.stop(task)
@@ -112,6 +123,7 @@ class TaskRunner:
             self._dispatcher.reprioritise(completion)
 
     def finished(self, task: Task) -> None:
+        self.meters.ended(task.id, task.stats.used_tokens if isinstance(task, Completion) else 0)
         session = self._find_session(task.session_id)
         if session is not None:
             session.task_finished(task, self._clock.now())

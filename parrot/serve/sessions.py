@@ -1,6 +1,5 @@
 """Sessions: one user program's scope, and who may use it."""
 
-import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
@@ -30,7 +29,6 @@ from parrot.serve.journal.journal import Journal
 from parrot.serve.quotas import Account, num_bytes
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
-from parrot.utils.ids import derived_token, tokens_equal
 from parrot.utils.timers import Timer, TimerQueue
 from parrot.utils.traces.traceparent import TraceParent, new_trace_id
 
@@ -144,8 +142,7 @@ class Session:
 
 class SessionRegistry:
     """The live sessions. Ids only grow; with a journal they grow over restarts, too, whatever the
-    clock says then. The auth of a session follows from its id and a secret: so whoever has it is
-    told that the session is gone, and others learn nothing of it.
+    clock says then. Whoever has the auth of one that has ended is told so, and nobody else.
 
     A session ends when it has been idle for its life span. Activity moves no timer: a timer that
     comes too early is set again for the time that holds by then."""
@@ -171,7 +168,6 @@ class SessionRegistry:
         self._runner = runner
         self._predictor = predictor
         self._expire = expire
-        self._secret = secrets.token_bytes(32)
         self.numbers = SessionNumbers(first_id)
         self._graph_ids = GraphIds()
         self._sessions: dict[int, Session] = {}
@@ -202,13 +198,12 @@ class SessionRegistry:
         limit = self._config.max_sessions_num
         if len(self._sessions) >= limit:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
-        tenant_account = self._tenants.get(tenant) or Account(self._config.tenant_quota)
-        account = Account(self._config.session_quota, tenant_account)
-        account.require(text_bytes=num_bytes(apps))
+        account = self._account(tenant)
+        account.require(sessions=1, text_bytes=num_bytes(apps))
         trace_id = self._trace_id(traceparent)
         begun = Begun(
             self.numbers.next,
-            derived_token(self._secret, self.numbers.next),
+            self.numbers.auth(self.numbers.next),
             tenant,
             tuple(apps),
             on_demand,
@@ -224,8 +219,20 @@ class SessionRegistry:
 
     def restore(self, begun: Begun) -> Session:
         """Begin a session once more, in the state that it began in."""
-        tenant_account = self._tenants.get(begun.tenant) or Account(self._config.tenant_quota)
-        return self._begin(begun, Account(self._config.session_quota, tenant_account))
+        return self._begin(begun, self._account(begun.tenant))
+
+    def keys_changed(self) -> None:
+        """Tenants have other limits from now on."""
+        for tenant, account in self._tenants.items():
+            account.own = self._tenant_table.get(tenant).limits.amounts
+
+    def _account(self, tenant: str) -> Account:
+        """A new session's."""
+        of_tenant = self._tenants.get(tenant)
+        if of_tenant is None:
+            own = self._tenant_table.get(tenant).limits.amounts
+            of_tenant = Account(self._config.tenant_quota, own=own)
+        return Account(self._config.session_quota, of_tenant)
 
     def placed(self, completion: Completion) -> None:
         """It was sent to an engine."""
@@ -235,7 +242,7 @@ class SessionRegistry:
 
     def _begin(self, begun: Begun, account: Account) -> Session:
         assert account.parent is not None
-        account.add(text_bytes=num_bytes(begun.apps))
+        account.add(sessions=1, text_bytes=num_bytes(begun.apps))
         self._tenants[begun.tenant] = account.parent
         self.numbers.next = max(self.numbers.next, begun.id + 1)
         now = self._clock.now()
@@ -262,8 +269,7 @@ class SessionRegistry:
         """All are as they were. What happens from now on is written down, and now is when they were
         last active: their programs could not reach them."""
         self.journal = journal
-        words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
-        self._secret = b"".join(word.to_bytes(8) for word in words)
+        self.numbers.keep_in(journal)
         for session in self:
             session.last_active = self._clock.now()
             session.follow(History(journal, session.id))
@@ -286,8 +292,8 @@ class SessionRegistry:
         session = self._sessions.get(session_id)
         if session is None and self.is_closing:  # a journal may have it
             raise Unavailable("ServeCore is shutting down")
-        auth = derived_token(self._secret, session_id) if session is None else session.auth
-        if not tokens_equal(session_auth, auth):
+        known = None if session is None else session.auth
+        if not self.numbers.is_auth(session_auth, session_id, known):
             raise NotFound(f"no session {session_id} that has this session_auth")
         if session is None:
             raise SessionGone(f"session {session_id} has expired or was deleted")

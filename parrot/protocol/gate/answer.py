@@ -1,15 +1,16 @@
 """Errors as HTTP answers."""
 
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parrot.protocol.errors import ParrotError
+from parrot.protocol.errors import ParrotError, RateLimited
 
-ERROR_HEADERS = {
+_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
@@ -24,6 +25,12 @@ def own_form(request: Request, error: ParrotError) -> tuple[int, Mapping[str, An
     return error.status, error.to_payload()
 
 
+def error_headers(error: ParrotError, status: int) -> Mapping[str, str] | None:
+    if isinstance(error, RateLimited) and error.retry_after_s is not None:
+        return {"Retry-After": str(max(1, ceil(error.retry_after_s)))}
+    return _HEADERS.get(status)
+
+
 def error_response(
     request: Request, error: ParrotError, error_form: ErrorForm = own_form
 ) -> Response:
@@ -32,5 +39,5 @@ def error_response(
         orjson.dumps(payload, option=orjson.OPT_NON_STR_KEYS, default=str),
         status_code=status,
         media_type="application/json",
-        headers=ERROR_HEADERS.get(status),
+        headers=error_headers(error, status),
     )

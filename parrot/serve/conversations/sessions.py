@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from parrot.protocol.errors import QuotaExceeded, SessionGone
 from parrot.serve.journal.record import Payload
 from parrot.serve.journal.replay import recorded_prompt
+from parrot.serve.quotas import TenantQuotaExceeded
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
@@ -89,7 +90,8 @@ class ProgramSessions:
             except QuotaExceeded as error:
                 if session is not None:
                     self._end(session, SessionGone(error.message))
-                if not self._end_oldest(tenant):
+                is_own = isinstance(error, TenantQuotaExceeded)
+                if not self._end_oldest(tenant, only_own=is_own):
                     raise
             else:
                 break
@@ -118,17 +120,18 @@ class ProgramSessions:
         if name is not None:
             self._by_name[session.tenant, name] = session.id
 
-    def _end_oldest(self, tenant: str) -> bool:
-        """End an idle session, one of the tenant's own if there is one."""
+    def _end_oldest(self, tenant: str, *, only_own: bool) -> bool:
+        """End an idle session, one of the tenant's own if there is one or it must be."""
         sessions = (self._registry.find(session_id) for session_id in self._programs)
         oldest: Session | None = None
         for session in sessions:
             if session is None or not _is_idle(session):
                 continue
-            oldest = oldest or session
             if session.tenant == tenant:
                 oldest = session
                 break
+            if not only_own:
+                oldest = oldest or session
         if oldest is None:
             return False
         self._end(oldest, SessionGone(f"session {oldest.id} made room for another"))

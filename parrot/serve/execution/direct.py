@@ -20,6 +20,7 @@ from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import final_error, is_broken
 from parrot.serve.prompts.conversation import prompt_tokens
 from parrot.serve.quotas import QueuedByTenant, require_share
+from parrot.serve.tenants.meters import Meters
 from parrot.serve.tenants.table import TenantTable
 
 Input = list[int] | str
@@ -44,11 +45,13 @@ class DirectRequests:
         self,
         fleet: Fleet,
         tenants: TenantTable,
+        meters: Meters,
         require_room: Callable[[str], None],
         config: CoreConfig,
     ) -> None:
         """`require_room` raises `QueueFull` for a tenant."""
         self._tenants = tenants
+        self._meters = meters
         self._fleet = fleet
         self._require_room = require_room
         self._aliases = config.model_aliases
@@ -67,7 +70,7 @@ class DirectRequests:
             inputs=[],
         )
         answers = await self._ask_all(tenant, self._aliases.get(model, model), given, request)
-        num_tokens = sum(answer.prompt_tokens for answer in answers)
+        num_tokens = self._charged(tenant, answers)
         return [one for answer in answers for one in answer.embeddings], num_tokens
 
     async def score(
@@ -95,7 +98,13 @@ class DirectRequests:
         if tokenizer is not None:
             for one in found:
                 one.tokens = tokenizer.encoder.vocabulary
-        return found, sum(answer.prompt_tokens for answer in answers)
+        return found, self._charged(tenant, answers)
+
+    def _charged(self, tenant: str, answers: Sequence[Any]) -> int:
+        """The tokens of the inputs, which the tenant has used."""
+        num_tokens: int = sum(answer.prompt_tokens for answer in answers)
+        self._meters.charge(tenant, num_tokens)
+        return num_tokens
 
     async def _ask_all(
         self,
@@ -137,7 +146,8 @@ class DirectRequests:
             require_share(tenant, self._limit, self._asking)
         self._asking.enter(tenant)
         try:
-            yield
+            with self._meters.running(tenant):
+                yield
         finally:
             self._asking.leave(tenant)
 

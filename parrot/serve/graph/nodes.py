@@ -125,6 +125,11 @@ class RunStats:
     logprobs: Logprobs | None = None  # of the output's tokens so far, if they are wanted
     comes_whole: str = ""  # why its text is not seen as it comes although somebody wants that
 
+    @property
+    def used_tokens(self) -> int:
+        """Of its prompt and its output, if it was run for them."""
+        return 0 if self.is_reused else self.prompt_tokens + self.output_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:

@@ -1,5 +1,6 @@
 """A session's history: what its records say. `replay` reads them again."""
 
+import secrets
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
@@ -16,6 +17,7 @@ from parrot.serve.graph.nodes import CallOptions, Completion, Piece, RunStats, T
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import RESERVED, Kind, Payload
+from parrot.utils.ids import derived_token, tokens_equal
 
 LOGPROBS: TypeAdapter[Logprobs] = TypeAdapter(WireLogprobs)
 _NO_STATS = [(field.name, getattr(RunStats(), field.name)) for field in fields(RunStats)]
@@ -25,11 +27,25 @@ _SECRETS = {"session_auth", "session"}
 
 class SessionNumbers:
     """The ids of sessions, which only grow: with a journal they are reserved there in blocks,
-    before the first is given out."""
+    before the first is given out. A session's auth follows from its id and a secret, which is the
+    journal's: so whoever has it can be told of a session that has ended, and nobody else."""
 
     def __init__(self, first: int) -> None:
         self.next = self._end = first
         self._subject = ""  # the journal's, of the last block
+        self._secret = secrets.token_bytes(32)
+
+    def keep_in(self, journal: Journal) -> None:
+        words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
+        self._secret = b"".join(word.to_bytes(8) for word in words)
+
+    def auth(self, session_id: int) -> str:
+        """That of a session which begins."""
+        return derived_token(self._secret, session_id)
+
+    def is_auth(self, given: str, session_id: int, known: str | None) -> bool:
+        """Whether it is that of the session, which is `known` if the session is live."""
+        return tokens_equal(given, self.auth(session_id) if known is None else known)
 
     def reserve(self, journal: Journal) -> None:
         """See to it that `next` is reserved."""

@@ -111,6 +111,12 @@ class Estimates:
     def tokens_per_char(self, models: tuple[str, ...]) -> float:
         return (self._ratios.get(models) or self._prior).value
 
+    def tokens(self, completion: Completion) -> int:
+        """Of its own fill and its output."""
+        per_char = self.tokens_per_char(completion.options.models)
+        prompt = sum([_prompt_tokens(piece, per_char) for piece in completion.fill])
+        return int(prompt) + self.output_tokens(completion)
+
     def predict(self, task: Task) -> Prediction:
         """Predict one run from the lengths that are known now."""
         if not isinstance(task, Completion):

@@ -46,11 +46,21 @@ class TenantLimits(ConfigModel):
         None,
         description="Prompt and output tokens of its calls, cached ones included. As many may come "
         "at once; a call is charged what it is expected to have when it is queued, and what it had "
-        "when it ends.",
+        "when it ends. Results that an identical call made cost nothing.",
     )
     requests_per_minute: Limit | None = Field(
         None, description="Requests that may set work going. As many may come at once."
     )
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        """The limits of what live sessions keep, of those that there are."""
+        given = {
+            "sessions": self.sessions,
+            "variables": self.variables,
+            "text_bytes": self.text_bytes,
+        }
+        return {name: limit for name, limit in given.items() if limit is not None}
 
 
 @dataclass(frozen=True, slots=True)

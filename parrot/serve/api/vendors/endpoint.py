@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
 from parrot.protocol.gate.access import Access
-from parrot.protocol.gate.answer import ERROR_HEADERS
+from parrot.protocol.gate.answer import error_headers
 from parrot.protocol.server import (
     EventStream,
     api_key_of,
@@ -155,7 +155,7 @@ class VendorEndpoint(Endpoint):
             orjson.dumps(body),
             status_code=status,
             media_type="application/json",
-            headers=ERROR_HEADERS.get(status),
+            headers=error_headers(error, status),
         )
 
 

@@ -40,7 +40,7 @@ def error_form(request: Request, error: ParrotError) -> tuple[int, dict[str, Any
 
 
 def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
-    direct = DirectRequests(core.fleet, core.tenants, core.require_room, core.config)
+    direct = DirectRequests(core.fleet, core.tenants, core.meters, core.require_room, core.config)
     completions = Completions(core.turns, direct)
     messages = Messages(core.turns)
     return [
