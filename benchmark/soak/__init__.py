@@ -1,0 +1,1 @@
+"""ServeCore under a hundred thousand programs, and what is left of them."""
