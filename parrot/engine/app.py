@@ -5,7 +5,7 @@ from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from parrot.engine.channels import Channels
@@ -42,6 +42,20 @@ _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
 _guarded = partial(Endpoint, access=Access.CLUSTER, body=PEER_BODY)
 
 
+class _Fenced(Endpoint):
+    """Refuses who is not obeyed also when the body is there: until then the engine may have
+    registered again."""
+
+    def __init__(self, fence: Fence, *args: Any, **options: Any) -> None:
+        super().__init__(*args, access=Access.CLUSTER, body=PEER_BODY, **options)
+        self._fence = fence
+
+    async def _arguments(self, request: Request) -> dict[str, Any]:
+        arguments = await super()._arguments(request)
+        self._fence.check(request)
+        return arguments
+
+
 def create_app(
     service: EngineService,
     reorder: ReorderBuffer,
@@ -74,14 +88,14 @@ def create_app(
     listeners = [metrics.count, log_ended]
     if (exporting := tracer or own) is not None:
         listeners.append(exporting.ended)
+    fence = app.state.fence = Fence()
     endpoints = [
-        *_verbs(service, reorder, channels, listeners),
-        *_streams(service, reorder, channels, listeners),
+        *_verbs(service, reorder, fence, channels, listeners),
+        *_streams(service, reorder, fence, channels, listeners),
         *_readings(service),
         *_facts(service, incarnation, metrics),
     ]
     install(app, endpoints, access=Access.CLUSTER)
-    fence = app.state.fence = Fence()
     # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
     app.add_middleware(Guard, check=fence.check, open_paths=("/tokenizer",))
     if config.cluster_token is not None:
@@ -94,19 +108,24 @@ def create_app(
 def _verbs(
     service: EngineService,
     reorder: ReorderBuffer,
+    fence: Fence,
     channels: Channels,
     listeners: Sequence[Callable[[Ended], None]],
 ) -> list[Endpoint]:
     """A client that disconnects aborts its request. `listeners` are told of those that generate."""
 
     async def fill(request: FillRequest) -> FillResponse:
+        era = fence.era
         await reorder.enter((request,))
+        fence.hand_in(request, era)
         return await service.fill(request)
 
     async def generate(request: GenerateRequest) -> GenerateResponse:
+        era = fence.era
         with told(request, listeners) as answered:
             await service.prepare(request)
             await reorder.enter((*request.fills, request))
+            fence.hand_in(request, era)
             response = await service.generate(request, channels.sink(request))
             answered(response)
             return response
@@ -119,15 +138,17 @@ def _verbs(
         return FreeContextResponse(context_len=await service.free_contexts(ids))
 
     return [
-        _guarded("POST", "/fill", fill, "Add to a context", errors=_ERRORS),
-        _guarded(
+        _Fenced(fence, "POST", "/fill", fill, "Add to a context", errors=_ERRORS),
+        _Fenced(
+            fence,
             "POST",
             "/generate",
             generate,
             "Add to contexts, and generate",
             errors=_ERRORS,
         ),
-        _guarded(
+        _Fenced(
+            fence,
             "POST",
             "/free_context",
             free_context,
@@ -140,15 +161,22 @@ def _verbs(
 def _streams(
     service: EngineService,
     reorder: ReorderBuffer,
+    fence: Fence,
     channels: Channels,
     listeners: Sequence[Callable[[Ended], None]],
 ) -> list[Endpoint]:
-    async def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
+    def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
+        return generated(request, fence.era)
+
+    async def generated(
+        request: GenerateRequest, era: int
+    ) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
         with told(request, listeners) as answered:
             await service.prepare(request)
             await reorder.enter((*request.fills, request))
+            fence.hand_in(request, era)
             async with aclosing(service.generate_stream(request)) as events:
                 async for event in events:
                     if isinstance(event, GenerateResponse):
@@ -172,7 +200,8 @@ def _streams(
         ("/channel", channel, "The pieces of all generations that name it"),
     ]
     return [
-        _guarded(
+        _Fenced(
+            fence,
             "POST",
             path,
             verb,

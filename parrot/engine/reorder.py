@@ -57,9 +57,14 @@ class ReorderBuffer:
         self._forget_old()
 
     def reset(self) -> None:
-        """The next sender's ids have nothing to do with the last one's."""
+        """The next sender's ids have nothing to do with the last one's, whose requests wait no
+        more."""
         self._known.clear()
         self._freed_early.clear()
+        for waiters in self._awaited.values():
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def _named(self, context_id: int) -> None:
         if context_id in self._known:

@@ -1,0 +1,125 @@
+"""Requests that come late: after the engine registered again, or after the call's next attempt."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import orjson
+import pytest
+
+from parrot.engine.app import create_app
+from parrot.engine.config import SimConfig
+from parrot.engine.fence import Fence
+from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.sim.engine import SimService
+from parrot.protocol.engine_api import FillRequest, GenerateRequest
+from parrot.protocol.engine_client import REGISTRATION_HEADER, EngineClient
+from parrot.protocol.errors import Cancelled, StaleCore
+from parrot.protocol.http import HttpClient
+from parrot.utils.clock import MonotonicClock
+from tests.support.app_server import serve_app
+
+INSTANT = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
+
+
+@asynccontextmanager
+async def registered() -> AsyncIterator[tuple[EngineClient, Fence, SimService, ReorderBuffer, str]]:
+    service = SimService(config := SimConfig(instance=INSTANT))
+    await service.start()
+    reorder = ReorderBuffer(MonotonicClock())
+    app = create_app(service, reorder, config)
+    fence: Fence = app.state.fence
+    async with serve_app(app) as url:
+        headers = {REGISTRATION_HEADER: fence.registering()}
+        async with HttpClient(url, headers=headers) as http:
+            yield EngineClient(http), fence, service, reorder, url
+    service.check_integrity()
+    await service.close()
+
+
+async def registers_again(fence: Fence, service: SimService, reorder: ReorderBuffer) -> None:
+    """As its heartbeat does."""
+    fence.released()
+    reorder.reset()
+    await service.reset()
+    fence.registering()
+
+
+def fill(context_id: int, parent_id: int = -1) -> FillRequest:
+    return FillRequest(context_id=context_id, parent_context_id=parent_id, token_ids=[97] * 20)
+
+
+def attempt(number: int, task_id: int = 7, context_id: int = 1) -> GenerateRequest:
+    return GenerateRequest.model_validate(
+        {
+            "session_id": 1,
+            "task_id": task_id,
+            "attempt": number,
+            "context_id": context_id,
+            "fills": [{"context_id": context_id, "token_ids": [97] * 20}],
+            "sampling_config": {"max_gen_length": 3},
+        }
+    )
+
+
+async def test_what_waits_for_its_parent_when_the_engine_registers_again_is_refused() -> None:
+    async with registered() as (client, fence, service, reorder, _):
+        waiting = asyncio.ensure_future(client.fill(fill(2, parent_id=1)))
+        whole = asyncio.ensure_future(client.fill(fill(3)))
+        await whole
+        await registers_again(fence, service, reorder)
+        with pytest.raises(StaleCore):
+            await waiting
+        assert service.runtime_info().num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("path", ["/fill", "/generate", "/generate_stream", "/free_context"])
+async def test_what_is_still_being_sent_when_the_engine_registers_again_is_refused(
+    path: str,
+) -> None:
+    async with registered() as (_, fence, service, reorder, url):
+        registration = fence._registration
+        body = orjson.dumps({"context_id": 1, "token_ids": [97] * 20})
+        host, _, port = url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"{REGISTRATION_HEADER}: {registration}\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\nExpect: 100-continue\r\n\r\n"
+        )
+        writer.write(head.encode())
+        assert b"100" in await reader.readline()  # it has passed the first check
+        await registers_again(fence, service, reorder)
+        writer.write(body)
+        answer = await reader.read()
+        assert b"stale_core" in answer, answer
+        writer.close()
+        assert service.runtime_info().num_cached_tokens == 0
+
+
+async def test_an_attempt_older_than_one_of_the_same_call_is_refused() -> None:
+    async with registered() as (client, fence, service, reorder, _):
+        await client.generate(attempt(2, context_id=1))
+        with pytest.raises(Cancelled, match="attempt 1 comes after attempt 2"):
+            await client.generate(attempt(1, context_id=2))
+        with pytest.raises(Cancelled):
+            async for _ in client.generate_stream(attempt(1, context_id=3)):
+                pass
+        await client.generate(attempt(1, task_id=8, context_id=4))
+        for number, context_id in ((2, 5), (0, 6), (3, 7)):
+            await client.generate(attempt(number, context_id=context_id))
+        assert await client.free_contexts([2, 3]) == 0  # nothing was made
+        assert len(fence._attempts) == 2
+        await registers_again(fence, service, reorder)
+        assert not fence._attempts
+
+
+def test_so_many_calls_are_remembered() -> None:
+    fence = Fence()
+    for task_id in range(65_537):
+        fence.hand_in(GenerateRequest.model_construct(task_id=task_id, attempt=2), fence.era)
+    late = GenerateRequest.model_construct(task_id=1, attempt=1)
+    with pytest.raises(Cancelled):
+        fence.hand_in(late, fence.era)
+    assert len(fence._attempts) == 65_536
+    fence.hand_in(late.model_copy(update={"task_id": 0}), fence.era)  # the oldest
