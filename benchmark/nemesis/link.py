@@ -74,11 +74,11 @@ class Link:
         for pair in [pair for pair in self._pairs if pair.is_deaf]:
             pair.reset()
 
-    async def _accept(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accept(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        self._tasks.add(task := asyncio.create_task(self._carry_on(reader, client)))
         task.add_done_callback(self._tasks.discard)
+
+    async def _carry_on(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
         await self._passes.wait()
         try:
             back, server = await asyncio.open_connection("127.0.0.1", self.target, limit=_CHUNK)
