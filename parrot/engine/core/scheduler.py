@@ -220,8 +220,9 @@ class LocalScheduler:
             self._plan_background()
         if self._num_decodes and not num_fill_tokens:
             self._pace.planned(self._num_background_tokens)
+        num_samples = len(self._shares)
         for job, draft in drafts.items():
-            self._take_draft(job, draft)
+            num_samples += self._take_draft(job, draft, num_samples)
         return self._build(num_fill_tokens, now) if self._shares else None
 
     def _fill_tokens_taken(self) -> int:
@@ -286,13 +287,13 @@ class LocalScheduler:
         self._context_tokens += end
         return True
 
-    def _take_draft(self, job: Job, draft: tuple[int, ...]) -> None:
-        """Verify as much of a draft as fits free blocks and the step's limits. What turns out wrong
-        is computed again over it."""
+    def _take_draft(self, job: Job, draft: tuple[int, ...], num_samples: int) -> int:
+        """Verify as much of a draft as fits free blocks and the step's limits, and return how many
+        tokens that is. What turns out wrong is computed again over it. `num_samples`: of the step
+        so far."""
         share, context = self._shares.get(job), job.context
         if share is None or share.num_tokens != context.num_missing:
-            return
-        num_samples = len(self._shares) + sum(len(s.drafts) for s in self._shares.values())
+            return 0
         known = len(context.token_ids)
         room = len(context.block_ids) + self._tree.pool.num_free
         limits = [
@@ -304,12 +305,13 @@ class LocalScheduler:
             limits.append(self._limits.max_total_tokens - self._context_tokens)
         draft = draft[: max(0, min(limits))]
         if not draft:
-            return
+            return 0
         copies = self._tree.reserve(context, known + len(draft))
         assert copies == (), f"no room for a draft of {context}"
         self._shares[job] = share._replace(drafts=draft)
         self._tokens_left -= len(draft)
         self._context_tokens += len(draft)
+        return len(draft)
 
     def _make_room(self, job: Job, num_blocks: int) -> bool:
         """Try to get `num_blocks` free blocks, or to spare the copy that `job` needs one for."""

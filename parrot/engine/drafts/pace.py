@@ -41,9 +41,12 @@ class Acceptance:
     def count(self, length: int, num_right: int, is_lost: bool) -> None:
         """Take in what came behind a match."""
         end = length + num_right
-        for kind, (first, last) in enumerate(pairwise((0, *_LENGTHS, end + 1))):
-            if (num := min(end, last) - max(length, first)) > 0:
-                self._count(kind, num, 0)
+        if length >= _LENGTHS[-1]:  # mostly
+            self._count(len(_LENGTHS), num_right, 0)
+        else:
+            for kind, (first, last) in enumerate(pairwise((0, *_LENGTHS, end + 1))):
+                if (num := min(end, last) - max(length, first)) > 0:
+                    self._count(kind, num, 0)
         if is_lost:
             self._count(bisect_right(_LENGTHS, end), 0, 1)
         if self._shared is not None:
