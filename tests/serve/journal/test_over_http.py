@@ -211,6 +211,19 @@ async def test_a_response_that_cannot_be_kept_is_not_given(store: bool, stream: 
         file.full = False
 
 
+async def test_a_response_that_ends_as_its_server_stops_is_kept() -> None:
+    file, engine = MemoryFile(), hanging()
+    async with serving(file, engine) as site:
+        asking = asyncio.ensure_future(site.post(RESPONSES, {"model": MODEL, "input": "Hi"}))
+        while not engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        site.core.is_closing = True  # its sessions have not ended yet
+        engine.resume.set()
+        made = await asking
+    async with serving(MemoryFile(file.records)) as site:
+        assert await ended(site, made["id"]) == made
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_a_background_response_is_made_again_after_a_restart(is_killed: bool) -> None:
     file, tools = MemoryFile(), [{"type": "function", "name": "f", "parameters": {}}]

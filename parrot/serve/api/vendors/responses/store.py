@@ -211,7 +211,8 @@ class KeptResponses:
         }
 
     def keep_in(self, journal: Journal, is_closing: Callable[[], bool]) -> None:
-        """From now on, until `is_closing`: what ends then goes on in the next process."""
+        """From now on. What ends without an answer when `is_closing` goes on in the next
+        process."""
         self._journal, self._is_closing = journal, is_closing
         self._restored.clear()
         self._store.on_dropped = self._dropped
@@ -219,7 +220,9 @@ class KeptResponses:
     def write(self, record: Record, work: Fields | None = None) -> None:
         """Journal a response, so that it can be restored; or the `work` of one that is being made,
         from which `unfinished` tells how to make it."""
-        if self._journal is None or record.is_deleted or self._is_closing():
+        if self._journal is None or record.is_deleted:
+            return
+        if record.output is None and self._is_closing():
             return
         previous = record.previous
         output = None if record.output is None else [_item_fields(item) for item in record.output]
