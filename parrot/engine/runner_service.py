@@ -8,6 +8,7 @@ from dataclasses import replace
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.driver import Driver, ask, settle
 from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.fair.budgets import TenantShare
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, Response
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
@@ -212,6 +213,7 @@ class RunnerService:
             sampling=sampling,
             stream=stream,
             cache_salt=request.cache_salt,
+            share=TenantShare(request.tenant, request.weight, request.step_growth),
         )
 
     async def _answer(self, wanted: EngineRequest, on_chunk: OnChunk | None = None) -> Response:

@@ -56,6 +56,9 @@ class JobRequest(InternalPayload):
     cache_salt: str = Field(
         "", max_length=1024, description="a request shares KV with, and uses, its salt's only"
     )
+    tenant: str = Field("", max_length=256, description="who shares the engine's time with others")
+    weight: float = Field(1.0, gt=0, description="of the tenant, beside others")
+    step_growth: float | None = Field(None, ge=0, description="part that others may add to steps")
     traceparent: str = Field("", max_length=256, description="W3C: the span above; empty: none")
 
 
@@ -66,11 +69,7 @@ class FillRequest(JobRequest, FillPiece):
 
     background: bool = False
     background_share: float = Field(
-        0.02,
-        ge=0.0,
-        le=1.0,
-        description="how much longer it may make the steps of jobs that generate, on average; the "
-        "engine has a limit, too",
+        0.02, ge=0, le=1, description="how much longer it may make steps of others, on average"
     )
     end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
 
@@ -307,8 +306,7 @@ class RuntimeInfo(InternalPayload):
     recent_average_latency: float = 0.0
     num_steps: int | None = Field(
         None,
-        description="grows while the engine makes progress: one with work whose steps stand still "
-        "for the heartbeat timeout is lost; null: the engine does not count",
+        description="if they stand still while it has work, it is lost; null: not counted",
     )
     costs: StepCosts | None = Field(None, description="as measured; null: not known")
     capabilities: Capabilities | None = Field(None, description="null: as it registered")

@@ -23,7 +23,7 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import make_tree
 from parrot.engine.core.host.found import FoundKv
 from parrot.engine.core.isolation import IsolatingRunner
-from parrot.engine.core.jobs import Job, StepTotals
+from parrot.engine.core.jobs import Job
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import (
     LaunchedStep,
@@ -35,7 +35,7 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.core.requests import RequestTable
 from parrot.engine.core.scheduler import NO_DRAFTS, Drafts, LocalScheduler, Step
-from parrot.engine.core.step_costs import StepCostMeter
+from parrot.engine.core.step_costs import StepCostMeter, StepTotals
 from parrot.engine.core.validation import RequestLimits
 from parrot.engine.drafts.drafter import make_drafter
 from parrot.protocol.engine_api import RuntimeInfo
@@ -86,7 +86,7 @@ class EngineCore:
         if is_found and self._runner.has_host_tier:
             self._found.use_host(self._runner, self._costs.prefill_s)
         self.host_tokens_capacity = self._found.host_tokens_capacity
-        self._scheduler = LocalScheduler(config, self._tree, self._found)
+        self._scheduler = LocalScheduler(config, self._tree, self._found, self._costs)
         self._drafter = make_drafter(config.scheduler, info.draft_sizes, clock)
         self._totals = StepTotals()
         limits = RequestLimits(self.max_context_len, info.vocab_size)

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from parrot.engine.core.contexts import Context
+from parrot.engine.core.fair.budgets import ALONE, TenantShare
 from parrot.engine.core.host.tier import Arrival
 from parrot.engine.core.output import Generation
 from parrot.engine.core.plan import (
@@ -18,6 +19,7 @@ from parrot.engine.core.plan import (
     StateRead,
     StateSum,
 )
+from parrot.engine.core.step_costs import StepTotals
 from parrot.engine.drafts.output_drafts import OutputDrafts
 from parrot.engine.drafts.pace import Acceptance
 from parrot.engine.grammar.constraint import Constraint
@@ -91,7 +93,7 @@ class EngineRequest:
     background fill. `constraint`: the one of its `sampling`, at the output's beginning. `pooling`
     and `num_scored`: give an embedding of each piece, or the log probabilities of its tokens and of
     so many likely ones; the pieces' contexts are temporary. `drafts`: where to look for drafts of
-    its output."""
+    its output. `share`: whose time it takes."""
 
     request_id: int
     pieces: tuple[Piece, ...]
@@ -104,6 +106,7 @@ class EngineRequest:
     pooling: PoolingKind | None = None
     num_scored: int | None = None
     drafts: DraftSources = field(default_factory=DraftSources)
+    share: TenantShare = ALONE
 
     def reading(self) -> "Pooling | Scoring | None":
         """A reading of a piece, which begins at its beginning; None if none is wanted."""
@@ -179,20 +182,6 @@ class Scoring(_Reading):
         found = Logprobs(len(first), first, [0.0] * len(first))
         found.extend(self.rows or Logprobs(len(first)))
         return found if self.is_finite else None
-
-
-@dataclass(slots=True)
-class StepTotals:
-    """The number of an engine's steps so far, and the sums of their sequences and prompt tokens."""
-
-    num_steps: int = 0
-    num_sequences: int = 0
-    num_prompt_tokens: int = 0
-
-    def add(self, num_sequences: int, num_prompt_tokens: int) -> None:
-        self.num_steps += 1
-        self.num_sequences += num_sequences
-        self.num_prompt_tokens += num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -340,6 +329,11 @@ class Job:
     @property
     def is_background(self) -> bool:
         return self.priority >= BACKGROUND
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the token that it awaits may be followed by another."""
+        return self.generation is not None and self.generation.num_left > 1
 
     def count_missing(self) -> None:
         """Until it begins, its request counts what its context misses now: KV that was found may be

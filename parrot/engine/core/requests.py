@@ -16,10 +16,10 @@ from parrot.engine.core.jobs import (
     PromptTotals,
     RequestState,
     Sink,
-    StepTotals,
 )
 from parrot.engine.core.output import Followers, Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
+from parrot.engine.core.step_costs import StepTotals
 from parrot.engine.core.validation import RequestLimits
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import (

@@ -24,11 +24,13 @@ from typing import NamedTuple
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree
+from parrot.engine.core.fair.budgets import TenantBudgets
 from parrot.engine.core.host.found import FoundKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
 from parrot.engine.core.queues import POLICIES, BackgroundPace, JobQueue
 from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
+from parrot.engine.core.step_costs import StepCostMeter
 
 _PASSED = 4  # times its own length
 
@@ -68,7 +70,9 @@ class LocalScheduler:
     room, and every job becomes the first. Background jobs are the exception: they take free blocks
     only, give way before idle contexts do, and without room they are turned away."""
 
-    def __init__(self, config: EngineConfig, tree: ContextTree, found: FoundKv) -> None:
+    def __init__(
+        self, config: EngineConfig, tree: ContextTree, found: FoundKv, costs: StepCostMeter
+    ) -> None:
         self._limits = limits = config.scheduler
         self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
         self._tree = tree
@@ -87,6 +91,7 @@ class LocalScheduler:
         self._tokens_left = 0
         self._context_tokens = 0
         self._found = found
+        self._budgets = TenantBudgets(costs, tree.block_size)
         self.idle = IdleContexts(tree)
 
     @property
@@ -106,7 +111,7 @@ class LocalScheduler:
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """How many steps from now on are sure to give the same jobs a token each, and to end none,
         if nothing is asked meanwhile and what is sampled is among `token_ids`."""
-        is_limited = self._limits.max_total_tokens is not None
+        is_limited = self._limits.max_total_tokens is not None or self._budgets.are_bound
         if not self._decoding or self._queue or self._background or is_limited:
             return 0
         room = self._tree.pool.num_free // len(self._decoding) - 1  # one may have to be copied
@@ -124,10 +129,12 @@ class LocalScheduler:
         job.place = self._num_filled + _PASSED * self._found.num_to_compute(job.context)
         job.key = self._policy(job)
         self._queue_of(job).add(job)
+        self._budgets.add(job)
 
     def remove(self, job: Job) -> None:
         """A job that has ended. Its context keeps its KV."""
         self._queue_of(job).remove(job)
+        self._budgets.remove(job)
         job.is_admitted = False
 
     def keep_decoding(self, job: Job) -> None:
@@ -185,11 +192,12 @@ class LocalScheduler:
     def schedule(self, now: float, drafts: Drafts = NO_DRAFTS) -> Step | None:
         """The next step, or None when no job can run. `drafts`: of jobs that generate and await no
         token; taken as far as there is room for them that nobody else needs."""
-        going_on = [job for job in self._decoding if job.awaits_token and _has_next(job)]
+        going_on = [job for job in self._decoding if job.awaits_token and job.may_go_on]
         for job in going_on:
             job.context.token_ids.append(PENDING)
         try:
-            return self._plan(now, drafts)
+            step = self._plan(now, drafts)
+            return self._plan(now, drafts) if step is None and self._budgets.lift() else step
         finally:
             for job in going_on:
                 job.context.token_ids.pop()
@@ -200,8 +208,9 @@ class LocalScheduler:
         self._tokens_left = self._limits.max_num_batched_tokens
         self._context_tokens = 0
         self._num_background_tokens = 0
+        self._budgets.begin(now, self._decoding)
         for job in self._decoding:
-            if job.is_admitted and job.context.num_missing and self._has_place(job):
+            if job.is_admitted and self._budgets.num_tokens(job) and self._has_place(job):
                 self._take(job, 1)
         self._num_decodes = len(self._shares)
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
@@ -211,8 +220,8 @@ class LocalScheduler:
                 break
             if not job.is_admitted and (is_blocked or job.awaits_token or self._must_wait(job)):
                 continue
-            num_tokens = min(job.context.num_missing, budget, self._max_chunk)
-            if not (self._has_place(job) and self._take(job, num_tokens)):
+            num_tokens = min(self._budgets.num_tokens(job), budget, self._max_chunk)
+            if num_tokens and not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
         num_fill_tokens = self._fill_tokens_taken()
         self._num_filled += num_fill_tokens
@@ -283,6 +292,7 @@ class LocalScheduler:
         if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
             self._begun_blocks.add(key)
         self._shares[job] = Share(num_tokens, copies)
+        self._budgets.charge(job, num_tokens)
         self._tokens_left -= num_tokens
         self._context_tokens += end
         return True
@@ -383,13 +393,9 @@ class LocalScheduler:
                 assert has_work, f"job {job.job_id} has nothing to do"
                 assert job.is_background is (queue is self._background), job
         assert not self._turned_away, self._turned_away
+        self._budgets.check_integrity(job for queue in self._queues for job in queue)
         for job in self._decoding:
             num_missing = job.context.num_missing
             goes_on = num_missing == (0 if job.awaits_token else 1)
             assert goes_on, f"job {job.job_id} misses {num_missing} tokens"
             assert job.is_admitted, f"job {job.job_id} generates without room"
-
-
-def _has_next(job: Job) -> bool:
-    """Whether the token that the job awaits may be followed by another."""
-    return job.generation is not None and job.generation.num_left > 1

@@ -9,6 +9,7 @@ little from the one that explains all of the time."""
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from parrot.engine.core.plan import RunnerInfo, SequenceStep
 from parrot.protocol.engine_api import StepCosts
@@ -23,6 +24,20 @@ _MIN_SHARE, _MAX_SHARE = 1 / 64, 64.0  # bounds of a scale, relative to that of 
 _SWEEPS = 100  # of the minimisation, one scale at a time; a few are enough
 _OBSERVE_EVERY, _OBSERVE_FIRST = 8, 64  # steps; counting what they read takes time
 _SOLVE_EVERY = 32  # observations; errors are weighed by the estimate, so it must not be old
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """The number of an engine's steps so far, and the sums of their sequences and prompt tokens."""
+
+    num_steps: int = 0
+    num_sequences: int = 0
+    num_prompt_tokens: int = 0
+
+    def add(self, num_sequences: int, num_prompt_tokens: int) -> None:
+        self.num_steps += 1
+        self.num_sequences += num_sequences
+        self.num_prompt_tokens += num_prompt_tokens
 
 
 class StepCostMeter:

@@ -1,0 +1,176 @@
+"""How much of a step the jobs of each tenant may take.
+
+Without bounds a tenant with hundreds of jobs makes each step several times as long as another's
+single chat would find it alone. So where a request says by what part its steps may grow, tenants
+that crowd the engine get no more than that of a step: some of their jobs wait, with their KV, and
+their prompts come in small parts. Tenants with a few jobs each are never bound, nor is anybody
+without others."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
+
+from parrot.engine.core.step_costs import StepCostMeter
+from parrot.protocol.engine_api import StepCosts
+
+if TYPE_CHECKING:
+    from parrot.engine.core.jobs import Job
+
+_CROWD = 16  # jobs by weight, and
+_TIMES = 4  # times as many as the other: from there on a tenant crowds it
+_LINGER_S = 10.0  # who was here so lately may come back for its next turn, and finds
+_LINGER_GROWTH = 3.0  # steps that grow so many times as much as beside it
+_MIN_CHUNK = 32  # tokens of a prompt; what they take too much is paid by later steps
+_USUAL_COSTS = StepCosts()
+
+
+class TenantShare(NamedTuple):
+    """The tenant of a request, and by what part tenants of the same weight that crowd the engine
+    may lengthen its steps; None: by any."""
+
+    tenant: str = ""
+    weight: float = 1.0
+    step_growth: float | None = None
+
+
+ALONE = TenantShare()
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """`num_jobs` are open; `most_jobs` were, since it came. It is remembered `until` some time
+    after its last job. `credit_s`: what its jobs may take of the next step."""
+
+    weight: float = 1.0
+    step_growth: float | None = None
+    num_jobs: int = 0
+    most_jobs: int = 0
+    until: float = -inf
+    credit_s: float = 0.0
+
+
+class TenantBudgets:
+    """What each tenant's jobs may take of a step, in seconds. `begin` makes it for the next step,
+    and `charge` takes from it. A job may take more than is left, which later steps pay."""
+
+    def __init__(self, costs: StepCostMeter, block_size: int) -> None:
+        self._meter = costs
+        self._block_size = block_size
+        self._costs = _USUAL_COSTS
+        self._tenants: dict[str, _Tenant] = {}
+        self._left: dict[str, float] = {}  # by tenant; whoever is not there is not bound
+        self._read: set[int] = set()  # first blocks of shared beginnings that were paid
+
+    @property
+    def are_bound(self) -> bool:
+        """Whether some tenant is, in this step."""
+        return bool(self._left)
+
+    def add(self, job: "Job") -> None:
+        """One more open job."""
+        share = job.request.wanted.share
+        tenant = self._tenants.get(share.tenant)
+        if tenant is None:
+            tenant = self._tenants[share.tenant] = _Tenant()
+        tenant.weight = share.weight
+        tenant.num_jobs += 1
+        tenant.most_jobs = max(tenant.most_jobs, tenant.num_jobs)
+        if share.step_growth is not None:
+            tenant.step_growth = share.step_growth
+
+    def remove(self, job: "Job") -> None:
+        self._tenants[job.request.wanted.share.tenant].num_jobs -= 1
+
+    def begin(self, now: float, decoding: Iterable["Job"]) -> None:
+        """Another step is planned. `decoding`: the jobs that generate."""
+        self._left.clear()
+        if len(self._tenants) < 2:
+            return
+        self._forget(now)
+        guarded = [(n, t) for n, t in self._tenants.items() if t.step_growth is not None]
+        bound = {
+            name: [(n, t) for n, t in guarded if n != name and _crowds(tenant, t)]
+            for name, tenant in self._tenants.items()
+            if guarded and tenant.num_jobs > _CROWD * tenant.weight
+        }
+        if not any(bound.values()):
+            return
+        self._costs = self._meter.recent() or _USUAL_COSTS
+        self._read.clear()
+        own_s = self._decode_s(decoding, dict(guarded))
+        self._read.clear()
+        for name, others in bound.items():
+            if others:
+                tenant = self._tenants[name]
+                limit = tenant.weight * min(self._allowed_s(t, own_s[n]) for n, t in others)
+                tenant.credit_s = min(limit, tenant.credit_s + limit)
+                self._left[name] = tenant.credit_s
+
+    def num_tokens(self, job: "Job") -> int:
+        """How many of its tokens the step may compute."""
+        missing = job.context.num_missing
+        left = self._left.get(job.request.wanted.share.tenant) if self._left else None
+        if left is None:
+            return missing
+        if left <= 0.0:
+            return 0
+        return min(missing, max(_MIN_CHUNK, int(left / self._costs.prefill_s)))
+
+    def charge(self, job: "Job", num_tokens: int) -> None:
+        """The step computes so many of its tokens."""
+        name = job.request.wanted.share.tenant
+        if name in self._left:
+            self._left[name] -= self._cost_s(job, num_tokens)
+            self._tenants[name].credit_s = self._left[name]
+
+    def lift(self) -> bool:
+        """Forgive all debts, since nobody else has anything to compute. False if there are none."""
+        for name in self._left:
+            self._tenants[name].credit_s = inf
+        return bool(self._left)
+
+    def _forget(self, now: float) -> None:
+        for name, tenant in list(self._tenants.items()):
+            if tenant.num_jobs:
+                tenant.until = now + _LINGER_S
+            elif tenant.step_growth is None or now >= tenant.until:
+                del self._tenants[name]
+
+    def _allowed_s(self, tenant: _Tenant, own_s: float) -> float:
+        """What others of weight 1 may take beside this one, whose outputs take `own_s`: no less
+        than it takes itself."""
+        assert tenant.step_growth is not None, tenant
+        growth = tenant.step_growth * (1.0 if tenant.num_jobs else _LINGER_GROWTH)
+        return max(own_s, growth * (self._costs.step_s + own_s)) / tenant.weight
+
+    def _decode_s(self, decoding: Iterable["Job"], tenants: dict[str, _Tenant]) -> dict[str, float]:
+        own_s = dict.fromkeys(tenants, 0.0)
+        for job in decoding:
+            if (name := job.request.wanted.share.tenant) in own_s:
+                own_s[name] += self._cost_s(job, 1)
+        return own_s
+
+    def _cost_s(self, job: "Job", num_tokens: int) -> float:
+        costs, context = self._costs, job.context
+        if num_tokens > 1:
+            return num_tokens * costs.prefill_s
+        num_read = len(context.token_ids)
+        if context.owned_from:  # what it shares is read once
+            if context.block_ids[0] in self._read:
+                num_read -= context.owned_from * self._block_size
+            self._read.add(context.block_ids[0])
+        return costs.sequence_s + num_read * costs.token_s
+
+    def check_integrity(self, jobs: Iterable["Job"]) -> None:
+        """Recount by the open jobs. Raises AssertionError with what differs."""
+        counts = {name: tenant.num_jobs for name, tenant in self._tenants.items()}
+        for job in jobs:
+            counts[job.request.wanted.share.tenant] -= 1
+        assert not any(counts.values()), counts
+
+
+def _crowds(tenant: _Tenant, other: _Tenant) -> bool:
+    """Whether it has many times as many jobs, by weight, as the other has or had."""
+    most = other.num_jobs or other.most_jobs
+    return tenant.num_jobs / tenant.weight > max(_CROWD, _TIMES * most / other.weight)
