@@ -60,6 +60,13 @@ class GlobalSchedulerConfig(ConfigModel):
         64 * 2**20, ge=0, le=2**40, description="Bytes of results kept; 0: only calls in flight."
     )
     reuse_timeout: Seconds = Field(3600.0, description="A result is kept for so long at most.")
+    tenant_step_growth: float | None = Field(
+        0.25,
+        ge=0.0,
+        le=1000.0,
+        description="By what part another tenant of the same weight that crowds an engine may "
+        "lengthen the steps of a call that somebody waits for. null: by any.",
+    )
     max_queue_size: Count = Field(
         1024,
         description="With so many tasks queued, new calls and reads that need work get 429, if "

@@ -55,11 +55,11 @@ class ServeCore:
         self._dispatcher = dispatcher or Dispatcher(config, self.clock)
         self.fleet = self._dispatcher.fleet
         self.heartbeat = self.fleet.heartbeat
-        self.decisions = self._dispatcher.decisions
-        self.contexts = self._dispatcher.contexts
+        self.decisions, self.contexts = self._dispatcher.decisions, self._dispatcher.contexts
         self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
         self._metrics = CoreMetrics(config)
         self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
+        self._dispatcher.shares.weigh = lambda tenant: self.tenants.get(tenant).weight
         self._observers = Observers(observers)
         self._runner = TaskRunner(
             config,

@@ -30,6 +30,9 @@ class Recorder(HttpClient):
             task_id=5,
             priority=-6,
             cache_salt="t",
+            tenant="u",
+            weight=2.0,
+            step_growth=0.5,
             context_id=7,
             parent_context_id=2,
             parent_len=9,
@@ -56,13 +59,14 @@ def test_every_field_is_sent() -> None:
         *("session_id", "task_id", "attempt", "priority"),
         *("context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
+        *("tenant", "weight", "step_growth"),
         *("drafts", "traceparent", "channel", "conversation"),
     }
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
     assert set(FillPiece.model_fields) == piece
     assert set(FillRequest.model_fields) - piece == {
         *("session_id", "task_id", "attempt", "priority", "cache_salt", "end_flag", "traceparent"),
-        *("background", "background_share"),
+        *("background", "background_share", "tenant", "weight", "step_growth"),
     }
 
 

@@ -32,6 +32,7 @@ from parrot.serve.graph.nodes import (
 from parrot.serve.graph.runner import Predictor
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.quotas import QueuedByTenant
+from parrot.serve.scheduling.fair.counters import Counters
 from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.task import Decision
@@ -246,6 +247,7 @@ class FakeDispatcher(FakeRunner):
         self.released: list[int] = []
         self.fleet = FakeFleet()
         self.kv_counts, self.prefetch_counts = KvCounts(), PrefetchCounts()
+        self.shares = Counters(lambda tenant: 1.0)
         self.decisions: list[Decision] = []
         self.contexts: Callable[[], list[Context]] = list
         if instant:

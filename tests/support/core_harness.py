@@ -7,6 +7,7 @@ from typing import Any
 from parrot.engine.config import SimConfig
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.fair.budgets import ALONE, TenantShare
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo, StepPlan
@@ -72,6 +73,7 @@ class Harness:
         cache_salt: str = "",
         background_share: float = 1.0,
         drafts: DraftSources | None = None,
+        share: TenantShare = ALONE,
     ) -> Answer:
         answer = Answer()
         self.num_orders += 1
@@ -84,6 +86,7 @@ class Harness:
             cache_salt,
             background_share,
             drafts=drafts or DraftSources(),
+            share=share,
         )
         self.core.requests.submit(order, answer)
         self.deliver()
@@ -99,11 +102,17 @@ class Harness:
         priority: int = 0,
         stream: bool = False,
         drafts: DraftSources | None = None,
+        share: TenantShare = ALONE,
         **sampling: Any,
     ) -> Answer:
         wanted = SamplingConfig(max_gen_length=length, **sampling)
         return self.submit(
-            *pieces, sampling=wanted, priority=priority, stream=stream, drafts=drafts
+            *pieces,
+            sampling=wanted,
+            priority=priority,
+            stream=stream,
+            drafts=drafts,
+            share=share,
         )
 
     def embed(self, *texts: str, pooling: PoolingKind = "mean", priority: int = 0) -> Answer:

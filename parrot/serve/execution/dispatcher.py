@@ -69,6 +69,7 @@ class Dispatcher:
             order,
             placer,
         )
+        self.shares = self._scheduler.counters
         self.fleet = Fleet(
             config,
             clock,

@@ -254,6 +254,8 @@ class Prefetcher:
             session_id=completion.session_id,
             task_id=completion.id,
             cache_salt=completion.options.cache_salt,
+            tenant=completion.options.tenant,
+            weight=self._scheduler.counters.weight(completion.options.tenant),
             background=True,
             background_share=ahead.budget.share,
         )

@@ -34,7 +34,7 @@ from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Units
 from parrot.serve.prompts.tokenizers import ModelTokenizer
-from parrot.serve.scheduling.task import CompletionTask
+from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
 _MAX_LOST = 3
 _MAX_REFUSED = 5
@@ -64,6 +64,7 @@ class Attempt:
     engine: Engine
     priority: int = 0
     is_longest: bool = True
+    share: EngineShare = UNBOUND
     runner: "asyncio.Task[None] | None" = None
     tokenizer: ModelTokenizer | None = field(init=False)
     sampling: SamplingConfig = field(init=False)

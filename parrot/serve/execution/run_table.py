@@ -150,7 +150,8 @@ class RunTable:
         """Start a queued run where the scheduler has placed it."""
         run = placement.task
         assert isinstance(run, Run), run
-        attempt = Attempt(run, engine, placement.priority, placement.is_longest)
+        share, is_longest = placement.share, placement.is_longest
+        attempt = Attempt(run, engine, placement.priority, is_longest, share)
         run.attempt = attempt
         run.stats.attempts += 1
         run.stats.engine_name = engine.info.engine_name

@@ -21,11 +21,12 @@ _USUAL_COSTS = StepCosts()
 
 @dataclass(slots=True)
 class _Pool:
-    """The engines of one model. `open` has those with a free slot, the least loaded first;
-    `max_lens` the longest sequence that one with these features takes."""
+    """The engines of one model. `open` has those with a free slot, the least loaded first, and
+    `full` the others; `max_lens` the longest sequence that one with these features takes."""
 
     members: dict[int, EngineLoad] = field(default_factory=dict)
     open: LazyHeap[int, tuple[float, ...]] = field(default_factory=LazyHeap)
+    full: LazyHeap[int, tuple[float, ...]] = field(default_factory=LazyHeap)
     max_lens: dict[Features, int] = field(default_factory=dict)
     step_s: float = 0.0  # of all members, summed up
 
@@ -112,6 +113,7 @@ class LoadIndex:
             pool = self._pools[name]
             del pool.members[load.id]
             pool.open.discard(load.id)
+            pool.full.discard(load.id)
             pool.review()
             pool.step_s = sum([other.step_s for other in pool.members.values()])
             if not pool.members:
@@ -128,10 +130,11 @@ class LoadIndex:
         added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
         for pool in self._pools_of(load):
             pool.step_s += added_s
-            if load.is_open:
-                pool.open.set(load.id, key)
-            else:
-                pool.open.discard(load.id)
+            here, elsewhere = pool.open, pool.full
+            if not load.is_open:
+                here, elsewhere = elsewhere, here
+            here.set(load.id, key)
+            elsewhere.discard(load.id)
 
     # One engine
 
@@ -197,16 +200,19 @@ class LoadIndex:
                 grades[grade][features] = max(grades[grade].get(features, 0), max_len)
         return grades[0] or grades[1] or grades[2]
 
-    def least_loaded(self, task: CompletionTask, count: int) -> list[EngineLoad]:
-        """Up to `count` open engines for each of the task's models that take it, the least loaded,
-        in no particular order."""
+    def least_loaded(
+        self, task: CompletionTask, count: int, *, full: bool = False
+    ) -> list[EngineLoad]:
+        """Up to `count` open engines, or `full` ones, for each of the task's models that take it,
+        the least loaded, in no particular order."""
         found: list[EngineLoad] = []
         for pool in self._of(task.models):
-            wanted, num_open = count, len(pool.open)
+            engines = pool.full if full else pool.open
+            wanted, num_all = count, len(engines)
             while True:
-                ids = list(pool.open) if num_open <= wanted else pool.open.smallest(wanted)
+                ids = list(engines) if num_all <= wanted else engines.smallest(wanted)
                 fitting = [i for i in ids if self.takes(pool.members[i], task)]
-                if len(fitting) >= count or num_open <= wanted:
+                if len(fitting) >= count or num_all <= wanted:
                     break
                 wanted *= 2
             found += [pool.members[i] for i in fitting[:count]]

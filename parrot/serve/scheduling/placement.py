@@ -1,6 +1,6 @@
 """Placement by predicted seconds: what a task costs on each engine, itself and the others there."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from heapq import heappop, heappush
 from math import inf, nextafter
 from typing import NamedTuple
@@ -32,6 +32,10 @@ Costs = dict[int, float | None]
 """Predicted seconds on each engine that was considered; None where the task does not fit."""
 
 
+MaySqueeze = Callable[[EngineLoad, int], bool]
+"""Whether a task may be squeezed in on an engine, with so many tokens of its own there."""
+
+
 class Place(NamedTuple):
     """An engine for a task, and the tokens of its prompt that would have to be computed there.
     `costs`: what was compared; None if nothing was, since its block has a plan, or there was no
@@ -58,6 +62,11 @@ class Placer:
     def preview(self, task: CompletionTask, now: float) -> Place | None:
         """The choice for a task that is not queued. Changes nothing."""
         return self.choose(task, now)
+
+    def squeeze(self, task: CompletionTask, now: float, may: MaySqueeze) -> Place | None:
+        """An engine where the task may be squeezed in though there is no room; None if there is
+        none, or this placer does not do that."""
+        return None
 
     def new_round(self) -> None:
         """Time has passed, or something has ended, since the last choice."""
@@ -101,6 +110,20 @@ class PredictedSeconds(Placer):
 
     def preview(self, task: CompletionTask, now: float) -> Place | None:
         return self._cheapest(task, now, self._find(task))
+
+    def squeeze(self, task: CompletionTask, now: float, may: MaySqueeze) -> Place | None:
+        known = self._find(task)
+        found = self._candidates(task, _LEAST_LOADED, known)
+        found += self._loads.least_loaded(task, _LEAST_LOADED, full=True)
+        best, best_cost = None, (inf, -1)
+        for load in found:
+            new_prompt = task.prompt_len - known.shared_len(load.id)
+            if may(load, new_prompt + load.room_for(task)):
+                cost_s = self._cost_s(task, load, now, known, squeezes=True)
+                assert cost_s is not None, task
+                if (cost_s, load.id) < best_cost:
+                    best, best_cost = load, (cost_s, load.id)
+        return None if best is None else _place(task, best, known)
 
     def _cheapest(self, task: CompletionTask, now: float, known: Beginnings) -> Place | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)
@@ -153,11 +176,17 @@ class PredictedSeconds(Placer):
     # One task
 
     def _cost_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
+        self,
+        task: CompletionTask,
+        load: EngineLoad,
+        now: float,
+        known: Beginnings,
+        *,
+        squeezes: bool = False,
     ) -> float | None:
         """Predicted seconds, of which those that others lose count by their weights over the
-        task's; None if the task cannot be placed on this engine now."""
-        growth_s = self._growth_s(task, load, now, known)
+        task's; None if the task cannot be placed on this engine now, unless it is squeezed in."""
+        growth_s = self._growth_s(task, load, now, known, squeezes=squeezes)
         if growth_s is None:
             return None
         output, outlook = task.expected_output, load.outlook(now)
@@ -188,12 +217,18 @@ class PredictedSeconds(Placer):
         return _LOSS_WEIGHT * lost * task.tokens_per_char * load.costs.prefill_s
 
     def _growth_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
+        self,
+        task: CompletionTask,
+        load: EngineLoad,
+        now: float,
+        known: Beginnings,
+        *,
+        squeezes: bool = False,
     ) -> float | None:
         """Seconds by which the task lengthens a step; None if it cannot be placed on this engine
-        now."""
+        now, and is not squeezed in."""
         new_prompt = task.prompt_len - known.shared_len(load.id)
-        if not load.fits(task, new_prompt):
+        if not squeezes and not load.fits(task, new_prompt):
             return None
         num_read = new_prompt + task.expected_output // 2
         growth_s = load.costs.sequence_s + num_read * load.costs.token_s

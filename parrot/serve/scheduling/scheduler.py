@@ -4,24 +4,27 @@ knows no policy by name."""
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
+from functools import partial
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import RunningPrefixes
 from parrot.serve.scheduling.engine_load import EngineLoad
 from parrot.serve.scheduling.fair.counters import Counters, Weigh
+from parrot.serve.scheduling.fair.held import HeldByTenants
 from parrot.serve.scheduling.fair.queue import FairKey, FairQueue
 from parrot.serve.scheduling.hold_back import should_wait
 from parrot.serve.scheduling.load_index import LoadIndex, Models
 from parrot.serve.scheduling.placement import Place, end_of_patience
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer, order_maker, placer_maker
-from parrot.serve.scheduling.task import CompletionTask, Decision, Placement
+from parrot.serve.scheduling.task import CompletionTask, Decision, EngineShare, Placement
 from parrot.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
 
 _MAX_PRIORITY = 2**31 - 1
 _NUM_DECISIONS = 64
+_LESSER_LEAD = 2**20  # priorities by which tenants go first where others have more tasks
 _PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches that they cause
 
 
@@ -48,10 +51,12 @@ class Scheduler:
         self._order = (order or order_maker(config))(clock)
         self._placer = (placer or placer_maker(config, index))(self.engines, self._running)
         self._queues: dict[Models, FairQueue] = {}
-        self._counters = Counters(weigh)
+        self.counters = Counters(weigh)
+        self._held = HeldByTenants(self.counters.weight)
         self._tenant_of: dict[int, str] = {}  # by session
         self._patience: float | None = None  # when that of a task passed over ends first
         self._failed: list[CompletionTask] = []
+        self._step_growth = config.tenant_step_growth
         self._epoch = clock.now()
 
     # Tasks
@@ -73,13 +78,13 @@ class Scheduler:
         completion = task.completion
         self._tenant_of[completion.session_id] = completion.options.tenant
         self._order.arrived(task)
-        self._counters.queued(completion.options.tenant)
+        self.counters.queued(completion.options.tenant)
         self._push(task)
 
     def remove(self, task: CompletionTask) -> None:
         """A queued task will not run."""
         self._pull(task)
-        self._counters.unqueued(task.completion.options.tenant)
+        self.counters.unqueued(task.completion.options.tenant)
         self._order.ended(task)
 
     def update(self, task: CompletionTask) -> None:
@@ -99,7 +104,7 @@ class Scheduler:
         self._unload(task, engine_id)
         task.refresh()
         self._order.updated(task)
-        self._counters.queued(task.completion.options.tenant)
+        self.counters.queued(task.completion.options.tenant)
         self._push(task)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
@@ -133,7 +138,7 @@ class Scheduler:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
                 self._placer.unqueued(task)
-                self._counters.unqueued(task.completion.options.tenant)
+                self.counters.unqueued(task.completion.options.tenant)
                 self._order.ended(task)
                 self._failed.append(task)
                 continue
@@ -142,6 +147,9 @@ class Scheduler:
                 placements.append(self._run(task, place, now))
                 queue.is_over = not self.engines.num_open(queue.models)
         self._patience = _next_end([task for queue in queues for task in queue.end_round()], now)
+        if self.counters.are_many:
+            for queue in self._queues.values():
+                placements += self._squeeze_in(queue, now)
         self._queues = {models: queue for models, queue in self._queues.items() if queue}
         return placements
 
@@ -170,7 +178,8 @@ class Scheduler:
         queued = [task for queue in self._queues.values() for task in queue.tasks()]
         placed = [task for load in self.engines for task in load.tasks]
         self._placer.check_integrity(queued)
-        self._counters.check_integrity(_by_tenant(queued), _by_tenant(placed))
+        self._held.check_integrity(list(self.engines))
+        self.counters.check_integrity(_by_tenant(queued), _by_tenant(placed))
         segments = self._running.check_integrity({load.id: load.tasks for load in self.engines})
         for load in self.engines:
             load.check_integrity(segments[load.id])
@@ -191,6 +200,8 @@ class Scheduler:
         load, to_compute = place.load, place.to_compute
         if not self._order.holds_back or not load.num_tasks:
             return False
+        if self.counters.are_many and self._held.is_lesser(task, load.id):
+            return False
         queue = self._queues.get(task.models)
         num_groups = 0 if queue is None else queue.num_groups
         num_waiting = max(1.0, num_groups / self.engines.num_members(task.models))
@@ -202,12 +213,25 @@ class Scheduler:
         added_s = _added_s(task, load, new_prompt, to_compute)
         return should_wait(num_ahead, num_others + num_waiting, added_s, step_s)
 
+    def _squeeze_in(self, queue: FairQueue, now: float) -> list[Placement]:
+        """Place calls that somebody waits for beyond the engines' room where their tenants have
+        few and others many: they take the places, and if need be the KV, of those."""
+        placements: list[Placement] = []
+        for task in queue.firsts():
+            if not task.is_latency or not self.counters.is_small(task.completion.options.tenant):
+                continue
+            place = self._placer.squeeze(task, now, partial(self._held.has_share, task))
+            if place is not None:
+                queue.remove(task)
+                placements.append(self._run(task, place, now))
+        return placements
+
     # Queues and loads
 
     def _push(self, task: CompletionTask) -> None:
         queue = self._queues.get(task.models)
         if queue is None:
-            queue = FairQueue(task.models, self._order, self._counters)
+            queue = FairQueue(task.models, self._order, self.counters)
             self._queues[task.models] = queue
         queue.push(task)
         self._placer.queued(task)
@@ -221,9 +245,12 @@ class Scheduler:
 
     def _run(self, task: CompletionTask, place: Place, now: float) -> Placement:
         load = place.load
+        tenant = task.completion.options.tenant
+        is_lesser = self._held.is_lesser(task, load.id)
         new_prompt = self._running.add(task, load.id)
+        self._held.add(task, load.id, new_prompt + load.room_for(task))
         work_s = load.admit(task, new_prompt, place.to_compute, now)
-        self._counters.charge(
+        self.counters.charge(
             task,
             load.costs,
             num_computed=place.to_compute,
@@ -231,17 +258,22 @@ class Scheduler:
             now=now,
             duration_s=work_s,
         )
-        self._counters.unqueued(task.completion.options.tenant)
+        self.counters.unqueued(tenant)
         self.engines.changed(load)
         self._placer.unqueued(task)
         self._placer.placed(task, load)
         self._order.placed(task, load.id, work_s)
         self.decisions.append(_decision(task, place, now))
         is_longest = self.engines.takes_longest(load, task)
-        return Placement(task, load.id, self._priority(task), is_longest)
+        priority = self._priority(task, is_lesser)
+        step_growth = self._step_growth if task.is_latency else None
+        share = EngineShare(self.counters.weight(tenant), step_growth)
+        return Placement(task, load.id, priority, is_longest, share)
 
-    def _priority(self, task: CompletionTask) -> int:
+    def _priority(self, task: CompletionTask, is_lesser: bool) -> int:
         steps = (self._order.priority_s(task) - self._epoch) / _PRIORITY_STEP_S
+        if is_lesser and task.is_latency:
+            steps -= _LESSER_LEAD
         return int(max(-_MAX_PRIORITY, min(_MAX_PRIORITY, steps)))
 
     def _unload(self, task: CompletionTask, engine_id: int) -> None:
@@ -249,8 +281,9 @@ class Scheduler:
         assert load is not None, engine_id
         now = self._clock.now()
         load.release(task, self._running.remove(task, engine_id), now)
+        self._held.remove(task, engine_id)
         self.engines.changed(load)
-        taken_s, has_shrunk = self._counters.settle(task, now)
+        taken_s, has_shrunk = self.counters.settle(task, now)
         task.service_s += taken_s
         for queue in self._queues.values() if has_shrunk else ():
             queue.settled(task.completion.options.tenant)

@@ -88,15 +88,28 @@ class CompletionTask:
         return len(self.segments)
 
 
+class EngineShare(NamedTuple):
+    """The weight of a call's tenant, and by what part others of the same weight may lengthen the
+    call's steps; None: by any."""
+
+    weight: float = 1.0
+    step_growth: float | None = None
+
+
+UNBOUND = EngineShare()
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Run `task` on this engine now. `priority`: its place in the engine's queue, lower first.
-    `is_longest`: no live engine of the task's models takes longer sequences."""
+    `is_longest`: no live engine of the task's models takes longer sequences. `share`: its
+    tenant's."""
 
     task: CompletionTask
     engine_id: int
     priority: int
     is_longest: bool = True
+    share: EngineShare = UNBOUND
 
 
 class Decision(NamedTuple):

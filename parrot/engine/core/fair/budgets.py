@@ -22,6 +22,7 @@ _TIMES = 4  # times as many as the other: from there on a tenant crowds it
 _LINGER_S = 10.0  # who was here so lately may come back for its next turn, and finds
 _LINGER_GROWTH = 3.0  # steps that grow so many times as much as beside it
 _MIN_CHUNK = 32  # tokens of a prompt; what they take too much is paid by later steps
+_LEAST_S = 1e-6  # so that something may be computed where nobody else has anything
 _USUAL_COSTS = StepCosts()
 
 
@@ -142,7 +143,7 @@ class TenantBudgets:
         than it takes itself."""
         assert tenant.step_growth is not None, tenant
         growth = tenant.step_growth * (1.0 if tenant.num_jobs else _LINGER_GROWTH)
-        return max(own_s, growth * (self._costs.step_s + own_s)) / tenant.weight
+        return max(_LEAST_S, own_s, growth * (self._costs.step_s + own_s)) / tenant.weight
 
     def _decode_s(self, decoding: Iterable["Job"], tenants: dict[str, _Tenant]) -> dict[str, float]:
         own_s = dict.fromkeys(tenants, 0.0)

@@ -14,6 +14,7 @@ from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap, LruDict
 
 _SHARED_BY = 64  # sequences of a step, among which what every step costs is divided
+_TIMES = 2  # as many tasks, by weight, that another has beside whom a tenant is small
 _MAX_IDLE = 4096  # tenants with nothing to do whose counters are remembered
 
 Weigh = Callable[[str], float]
@@ -50,12 +51,13 @@ class _Charge(NamedTuple):
 
 
 class Counters:
-    """The counters of all tenants. A placed task is charged by prediction, and what it took in
-    fact is settled when it ends. A tenant that begins to wait is lifted to the least of those that
-    wait already, or, if none does, to whoever did last: time without work is no credit."""
+    """The counters of all tenants, of the weights that `weigh` gives. A placed task is charged by
+    prediction, and what it took in fact is settled when it ends. A tenant that begins to wait is
+    lifted to the least of those that wait already, or, if none does, to whoever did last: time
+    without work is no credit."""
 
     def __init__(self, weigh: Weigh) -> None:
-        self._weigh = weigh
+        self.weigh = weigh
         self._accounts: dict[str, _Account] = {}  # of those with a task
         self._idle: LruDict[str, float] = LruDict(_MAX_IDLE)
         self._waiting: LazyHeap[str, float] = LazyHeap()  # by counters that may have grown since
@@ -72,15 +74,22 @@ class Counters:
         return self._accounts[tenant].counter
 
     def weight(self, tenant: str) -> float:
-        """The weight that it had when it got its first task. It must have one."""
-        return self._accounts[tenant].weight
+        """As long as it has tasks, the weight that it had when it got the first."""
+        account = self._accounts.get(tenant)
+        return self.weigh(tenant) if account is None else account.weight
+
+    def is_small(self, tenant: str) -> bool:
+        """Whether it has few tasks under way, by weight, beside another."""
+        own = self._accounts[tenant]
+        most = max(a.num_charged / a.weight for a in self._accounts.values())
+        return most > _TIMES * own.num_charged / own.weight
 
     def queued(self, tenant: str) -> None:
         """One more task of the tenant waits."""
         account = self._accounts.get(tenant)
         if account is None:
             counter = self._idle.pop(tenant) or 0.0
-            account = self._accounts[tenant] = _Account(counter, self._weigh(tenant))
+            account = self._accounts[tenant] = _Account(counter, self.weigh(tenant))
         account.num_queued += 1
         if account.num_queued == 1:
             account.counter = max(account.counter, self._least())

@@ -92,6 +92,11 @@ class FairQueue:
             self.is_over = len(self._aside) >= _MAX_ASIDE
         return None
 
+    def firsts(self) -> list[CompletionTask]:
+        """The first tasks of the tenants that come first. Only between rounds."""
+        tops = [self._queues[name].top() for name in self._tenants.smallest(_MAX_ASIDE)]
+        return [top[1] for top in tops if top is not None]
+
     def pass_over(self, task: CompletionTask) -> None:
         """Set aside a task for which there is no room."""
         queue = self._set_aside(task)

@@ -1,0 +1,81 @@
+"""What the tenants' placed tasks take of each engine."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from parrot.serve.scheduling.engine_load import EngineLoad
+from parrot.serve.scheduling.task import CompletionTask
+
+_MOST = 2  # times as many tasks on an engine as it has places
+
+
+@dataclass(slots=True)
+class _Held:
+    weight: float
+    num_tasks: int = 0
+    num_tokens: int = 0
+
+
+class HeldByTenants:
+    """Says of a task whether its tenant has less of an engine than others there, and whether it has
+    room there in the tenant's share, though all places may be taken. `weight_of` knows the weights
+    of tenants that have tasks."""
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._engines: defaultdict[int, dict[str, _Held]] = defaultdict(dict)
+        self._tokens: dict[CompletionTask, int] = {}
+
+    def add(self, task: CompletionTask, engine_id: int, num_tokens: int) -> None:
+        """`num_tokens`: its prompt, without what other running prompts have, and its room."""
+        tenant, there = task.completion.options.tenant, self._engines[engine_id]
+        if (held := there.get(tenant)) is None:
+            held = there[tenant] = _Held(self._weight_of(tenant))
+        held.num_tasks += 1
+        held.num_tokens += num_tokens
+        self._tokens[task] = num_tokens
+
+    def remove(self, task: CompletionTask, engine_id: int) -> None:
+        tenant, there = task.completion.options.tenant, self._engines[engine_id]
+        held = there[tenant]
+        held.num_tasks -= 1
+        held.num_tokens -= self._tokens.pop(task)
+        if not held.num_tasks:
+            del there[tenant]
+            if not there:
+                del self._engines[engine_id]
+
+    def is_lesser(self, task: CompletionTask, engine_id: int) -> bool:
+        """Whether some other tenant has more tasks there, by weight, than the task's tenant would
+        have with it."""
+        there = self._engines.get(engine_id)
+        tenant = task.completion.options.tenant
+        if there is None or not there.keys() - {tenant}:
+            return False
+        own, weight = there.get(tenant), self._weight_of(tenant)
+        num_tasks = 1 + (0 if own is None else own.num_tasks)
+        most = max(h.num_tasks / h.weight for name, h in there.items() if name != tenant)
+        return most > num_tasks / weight
+
+    def has_share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> bool:
+        """Whether the task, with so many tokens, is within its tenant's part of the engine, by the
+        weights of those who are there, and others have more."""
+        if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
+            return False
+        there, tenant = self._engines[load.id], task.completion.options.tenant
+        weight = self._weight_of(tenant)
+        own = there.get(tenant) or _Held(weight)
+        part = weight / (weight + sum(h.weight for name, h in there.items() if name != tenant))
+        is_place = own.num_tasks + 1 <= part * load.max_tasks
+        return is_place and own.num_tokens + num_tokens <= part * load.max_tokens
+
+    def check_integrity(self, loads: list[EngineLoad]) -> None:
+        """Recount by the placed tasks. Raises AssertionError with what differs."""
+        placed = {task for load in loads for task in load.tasks}
+        assert placed == self._tokens.keys(), self._tokens
+        for load in loads:
+            there = self._engines.get(load.id, {})
+            assert sum(h.num_tasks for h in there.values()) == len(load.tasks), load.id
+            total = sum(self._tokens[task] for task in load.tasks)
+            assert sum(h.num_tokens for h in there.values()) == total, load.id

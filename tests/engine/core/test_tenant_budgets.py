@@ -1,0 +1,155 @@
+"""What a tenant's crowd of jobs may take of the steps of another's few."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.engine.core.fair.budgets import TenantShare
+from parrot.engine.core.plan import StepPlan
+from parrot.protocol.engine_api import StepCosts
+from tests.support.answer import Answer
+from tests.support.core_harness import Harness, piece
+
+COSTS = StepCosts()  # what an engine takes for granted that has timed no step
+CHAT = TenantShare("b", step_growth=0.25)
+CROWD = TenantShare("a", step_growth=0.25)
+CHAT_ID = 1000
+
+
+def big(**config: Any) -> Harness:
+    return Harness(num_blocks=2000, max_seq_len=1500, **config)
+
+
+def crowded(engine: Harness, count: int = 100, **options: Any) -> list[Answer]:
+    options = {"length": 40, "share": CROWD} | options
+    return [engine.generate(piece(n, f"c{n}"), **options) for n in range(count)]
+
+
+def seconds(plan: StepPlan) -> float:
+    """What the step takes by the usual costs."""
+    prompt = sum(len(s.token_ids) for s in plan.sequences if len(s.token_ids) > 1)
+    read = sum(s.end for s in plan.sequences)
+    return COSTS.decode_step_s(len(plan.sequences), read) + prompt * COSTS.prefill_s
+
+
+def alone_s(plan: StepPlan) -> float:
+    own = [s for s in plan.sequences if s.context_id >= CHAT_ID]
+    return COSTS.decode_step_s(len(own), sum(s.end for s in own))
+
+
+def chat_steps(engine: Harness, chat: Answer) -> list[StepPlan]:
+    """The steps until the chat has ended, from its first token on."""
+    plans = []
+    while not chat.has_ended:
+        engine.step()
+        plans.append(engine.last_plan)
+        assert any(s.context_id == CHAT_ID for s in plans[-1].sequences)
+    return plans[1:]
+
+
+def test_a_crowd_lengthens_a_chats_steps_by_what_it_may() -> None:
+    engine = big()
+    crowd = crowded(engine)
+    for _ in range(3):
+        engine.step()
+    assert len(engine.last_plan.sequences) == 100
+    chat = engine.generate(piece(CHAT_ID, "hello"), length=20, share=CHAT)
+    plans = chat_steps(engine, chat)
+    growth = [seconds(plan) / alone_s(plan) - 1 for plan in plans]
+    assert 0.2 < sum(growth) / len(growth) <= 0.25 + 0.02
+    engine.run()
+    assert all(answer.text for answer in crowd)
+
+
+def test_prompts_of_a_crowd_come_in_small_parts() -> None:
+    engine = big()
+    chat = engine.generate(piece(CHAT_ID, "hello"), length=40, share=CHAT)
+    engine.step()
+    for n in range(40):
+        engine.generate(piece(n, f"{n:<100}"), length=2, share=CROWD)
+    plans = chat_steps(engine, chat)
+    assert sum(seconds(p) / alone_s(p) - 1 for p in plans) / len(plans) <= 0.25 + 0.02
+    assert sum(len(s.token_ids) for p in plans for s in p.sequences) > 20 * len(plans)
+
+
+@pytest.mark.parametrize(
+    ("chat", "crowd", "count"),
+    [
+        (TenantShare("b"), CROWD, 100),  # the chat does not mind
+        (CHAT, CHAT, 100),  # they are one tenant
+        (CHAT, CROWD, 10),  # they are few
+        (CHAT, TenantShare("a", weight=100.0), 100),  # their tenant pays for more
+    ],
+)
+def test_nobody_is_bound_without_need(chat: TenantShare, crowd: TenantShare, count: int) -> None:
+    engine = big()
+    crowded(engine, count, share=crowd)
+    engine.step()
+    answer = engine.generate(piece(CHAT_ID, "hello"), length=20, share=chat)
+    assert all(len(plan.sequences) == count + 1 for plan in chat_steps(engine, answer))
+
+
+def test_a_chat_that_may_come_back_finds_short_steps_for_a_while() -> None:
+    engine = big()
+    engine.generate(piece(CHAT_ID, "hello"), length=2, share=CHAT)
+    engine.run()
+    crowded(engine, length=400)
+    for _ in range(3):
+        engine.step()
+    assert 0.5 < seconds(engine.last_plan) / COSTS.step_s - 1 < 0.8
+    engine.clock._now += 60
+    engine.step()
+    assert len(engine.last_plan.sequences) > 20
+    for _ in range(3):
+        engine.step()
+    assert len(engine.last_plan.sequences) == 100
+
+
+def test_a_long_context_of_a_crowd_is_paid_by_later_steps() -> None:
+    """One of its steps costs more than the chat's may grow: it takes part in some of them."""
+    engine = Harness(num_blocks=2000, max_seq_len=4000, scheduler={"max_num_batched_tokens": 4096})
+    first = engine.generate(piece(0, "x" * 3500), length=400, share=CROWD)
+    for n in range(1, 20):
+        engine.generate(piece(n, "y"), length=400, share=CROWD)
+    for _ in range(3):
+        engine.step()
+    share = TenantShare("b", step_growth=0.01)
+    chat = engine.generate(piece(CHAT_ID, "hello"), length=100, share=share)
+    plans = chat_steps(engine, chat)
+    number = sum(any(s.context_id == 0 for s in p.sequences) for p in plans)
+    assert 0 < number < len(plans) / 2
+    assert sum(seconds(p) / alone_s(p) - 1 for p in plans) / len(plans) < 0.02
+    assert not first.has_ended
+
+
+JOB = st.tuples(
+    st.integers(0, 3),  # tenant
+    st.integers(1, 40),  # prompt
+    st.integers(1, 12),  # output
+    st.integers(-1, 1),  # priority
+    st.integers(0, 3),  # steps before the next
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(JOB, min_size=30, max_size=90), st.integers(60, 200))
+def test_all_end_with_the_same_outputs_whatever_is_bound(
+    jobs: list[tuple[int, int, int, int, int]], num_blocks: int
+) -> None:
+    engine = Harness(num_blocks=num_blocks, scheduler={"max_batch_size": 64})
+    answers = []
+    for n, (tenant, prompt, output, priority, num_steps) in enumerate(jobs):
+        tenant = 0 if n % 4 else tenant
+        share = TenantShare(f"t{tenant}", 1.0 + tenant, 0.0 if tenant == 3 else 0.1)
+        text = "abc"[n % 3] * prompt
+        options = {"length": output, "priority": priority, "share": share}
+        answers.append((text, output, engine.generate(piece(n, text), **options)))
+        for _ in range(num_steps):
+            engine.step()
+            engine.clock._now += 0.5
+    engine.run(20_000)
+    for text, output, answer in answers:
+        first = ord(text[-1]) - 96
+        assert answer.text == "".join(chr(97 + (first + i) % 26) for i in range(output))

@@ -1,0 +1,16 @@
+"""A chat of one tenant beside a crowd of another's calls, on a whole simulated cluster."""
+
+from benchmark.serve.bench_tenants import Scene, compare, play
+from benchmark.simulated import ENGINES, sim_engine
+
+
+def test_a_chat_hardly_notices_a_crowd() -> None:
+    engine = sim_engine(ENGINES / "sim_llama_3_1_8b.json")
+    alone, beside = (
+        play(Scene(engine, 1, crowd, "latency", query=1000, think_s=0.5, turns=3, settle_s=4.5))
+        for crowd in (0, 600)
+    )
+    row = compare(alone, beside)
+    assert row["first_p99_ratio"] <= 1.3, row
+    assert row["token_p99_ratio"] <= 1.3, row
+    assert beside.crowd_tokens > 1000
