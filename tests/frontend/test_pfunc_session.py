@@ -537,6 +537,12 @@ class TestScopes:
         with pytest.raises(InvalidRequest, match="no session"):
             vm.session_info()
 
+    def test_a_program_has_a_name_if_it_wants_one(self, url: str) -> None:
+        for name in (None, "essay"):
+            vm = P.VirtualMachine(url, app=name)
+            with vm.running_scope():
+                assert vm.session_info().apps == ([] if name is None else [name])
+
     def test_the_constructor_sends_nothing(self) -> None:
         assert P.VirtualMachine().core_http_addr == "http://localhost:9000"
         assert P.VirtualMachine("http://here:1/v1/").core_http_addr == "http://here:1"

@@ -141,14 +141,15 @@ function place(nodes) {
   return { nodes, width, height: tallest * step - NODE.gapY, size: NODE };
 }
 
-/** The calls of the realised critical path: from the last to finish back through what it waited for. */
+/** The calls of the realised critical path, from the last to finish back through what it waited for: each with the one before it. */
 export function criticalPath(graph) {
   const finished = [...graph.calls].filter(([, call]) => call.finished_s != null);
-  const path = new Set();
+  const path = new Map();
   let [id] = finished.reduce((a, b) => (b[1].finished_s > a[1].finished_s ? b : a), [undefined, { finished_s: -1 }]);
   while (id !== undefined && !path.has(id)) {
-    path.add(id);
-    id = lastParent(graph, id);
+    const parent = lastParent(graph, id);
+    path.set(id, parent);
+    id = parent;
   }
   return path;
 }

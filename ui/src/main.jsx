@@ -10,9 +10,9 @@ import { SessionView } from "./session.jsx";
 import { Usage } from "./usage.jsx";
 import "./style.css";
 
-/** The parts of the address behind `#/`. */
+/** The parts of the address behind `#/`; none while a key is there. */
 function useRoute() {
-  const parts = () => location.hash.replace(/^#\/?/, "").split("/").filter(Boolean);
+  const parts = () => (location.hash.startsWith("#/") ? location.hash.slice(2).split("/").filter(Boolean) : []);
   const [route, setRoute] = useState(parts);
   useEffect(() => {
     const follow = () => setRoute(parts());

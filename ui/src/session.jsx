@@ -74,7 +74,7 @@ const stateOf = (graph, members) => {
 function Graph({ graph, layout, critical, shown, onOpen }) {
   if (!layout.nodes.length) return <p class="hint">No call was submitted yet.</p>;
   const { width, height } = layout.size;
-  const isCritical = (node) => node.members.some((id) => critical.has(id));
+  const isCritical = (from, to) => to.members.some((id) => from.members.includes(critical.get(id)));
   const edges = layout.nodes.flatMap((node) => [...node.parents].map((parent) => [parent, node]));
   return (
     <div class="scroll graph" tabindex="0" role="region" aria-label="Graph of calls">
@@ -82,7 +82,7 @@ function Graph({ graph, layout, critical, shown, onOpen }) {
         {edges.map(([from, to]) => (
           <path
             key={`${from.id} ${to.id}`}
-            class={isCritical(from) && isCritical(to) ? "edge critical" : "edge"}
+            class={isCritical(from, to) ? "edge critical" : "edge"}
             d={curve(from.x + width, from.y + height / 2, to.x, to.y + height / 2)}
           />
         ))}

@@ -58,8 +58,10 @@ export function Timeline({ graph, critical, show }) {
           {seconds(last)}
         </text>
       </svg>
-      <p class="hint">Pale: queued. Light: until the first token. Dark: generating. Outlined: on the critical path. Times since
-        the session began.</p>
+      <p class="hint legend">
+        <i class="queued" /> from its last input until it began, <i /> until its first token,{" "}
+        <i class="decode" /> generating; outlined: on the critical path. Times since the session began.
+      </p>
     </div>
   );
 }

@@ -78,7 +78,7 @@ def _summarize(cluster: Cluster, parts: list[str], begin: float) -> "tuple[Sessi
 
     with showing_progress(cluster):
         cluster.wait_ready(())
-    vm = P.VirtualMachine(cluster.core_url)
+    vm = P.VirtualMachine(cluster.core_url, app="demo")
     with vm.running_scope():
         submitted = time.perf_counter()
         facts, final = summarize(parts)

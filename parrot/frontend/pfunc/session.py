@@ -65,7 +65,12 @@ class Session:
     wait for a full queue to have room again, up to a minute."""
 
     def __init__(
-        self, core_http_addr: str, api_key: str | None = None, *, on_demand: bool = False
+        self,
+        core_http_addr: str,
+        api_key: str | None = None,
+        *,
+        on_demand: bool = False,
+        app: str | None = None,
     ) -> None:
         """Raises `Unavailable` if nobody answers there, `AuthenticationFailed` for a bad key."""
         self.loop = BackgroundLoop()
@@ -83,7 +88,10 @@ class Session:
         try:
             created = self.loop.run(
                 self._calls.create_session(
-                    api_key, on_demand=on_demand, traceparent=current_traceparent()
+                    api_key,
+                    None if app is None else [app],
+                    on_demand=on_demand,
+                    traceparent=current_traceparent(),
                 )
             )
         except BaseException as error:

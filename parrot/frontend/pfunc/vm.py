@@ -41,10 +41,12 @@ class VirtualMachine:
         mode: Mode = "release",
         api_key: str | None = None,
         on_demand: bool = False,
+        app: str | None = None,
     ) -> None:
         """Nothing is sent yet. `core_http_addr`: with commas between, those of a ServeCore and of
         its standbys. `mode="debug"` logs every call. `on_demand`: only a reader makes a call run,
-        unless its function says otherwise."""
+        unless its function says otherwise. `app`: the program's name, on the page, in metrics and
+        traces."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
         # The address that OpenAI's clients are given is one of the same server.
@@ -53,6 +55,7 @@ class VirtualMachine:
         self.stat_run_time = 0.0
         self._api_key = api_key
         self._on_demand = on_demand
+        self._app = app
         self._session: Session | None = None
         self._num_scopes = 0
         self._lock = threading.Lock()
@@ -228,7 +231,7 @@ class VirtualMachine:
         with self._lock:
             if self._session is None:
                 self._session = Session(
-                    self.core_http_addr, self._api_key, on_demand=self._on_demand
+                    self.core_http_addr, self._api_key, on_demand=self._on_demand, app=self._app
                 )
             self._num_scopes += 1
             return self._session
