@@ -79,13 +79,14 @@ class Caller:
     async def vendor(
         self, key: str, path: str, body: Mapping[str, Any], *, stored: bool = False
     ) -> dict[str, Any]:
-        """The answer of a route of OpenAI's; if it is `stored`, it is a value from now on."""
+        """The answer of a route of OpenAI's; if it is `stored`, its texts are a value from now
+        on."""
 
         def told(asked: Asked, answer: Any) -> None:
             self._history.submits.append(Submit(**_fields(asked), key=key))
             if stored and answer is not None:
                 self._history.reads.append(
-                    Read(**_fields(asked), var=answer["id"], limit_s=TIMEOUT_S, text=str(answer))
+                    Read(**_fields(asked), var=answer["id"], limit_s=TIMEOUT_S, text=texts(answer))
                 )
 
         async def ask() -> Any:
@@ -95,10 +96,11 @@ class Caller:
         return answer
 
     async def stored(self, response_id: str) -> dict[str, Any]:
-        """A response that was stored."""
+        """A response that was stored, as it is now."""
 
         def told(asked: Asked, answer: Any) -> None:
-            text = None if answer is None else str(answer)
+            has_ended = answer is not None and answer["status"] in ("completed", "incomplete")
+            text = texts(answer) if has_ended else None
             self._history.reads.append(
                 Read(**_fields(asked), var=response_id, limit_s=TIMEOUT_S, text=text)
             )
@@ -351,6 +353,11 @@ class Client(Caller):
         self._history.reads.append(
             Read(**fields, var=var, limit_s=READ_S, text=text, pieces=pieces, cached_tokens=cached)
         )
+
+
+def texts(response: Mapping[str, Any]) -> str:
+    """All that a response of OpenAI's says."""
+    return "|".join(part["text"] for item in response["output"] for part in item["content"])
 
 
 def _nobody(asked: Asked, answer: Any) -> None:

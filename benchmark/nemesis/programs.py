@@ -5,7 +5,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from benchmark.nemesis.client import Client
+from benchmark.nemesis.client import PAUSE_S, Client, texts
 
 NUM_VARIANTS = 6
 _FAILS = "def f(text, out):\n    raise ValueError(text)"
@@ -157,7 +157,18 @@ async def responses(client: Client, variant: int, draw: random.Random) -> str:
             body["previous_response_id"] = made[-1]["id"]
         made.append(await client.vendor(f"turn {turn}", "/v1/responses", body, stored=True))
     again = [await client.stored(one["id"]) for one in made]
-    return "|".join(str(one["output"][0]["content"][0]["text"]) for one in again)
+    return "|".join(map(texts, again))
+
+
+async def background(client: Client, variant: int, draw: random.Random) -> str:
+    """A response that is made while nobody waits for it."""
+    body = {"model": "sim", "input": f"Meanwhile {variant}", "background": True}
+    sampling = {"temperature": 0, "max_output_tokens": 40}
+    response = await client.vendor("begin", "/v1/responses", body | sampling)
+    while response["status"] in ("queued", "in_progress"):
+        await asyncio.sleep(PAUSE_S)
+        response = await client.stored(response["id"])
+    return f"{response['status']}: {texts(response)}"
 
 
 Program = Callable[[Client, int, random.Random], Awaitable[str]]
@@ -176,7 +187,8 @@ PROGRAMS: dict[str, Program] = {
         probe,
         chat,
         responses,
+        background,
     )
 }
-WITHOUT_SESSION = frozenset({"chat", "responses"})
+WITHOUT_SESSION = frozenset({"background", "chat", "responses"})
 UNSHOWN = frozenset({"race"})  # losers go on, or not

@@ -21,9 +21,7 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from parrot.engine import heartbeat
 from parrot.engine import http_server as engine_server
-from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.gate.access import Access, RuledRoute
 from parrot.serve import http_server as core_server
 from parrot.serve.core import ServeCore
@@ -176,15 +174,12 @@ def run_engine(config: str, clock: str, advertised: int) -> None:
     create = engine_server.create_app
 
     def create_app(service: Any, *args: Any) -> FastAPI:
-        app = create(service, *args)
+        app, info = create(service, *args), service.engine_info
+        service.engine_info = lambda: info().model_copy(update={"port": advertised})
         _give_account(app, service.check_integrity, lambda: _engine_account(service))
         return app
 
-    async def reachable(info: EngineInfo, host: str, port: int) -> EngineInfo:
-        return info.model_copy(update={"port": advertised})
-
     engine_server.create_app = create_app
-    heartbeat.reachable = reachable
     engine_server.main(["--config_path", config])
 
 
