@@ -10,6 +10,7 @@ A's tokens a second, alone and beside the chat: what the chat costs it.
 
 import argparse
 import asyncio
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,23 +41,27 @@ class Scene:
     query: int
     think_s: float
     turns: int
-    settle_s: float = 5.0  # from when on the chat begins: the crowd generates by then
+    settle_s: float = 5.0  # until the chat begins: the crowd generates by then
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Seen:
-    """B's turns: seconds to the first piece, and for each token behind it; and A's output tokens
-    until the chat ended, by the time at which their calls did."""
+    """B's turns: seconds to the first piece, and for each token behind it; and the output tokens
+    of A's calls that have ended, the last of them at `crowd_s`."""
 
     first_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
     crowd_tokens: int = 0
-    chat_s: float = 0.0
     crowd_s: float = 0.0
+
+    @property
+    def crowd_rate(self) -> float:
+        return round(self.crowd_tokens / self.crowd_s)
 
 
 async def chat(client: ServeClient, scene: Scene, seen: Seen) -> None:
+    """All turns, or those that end before the last of the crowd's calls."""
     draw, now = random.Random(7), asyncio.get_running_loop().time
     session, history = await Session.begin(client, "chat", "b"), list[Piece]()
     for turn in range(scene.turns):
@@ -103,12 +108,12 @@ def play(scene: Scene) -> Seen:
             crowded = asyncio.create_task(crowd(cluster.client(), scene, seen))
             if scene.turns:
                 await asyncio.sleep(scene.settle_s)
-                await chat(cluster.client(), scene, seen)
-                seen.chat_s = asyncio.get_running_loop().time()
-                if scene.crowd and crowded.done():
-                    raise ValueError("the crowd is too small: it ended before the chat did")
-                crowded.cancel()
-                await asyncio.gather(crowded, return_exceptions=True)
+                chatting = asyncio.create_task(chat(cluster.client(), scene, seen))
+                first = asyncio.FIRST_COMPLETED if scene.crowd else asyncio.ALL_COMPLETED
+                await asyncio.wait([crowded, chatting], return_when=first)
+                for task in (crowded, chatting):
+                    task.cancel()
+                await asyncio.gather(crowded, chatting, return_exceptions=True)
             else:
                 await crowded
         return seen
@@ -117,15 +122,20 @@ def play(scene: Scene) -> Seen:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+    """The nearest rank."""
+    return sorted(values)[math.ceil(part * len(values)) - 1]
 
 
 def compare(alone: Seen, beside: Seen) -> dict[str, float]:
-    row = {}
+    """Of the turns that were taken beside the crowd. Raises `ValueError` if none was."""
+    if not beside.token_s:
+        raise ValueError("the crowd is too small: it ended before the chat's first turn did")
+    row: dict[str, float] = {"turns": len(beside.token_s)}
     for name in ("first", "token"):
         for label, part in (("p50", 0.5), ("p99", 0.99)):
-            before = percentile(getattr(alone, f"{name}_s"), part)
-            after = percentile(getattr(beside, f"{name}_s"), part)
+            number = len(beside.token_s)
+            before = percentile(getattr(alone, f"{name}_s")[:number], part)
+            after = percentile(getattr(beside, f"{name}_s")[:number], part)
             row[f"{name}_{label}_alone_ms"] = round(1e3 * before, 3)
             row[f"{name}_{label}_ms"] = round(1e3 * after, 3)
             row[f"{name}_{label}_ratio"] = round(after / before, 3)
@@ -134,44 +144,44 @@ def compare(alone: Seen, beside: Seen) -> dict[str, float]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", type=Path, default=ENGINES / "sim_llama_3_1_8b.json")
-    parser.add_argument("--engines", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--crowd", type=int, default=10_000, help="calls of tenant A, per scene")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--crowd", type=int, default=10_000, help="calls of tenant A")
     parser.add_argument("--kinds", nargs="+", choices=sorted(CRITERIA), default=sorted(CRITERIA))
-    parser.add_argument("--queries", type=int, nargs="+", default=[1000], help="tokens of a turn")
+    parser.add_argument("--queries", type=int, nargs="+", default=[1000, 100], help="tokens a turn")
     parser.add_argument("--think", type=float, default=2.0, help="seconds between turns")
     parser.add_argument("--turns", type=int, default=100)
-    parser.add_argument(
-        "--unbound", action="store_true", help="also with `tenant_step_growth` null"
-    )
+    parser.add_argument("--settle", type=float, default=5.0, help="seconds before the chat begins")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("engine", args.engine)
     engine = sim_engine(args.engine)
-    bounds: list[dict[str, Any]] = [{}]
-    if args.unbound:
-        bounds.append({"tenant_step_growth": None})
-    for num_engines in args.engines:
-        for query in args.queries:
-            base = Scene(engine, num_engines, 0, "latency", query, args.think, args.turns)
-            alone = play(base)
-            for kind in args.kinds:
-                for settings in bounds:
-                    scene = Scene(
-                        engine,
-                        num_engines,
-                        args.crowd,
-                        kind,
-                        query,
-                        args.think,
-                        args.turns,
-                        settings=settings,
-                    )
-                    beside = play(scene)
-                    row = {"engines": num_engines, "crowd": kind, "query": query}
-                    row |= {"bound": not settings, **compare(alone, beside)}
-                    row["crowd_tokens_per_s"] = round(beside.crowd_tokens / beside.crowd_s)
-                    report.add("scenes", row)
+
+    def scene(crowd: int, kind: str, query: int, turns: int, **settings: Any) -> Scene:
+        return Scene(
+            engine,
+            args.engines,
+            crowd,
+            kind,
+            query,
+            args.think,
+            turns,
+            args.settle,
+            settings,
+        )
+
+    bounds: dict[str, dict[str, Any]] = {"0.25": {}, "none": {"tenant_step_growth": None}}
+    for query in args.queries:
+        alone = play(scene(0, "latency", query, args.turns))
+        for kind in args.kinds:
+            for bound, settings in bounds.items():
+                beside = play(scene(args.crowd, kind, query, args.turns, **settings))
+                row = {"crowd": kind, "query": query, "step_growth": bound}
+                row |= compare(alone, beside)
+                report.add("scenes", row | {"crowd_tokens_per_s": beside.crowd_rate})
+    for kind in args.kinds:
+        seen = play(scene(args.crowd, kind, 0, 0))
+        report.add("crowd_alone", {"crowd": kind, "tokens_per_s": seen.crowd_rate})
 
 
 if __name__ == "__main__":
