@@ -260,8 +260,9 @@ class CoreConfig(ConfigModel):
     audit_path: str | None = Field(
         None,
         min_length=1,
-        description="If set, what is done on the page (drains, ended sessions, cancelled calls, "
-        "who was let in) is added to this file, a line of JSON each.",
+        description="If set, what operators do (drains, ended sessions, cancelled calls), who is "
+        "let into the page, engines that join, changed keys and failed authentications are added "
+        "to this file, a line of JSON each.",
     )
     otlp_endpoint: str | None = Field(
         None,

@@ -307,6 +307,11 @@ class SessionRegistry:
     def find(self, session_id: int) -> Session | None:
         return self._sessions.get(session_id)
 
+    def num_of(self, tenant: str) -> int:
+        """The tenant's live sessions."""
+        account = self._tenants.get(tenant)
+        return 0 if account is None else account.used["sessions"]
+
     def remaining_s(self, session: Session) -> float:
         """Seconds until it expires, if nothing happens in it."""
         now = self._clock.now()

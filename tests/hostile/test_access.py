@@ -1,6 +1,7 @@
 """Every route of both servers refuses whoever lacks what its rule asks for."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -20,9 +21,11 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.page.visitors import page_key
 from parrot.utils.clock import MonotonicClock
+from tests.serve.tenants.keys import entry, write_keys
 from tests.support.app_server import serve_app
 
 KEY, TOKEN = "a-key", "a-token"
+KEYS = ("other", "admin", "metrics")
 FIELDS = {  # what a route needs besides, to come to its check of who asks
     "/v1/semantic_call": {"template": "{{y}}", "parameters": [{"name": "y", "is_output": True}]},
     "/v1/py_native_call": {"func_name": "f", "func_source": "", "parameters": []},
@@ -30,6 +33,7 @@ FIELDS = {  # what a route needs besides, to come to its check of who asks
     "/v1/semantic_var": {"var_name": "x"},
     "/v1/semantic_var/{var_id}": {"content": "x"},
     "/v1/semantic_vars/first": {"var_ids": ["v"]},
+    "/v1/admin/engine/{engine_id}/drain": {"is_wanted": True},
 }
 
 
@@ -41,8 +45,14 @@ class Site(NamedTuple):
 
 
 @pytest.fixture
-async def core() -> AsyncIterator[Site]:
-    core = ServeCore(CoreConfig(api_keys=(KEY,), cluster_token=TOKEN))
+async def core(tmp_path: Path) -> AsyncIterator[Site]:
+    path = write_keys(
+        tmp_path / "keys.json",
+        entry("another", "other"),
+        entry("admin", "admin", scopes=["admin"]),
+        entry("metrics", "metrics", scopes=["metrics"]),
+    )
+    core = ServeCore(CoreConfig(api_keys=(KEY,), keys_file=path, cluster_token=TOKEN))
     scope, other = (
         core.create_session(SessionCreateRequest(api_key=KEY)).model_dump() for _ in range(2)
     )
@@ -55,6 +65,7 @@ async def core() -> AsyncIterator[Site]:
         "session": scope["session_auth"],
         "other session": other["session_auth"],
         "page": page_key(TOKEN),
+        **{name: name for name in KEYS},
     }
     async with serve_app(app) as url:
         yield Site(url, [*rules(app.routes)], scope["session_id"], bearers)
@@ -62,12 +73,15 @@ async def core() -> AsyncIterator[Site]:
 
 
 LETS_IN = {
-    Access.API_KEY: {"key"},
+    Access.API_KEY: {"key", "other"},
     Access.SESSION: {"session"},
     Access.SESSION_OR_KEY: {"session", "key"},
     Access.CLUSTER: {"token"},
+    Access.METRICS: {"token", "metrics"},
+    Access.ADMIN: {"token", "admin"},
     Access.VISITOR: set[str](),
 }
+BY_SCOPE = (Access.API_KEY, Access.METRICS, Access.ADMIN)
 IN_SESSIONS = (Access.SESSION, Access.SESSION_OR_KEY)
 
 
@@ -97,16 +111,18 @@ async def test_a_route_refuses_whoever_lacks_what_it_needs(core: Site) -> None:
     found = {rule.access for rule in core.rules}
     assert found == set(Access)
     for rule in core.rules:
-        if (rule.method, rule.path) == ("DELETE", "/v1/session/{session_id}"):
+        if rule.method == "DELETE" and "/session/" in rule.path:
             continue  # below
         for name, bearer in core.bearers.items():
             status = await asked(core, rule, bearer)
             lets_in = LETS_IN.get(rule.access)
             if rule.path == "/v1/semantic_graph":
-                lets_in = {"key"}  # which is asked here to begin a session
+                lets_in = LETS_IN[Access.API_KEY]  # which is asked here to begin a session
             if lets_in is None or name in lets_in:
-                assert status != 401 or rule.path == "/ui/api/enter", (rule, name)
-            elif bearer and rule.access in IN_SESSIONS and "_graph" not in rule.path:
+                assert status not in (401, 403) or rule.path == "/ui/api/enter", (rule, name)
+            elif (name in ("key", *KEYS) and rule.access in BY_SCOPE) or "_graph" in rule.path:
+                assert status == (403 if name in ("key", *KEYS) else 401), (rule, name, status)
+            elif bearer and rule.access in IN_SESSIONS:
                 assert status == 404, (rule, name, status)
             else:
                 assert status in (401, 422), (rule, name, status)
@@ -114,6 +130,12 @@ async def test_a_route_refuses_whoever_lacks_what_it_needs(core: Site) -> None:
 
 
 async def test_a_session_is_ended_by_its_own_auth(core: Site) -> None:
+    by_admin = Rule("DELETE", "/v1/admin/session/{session_id}", Access.ADMIN)
+    assert by_admin in core.rules
+    for name, bearer in core.bearers.items():
+        if name not in LETS_IN[Access.ADMIN]:
+            expected = 403 if name in ("key", *KEYS) else 401
+            assert await asked(core, by_admin, bearer) == expected
     rule = Rule("DELETE", "/v1/session/{session_id}", Access.SESSION)
     assert rule in core.rules
     for name, bearer in core.bearers.items():

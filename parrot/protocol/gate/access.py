@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.gate.answer import error_response
 
-Check = Callable[[Request], None]
-"""Raises `AuthenticationFailed` for a request that may not be made."""
+Check = Callable[[Request], object]
+"""Raises `AuthenticationFailed` or `PermissionDenied` for a request that may not be made."""
 
 
 class Access(StrEnum):
@@ -24,6 +24,8 @@ class Access(StrEnum):
     SESSION = "the session's `session_auth`"
     SESSION_OR_KEY = "the session's `session_auth`, or an API key"
     CLUSTER = "the cluster token"
+    METRICS = "the cluster token, or an API key with the scope `metrics`"
+    ADMIN = "the cluster token, or an API key with the scope `admin`"
     VISITOR = "the page's cookie"
 
 

@@ -10,7 +10,9 @@ from starlette.middleware.cors import CORSMiddleware
 from parrot.protocol.endpoint import install
 from parrot.protocol.gate.access import Access
 from parrot.protocol.server import create_base_app
-from parrot.serve.api.routes import endpoints, key_check
+from parrot.serve.api.keys import keys_watch
+from parrot.serve.api.routes import endpoints
+from parrot.serve.api.service import key_check
 from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.api.vendors.routes import error_form, response_endpoints, vendor_endpoints
@@ -18,8 +20,8 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.restoring import restore
+from parrot.serve.page.audit import AuditedRefusals, AuditLog
 from parrot.serve.page.endpoints import Page
-from parrot.serve.tenants.watch import KeysWatch
 
 
 def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
@@ -35,17 +37,23 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
             keys.cancel()
             await core.close()
             await responses.close()
-            page.close()
+            audit.close()
 
-    page = Page(core)
-    watch = KeysWatch(core.tenants, core.clock, lambda _: core.keys_changed(), lambda _: None)
+    audit = AuditLog(core.config.audit_path)
+    page = Page(core, audit)
+    watch = keys_watch(core, audit)
     responses = Responses(core.turns, core.config.responses_size)
     if journal is not None:
         restore(core, journal, responses.kept.restorers)
         responses.kept.keep_in(journal, lambda: core.is_closing)
         responses.resume(core.fleet.joined, core.config.unserved_timeout_s)
     app = empty_app(core.config, lifespan)
-    served = [*endpoints(core), *vendor_endpoints(core), *response_endpoints(core, responses)]
+    app.add_middleware(AuditedRefusals, audit=audit)
+    served = [
+        *endpoints(core, audit),
+        *vendor_endpoints(core),
+        *response_endpoints(core, responses),
+    ]
     shown = page.routes() if core.config.page else []
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app

@@ -1,21 +1,16 @@
 """ServeCore's REST API: which verb answers which method and path."""
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from functools import partial
-from typing import Any
 
 from fastapi import Request
 from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Durable, Endpoint
-from parrot.protocol.errors import NotFound
-from parrot.protocol.gate.access import Access, Check
+from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
-    ModelCard,
     SessionScoped,
     StreamDelta,
     StreamDone,
@@ -25,16 +20,15 @@ from parrot.protocol.public import (
     VarSetRequest,
 )
 from parrot.protocol.server import (
-    api_key_of,
     bearer_token,
-    knows_cluster_token,
-    require_cluster_token,
 )
+from parrot.serve.api.admin import admin_endpoints
+from parrot.serve.api.service import service_endpoints
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.page.audit import AuditLog
 from parrot.serve.views import read_view
-from parrot.utils.metrics import CONTENT_TYPE
 
 _SCOPED = (401, 404, 410)
 _SUBMIT = (*_SCOPED, 409, 413, 429, 507)
@@ -46,14 +40,15 @@ _EVENTS = (
 )
 
 
-def endpoints(core: ServeCore) -> list[Endpoint]:
+def endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
     """The two that every call needs come first, since routes are tried in order."""
     return [
         *_call_endpoints(core),
         *_variable_endpoints(core),
         *_read_endpoints(core),
         *_session_endpoints(core),
-        *_service_endpoints(core),
+        *service_endpoints(core, audit),
+        *admin_endpoints(core, audit),
     ]
 
 
@@ -249,86 +244,6 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
     ]
 
 
-def _service_endpoints(core: ServeCore) -> list[Endpoint]:
-    token = core.config.cluster_token
-
-    def is_engine(request: Request) -> None:
-        require_cluster_token(request, token)
-
-    def model(model_id: str) -> ModelCard:
-        for card in core.models().data:
-            if card.id == model_id:
-                return card
-        raise NotFound(f"unknown model: {model_id}", param="model")
-
-    async def metrics() -> bytes:
-        parts: list[bytes] = []
-        for part in core.metrics():
-            parts.append(part)
-            await asyncio.sleep(0)  # others may have a turn
-        return b"".join(parts)
-
-    with_key = partial(Endpoint, access=Access.API_KEY, check=key_check(core))
-    of_engines = partial(Endpoint, access=Access.CLUSTER, check=is_engine)
-    return [
-        with_key("GET", "/v1/models", core.models, "Models that are served now", errors=(401,)),
-        with_key("GET", "/v1/models/{model_id:path}", model, "A model", errors=(401, 404)),
-        Endpoint("GET", "/health", _alive, "The process answers", access=Access.ANYBODY),
-        _ReadyEndpoint(core),
-        of_engines(
-            "GET",
-            "/metrics",
-            metrics,
-            "Metrics for Prometheus (Bearer: the cluster token)",
-            errors=(401,),
-            media_type=CONTENT_TYPE,
-        ),
-        of_engines(
-            "POST",
-            "/register_engine",
-            core.register_engine,
-            "An engine joins (Bearer: the cluster token)",
-            errors=(401, 409, 429, 503),
-            body=SMALL_BODY,
-        ),
-        of_engines(
-            "POST",
-            "/engine_heartbeat",
-            core.heartbeat,
-            "An engine is alive (Bearer: the cluster token)",
-            errors=(401,),
-            body=SMALL_BODY,
-        ),
-    ]
-
-
-class _ReadyEndpoint(Endpoint):
-    """Says which engines there are to those who have the cluster token."""
-
-    def __init__(self, core: ServeCore) -> None:
-        super().__init__(
-            "GET",
-            "/ready",
-            core.readiness,
-            "An engine is there (Bearer: the cluster token, to see which)",
-            errors=(503,),
-            access=Access.ANYBODY,
-        )
-        self._token = core.config.cluster_token
-
-    async def _arguments(self, request: Request) -> dict[str, Any]:
-        return {"sees_engines": knows_cluster_token(request, self._token)}
-
-
-def key_check(core: ServeCore) -> Check:
-    """Requests must have an API key, where there are any."""
-
-    def check(request: Request) -> None:
-        core.tenant(api_key_of(request))
-
-    return check
-
-
 def _durable(core: ServeCore) -> Durable | None:
     """Acknowledge what adds something when it is on disk, if it is written down at all."""
     journal = core.sessions.journal
@@ -365,10 +280,6 @@ def _submit_graph(core: ServeCore, request: GraphRequest) -> GraphResponse:
         core.delete_session(**scope)
         raise
     return response.model_copy(update=scope)
-
-
-def _alive() -> None:
-    pass
 
 
 async def _events(

@@ -1,17 +1,24 @@
-"""The log of what operators and tenants do on the page: who, what, when and from where."""
+"""The log of what operators and tenants do beside their work: who, what, when and from where."""
 
 import logging
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, BinaryIO
 
 import orjson
-from starlette.requests import Request
+from fastapi import Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.errors import ParrotError
 from parrot.utils.config import ConfigError
 from parrot.utils.private_files import open_private
 
 logger = logging.getLogger(__name__)
+
+_MAX_REFUSED = 10  # lines of refused requests in each period
+_PERIOD_S = 10.0
 
 
 class AuditLog:
@@ -20,30 +27,103 @@ class AuditLog:
     def __init__(self, path: str | None) -> None:
         """Raises `ConfigError` if it cannot be written."""
         self._file: BinaryIO | None = None
+        self._period = -1.0  # when the last one of refused requests began
+        self._num_refused = 0
         if path is not None:
             try:
                 self._file = open_private(path, is_new=False)
             except OSError as error:
                 raise ConfigError(f"audit_path: {path}: {error.strerror}") from None
 
-    def note(self, request: Request, who: str, outcome: str, **facts: Any) -> None:
+    def note(self, request: Request, who: str | None, outcome: str, **facts: Any) -> None:
         """On disk before the request is answered. `outcome`: "ok", or the error's type."""
-        if self._file is None:
-            return
-        line = {
-            "time": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
-            "who": who,
-            "from": None if request.client is None else request.client.host,
-            "what": f"{request.method} {request.url.path[:512]}",
-            "outcome": outcome,
-            **facts,
-        }
-        try:
-            self._file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
-            self._file.flush()
-        except OSError as error:
-            logger.error("a line of the audit log is lost: %s", error)
+        address = None if request.client is None else request.client.host
+        what = f"{request.method} {request.url.path[:512]}"
+        self._write({"who": who, "from": address, "what": what, "outcome": outcome, **facts})
+
+    def event(self, what: str, outcome: str, **facts: Any) -> None:
+        """Note what no request did."""
+        self._write({"who": None, "from": None, "what": what, "outcome": outcome, **facts})
+
+    def refused(self, request: Request) -> None:
+        """Note a failed authentication, unless there were many just now: of those the number is
+        told with the next."""
+        now = time.monotonic()
+        if self._period < 0 or now - self._period > _PERIOD_S:
+            left_out = max(0, self._num_refused - _MAX_REFUSED)
+            self._period, self._num_refused = now, 0
+            if left_out:
+                self.event("failed authentications", "not_noted", count=left_out)
+        self._num_refused += 1
+        if self._num_refused <= _MAX_REFUSED:
+            self.note(request, None, "authentication_failed")
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        moment = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+        try:
+            line = orjson.dumps({"time": moment, **facts}, option=orjson.OPT_APPEND_NEWLINE)
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            logger.error("a line of the audit log is lost: %s", error)
+
+
+class AuditedEndpoint(Endpoint):
+    """An endpoint of which the log has what it does, and by whom, before it is answered. `who`
+    tells that of a request, or raises for one that may not be made."""
+
+    def __init__(
+        self,
+        audit: AuditLog,
+        who: Callable[[Request], str],
+        method: str,
+        path: str,
+        verb: Callable[..., Any],
+        summary: str = "",
+        **options: Any,
+    ) -> None:
+        super().__init__(method, path, verb, summary, check=who, **options)
+        self._audit = audit
+        self._who = who
+
+    async def _answer(self, request: Request) -> Response:
+        if self.method == "GET":
+            return await super()._answer(request)
+        who = self._who(request)
+        try:
+            response = await super()._answer(request)
+        except ParrotError as error:
+            self._audit.note(request, who, error.type)
+            raise
+        self._audit.note(request, who, "ok", **self.facts(request.state.asked))
+        return response
+
+    async def _arguments(self, request: Request) -> dict[str, Any]:
+        request.state.asked = await super()._arguments(request)
+        return dict(request.state.asked)
+
+    def facts(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """What the log has of the verb's arguments."""
+        return asked
+
+
+class AuditedRefusals:
+    """A layer that notes which requests fail to say who they are from."""
+
+    def __init__(self, app: ASGIApp, audit: AuditLog) -> None:
+        self._app = app
+        self._audit = audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 401:
+                self._audit.refused(Request(scope))
+            await send(message)
+
+        await self._app(scope, receive, noting if scope["type"] == "http" else send)

@@ -11,15 +11,14 @@ from starlette.responses import RedirectResponse
 from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
-from parrot.protocol.endpoint import Endpoint
-from parrot.protocol.errors import AuthenticationFailed, NotFound, ParrotError
+from parrot.protocol.errors import NotFound, PermissionDenied
 from parrot.protocol.gate.access import Access, RuledMount, RuledRoute
 from parrot.protocol.gate.bodies import SMALL_BODY
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
 from parrot.protocol.server import json_response, parse_payload, read_json
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.page.audit import AuditLog
+from parrot.serve.page.audit import AuditedEndpoint, AuditLog
 from parrot.serve.page.feed import Feed
 from parrot.serve.page.rows import PageRows
 from parrot.serve.page.topic import Rows
@@ -59,9 +58,8 @@ class VisitorView(BaseModel):
     sees_values: bool
 
 
-class PageEndpoint(Endpoint):
-    """`verb` is also called with the `visitor`, whom the request's cookie tells. The audit log has
-    all that is done, and by whom."""
+class PageEndpoint(AuditedEndpoint):
+    """`verb` is also called with the `visitor`, whom the request's cookie tells."""
 
     def __init__(
         self,
@@ -73,27 +71,19 @@ class PageEndpoint(Endpoint):
         **options: Any,
     ) -> None:
         super().__init__(
-            method, f"/ui/api/{path}", verb, access=Access.VISITOR, body=SMALL_BODY, **options
+            audit,
+            lambda request: self._visitor(request).name,
+            method,
+            f"/ui/api/{path}",
+            verb,
+            access=Access.VISITOR,
+            body=SMALL_BODY,
+            **options,
         )
         self._visitors = visitors
-        self._audit = audit
-
-    async def _answer(self, request: Request) -> Response:
-        if self.method == "GET":
-            return await super()._answer(request)
-        visitor = self._visitor(request)
-        try:
-            response = await super()._answer(request)
-        except ParrotError as error:
-            self._audit.note(request, visitor.name, error.type)
-            raise
-        self._audit.note(request, visitor.name, "ok", **request.state.asked)
-        return response
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
-        visitor = self._visitor(request)
-        asked = request.state.asked = await super()._arguments(request)
-        return asked | {"visitor": visitor}
+        return await super()._arguments(request) | {"visitor": self._visitor(request)}
 
     def _visitor(self, request: Request) -> Visitor:
         return self._visitors.of(request.cookies.get(_cookie_name(request)))
@@ -102,13 +92,12 @@ class PageEndpoint(Endpoint):
 class Page:
     """Everything under `/ui/`."""
 
-    def __init__(self, core: ServeCore) -> None:
+    def __init__(self, core: ServeCore, audit: AuditLog) -> None:
         self._core = core
         self._rows = PageRows(core)
         self._feed = Feed(core.clock)
         self._visitors = Visitors(core.config.cluster_token, core.tenants, core.clock)
-        self._audit = AuditLog(core.config.audit_path)
-        self.close = self._audit.close
+        self._audit = audit
 
     def routes(self) -> list[BaseRoute]:
         endpoint = partial(PageEndpoint, self._visitors, self._audit)
@@ -203,9 +192,9 @@ class Page:
         self._core.programs.cancel_call(session.id, session.auth, request_id)
 
     def drain_engine(self, visitor: Visitor, engine_id: int, is_wanted: bool) -> None:
-        """Raises `AuthenticationFailed` for whoever is not the operator."""
+        """Raises `PermissionDenied` for whoever is not the operator."""
         if visitor.tenant is not None:
-            raise AuthenticationFailed("engines are the operator's")
+            raise PermissionDenied("engines are the operator's")
         self._core.drain(engine_id, is_wanted=is_wanted)
 
     # Who is let in

@@ -40,7 +40,7 @@ class Meters:
     def __init__(self, tenants: TenantTable, clock: Clock) -> None:
         self._tenants = tenants
         self._clock = clock
-        self._num_running: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
         self._charged: dict[int, tuple[str, int]] = {}  # by task: its tenant, and tokens
         self._tokens: dict[str, _Bucket] = {}
         self._requests: dict[str, _Bucket] = {}
@@ -52,7 +52,7 @@ class Meters:
         if tenant is None:
             return
         limits = tenant.limits
-        running, most = self._num_running[tenant_id], limits.calls_in_flight
+        running, most = self._running[tenant_id], limits.calls_in_flight
         if most is not None and running >= most:
             raise QueueFull(f"{tenant_id} has {running} calls in flight (`limits.calls_in_flight`)")
         if limits.tokens_per_minute is not None:
@@ -63,12 +63,15 @@ class Meters:
             self._require(tenant_id, requests, 1.0, "requests_per_minute")
             requests.level -= 1
 
+    def num_running(self, tenant_id: str) -> int:
+        return self._running[tenant_id]
+
     def counts_tokens(self, tenant_id: str) -> bool:
         tenant = self._tenants.find(tenant_id)
         return tenant is not None and tenant.limits.tokens_per_minute is not None
 
     def began(self, task_id: int, tenant_id: str, expected_tokens: int) -> None:
-        self._num_running[tenant_id] += 1
+        self._running[tenant_id] += 1
         self._charged[task_id] = (tenant_id, expected_tokens)
         self.charge(tenant_id, expected_tokens)
 
@@ -82,7 +85,7 @@ class Meters:
     @contextmanager
     def running(self, tenant_id: str) -> Iterator[None]:
         """For the block that does what is no task of a graph."""
-        self._num_running[tenant_id] += 1
+        self._running[tenant_id] += 1
         try:
             yield
         finally:
@@ -97,13 +100,13 @@ class Meters:
 
     def check_integrity(self) -> None:
         tasks = Counter(tenant for tenant, _ in self._charged.values())
-        assert tasks <= self._num_running, (tasks, self._num_running)
-        assert all(self._num_running.values()), self._num_running
+        assert tasks <= self._running, (tasks, self._running)
+        assert all(self._running.values()), self._running
 
     def _leave(self, tenant_id: str) -> None:
-        self._num_running[tenant_id] -= 1
-        if not self._num_running[tenant_id]:
-            del self._num_running[tenant_id]
+        self._running[tenant_id] -= 1
+        if not self._running[tenant_id]:
+            del self._running[tenant_id]
 
     def _bucket(self, buckets: dict[str, _Bucket], tenant_id: str, per_minute: int) -> _Bucket:
         """The tenant's, as it is now; a new one is full."""
