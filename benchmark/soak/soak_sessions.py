@@ -37,7 +37,7 @@ from benchmark.results import run as run_benchmark
 from benchmark.soak.programs import MIX, MODEL, Client, draw
 from benchmark.soak.tables import allocated_blocks, grown, resident_mib, table_sizes
 from parrot.engine.config import SimConfig
-from parrot.protocol.errors import NotFound
+from parrot.protocol.errors import NotFound, SessionGone
 from parrot.protocol.transport import AppTransport
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
@@ -52,7 +52,7 @@ ZERO_COST = {"step_s": 0.0, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_
 ENGINE = {"model": MODEL, "instance": ZERO_COST | {"num_kv_cache_blocks": 512, "max_seq_len": 4096}}
 NUM_ENGINES = 2
 CORE = {
-    "session_life_span": 1.0,
+    "session_life_span": 2.0,
     "constant_prefix_var_timeout": 1.0,
     "engine_heartbeat_timeout": 1e6,
     "max_sessions_num": 100_000,
@@ -87,7 +87,10 @@ class Soak:
                 self.num_begun += 1
                 program = draw(number)
                 self.counts[program.__name__] += 1
-                await program(Client(self.http, number, self.left))
+                try:
+                    await program(Client(self.http, number, self.left))
+                except SessionGone:  # this process was stopped for longer than sessions live
+                    self.counts["sessions that expired early"] += 1
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(self.concurrency):

@@ -29,6 +29,9 @@ class Line:
         all. `as_if`: this request's pieces count, too, even if it has failed."""
         found: Text = ()
         if self.parent is not None:
+            creator = self.pieces[0][0]
+            if creator.response is None and creator is not as_if:
+                return (), False  # the fork may have been given up, or made with less
             mark = self.mark if self.length is None else None
             found, is_whole = self.parent.text(mark, as_if)
             if self.length is None:

@@ -125,10 +125,17 @@ class FuzzedRunner:
         self._clock.seconds += 2e-2 + 2e-5 * plan.num_tokens
         if self.breaks_next:
             self.breaks_next = False
+            self._spoil(plan)
             raise RuntimeError("this step was to break")
         if any(self._setup.poison in sequence.token_ids for sequence in plan.sequences):
+            self._spoil(plan)
             raise PoisonedStep
         return self._runner.run(plan)
+
+    def _spoil(self, plan: StepPlan) -> None:
+        """Leave wrong KV where the step was to write."""
+        wrong = [s._replace(token_ids=[0] * len(s.token_ids), sample=None) for s in plan.sequences]
+        self._runner.run(StepPlan(tuple(s._replace(read=None) for s in wrong), plan.copies))
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> "Launched | None":
         if not self._setup.launches:

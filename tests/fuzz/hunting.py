@@ -115,7 +115,6 @@ def _plainer(ask: Ask) -> list[Op]:
         replace(ask, echoes=False),
         replace(ask, drafts=()),
         replace(ask, priority=0),
-        replace(ask, salt=""),
     ]
 
 
