@@ -9,7 +9,7 @@ from parrot.protocol.engine_client import CORE_HEADER, REGISTRATION_HEADER, Core
 from parrot.protocol.errors import Cancelled, StaleCore
 from parrot.utils.ids import new_token
 
-_MAX_CALLS = 65_536  # whose attempts are known
+_MAX_CALLS = 65_536  # that were tried again, whose attempts are known
 
 
 class Fence:
@@ -22,7 +22,9 @@ class Fence:
 
     def __init__(self) -> None:
         self.era = 0
-        self._attempts: OrderedDict[tuple[int, int], int] = OrderedDict()  # the latest of a call
+        self._attempts: OrderedDict[tuple[int, int], int] = (
+            OrderedDict()
+        )  # the latest, if not the first
         self._owner: CoreIdentity | None = None
         self._is_registered = False
         self._registration = ""
@@ -67,6 +69,8 @@ class Fence:
         latest = self._attempts.get(call, 0)
         if request.attempt < latest:
             raise Cancelled(f"attempt {request.attempt} comes after attempt {latest} of the call")
+        if request.attempt == 1:
+            return  # no earlier one can come
         self._attempts[call] = request.attempt
         self._attempts.move_to_end(call)
         if len(self._attempts) > _MAX_CALLS:
