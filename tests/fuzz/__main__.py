@@ -7,8 +7,9 @@ probabilities and drafts), streams, cancels, frees, and breaks steps and copies,
 float32 with little room. Every answer is compared with that of the same request alone in a fresh
 engine, and blocks are recounted after each step. Of eight traces one is played through HTTP, and
 one once more without those who disturb: `slowness` tells how many times more steps the others took
-than alone, with them and without, and may not be half as much again at the 99th percentile. What fails is made as short as it gets, and printed; put it into
-tests/fuzz/found.json, and CI plays it. `--level serve` plays stories through ServeCore instead.
+than alone, with them and without; with them it may be at most half as much again (p99). What fails
+is made as short as it gets, and printed; put it into tests/fuzz/found.json, and CI plays it.
+`--level serve` plays stories through ServeCore instead.
 """
 
 import argparse
