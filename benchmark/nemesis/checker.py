@@ -169,8 +169,9 @@ def _nothing_lost(facts: _Facts) -> Iterator[str]:
         if asked.error in GONE and not facts.is_closed(asked.program, asked.answered):
             what = asked.var if not isinstance(asked, Submit) else asked.key
             yield f"program {asked.program}: {what} was lost: {asked.error}"
+    calls = {(call.program, call.key): call for call in facts.calls}
     for submit in facts.acknowledged:
-        known = next(c for c in facts.calls if (c.program, c.key) == (submit.program, submit.key))
+        known = calls[submit.program, submit.key]
         if known.outputs != submit.outputs:
             both = f"{known.outputs} and {submit.outputs}"
             yield f"program {submit.program}: {submit.key} was done twice: {both}"
