@@ -77,7 +77,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     kinds = sorted(PROGRAMS)
     parser.add_argument("--programs", nargs="+", choices=kinds, default=kinds)
     parser.add_argument("--round-s", type=float, default=15.0, help="seconds of faults in a round")
-    parser.add_argument("--concurrency", type=int, default=8, help="programs at once in a round")
+    parser.add_argument("--concurrency", type=int, default=16, help="programs at once in a round")
     parser.add_argument("--parallel", type=int, default=1, help="rounds at once")
     parser.add_argument(
         "--embedded", type=float, default=0.0, help="share of rounds with the embedded model"

@@ -68,6 +68,11 @@ class _Facts:
         return list({(s.program, s.key): s for s in self.acknowledged}.values())
 
     @cached_property
+    def keys(self) -> set[tuple[int, str]]:
+        """Those of acknowledged calls."""
+        return {(submit.program, submit.key) for submit in self.acknowledged}
+
+    @cached_property
     def producer(self) -> dict[str, Submit]:
         return {output: submit for submit in self.acknowledged for output in submit.outputs}
 
@@ -310,9 +315,16 @@ def _num_open(facts: _Facts, tenant: str, began: float, ended: float) -> int:
         life = facts.lives.get(submit.program)
         if life is None or life.tenant != tenant or submit.invoked > ended:
             continue
-        known = [_settled_at(facts, output) for output in submit.outputs] or [_or_never(None)]
-        count += max(known) > began
+        count += _over_at(facts, submit) > began
     return count
+
+
+def _over_at(facts: _Facts, submit: Submit) -> float:
+    """When it was known to be in the queue no more."""
+    if submit.outputs:
+        return max(_settled_at(facts, output) for output in submit.outputs)
+    is_unknown = submit.error == "unavailable" and (submit.program, submit.key) not in facts.keys
+    return _or_never(None if is_unknown else submit.answered)
 
 
 def _settled_at(facts: _Facts, var: str) -> float:

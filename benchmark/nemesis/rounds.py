@@ -16,7 +16,7 @@ from benchmark.nemesis.client import Client
 from benchmark.nemesis.faults import FAULTS
 from benchmark.nemesis.history import Disturbance, History, Life
 from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
-from benchmark.nemesis.service import EMBEDDED, SIM, TENANTS, Service
+from benchmark.nemesis.service import EMBEDDED, QUEUE, SIM, TENANTS, Service
 from parrot.protocol.errors import ParrotError
 
 LIMIT_S = 60.0  # of a program, whatever happens
@@ -24,9 +24,9 @@ MIXED = "mixed"
 PROBE = "probe"
 """The program that comes with each fault."""
 _PATIENCE_S = 20.0  # until all books are in order, when nobody asks for anything any more
-_SHARE = 512  # half of ServeCore's queue
 _SHORT_LIFE_S = 0.5
 _CALM = 0.8  # of the faults come when all servers are there
+_WEIGHTS = (4, 1)  # of the tenants: one has most of the programs
 
 Answers = dict[tuple[str, int], str]
 """What each program says in each variant when nothing happens."""
@@ -95,7 +95,7 @@ class Round:
         self._answers = answers
         self._kinds = sorted({kind for kind, _ in answers})
         self._service = service
-        self.history = History(share=_SHARE, patience_s=LIMIT_S)
+        self.history = History(share=QUEUE // len(TENANTS), patience_s=LIMIT_S)
         self.outcome = Outcome(plan=plan)
         self._draw = random.Random(plan.seed)
         self._num_programs = 0
@@ -169,7 +169,11 @@ class Round:
         variant = draw.choice(sorted(variant for known, variant in self._answers if known == kind))
         expected = self._answers[kind, variant]
         facts: dict[str, Any] = {"program": self._num_programs, "kind": kind, "expected": expected}
-        facts |= {"tenant": draw.choice(TENANTS), "began": time.monotonic(), "limit_s": LIMIT_S}
+        facts |= {
+            "tenant": draw.choices(TENANTS, _WEIGHTS)[0],
+            "began": time.monotonic(),
+            "limit_s": LIMIT_S,
+        }
         try:
             async with asyncio.timeout(LIMIT_S):
                 facts["result"] = await live(

@@ -14,6 +14,7 @@ from benchmark.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_
 from parrot.cluster.ports import ask, free_port
 
 TENANTS = ("tenant-a", "tenant-b")
+QUEUE = 16  # tasks: so few that tenants are refused when engines are gone
 CORE: dict[str, Any] = {
     "api_keys": TENANTS,
     "cluster_token": "of-the-nemesis",
@@ -22,12 +23,13 @@ CORE: dict[str, Any] = {
     "session_life_span": 120.0,
     "constant_prefix_var_timeout": 1.0,
     "page": False,
-    "global_scheduler": {"reuse_timeout": 1.0},
+    "global_scheduler": {"reuse_timeout": 1.0, "max_queue_size": QUEUE},
 }
 SIM: dict[str, Any] = {
     "engine_type": "sim",
     "model": "sim",
     "heartbeat_interval": 0.2,
+    "tasks_capacity": 2,
     "instance": {"step_s": 0.004, "num_kv_cache_blocks": 2048},
 }
 EMBEDDED: dict[str, Any] = {

@@ -266,6 +266,19 @@ def test_c8_a_tenant_is_refused_within_its_share() -> None:
     assert found(history) == {"C8"}
 
 
+def test_what_was_answered_without_a_call_is_in_the_queue_no_more() -> None:
+    history = chain()
+    history.share = 3
+    refused = submit("three", 1.3, outputs=(), error="queue_full")
+    before = submit("before", 0.5, outputs=())
+    history.submits += [refused, before]
+    assert check(history) == []
+    history.share = 4
+    assert found(history) == {"C8"}
+    history.submits[-1] = replace(before, error="unavailable")  # it may be there
+    assert check(history) == []
+
+
 def test_c8_a_tenant_waits_for_another() -> None:
     history = chain()
     history.patience_s = 1.5
