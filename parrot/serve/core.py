@@ -174,6 +174,17 @@ class ServeCore:
         for session in self.sessions:
             self.programs.restored(session)
 
+    def restore_session(self, session: Session, replay: Callable[[], bool]) -> None:
+        """Do the same for one session that was left out; `replay` returns whether it is whole."""
+        self._runner.hold()
+        is_whole = replay()
+        if not is_whole:
+            self._end(session, SessionGone(f"session {session.id} could not be restored"))
+        self.turns.programs.cancel_orphans()
+        self._runner.go_on()
+        if is_whole:
+            self.programs.restored(session)
+
     # Engines and the service itself
 
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:

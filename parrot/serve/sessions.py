@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -144,6 +144,9 @@ class SessionRegistry:
     """The live sessions. Ids only grow; with a journal they grow over restarts, too, whatever the
     clock says then. Whoever has the auth of one that has ended is told so, and nobody else.
 
+    `dormant` has those that a journal tells of, by their ids, and what restores each: whoever finds
+    one has it restored first, and who looks at all sees them as they began.
+
     A session ends when it has been idle for its life span. Activity moves no timer: a timer that
     comes too early is set again for the time that holds by then."""
 
@@ -160,6 +163,7 @@ class SessionRegistry:
     ) -> None:
         """`expire` ends a session, which includes `remove`."""
         self.journal: Journal | None = None
+        self.dormant: dict[int, Callable[[], None]] = {}
         self.is_closing = False
         self._config = config
         self._tenant_table = tenants
@@ -220,6 +224,21 @@ class SessionRegistry:
     def restore(self, begun: Begun) -> Session:
         """Begin a session once more, in the state that it began in."""
         return self._begin(begun, self._account(begun.tenant))
+
+    @contextmanager
+    def replaying(self, session: Session) -> Iterator[None]:
+        """For the block in which all that happened to a session is done once more, though others
+        have gone on: nothing of it is written down or counts as active, and no id comes again."""
+        history, last_active, ids = session.history, session.last_active, self._graph_ids
+        numbers = ids.tasks.upcoming, ids.requests.upcoming
+        session.follow(None)
+        try:
+            yield
+        finally:
+            session.follow(history)
+            session.last_active = last_active
+            ids.tasks.upcoming = max(numbers[0], ids.tasks.upcoming)
+            ids.requests.upcoming = max(numbers[1], ids.requests.upcoming)
 
     def keys_changed(self) -> None:
         """Tenants have other limits from now on."""
@@ -289,7 +308,7 @@ class SessionRegistry:
         service is going down."""
         if not session_auth:
             raise AuthenticationFailed("missing session_auth (`Authorization: Bearer`)")
-        session = self._sessions.get(session_id)
+        session = self.find(session_id)
         if session is None and self.is_closing:  # a journal may have it
             raise Unavailable("ServeCore is shutting down")
         known = None if session is None else session.auth
@@ -305,6 +324,8 @@ class SessionRegistry:
         return text in self._auths
 
     def find(self, session_id: int) -> Session | None:
+        if session_id in self.dormant:
+            self.dormant.pop(session_id)()
         return self._sessions.get(session_id)
 
     def num_of(self, tenant: str) -> int:
@@ -318,6 +339,7 @@ class SessionRegistry:
         return session.expires_at(now, self._config.session_life_span) - now
 
     def remove(self, session: Session) -> None:
+        self.dormant.pop(session.id, None)
         del self._sessions[session.id]
         self._auths.remove(session.auth)
         if session.expiry is not None:
@@ -339,7 +361,11 @@ class SessionRegistry:
         session.expiry = self._timers.call_at(when, lambda: self._check(session))
 
     def _check(self, session: Session) -> None:
-        if self.remaining_s(session) <= 0:
+        if session.id in self.dormant:
+            session.last_active = self._clock.now()
+            if self.find(session.id) is not None:
+                self._watch(session)
+        elif self.remaining_s(session) <= 0:
             self._expire(session)
         else:
             self._watch(session)

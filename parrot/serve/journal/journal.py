@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
@@ -70,17 +70,22 @@ class Journal:
         """Call `apply` with each record there is, at the time when it was made.
 
         Raises `ConfigError` if the file cannot be read."""
-        now = time.time()
         try:
-            for record in self._file.read():
-                self.clock.show(now - record.at)
-                apply(record)
+            self.replay(self._file.read(), apply)
         except self._file.errors as error:
             raise ConfigError(f"journal: it cannot be read: {error}") from None
-        finally:
-            self.clock.show(None)
         self._seq = self._num_flushed = self._num_written = self._file.last_seq()
         self._loop = asyncio.get_running_loop()
+
+    def replay(self, records: Iterable[Record], apply: Callable[[Record], None]) -> None:
+        """Call `apply` with each record, at the time when it was made."""
+        now = time.time()
+        try:
+            for record in records:
+                self.clock.show(now - record.at)
+                apply(record)
+        finally:
+            self.clock.show(None)
 
     def append(self, subject: str, kind: str, fields: Payload) -> None:
         """It is written soon, and either with all that is appended in this turn of the event loop

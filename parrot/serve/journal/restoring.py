@@ -1,9 +1,12 @@
 """From the journal's records back to the sessions that they tell of."""
 
+import asyncio
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.serve.core import ServeCore
@@ -13,23 +16,41 @@ from parrot.serve.sessions import Begun, Session
 
 logger = logging.getLogger(__name__)
 
+_NUMBERING = {Kind.CALL, Kind.NATIVE, Kind.GRAPH, Kind.VARIABLE, Kind.PROMPT}  # give ids
+_MAX_LEFT = 64  # records of a session: a few milliseconds
+_TURN_S = 0.002
+
 
 def restore(
     core: ServeCore, journal: Journal, others: Mapping[str, Callable[[str, Payload], None]]
 ) -> None:
     """Do once more what the records tell, in the event loop and before anything is asked of `core`.
+    Sessions with few records come back when they are asked for, or soon, in small steps.
     `others`: by their kinds, what applies records of other subjects than sessions. Raises
     `ConfigError` if the journal cannot be read."""
-    restoring = _Restoring(core, {**others, RESERVED: core.sessions.numbers.restore})
+    applied = {**others, RESERVED: core.sessions.numbers.restore}
+    restoring = _Restoring(core, journal, applied)
 
     def replay() -> list[Session]:
         journal.read(restoring.apply)
         core.sessions.restored(journal)
-        return restoring.broken(journal)
+        return restoring.broken()
 
     core.fleet.identity = CoreIdentity.new(journal.epoch)
     with _no_collection():
         core.restore(replay)
+    restoring.leave_dormant()
+    _restore_rest(core)
+
+
+def _restore_rest(core: ServeCore) -> None:
+    """Restore some dormant sessions now, and the rest in later turns of the event loop."""
+    end = time.perf_counter() + _TURN_S
+    while core.sessions.dormant and not core.is_closing:
+        core.sessions.find(next(iter(core.sessions.dormant)))
+        if time.perf_counter() > end:
+            asyncio.get_running_loop().call_soon(_restore_rest, core)
+            return
 
 
 @contextmanager
@@ -50,44 +71,90 @@ class _Restoring:
     """A subject of which a record cannot be applied is given up; the others come back."""
 
     def __init__(
-        self, core: ServeCore, others: Mapping[str, Callable[[str, Payload], None]]
+        self,
+        core: ServeCore,
+        journal: Journal,
+        others: Mapping[str, Callable[[str, Payload], None]],
     ) -> None:
         self._core = core
+        self._journal = journal
         self._others = others
         self._broken: set[str] = set()
+        self._left: dict[str, list[Record]] = {}  # for later, by their sessions
+        self._last = ""  # of these, the session that was given the last ids
 
     def apply(self, record: Record) -> None:
+        if (left := self._left.get(record.subject)) is not None:
+            left.append(record)
+            if record.kind in _NUMBERING:
+                self._last = record.subject
+            if len(left) > _MAX_LEFT:
+                self._restore_left(record.subject)
+            return
+        self._apply_now(record)
+
+    def broken(self) -> list[Session]:
+        """The sessions that are not whole. What else is not is forgotten."""
+        sessions: list[Session] = []
+        for subject in self._broken:
+            session = self._core.sessions.find(int(subject)) if subject.isdecimal() else None
+            if session is None:
+                self._journal.end(subject)
+            else:
+                sessions.append(session)
+        return sessions
+
+    def leave_dormant(self) -> None:
+        """See to it that the rest is restored when it is asked for."""
+        for subject, records in self._left.items():
+            session_id = int(subject)
+            if records and self._core.sessions.find(session_id) is not None:
+                self._core.sessions.dormant[session_id] = partial(self._wake, session_id, records)
+        if self._last:  # from now on new ids are given
+            self._core.sessions.find(int(self._last))
+
+    def _wake(self, session_id: int, records: list[Record]) -> None:
+        core, subject = self._core, str(session_id)
+        session = core.sessions.find(session_id)
+        assert session is not None, session_id
+
+        def replay() -> bool:
+            with core.sessions.replaying(session):
+                self._journal.replay(records, self._apply_now)
+            return subject not in self._broken
+
+        core.restore_session(session, replay)
+
+    def _restore_left(self, subject: str) -> None:
+        """There are too many records for one turn of the event loop."""
+        session = self._core.sessions.find(int(subject))
+        assert session is not None, subject
+        with self._core.sessions.replaying(session):
+            self._journal.replay(self._left.pop(subject), self._apply_now)
+
+    def _apply_now(self, record: Record) -> None:
         if record.subject in self._broken:
             return
         try:
             if (apply := self._others.get(record.kind)) is not None:
                 apply(record.subject, record.fields())
             else:
-                self._apply(int(record.subject), Kind(record.kind), record.fields())
+                self._apply(record.subject, Kind(record.kind), record.fields())
         except Exception:
             logger.exception("%s of the journal cannot be restored", record.subject)
             self._broken.add(record.subject)
 
-    def broken(self, journal: Journal) -> list[Session]:
-        """The sessions that are not whole. What else is not is forgotten."""
-        sessions: list[Session] = []
-        for subject in self._broken:
-            session = self._core.sessions.find(int(subject)) if subject.isdecimal() else None
-            if session is None:
-                journal.end(subject)
-            else:
-                sessions.append(session)
-        return sessions
-
-    def _apply(self, session_id: int, kind: Kind, fields: Payload) -> None:
+    def _apply(self, subject: str, kind: Kind, fields: Payload) -> None:
         core, programs = self._core, self._core.turns.programs
         if kind is Kind.SESSION:
             session = core.sessions.restore(Begun(**fields))
-            if fields["is_program"]:
+            if fields["is_program"]:  # others look for what is in it
                 programs.restore(session)
+            else:
+                self._left[subject] = []
             return
-        known = core.sessions.find(session_id)
-        assert known is not None, f"no session {session_id}"
+        known = core.sessions.find(int(subject))
+        assert known is not None, f"no session {subject}"
         apply: Callable[[Session, Payload], None]
         match kind:
             case Kind.PROMPT:

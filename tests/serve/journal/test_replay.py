@@ -32,6 +32,7 @@ from parrot.serve.conversations.turn import Chain, TurnRequest
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.journal import restoring
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import ENDED, Kind, Record
 from parrot.serve.journal.restoring import restore
@@ -60,6 +61,10 @@ class World:
         )
         restore(self.core, self.journal, {})
         self.reads: list[asyncio.Task[Any]] = []
+
+    def restore_all(self) -> None:
+        for session in self.core.sessions:
+            self.core.sessions.find(session.id)
 
     async def close(self) -> None:
         for read in self.reads:
@@ -245,6 +250,7 @@ async def _run_and_replay(data: st.DataObject) -> None:
     await world.close()
     for count in range(len(records) + 1):
         again = World(records[:count])
+        again.restore_all()
         again.core.check_integrity()
         if (known := states.get(count)) is not None:
             assert _without_orphans(state_of(again.core)) == _without_orphans(known)
@@ -336,6 +342,7 @@ async def test_a_session_that_cannot_be_restored_costs_no_other(
     orphan = Record(len(records) + 1, 1.0, "77", Kind.READ, b"{}")  # of no session
     await world.close()
     again = World([*records, orphan])
+    again.restore_all()
     assert list(state_of(again.core)) == [whole.session_id]
     with pytest.raises(SessionGone):
         again.core.session_info(broken.session_id, broken.session_auth)
@@ -344,3 +351,126 @@ async def test_a_session_that_cannot_be_restored_costs_no_other(
     assert sorted(ended) == sorted(["77", str(broken.session_id)])
     assert "cannot be restored" in caplog.text
     await again.close()
+
+
+async def _few_calls(world: World, count: int = 3) -> list[dict[str, Any]]:
+    """Sessions with two calls each, of which one is done and one is running."""
+    scopes = []
+    for i in range(count):
+        scope = world.core.create_session(SessionCreateRequest()).model_dump()
+        made = [_call(world, scope) for _ in range(2)]
+        read = VarGetRequest(**scope)
+        for var_id in made:
+            world.reads.append(asyncio.ensure_future(world.core.programs.read(read, var_id)))
+        await asyncio.sleep(0)
+        done = next(t for t in world.dispatcher.started if t.outputs[0].id == made[0])
+        world.dispatcher.finish(done, f"text {i}")
+        scopes.append(scope | {"made": made})
+    await world.journal.durable()
+    return scopes
+
+
+def _call(world: World, scope: dict[str, Any]) -> str:
+    parameters = [_output("a")]
+    body = scope | {"template": "f {{a}}", "parameters": parameters, "chat": False}
+    made = world.core.programs.submit_call(SemanticCallRequest.model_validate(body))
+    return made.param_info[0].var_id or ""
+
+
+@pytest.fixture
+def asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions are only restored when they are asked for."""
+    monkeypatch.setattr(restoring, "_restore_rest", lambda core: None)
+
+
+def _scope(known: dict[str, Any]) -> dict[str, Any]:
+    return {name: known[name] for name in ("session_id", "session_auth")}
+
+
+@pytest.mark.usefixtures("asleep")
+async def test_a_session_comes_back_when_it_is_asked_for_beside_others_that_go_on() -> None:
+    world = World([])
+    first, second, third = await _few_calls(world)
+    ids = {task for call in _tasks(world) for task in call}
+    again = World(world.file.records.copy())
+    await world.close()
+    assert list(again.core.sessions.dormant) == [first["session_id"], second["session_id"]]
+    again.core.check_integrity()
+    new = again.core.create_session(SessionCreateRequest()).model_dump()
+    _call(again, new)
+    await again.clock.advance(7.0)
+    value = await again.core.programs.read(VarGetRequest(**_scope(first)), first["made"][0])
+    assert value.content == "text 0"
+    _call(again, _scope(first))
+    active = again.clock.now()
+    again.core.check_integrity()
+    await again.clock.advance(1.0)
+    assert [t.outputs[0].id for t in again.dispatcher.started].count(first["made"][1]) == 1
+    session = again.core.sessions.find(first["session_id"])
+    assert session is not None
+    assert session.last_active == active
+    assert list(again.core.sessions.dormant) == [second["session_id"]]
+    again.core.delete_session(**_scope(second))
+    again.restore_all()
+    now = [task for call in _tasks(again) for task in call]
+    assert len(set(now)) == len(now)
+    assert len(set(now) - ids) == 2
+    await again.journal.durable()
+    last = World(again.file.records.copy())
+    await again.close()
+    last.restore_all()
+    assert [s.id for s in last.core.sessions] == [s["session_id"] for s in (first, third, new)]
+    await last.close()
+
+
+def _tasks(world: World) -> list[list[int]]:
+    graphs = [session.graph for session in world.core.sessions]
+    return [[task.id for task in call.tasks] for g in graphs for call in g.calls.values()]
+
+
+@pytest.mark.usefixtures("asleep")
+async def test_a_session_that_turns_out_broken_when_it_is_asked_for_is_gone() -> None:
+    world = World([])
+    broken, idle, _ = await _few_calls(world)
+    records = [
+        record._replace(payload=b"{}")
+        if (record.subject, record.kind) == (str(broken["session_id"]), Kind.SETTLED)
+        else record
+        for record in world.file.records
+    ]
+    await world.close()
+    again = World(records)
+    with pytest.raises(SessionGone):
+        again.core.session_info(**_scope(broken))
+    await again.clock.advance(700.0)  # the other one runs, so it has not expired
+    assert again.core.sessions.find(idle["session_id"]) is not None
+    again.core.check_integrity()
+    await again.journal.durable()
+    ended = [record.subject for record in again.file.records if record.kind == ENDED]
+    assert ended == [str(broken["session_id"])]
+    await again.close()
+
+
+async def test_many_sessions_come_back_in_small_steps_and_large_ones_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World([])
+    scopes = await _few_calls(world, 20)
+    for _ in range(80):
+        _call(world, _scope(scopes[0]))
+    await world.journal.durable()
+    before = state_of(world.core)
+    monkeypatch.setattr(restoring, "_TURN_S", 0.0)
+    again = World(world.file.records.copy())
+    dormant = again.core.sessions.dormant
+    assert scopes[0]["session_id"] not in dormant
+    assert len(dormant) == 18  # one has been restored by now
+    for _ in range(10_000):
+        await asyncio.sleep(0)
+        if not dormant:
+            break
+    assert not dormant
+    assert state_of(again.core) == before
+    again.core.check_integrity()
+    await again.close()
+    await world.close()
