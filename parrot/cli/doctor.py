@@ -21,6 +21,7 @@ from parrot.cli.up import visible_gpus
 from parrot.cluster.ports import ask, is_free
 from parrot.protocol.gate.cluster_token import kept_token, settled_token
 from parrot.serve.config import CoreConfig
+from parrot.serve.tenants.keys_file import read_keys
 from parrot.utils.config import ConfigError, read_config_object
 
 Level = Literal["ok", "note", "wrong"]
@@ -214,6 +215,8 @@ def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Fin
             has_api_keys=bool(core.get("api_keys") or core.get("keys_file")),
             state_dir=core.get("state_dir"),
         )
+        if (keys_file := core.get("keys_file")) is not None:
+            read_keys(keys_file)
     except ConfigError as error:
         yield Finding("wrong", f"ServeCore would not start: {error}", "set it in its config")
     for config in (core, *engines):
