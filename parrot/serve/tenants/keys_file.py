@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ MAX_KEYS = 1024
 _MAX_BYTES = 2**18
 _RESERVED = frozenset({PUBLIC_ID, "operator", "other"})
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
 
 
 class KeyEntry(ConfigModel):
@@ -53,13 +54,15 @@ def read_keys(path: str) -> list[KeyEntry]:
         raise ConfigError(f"{path}: must hold `keys`, a list of at most {MAX_KEYS}, and no more")
     entries: list[KeyEntry] = []
     problems: list[str] = []
+    taken: set[str] = set()
     for number, fields in enumerate(given):
         try:
             entry = _entry(f"{path}: keys.{number}", fields)
         except ConfigError as error:
             problems.append(str(error))
         else:
-            problems += _clashes(f"{path}: keys.{number}", entry, entries)
+            problems += _clashes(f"{path}: keys.{number}", entry, taken)
+            taken |= {entry.id, entry.sha256}
             entries.append(entry)
     if problems:
         raise ConfigError("\n".join(problems))
@@ -99,12 +102,13 @@ def _entry(place: str, fields: Any) -> KeyEntry:
     return parse_config(KeyEntry, fields, place)
 
 
-def _clashes(place: str, entry: KeyEntry, earlier: list[KeyEntry]) -> list[str]:
+def _clashes(place: str, entry: KeyEntry, taken: Set[str]) -> list[str]:
+    """`taken`: the ids and digests of earlier entries, which differ in length."""
     problems = []
     if entry.id in _RESERVED:
         problems.append(f"{place}: `id`: {entry.id} has a meaning of its own")
-    if any(entry.id == other.id for other in earlier):
+    if entry.id in taken:
         problems.append(f"{place}: `id`: {entry.id} is there twice")
-    if any(entry.sha256 == other.sha256 for other in earlier):
+    if entry.sha256 in taken:
         problems.append(f"{place}: `sha256`: another entry has this key")
     return problems

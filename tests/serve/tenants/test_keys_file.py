@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.serve.config import CoreConfig
+from parrot.serve.http_server import main
 from parrot.serve.tenants.keys_file import KeyEntry, read_keys
 from parrot.serve.tenants.table import TenantTable
 from parrot.serve.tenants.tenant import Scope
@@ -133,3 +134,12 @@ def test_a_file_that_is_wrong_is_left_alone(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["keys", "add", "b", "--file", str(path)])
     assert result.exit_code == 1
     assert path.read_text() == json.dumps({"keys": [{"id": "a"}]})
+
+
+def test_a_bad_file_stops_the_start(tmp_path: Path) -> None:
+    path = Path(write_keys(tmp_path / "keys.json", entry("a", "k")))
+    path.chmod(0o666)
+    config = tmp_path / "core.json"
+    config.write_text(json.dumps({"keys_file": str(path), "cluster_token": "t", "port": 0}))
+    with pytest.raises(SystemExit, match=r"error: .*keys\.json: others can write it"):
+        main(["--config_path", str(config)])
