@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from parrot.engine.core.output import Detokenizer
+from parrot.engine.core.plan import LaunchedStep, StepPlan
 from parrot.protocol.engine_api import DraftSources, FinishReason
 from parrot.protocol.errors import Cancelled, InvalidRequest
 from tests.engine.core.test_overlap import Overlapping
@@ -39,6 +41,32 @@ def test_text_that_is_repeated_takes_few_steps(kind: type[Harness]) -> None:
     assert answer.text == ALPHABET[3:23]
     usage = answer.response.usage
     assert usage.accepted_tokens == usage.drafted_tokens > 14
+
+
+def test_text_is_made_when_the_next_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device waits for the launch behind drafts; whoever reads along gets all the same."""
+    engine = harness(Overlapping, scheduler={"max_draft_tokens": 5})
+    events: list[str] = []
+    launch, render = engine.runner.launch, Detokenizer.push
+
+    def launched(plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
+        events.append("launch")
+        return launch(plan, previous)
+
+    def rendered(detokenizer: Detokenizer, token_id: int) -> str:
+        events.append("text")
+        return render(detokenizer, token_id)
+
+    monkeypatch.setattr(engine.runner, "launch", launched)
+    monkeypatch.setattr(Detokenizer, "push", rendered)
+    answer = engine.generate(piece(1, ALPHABET + "abc"), length=20, stream=True)
+    run(engine)
+    assert "".join(chunk.text for chunk in answer.chunks) == answer.text == ALPHABET[3:23]
+    assert answer.response.usage.accepted_tokens > 10
+    assert [len(plan.sequences[0].token_ids) for plan in engine.runner.plans] == [29, 1, 7, 7, 4]
+    made = "".join(event[0] for event in events).split("l")
+    # Of the 7 tokens of the third step text is made behind the launch of the fourth.
+    assert [len(texts) for texts in made] == [0, 0, 1, 1, 7, 7 + 4]
 
 
 @pytest.mark.parametrize(
