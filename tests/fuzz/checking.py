@@ -1,12 +1,16 @@
 """What every request of a trace must have got: what it gets alone in a fresh engine."""
 
+import json
+import re
 from base64 import b64decode
+from typing import Any
 
 import numpy as np
 
 from parrot.protocol.engine_api import (
     EmbedResponse,
     FillResponse,
+    FinishReason,
     GenerateResponse,
     ScoreResponse,
 )
@@ -19,12 +23,13 @@ from parrot.protocol.errors import (
     ParrotError,
     PromptTooLong,
 )
-from parrot.protocol.sampling import Logprobs
+from parrot.protocol.sampling import CONSTRAINTS, Logprobs
 from tests.fuzz.alone import alone
 from tests.fuzz.books import Asked, Books, Line, Text
 from tests.fuzz.drawing import BACKGROUND
 from tests.fuzz.play import Following
 from tests.fuzz.traces import Setup
+from tests.support.tiny_model import EOS_ID
 
 _TOLERANCE = 2e-3
 
@@ -106,6 +111,8 @@ class Checker:
 
     def _check_response(self, asked: Asked) -> None:
         response, number = asked.response, asked.ask.number
+        if isinstance(response, GenerateResponse):
+            _check_output(asked.ask.sampling or {}, response)
         if isinstance(response, GenerateResponse) and asked.chunks:
             assert "".join(c.text for c in asked.chunks) == response.generated_text, number
             assert [i for c in asked.chunks for i in c.ids] == response.generated_ids, number
@@ -136,6 +143,25 @@ def _was_short(line: Line) -> bool:
     if line.parent is None or line.length is None:
         return False
     return len(line.parent.text(line.mark)[0]) < line.length
+
+
+def _check_output(sampling: dict[str, Any], response: GenerateResponse) -> None:
+    """What must hold of an output whatever the engine does, alone too."""
+    text, count = response.generated_text, len(response.generated_ids)
+    assert 0 < count <= sampling["max_gen_length"], response
+    stops = sampling.get("stop_str") or ()
+    assert not any(stop in text for stop in ([stops] if isinstance(stops, str) else stops)), text
+    last = response.generated_ids[-1]
+    is_cut = response.stop_string is not None or last in sampling.get("stop_token_ids", ())
+    if response.finish_reason is FinishReason.LENGTH or is_cut:
+        return
+    assert last == EOS_ID or any(field in sampling for field in CONSTRAINTS), response
+    if (pattern := sampling.get("regex")) is not None:
+        assert re.fullmatch(pattern, text), text
+    if (choices := sampling.get("choices")) is not None:
+        assert text in choices, text
+    if sampling.get("json_schema") is not None:
+        assert json.loads(text).keys() == {"a", "b"}, text
 
 
 def _are_equal(one: object, other: object) -> bool:
