@@ -160,30 +160,23 @@ class ServeCore:
                 if self.tenants.find(session.tenant) is None:
                     self._end(session, SessionGone(f"the key of {session.tenant} was removed"))
 
-    def restore(self, replay: Callable[[], Iterable[Session]]) -> None:
+    def restore(
+        self, replay: Callable[[], Iterable[Session]], left_out: Session | None = None
+    ) -> None:
         """Call `replay`, which does once more what a journal tells, has the sessions write down
-        there what comes, and returns those that are not whole. Nothing runs meanwhile; then goes on
-        what ran."""
+        there what comes, and returns those that are not whole; or do so for one that was left out.
+        Nothing runs meanwhile; then goes on what ran."""
         self._runner.hold()
         for session in replay():
             self._end(session, SessionGone(f"session {session.id} could not be restored"))
-        self.keys_changed()
-        self.turns.programs.cancel_orphans()
-        self._dispatcher.on_placed = self.sessions.placed
-        self._runner.go_on()
-        for session in self.sessions:
-            self.programs.restored(session)
-
-    def restore_session(self, session: Session, replay: Callable[[], bool]) -> None:
-        """Do the same for one session that was left out; `replay` returns whether it is whole."""
-        self._runner.hold()
-        is_whole = replay()
-        if not is_whole:
-            self._end(session, SessionGone(f"session {session.id} could not be restored"))
+        if left_out is None:
+            self.keys_changed()
+            self._dispatcher.on_placed = self.sessions.placed
         self.turns.programs.cancel_orphans()
         self._runner.go_on()
-        if is_whole:
-            self.programs.restored(session)
+        for session in self.sessions if left_out is None else (left_out,):
+            if self.sessions.find(session.id) is session:
+                self.programs.restored(session)
 
     # Engines and the service itself
 

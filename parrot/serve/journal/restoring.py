@@ -114,16 +114,16 @@ class _Restoring:
             self._core.sessions.find(int(self._last))
 
     def _wake(self, session_id: int, records: list[Record]) -> None:
-        core, subject = self._core, str(session_id)
+        core = self._core
         session = core.sessions.find(session_id)
         assert session is not None, session_id
 
-        def replay() -> bool:
+        def replay() -> list[Session]:
             with core.sessions.replaying(session):
                 self._journal.replay(records, self._apply_now)
-            return subject not in self._broken
+            return [session] if str(session_id) in self._broken else []
 
-        core.restore_session(session, replay)
+        core.restore(replay, session)
 
     def _restore_left(self, subject: str) -> None:
         """There are too many records for one turn of the event loop."""
