@@ -292,7 +292,7 @@ def _fair(facts: _Facts) -> Iterator[str]:
         if life is None:
             continue
         end = _or_never(asked.answered)
-        if asked.error in ("queue_full", "quota_exceeded"):
+        if asked.error in ("queue_full", "cluster_full", "quota_exceeded"):
             num_open = _num_open(facts, life.tenant, asked.invoked, end)
             if num_open < history.share:
                 yield (

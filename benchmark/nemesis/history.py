@@ -13,7 +13,10 @@ GIVEN_UP = frozenset({"engine_failed", "call_failed"})
 """Errors of calls that have lost too many engines."""
 GONE = frozenset({"not_found", "session_gone"})
 TRANSIENT = frozenset(
-    {"unavailable", "timed_out", "queue_full", "quota_exceeded", "insufficient_storage"}
+    {
+        *("unavailable", "timed_out", "insufficient_storage"),
+        *("queue_full", "cluster_full", "quota_exceeded"),
+    }
 )
 """Errors of a request that say nothing about the variable: the same request may come again. All
 others are the variable's own, for ever."""

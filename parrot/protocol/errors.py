@@ -19,7 +19,8 @@
     |-- MisdirectedRequest        421  for a host name that is not the server's
     |-- QuotaExceeded             429  too many sessions, a provider's limit, ...
     |   `-- QueueFull             429  nothing was done: the same request may come again
-    |       `-- RateLimited       429  after the seconds of `Retry-After`
+    |       |-- RateLimited       429  after the seconds of `Retry-After`
+    |       `-- ClusterFull       503  the same: all tenants together have filled the queue
     |-- Cancelled                 499  the reader or its program cancelled the work
     |-- InternalError             500  a defect; details are only in the server's log
     |-- CallFailed                502  a producer failed, so this value will never exist
@@ -120,10 +121,7 @@ class MisdirectedRequest(ParrotError, status=421): ...
 class QuotaExceeded(ParrotError, status=429): ...
 
 
-class QueueFull(QuotaExceeded): ...
-
-
-class RateLimited(QueueFull):
+class QueueFull(QuotaExceeded):
     """`retry_after_s`: when the same request may come again; None: nobody said."""
 
     def __init__(
@@ -131,6 +129,12 @@ class RateLimited(QueueFull):
     ) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(QueueFull): ...
+
+
+class ClusterFull(QueueFull, status=503): ...
 
 
 class Cancelled(ParrotError, status=499): ...
@@ -174,7 +178,12 @@ def _walk(root: type[ParrotError]) -> list[type[ParrotError]]:
 
 
 _BY_TYPE = {cls.type: cls for cls in _walk(ParrotError)}
-_BY_STATUS = {cls.status: cls for cls in reversed(_walk(ParrotError)) if cls is not ParrotError}
+_BY_STATUS = {  # the first of those that are nearest to the root
+    status: min(
+        (c for c in _walk(ParrotError)[1:] if c.status == status), key=lambda c: len(c.__mro__)
+    )
+    for status in {cls.status for cls in ParrotError.__subclasses__()}
+}
 
 
 def error_from_payload(payload: object, status: int) -> ParrotError:

@@ -69,8 +69,8 @@ class GlobalSchedulerConfig(ConfigModel):
     )
     max_queue_size: Count = Field(
         1024,
-        description="With so many tasks queued, new calls and reads that need work get 429, if "
-        "their tenant has its share: this limit over the number of tenants with queued tasks.",
+        description="With so many tasks queued, new calls and reads that need work get 503, if "
+        "their tenant has its share: a part of this, by the weights of those with queued tasks.",
     )
 
 

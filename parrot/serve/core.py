@@ -59,7 +59,7 @@ class ServeCore:
         self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
         self._metrics = CoreMetrics(config)
         self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
-        self._dispatcher.shares.weigh = lambda tenant: self.tenants.get(tenant).weight
+        self._dispatcher.shares.weigh = self.tenants.weigh
         self._observers = Observers(observers)
         self._runner = TaskRunner(
             config,

@@ -2,11 +2,11 @@
 how long their native functions may run."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import orjson
 
-from parrot.protocol.errors import QueueFull, QuotaExceeded
+from parrot.protocol.errors import ClusterFull, QuotaExceeded
 from parrot.protocol.graph_api import GraphVariable
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
@@ -133,13 +133,22 @@ class QueuedByTenant(Counter[str]):
             del self[tenant]
 
 
-def require_share(tenant: str, limit: int, *queues: QueuedByTenant) -> None:
-    """Raise `QueueFull` if the tenant has its share of a full queue. Shares are equal: `limit` over
-    the number of tenants with queued tasks, this one included. So tasks that one tenant queues,
-    however many, leave the others their room, and at most `limit` tenants have queued tasks."""
+def require_share(
+    tenant: str,
+    limit: int,
+    weigh: Callable[[str], float],
+    wait_s: float | None,
+    *queues: QueuedByTenant,
+) -> None:
+    """Raise `ClusterFull`, to be tried again in `wait_s`, if the tenant has its share of a full
+    queue. Shares are parts of `limit` by the weights of the tenants with queued tasks, this one
+    included. So tasks that one tenant queues, however many, leave the others their room, and of
+    tenants of one weight at most `limit` have queued tasks."""
     own = sum(queue[tenant] for queue in queues)
-    if own >= limit // len({tenant}.union(*queues)):
-        raise QueueFull(
+    weight = sum(map(weigh, {tenant}.union(*queues)))
+    if own >= int(limit * weigh(tenant) / weight):
+        raise ClusterFull(
             f"the queue is full (`max_queue_size`: {limit}, of which {own} are yours): "
-            "try again later"
+            "try again later",
+            retry_after_s=wait_s,
         )

@@ -16,6 +16,8 @@ from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.serve.tenants.meters import Meters
 from parrot.utils.clock import Clock
 
+_MAX_WAIT_S = 30.0  # that who is refused is told to wait
+
 
 class TaskRunner:
     """Implements `graph.runner.Runner` for all sessions, and says how much more may be queued. A
@@ -37,6 +39,7 @@ class TaskRunner:
         self._native = NativeRunner(config, clock, sandbox, find_session)
         self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
+        self._weigh = metrics.tenants.weigh
         self.meters = Meters(metrics.tenants, clock)
         self._observers = observers
         dispatcher.on_evicted = self._on_evicted
@@ -48,15 +51,23 @@ class TaskRunner:
         self._held: dict[int, Task] | None = None
 
     def require_room(self, tenant: str) -> None:
-        """Raise `QueueFull` if the queue is full and the tenant has its share of it, and what its
+        """Raise `ClusterFull` if the queue is full and the tenant has its share of it, and what its
         meters raise. To be asked before anything that may set work going. What one read sets going
         is queued all at once, however much it is: it exists already, and refusing a part of it
         would fail the whole."""
         limit = self._max_queue_size
         if self._dispatcher.num_queued + self._native.num_waiting >= limit:
             queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
-            require_share(tenant, limit, *queues)
+            require_share(tenant, limit, self._weigh, self._wait_s(), *queues)
         self.meters.admit(tenant)
+
+    def _wait_s(self) -> float:
+        """Seconds in which a tenth of the queue is placed, at the pace of the last placements."""
+        placed, pace = self._dispatcher.decisions, 0.0
+        if placed and (taken_s := self._clock.now() - placed[0].at) > 0:
+            pace = len(placed) / taken_s
+        tenth = self._max_queue_size / 10
+        return min(_MAX_WAIT_S, tenth / pace) if pace else _MAX_WAIT_S
 
     def check_native(self, request: NativeCallRequest) -> None:
         """Raise `InvalidRequest` if the call can never run."""

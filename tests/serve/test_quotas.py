@@ -2,15 +2,19 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
-from parrot.protocol.errors import Cancelled, QueueFull, QuotaExceeded
+from parrot.protocol.errors import Cancelled, ClusterFull, QueueFull, QuotaExceeded
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, SessionCreateRequest
+from parrot.serve.api.vendors.anthropic_errors import anthropic_error
+from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
+from parrot.serve.quotas import QueuedByTenant, require_share
 from tests.serve.serve_fakes import FakeDispatcher, given, made, var_ids
 from tests.serve.test_serve_core import World
 from tests.support.manual_clock import ManualClock
@@ -99,6 +103,30 @@ async def test_the_queue_admits_no_more_tenants_than_it_has_places() -> None:
     with pytest.raises(QueueFull):
         worlds[3].call("y")
     await worlds[0].core.close()
+
+
+def test_shares_of_a_full_queue_are_by_weight() -> None:
+    queued = QueuedByTenant(light=25, heavy=75, other=3)
+    weigh = {"light": 1.0, "heavy": 2.0, "other": 1.0}.__getitem__
+    for tenant, is_refused in (("light", True), ("heavy", True), ("other", False)):
+        with pytest.raises(ClusterFull) if is_refused else nullcontext() as caught:
+            require_share(tenant, 100, weigh, 7.0, queued)
+        assert caught is None or caught.value.retry_after_s == 7.0
+    queued["heavy"] = 49
+    require_share("heavy", 100, weigh, 7.0, queued)
+
+
+def test_vendors_tell_a_full_cluster_from_a_quota() -> None:
+    full, quota = ClusterFull("full"), QuotaExceeded("yours")
+    status, body = openai_error(full)
+    assert (status, body["error"]["type"], body["error"]["code"]) == (
+        *(503, "server_error"),
+        "overloaded",
+    )
+    assert openai_error(quota)[0] == 429
+    status, body = anthropic_error(full)
+    assert (status, body["error"]["type"]) == (503, "overloaded_error")
+    assert anthropic_error(quota)[0] == 429
 
 
 async def test_native_calls_that_wait_are_queued_tasks_of_their_tenant() -> None:

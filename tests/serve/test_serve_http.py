@@ -221,11 +221,11 @@ async def test_errors_carry_the_headers_that_http_asks_for(site: Site) -> None:
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        (CoreConfig(global_scheduler=GlobalSchedulerConfig(max_queue_size=1)), "queue_full"),
+        (CoreConfig(global_scheduler=GlobalSchedulerConfig(max_queue_size=1)), "cluster_full"),
         (CoreConfig(session_quota=SessionQuota(calls=1)), "quota_exceeded"),
     ],
 )
-async def test_429_says_when_to_try_again_and_names_the_limit(
+async def test_who_is_refused_hears_when_to_try_again_and_which_limit_it_is(
     config: CoreConfig, kind: str
 ) -> None:
     async for site in open_site(config):
@@ -234,9 +234,10 @@ async def test_429_says_when_to_try_again_and_names_the_limit(
         await site.post("/v1/semantic_call", call | {"output_criteria": "latency"})
         async with site.http.post("/v1/semantic_call", json=call) as answer:
             error = (await answer.json())["error"]
-            assert (answer.status, error["type"]) == (429, kind)
-            assert answer.headers["Retry-After"] == "1"
-            limit = "max_queue_size" if kind == "queue_full" else "session_quota.calls"
+            is_full = kind == "cluster_full"
+            assert (answer.status, error["type"]) == (503 if is_full else 429, kind)
+            assert answer.headers["Retry-After"] == ("30" if is_full else "1")
+            limit = "max_queue_size" if is_full else "session_quota.calls"
             assert f"`{limit}`" in error["message"]
 
 

@@ -8,7 +8,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parrot.protocol.errors import ParrotError, RateLimited
+from parrot.protocol.errors import ParrotError, QueueFull
 
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -26,7 +26,7 @@ def own_form(request: Request, error: ParrotError) -> tuple[int, Mapping[str, An
 
 
 def error_headers(error: ParrotError, status: int) -> Mapping[str, str] | None:
-    if isinstance(error, RateLimited) and error.retry_after_s is not None:
+    if isinstance(error, QueueFull) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, ceil(error.retry_after_s)))}
     return _HEADERS.get(status)
 

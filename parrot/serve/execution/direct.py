@@ -143,7 +143,7 @@ class DirectRequests:
     async def _place(self, tenant: str) -> AsyncIterator[None]:
         self._require_room(tenant)
         if self._asking.total() >= self._limit:
-            require_share(tenant, self._limit, self._asking)
+            require_share(tenant, self._limit, self._tenants.weigh, None, self._asking)
         self._asking.enter(tenant)
         try:
             with self._meters.running(tenant):

@@ -79,6 +79,10 @@ class TenantTable:
         whose = f"tenant {tenant_id}" if group is None else f"group {group}"
         return hmac.digest(self._secret, whose.encode(), "sha256").hex()[:_SALT_LEN]
 
+    def weigh(self, tenant_id: str) -> float:
+        """The weight of the tenant's share."""
+        return self.get(tenant_id).weight
+
     def is_named(self, tenant_id: str) -> bool:
         """Whether metrics name it. Those of keys that anyone may make up they do not: there is no
         end of them."""

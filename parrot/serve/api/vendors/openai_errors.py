@@ -4,6 +4,7 @@ from typing import Any
 
 from parrot.protocol.errors import (
     AuthenticationFailed,
+    ClusterFull,
     NotFound,
     ParrotError,
     PromptTooLong,
@@ -14,6 +15,7 @@ _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_
 _CODES: tuple[tuple[type[ParrotError], str], ...] = (
     (PromptTooLong, "context_length_exceeded"),
     (AuthenticationFailed, "invalid_api_key"),
+    (ClusterFull, "overloaded"),
     (QuotaExceeded, "rate_limit_exceeded"),
 )
 _NOT_FOUND = {

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from parrot.protocol.errors import (
     Cancelled,
+    ClusterFull,
     InvalidRequest,
     ParrotError,
     PromptTooLong,
@@ -240,7 +241,7 @@ def _code(error: ParrotError) -> str:
     """One of the codes that a response may fail with."""
     if isinstance(error, PromptTooLong):
         return "context_length_exceeded"
-    if isinstance(error, QuotaExceeded):
+    if isinstance(error, QuotaExceeded) and not isinstance(error, ClusterFull):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
 
