@@ -88,8 +88,7 @@ class LocalScheduler:
         self._num_filled = 0  # prompt tokens of all steps so far, without background
         self._shares: dict[Job, Share] = {}
         self._begun_blocks: set[bytes] = set()
-        self._tokens_left = 0
-        self._context_tokens = 0
+        self._tokens_left = self._context_tokens = 0
         self._found = found
         self._budgets = TenantBudgets(costs, tree.block_size)
         self.idle = IdleContexts(tree)
