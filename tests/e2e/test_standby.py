@@ -1,6 +1,7 @@
 """Two ServeCores with one journal in PostgreSQL: one serves, and the other when that is gone."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from benchmark.nemesis.link import Link
 from parrot import P
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
@@ -25,13 +27,17 @@ TAKEOVER_S = 5.0
 
 
 @contextmanager
-def two_cores(address: str, num_engines: int = 0) -> Iterator[tuple[Cluster, Cluster]]:
+def two_cores(
+    address: str, num_engines: int = 0, address_of_first: str | None = None
+) -> Iterator[tuple[Cluster, Cluster]]:
     """The one that serves, and its standby."""
     core = {"journal": address, "engine_heartbeat_timeout": 10}
     port = free_port("127.0.0.1", set())
     engine = SIM | {"standby_cores": [{"host": "127.0.0.1", "port": port}]}
     with (
-        Cluster(core=core, engines=[engine] * num_engines) as first,
+        Cluster(
+            core=core | {"journal": address_of_first or address}, engines=[engine] * num_engines
+        ) as first,
         Cluster(core=core | {"port": port}, engines=[]) as second,
     ):
         yield first, second
@@ -153,6 +159,35 @@ async def test_a_program_ends_as_if_nothing_had_happened(
                 info = await client.session_info(session.session_id, session.session_auth)
                 assert [call.state for call in info.calls] == ["done"] * len(var_ids)
             if signum == signal.SIGSTOP:
+                assert await role(first) == "standby"
+
+
+async def test_one_that_cannot_reach_the_database_stands_down(postgres: Server) -> None:
+    address = postgres.database()
+    async with Link(postgres.port) as link:
+        through = address.replace(f":{postgres.port}/", f":{link.port}/")
+        with contextlib.ExitStack() as stack:
+            first, second = await asyncio.to_thread(
+                stack.enter_context, two_cores(address, 1, through)
+            )
+            async with either(first, second) as client:
+                undisturbed = await begin(client)
+                expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
+                session = await begin(client)
+                var_ids = await map_reduce(session)
+                reads = [
+                    asyncio.create_task(persistently(session.get, var_id, timeout_s=None))
+                    for var_id in var_ids
+                ]
+                link.stall()
+                async with asyncio.timeout(HANGS_S):
+                    await serving(second)
+                    assert await asyncio.gather(*reads) == expected
+                    while await role(first) != "standby":
+                        await asyncio.sleep(0.05)
+                link.heal()
+                assert await map_reduce(session) == var_ids
+                assert [await session.get(v) for v in var_ids] == expected
                 assert await role(first) == "standby"
 
 

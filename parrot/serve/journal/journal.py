@@ -136,8 +136,10 @@ class Journal:
             await self.durable()
 
     async def close(self) -> None:
-        """Write what is left, for a few seconds at most."""
+        """Write what is left, for a few seconds at most. Who still waits then is refused."""
         self._flush()
+        if not self._file.is_ours():
+            self._refuse("it is another's")
         if self._watch is not None:
             self._watch.cancel()
         if self._thread is not None:
@@ -145,6 +147,7 @@ class Journal:
             await asyncio.to_thread(self._thread.join, _CLOSE_S)
             if self._thread.is_alive():
                 logger.error("the journal's last records could not be written: %s", self.trouble)
+                self._refuse("it was closed")
                 return
         self._file.close()
 

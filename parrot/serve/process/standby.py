@@ -54,40 +54,46 @@ async def serve_in_turn(config: CoreConfig) -> None:
     is a PostgreSQL server's, and nothing but its health while another has. Raises `ConfigError` if
     the journal cannot be had."""
     try:
-        from parrot.serve.journal.postgres.lease import Lease
+        from parrot.serve.journal.postgres.connection import prepare
     except ImportError as missing:
         raise ConfigError(
             f"journal: needs psycopg ({missing}): pip install 'parrot[postgres]'"
         ) from None
     assert config.journal is not None
-    lease, front = Lease(config.journal), Front(config)
-
-    async def take_turns() -> None:
-        from parrot.serve.journal.postgres.records import PostgresRecords
-
-        while True:
-            await lease.take()
-            logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
-            records = PostgresRecords(lease, config.journal_size)
-            async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
-                with front.turn(it):
-                    await lease.lost.wait()
-            logger.error("another ServeCore has taken over, and this one stands by")
+    prepare(config.journal)
+    front = Front(config)
 
     async def end_requests() -> None:
         front.end_requests()
 
     server = AppServer(front, config.host, config.port, end_requests, config.connections)
-    turns = asyncio.create_task(take_turns())
+    turns = asyncio.create_task(_take_turns(config, config.journal, front))
     turns.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
     finally:
         turns.cancel()
         await asyncio.gather(turns, return_exceptions=True)
-        await lease.close()
     if not turns.cancelled() and (error := turns.exception()) is not None:
         raise error
+
+
+async def _take_turns(config: CoreConfig, address: str, front: Front) -> None:
+    from parrot.serve.journal.postgres.lease import Lease
+    from parrot.serve.journal.postgres.records import PostgresRecords
+
+    while True:
+        lease = Lease(address)
+        try:
+            await lease.take()
+            logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
+            records = PostgresRecords(lease, config.journal_size)
+            async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
+                with front.turn(it):
+                    await lease.over()
+                logger.error("another ServeCore has the journal now, or may: this one stands by")
+        finally:
+            await lease.close()
 
 
 def standby_app(config: CoreConfig) -> FastAPI:

@@ -5,11 +5,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import psycopg
 
-from parrot.serve.journal.postgres.connection import Connection, connect, prepare
+from parrot.serve.journal.postgres.connection import Connection, connect
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +36,14 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while 
 class Lease:
     """The right to write a journal, which a thread renews while this process has it. It is for
     `LEASE_S`, and the next holder's `epoch` is greater: a write that names the `epoch` in its own
-    transaction cannot come after the next holder's first look. Use from one event loop."""
+    transaction cannot come after the next holder's first look. Use from one event loop, to have it
+    once; close when done."""
 
     def __init__(self, address: str) -> None:
-        """Raises `ConfigError`, see `prepare`."""
-        prepare(address)
+        """The tables are there, see `prepare`."""
         self.address = address
         self.epoch = 0
-        self.lost = asyncio.Event()
-        """Set when somebody else has it, or it is given back."""
+        self._lost = asyncio.Event()
         self._until = 0.0  # nobody else can have it before
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -51,13 +51,18 @@ class Lease:
 
     async def take(self) -> None:
         """Wait until it is nobody else's, and have it."""
-        self.epoch = 0
-        self.lost.clear()
         taken = self._loop.create_future()
         keep = threading.Thread(target=self._keep, args=(taken,), name="lease", daemon=True)
         self._thread = keep
         keep.start()
         await taken
+
+    async def over(self) -> None:
+        """Return when somebody else has it, or has had the time to take it for as long again: while
+        the server cannot be reached nobody knows."""
+        while not self._lost.is_set() and (left_s := self._until + LEASE_S - _now()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), left_s)
 
     def is_held(self) -> bool:
         """Whether it is certain that nobody else has it yet."""
@@ -66,7 +71,7 @@ class Lease:
     def lose(self) -> None:
         """Take it for somebody else's. From any thread."""
         self._until = 0.0
-        self._tell(self.lost.set)
+        self._tell(self._lost.set)
 
     async def close(self) -> None:
         """Give it back, so that the next one need not wait."""
@@ -113,7 +118,8 @@ class Lease:
             self._until = before + LEASE_S
             return None
         row = connection.execute(_REMAINING).fetchone()
-        assert row is not None, "the table parrot_lease is empty"
+        if row is None:
+            raise psycopg.DataError("the table parrot_lease is empty")
         return max(0.0, float(row[0])) + 0.01
 
     def _renew(self, connection: Connection) -> bool:
