@@ -22,6 +22,7 @@ _ORIGINAL_ATTN_FUNCS = frozenset(
 )
 _ORIGINAL_POLICIES = ("fifo", "tgi")
 _DEFAULT_BLOCK_SIZE = 16
+_FAILOVER_BEAT_S = 1.0
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.0)]
@@ -249,7 +250,8 @@ class EngineConfig(ConfigModel):
         strict=False,
         max_length=16,
         description="Others that may serve in the place of `serve_core`, with the same journal: "
-        "the engine is registered with the one that does (docs/standby.md).",
+        "the engine is registered with the one that does (docs/standby.md), and its heartbeats are "
+        "at most a second apart.",
     )
     scheduler: SchedulerConfig = SchedulerConfig()
     connections: ConnectionLimits = ConnectionLimits()
@@ -258,6 +260,13 @@ class EngineConfig(ConfigModel):
     def served_model(self) -> str:
         """The name by which clients ask for the model."""
         return self.served_model_name or self.model
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two heartbeats."""
+        if not self.standby_cores:
+            return self.heartbeat_interval
+        return min(self.heartbeat_interval, _FAILOVER_BEAT_S)
 
     @property
     def max_requests(self) -> int:

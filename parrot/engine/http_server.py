@@ -92,7 +92,7 @@ async def run_engine(
         reorder,
         app.state.fence,
         MonotonicClock(),
-        interval_s=config.heartbeat_interval,
+        interval_s=config.beat_s,
         cores=cores,
         incarnation=incarnation,
     )
