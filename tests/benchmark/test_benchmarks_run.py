@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmark.results import run
+from tests.support.postgres import Server
 
 TINY = {
     "bench_placement": [
@@ -45,3 +46,8 @@ def test_a_tiny_run_gives_a_report(module, command, tmp_path):
     report = json.loads(path.read_text())
     assert report["provenance"]["command"].startswith(f"python -m {name} {command}")
     assert len(report) > 1
+
+
+def test_a_takeover_is_measured(postgres: Server, tmp_path):
+    command = f"--journal {postgres.database()} --how killed --rounds 1 --sessions 1"
+    test_a_tiny_run_gives_a_report("bench_takeover", command, tmp_path)

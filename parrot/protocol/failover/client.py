@@ -14,15 +14,26 @@ _PATIENCE_S = 30.0
 _PAUSE_S = 0.25
 _PROBE_S = 1.0
 _PROBE_TIMEOUT_S = 1.5
+_SHUNNED_S = 5.0
 
 
 class _Server:
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.http = HttpClient(url, **options)
         self.liveness = LivenessProbe(self._ask, _PROBE_S)
+        self._shunned_until = 0.0
+
+    @property
+    def is_shunned(self) -> bool:
+        """It hung a moment ago: to ask it again takes its time."""
+        return asyncio.get_running_loop().time() < self._shunned_until
 
     async def _ask(self) -> None:
-        await self.http.request("GET", "/health", timeout_s=_PROBE_TIMEOUT_S)
+        try:
+            await self.http.request("GET", "/health", timeout_s=_PROBE_TIMEOUT_S)
+        except Unavailable:
+            self._shunned_until = asyncio.get_running_loop().time() + _SHUNNED_S
+            raise
 
 
 class FailoverClient:
@@ -77,7 +88,9 @@ class FailoverClient:
     def _leave(self, server: _Server, error: Unavailable) -> None:
         """Ask another one from now on, unless the error is an answer of one that serves."""
         if type(error) in (Unavailable, Standby) and server is self._servers[self._current]:
-            self._current = (self._current + 1) % len(self._servers)
+            count = len(self._servers)
+            others = [(self._current + step) % count for step in range(1, count + 1)]
+            self._current = min(others, key=lambda i: self._servers[i].is_shunned)
 
 
 class _Tries:

@@ -140,6 +140,18 @@ async def test_what_may_be_done_is_not_sent_again_but_a_read_is(how: object) -> 
         assert await asyncio.wait_for(http.request("GET", "/x"), 5) == "other"
 
 
+async def test_who_hung_is_not_waited_for_again_while_another_takes_over() -> None:
+    hung, other = Server("hangs"), Server()
+    async with client(hung, other) as http:
+        with pytest.raises(Unavailable):
+            await post(http)
+        asking = asyncio.create_task(post(http))
+        await other.asked.wait()
+        other.does = "other"
+        assert await asyncio.wait_for(asking, 0.4) == "other"  # sooner than by a look at the first
+        assert hung.num_posts == 1
+
+
 async def test_one_address_needs_no_more_than_a_plain_client() -> None:
     http = client_of(["http://127.0.0.1:1"])
     assert isinstance(http, HttpClient)
