@@ -20,11 +20,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
+from tests.fuzz import drawing
 from tests.fuzz.drawing import draw_trace
 from tests.fuzz.hunting import Tried, shrink, try_trace, undisturbed
 from tests.fuzz.over_http import try_over_http
@@ -123,6 +125,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)  # broken steps are logged
+    report.uses("drawing", Path(drawing.__file__))
     hunt, began = Hunt(), time.monotonic()
     one = hunt.engine if args.level == "engine" else hunt.serve
     seed = args.seed
