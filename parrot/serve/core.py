@@ -152,14 +152,6 @@ class ServeCore:
         self._observers.tell(lambda one: one.session_deleted(session))
         self._end(session, SessionGone(f"session {session_id} was deleted"))
 
-    def keys_changed(self) -> None:
-        """End the sessions of tenants that have no key any more, and let others' limits hold."""
-        self.sessions.keys_changed()
-        if self.tenants.is_closed:
-            for session in self.sessions:
-                if self.tenants.find(session.tenant) is None:
-                    self._end(session, SessionGone(f"the key of {session.tenant} was removed"))
-
     def restore(
         self, replay: Callable[[], Iterable[Session]], left_out: Session | None = None
     ) -> None:
@@ -170,7 +162,8 @@ class ServeCore:
         for session in replay():
             self._end(session, SessionGone(f"session {session.id} could not be restored"))
         if left_out is None:
-            self.keys_changed()
+            for _ in self.sessions.keys_changed():
+                pass
             self._dispatcher.on_placed = self.sessions.placed
         self.turns.programs.cancel_orphans()
         self._runner.go_on()
@@ -240,8 +233,8 @@ class ServeCore:
         if self.is_closing:
             raise Unavailable("ServeCore is shutting down")
 
-    def _expire(self, session: Session) -> None:
-        text = f"session {session.id} has expired"
+    def _expire(self, session: Session, reason: str) -> None:
+        text = f"session {session.id} {reason}"
         self.fleet.events.session_expired(text, session.id, session.tenant)
         self._end(session, SessionGone(text))
 

@@ -158,10 +158,10 @@ class SessionRegistry:
         timers: TimerQueue,
         runner: Runner,
         predictor: Predictor,
-        expire: Callable[[Session], None],
+        expire: Callable[[Session, str], None],
         first_id: int = 0,
     ) -> None:
-        """`expire` ends a session, which includes `remove`."""
+        """`expire` ends a session for a reason, which includes `remove`."""
         self.journal: Journal | None = None
         self.dormant: dict[int, Callable[[], None]] = {}
         self.is_closing = False
@@ -240,10 +240,16 @@ class SessionRegistry:
             ids.tasks.upcoming = max(numbers[0], ids.tasks.upcoming)
             ids.requests.upcoming = max(numbers[1], ids.requests.upcoming)
 
-    def keys_changed(self) -> None:
-        """Tenants have other limits from now on."""
+    def keys_changed(self) -> Iterator[None]:
+        """Let tenants have other limits from now on, and end the sessions of those who have no key
+        any more, one with each step: there may be thousands."""
+        table = self._tenant_table
         for tenant, account in self._tenants.items():
-            account.own = self._tenant_table.get(tenant).limits.amounts
+            account.own = table.get(tenant).limits.amounts
+        for session in self if table.is_closed else ():
+            if table.find(session.tenant) is None and session.id in self._sessions:
+                self._expire(session, "has ended: the key of its tenant was removed")
+                yield
 
     def _account(self, tenant: str) -> Account:
         """A new session's."""
@@ -366,6 +372,6 @@ class SessionRegistry:
             if self.find(session.id) is not None:
                 self._watch(session)
         elif self.remaining_s(session) <= 0:
-            self._expire(session)
+            self._expire(session, "has expired")
         else:
             self._watch(session)

@@ -30,7 +30,7 @@ class World:
             self.timers,
             self.runner,
             Estimates(LoadIndex().pace),
-            lambda session: self.expired.append((session, self.clock.now())),
+            lambda session, reason: self.expired.append((session, self.clock.now())),
             first_id=100,
         )
 

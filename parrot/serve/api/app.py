@@ -1,6 +1,5 @@
 """ServeCore's app: every endpoint over one core."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -10,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from parrot.protocol.endpoint import install
 from parrot.protocol.gate.access import Access
 from parrot.protocol.server import create_base_app
-from parrot.serve.api.keys import keys_watch
+from parrot.serve.api.keys import watched_keys
 from parrot.serve.api.routes import endpoints
 from parrot.serve.api.service import key_check
 from parrot.serve.api.vendors.endpoint import RequestIds
@@ -30,18 +29,16 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        keys = asyncio.create_task(watch.run(), name="keys")
         try:
-            yield
+            async with watched_keys(core, audit):
+                yield
         finally:
-            keys.cancel()
             await core.close()
             await responses.close()
             audit.close()
 
     audit = AuditLog(core.config.audit_path)
     page = Page(core, audit)
-    watch = keys_watch(core, audit)
     responses = Responses(core.turns, core.config.responses_size)
     if journal is not None:
         restore(core, journal, responses.kept.restorers)

@@ -1,17 +1,31 @@
 """Changed keys: what they change in the service, and that they did."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from parrot.serve.core import ServeCore
 from parrot.serve.page.audit import AuditLog
 from parrot.serve.tenants.table import KeysChange
 from parrot.serve.tenants.watch import KeysWatch
+from parrot.utils.tasks import TaskSet
 
 
-def keys_watch(core: ServeCore, audit: AuditLog) -> KeysWatch:
-    def changed(change: KeysChange) -> None:
+@asynccontextmanager
+async def watched_keys(core: ServeCore, audit: AuditLog) -> AsyncIterator[None]:
+    """Take in changes of the file of keys during the block."""
+
+    async def changed(change: KeysChange) -> None:
         audit.event("keys changed", "ok", **change._asdict())
-        core.keys_changed()
+        for _ in core.sessions.keys_changed():
+            await asyncio.sleep(0)  # others may have a turn
 
     def refused(reason: str) -> None:
         audit.event("keys changed", "refused", reason=reason)
 
-    return KeysWatch(core.tenants, core.clock, changed, refused)
+    tasks = TaskSet()
+    tasks.spawn(KeysWatch(core.tenants, core.clock, changed, refused).run(), name="keys")
+    try:
+        yield
+    finally:
+        await tasks.close()

@@ -1,6 +1,7 @@
 """The page's endpoints: its files, who is let in, and the feeds that it draws."""
 
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,17 @@ class Page:
     def _view(
         self, name: str, read: Callable[[Visitor], Rows], visitor: Visitor, since: str | None
     ) -> AsyncGenerator[bytes]:
-        return self._feed.changes((name, visitor), lambda: read(visitor), since)
+        feed = self._feed.changes((name, visitor), lambda: read(visitor), since)
+        return self._while_let_in(visitor, feed)
+
+    async def _while_let_in(
+        self, visitor: Visitor, feed: AsyncGenerator[bytes]
+    ) -> AsyncGenerator[bytes]:
+        """The feed goes on for hours, and keys are removed meanwhile."""
+        async with aclosing(feed):
+            async for changes in feed:
+                self._visitors.require(visitor)
+                yield changes
 
     def session(
         self, visitor: Visitor, session_id: int, since: str | None
@@ -153,7 +164,7 @@ class Page:
             return self._rows.session(self._seen(visitor, session_id))
 
         self._seen(visitor, session_id)
-        return self._feed.changes(("session", session_id), read, since)
+        return self._while_let_in(visitor, self._feed.changes(("session", session_id), read, since))
 
     def variable(
         self, visitor: Visitor, session_id: int, var_id: str, since: str | None
@@ -167,7 +178,8 @@ class Page:
             return self._rows.variable(find(), visitor)
 
         find()
-        return self._feed.changes(("variable", var_id, visitor.sees_values), read, since)
+        name = ("variable", var_id, visitor.sees_values)
+        return self._while_let_in(visitor, self._feed.changes(name, read, since))
 
     def _seen(self, visitor: Visitor, session_id: int) -> Session:
         session = self._core.sessions.find(session_id)

@@ -31,25 +31,19 @@ def page_url(core_url: str, cluster_token: str | None) -> str:
 
 class Visitor(NamedTuple):
     """`tenant`: whose sessions they see; None: everybody's. `sees_values`: prompts and values,
-    too. `key_id`: the id of the tenant whose key they showed, if it was an operator's."""
+    too. `key_id`: the id of the tenant whose key they showed, if it was an operator's, and `key`
+    its digest; None: it was the page's key."""
 
     tenant: str | None
     sees_values: bool
     key_id: str | None = None
+    key: bytes | None = None
 
     @property
     def name(self) -> str:
         if self.tenant is not None:
             return f"tenant {self.tenant}"
         return "operator" if self.key_id is None else f"operator {self.key_id}"
-
-
-class _Visit(NamedTuple):
-    """`key`: the digest of the tenant's key that was shown; None: it was the page's."""
-
-    visitor: Visitor
-    ends_at: float
-    key: bytes | None = None
 
 
 class Visitors:
@@ -59,7 +53,7 @@ class Visitors:
         self._tenants = tenants
         self._clock = clock
         self._page_key = None if cluster_token is None else page_key(cluster_token)
-        self._known: LruDict[str, _Visit] = LruDict(_MAX_VISITORS)
+        self._known: LruDict[str, tuple[Visitor, float]] = LruDict(_MAX_VISITORS)  # until when
 
     @property
     def operator(self) -> Visitor:
@@ -69,24 +63,22 @@ class Visitors:
     def enter(self, key: str) -> str:
         """The secret for a cookie of whoever has this key: the page's, or an API key. Raises
         `AuthenticationFailed`, `PermissionDenied`."""
-        ends_at = self._clock.now() + VISIT_S
         if self._page_key is not None and tokens_equal(key, self._page_key):
-            visit = _Visit(self.operator, ends_at)
+            visitor = self.operator
         elif self._tenants.is_closed:
-            tenant = self._tenants.of_key(key)
-            visitor = self._visitor(tenant)
-            visit = _Visit(visitor, ends_at, self._tenants.digest_of(tenant.id))
+            visitor = self._visitor(self._tenants.of_key(key))
         else:
             raise AuthenticationFailed("this is not the key of the page")
         cookie = secrets.token_urlsafe(32)
-        self._known.put(cookie, visit)
+        self._known.put(cookie, (visitor, self._clock.now() + VISIT_S))
         return cookie
 
     def _visitor(self, tenant: Tenant) -> Visitor:
+        key = self._tenants.digest_of(tenant.id)
         if Scope.ADMIN in tenant.scopes:
-            return self.operator._replace(key_id=tenant.id)
+            return self.operator._replace(key_id=tenant.id, key=key)
         tenant.require(Scope.USER)
-        return Visitor(tenant.id, sees_values=True)
+        return Visitor(tenant.id, sees_values=True, key=key)
 
     def leave(self, cookie: str) -> None:
         self._known.pop(cookie)
@@ -96,17 +88,19 @@ class Visitors:
         `AuthenticationFailed`."""
         if self._page_key is None and not self._tenants.is_closed:
             return self.operator  # the operator wants no secrets: `insecure`
-        visit = None if cookie is None else self._known.peek(cookie)
-        if visit is None or visit.ends_at < self._clock.now() or not self._holds(visit):
+        found = None if cookie is None else self._known.peek(cookie)
+        if found is None or found[1] < self._clock.now():
             raise AuthenticationFailed("show the key of the page, or an API key, first")
-        return visit.visitor
+        self.require(found[0])
+        return found[0]
 
-    def _holds(self, visit: _Visit) -> bool:
-        """Whether its key is one yet, and for as much."""
-        if visit.key is None:
-            return True
-        tenant_id = visit.visitor.tenant or visit.visitor.key_id or ""
+    def require(self, visitor: Visitor) -> None:
+        """Raise `AuthenticationFailed` if their key is none any more, or not for as much."""
+        if visitor.key is None:
+            return
+        tenant_id = visitor.tenant or visitor.key_id or ""
         tenant = self._tenants.find(tenant_id)
-        scope = Scope.USER if visit.visitor.tenant else Scope.ADMIN
-        is_same = self._tenants.digest_of(tenant_id) == visit.key
-        return tenant is not None and is_same and scope in tenant.scopes
+        scope = Scope.USER if visitor.tenant else Scope.ADMIN
+        is_same = self._tenants.digest_of(tenant_id) == visitor.key
+        if tenant is None or not is_same or scope not in tenant.scopes:
+            raise AuthenticationFailed("the key that was shown is not valid any more")

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from parrot.serve.tenants.keys_file import facts_of, read_keys
 from parrot.serve.tenants.table import KeysChange, TenantTable
@@ -22,7 +22,7 @@ class KeysWatch:
         self,
         table: TenantTable,
         clock: Clock,
-        on_change: Callable[[KeysChange], None],
+        on_change: Callable[[KeysChange], Awaitable[None]],
         on_trouble: Callable[[str], None],
     ) -> None:
         self._table = table
@@ -56,4 +56,4 @@ class KeysWatch:
             self._trouble = ""
             if any(change):
                 logger.info("keys changed: %s", change)
-                self._on_change(change)
+                await self._on_change(change)

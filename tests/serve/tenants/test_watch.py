@@ -12,6 +12,8 @@ from parrot.protocol.errors import AuthenticationFailed, PermissionDenied, Sessi
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.serve.page.audit import AuditLog
+from parrot.serve.page.endpoints import Page
 from parrot.serve.page.visitors import Visitors
 from parrot.serve.tenants.table import KeysChange
 from parrot.serve.tenants.watch import PERIOD_S, KeysWatch
@@ -37,8 +39,9 @@ class World:
         facts = self.path.stat()  # a quick test may write twice in one tick of the disk's clock
         os.utime(self.path, ns=(facts.st_atime_ns, facts.st_mtime_ns + id(names) % 10**6))
 
-    def changed(self, change: KeysChange) -> None:
-        self.core.keys_changed()
+    async def changed(self, change: KeysChange) -> None:
+        for _ in self.core.sessions.keys_changed():
+            await asyncio.sleep(0)
         self.changes.put_nowait(change)
 
     def begin(self, name: str) -> tuple[int, str]:
@@ -121,3 +124,21 @@ async def test_a_bad_file_changes_nothing_and_is_told_once(
     await world.clock.advance(PERIOD_S)
     world.write("b")
     assert (await next_change(world)).removed == ["a"]
+
+
+async def test_who_looks_at_the_page_sees_no_more_when_the_key_is_gone(world: World) -> None:
+    world.write("b", scopes=["admin"])
+    await next_change(world)
+    page = Page(world.core, AuditLog(None))
+    visitor = page._visitors.of(page._visitors.enter("key b"))
+    assert visitor.name == "operator b"
+    feed = page.events(visitor, None)
+    await anext(feed)
+    world.write("b", scopes=["user"])
+    await next_change(world)
+    world.core.fleet.events.session_expired("secret", 1, "a")
+    news = asyncio.ensure_future(anext(feed))
+    while not news.done():
+        await world.clock.advance(1.0)
+        await asyncio.wait([news], timeout=0.01)
+    assert isinstance(news.exception(), AuthenticationFailed)
