@@ -45,7 +45,8 @@ class TurnRequest:
     may have special tokens in it; `tokens` are its tokens, where the text does not tell them. There
     is an answer for each of `samplings`. `program` names the program that asks. `calls`: what
     answers may call of the tools in `options`. `deadline`: in how many seconds the answers are
-    wanted. `prediction`: text that they may repeat. `traceparent`: the span of who asks."""
+    wanted. `prediction`: text that they may repeat. `traceparent`: the span of who asks.
+    `is_resumed`: it was accepted before a restart, so that the queue is full does not refuse it."""
 
     tenant: str
     model: str
@@ -61,6 +62,7 @@ class TurnRequest:
     tokens: TokenizedText | None = None
     prediction: str = ""
     traceparent: str = ""
+    is_resumed: bool = False
 
     @property
     def may_reason(self) -> bool:

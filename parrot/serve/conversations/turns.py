@@ -91,7 +91,8 @@ class Turns:
             request = replace(request, model=self._aliases[request.model])
         if request.chain is not None:
             return self._chains.submit(request, request.chain)
-        self._require_room(request.tenant)
+        if not request.is_resumed:
+            self._require_room(request.tenant)
         request = replace(request, prompt=self._doctor.repaired(request.prompt))
         shown, samplings, make_parser, conversation = self._rendered(request)
         text = shown.text

@@ -266,6 +266,21 @@ async def test_a_background_response_is_made_again_after_a_restart(is_killed: bo
         assert (await ended(site, began["id"])) == made
 
 
+async def test_a_full_queue_refuses_no_background_response_after_a_restart() -> None:
+    """It was accepted before."""
+    async with serving(file := MemoryFile(), hanging()) as site:
+        began = [await begun_in_the_background(site, input=f"Say {i}") for i in range(3)]
+        await journal_of(site).durable()
+        records = file.records.copy()
+    config = CoreConfig.model_validate({"global_scheduler": {"max_queue_size": 1}})
+    again, other = fake_engine("e0", model=MODEL), fake_engine("e1", model="another")
+    async with serving(MemoryFile(records), other, config) as site:
+        site.core.fleet._connect = lambda _: again
+        await site.core.register_engine(RegisterRequest(engine_config=again.info))
+        for response in began:
+            assert (await ended(site, response["id"]))["status"] == "completed"
+
+
 async def test_a_background_response_that_was_interrupted_can_be_cancelled_and_deleted() -> None:
     file = MemoryFile()
     async with serving(file, hanging()) as site:

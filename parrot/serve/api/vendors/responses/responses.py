@@ -82,7 +82,9 @@ class Responses:
             return self._events(turn, parser, writer, record)
         return self._whole(turn, parser, writer, record)
 
-    def _submit(self, asked: Asked, record: Record) -> tuple[Turn, AnswerParser]:
+    def _submit(
+        self, asked: Asked, record: Record, *, is_resumed: bool = False
+    ) -> tuple[Turn, AnswerParser]:
         request = asked.request
         turn = self._turns.submit(
             TurnRequest(
@@ -97,6 +99,7 @@ class Responses:
                 criteria=request.wanted,
                 deadline=request.deadline,
                 chain=request.chain(),
+                is_resumed=is_resumed,
             )
         )
         return turn, turn.parser(may_call_many=request.parallel_tool_calls is not False)
@@ -282,7 +285,7 @@ class Responses:
         def submit() -> tuple[Turn, AnswerParser]:
             if job.has_ended:
                 raise Cancelled("the response was cancelled")
-            return self._submit(asked, record)
+            return self._submit(asked, record, is_resumed=True)
 
         try:
             asked = Asked.of(fields)
