@@ -1,4 +1,4 @@
-"""What operators do by HTTP, without the page."""
+"""Routes for operators, who may do without the page."""
 
 from functools import partial
 

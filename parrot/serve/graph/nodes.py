@@ -127,7 +127,7 @@ class RunStats:
 
     @property
     def used_tokens(self) -> int:
-        """Of its prompt and its output, if it was run for them."""
+        """The tokens of its prompt and its output, if it was run for them."""
         return 0 if self.is_reused else self.prompt_tokens + self.output_tokens
 
 

@@ -40,11 +40,11 @@ class SessionNumbers:
         self._secret = b"".join(word.to_bytes(8) for word in words)
 
     def auth(self, session_id: int) -> str:
-        """That of a session which begins."""
+        """The `session_auth` of a session that begins."""
         return derived_token(self._secret, session_id)
 
     def is_auth(self, given: str, session_id: int, known: str | None) -> bool:
-        """Whether it is that of the session, which is `known` if the session is live."""
+        """Whether `given` is the session's, which is `known` if the session is live."""
         return tokens_equal(given, self.auth(session_id) if known is None else known)
 
     def reserve(self, journal: Journal) -> None:

@@ -1,4 +1,4 @@
-"""What a journal's records are kept in."""
+"""The stores that keep a journal's records."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol

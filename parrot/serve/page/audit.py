@@ -109,7 +109,7 @@ class AuditedEndpoint(Endpoint):
         return dict(request.state.asked)
 
     def facts(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """What the log has of the verb's arguments."""
+        """The part of the verb's arguments that is logged."""
         return asked
 
 

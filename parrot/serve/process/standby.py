@@ -44,7 +44,7 @@ class Front:
             self._serving = None
 
     def end_requests(self) -> None:
-        """Those that are open get their answer."""
+        """Answer the requests that are open."""
         if self._serving is not None:
             self._serving.core.shut_down()
 

@@ -112,7 +112,7 @@ class Estimates:
         return (self._ratios.get(models) or self._prior).value
 
     def tokens(self, completion: Completion) -> int:
-        """Of its own fill and its output."""
+        """The predicted tokens of its own fill and its output."""
         per_char = self.tokens_per_char(completion.options.models)
         prompt = sum([_prompt_tokens(piece, per_char) for piece in completion.fill])
         return int(prompt) + self.output_tokens(completion)

@@ -47,7 +47,7 @@ def remove_key(path: Path, tenant_id: str) -> None:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Of several processes one after the other. Raises `ConfigError` if it cannot be written."""
+    """Let one process in at a time. Raises `ConfigError` if the file cannot be written."""
     try:
         folder = os.open(path.parent, os.O_RDONLY)
         try:

@@ -70,7 +70,7 @@ def read_keys(path: str) -> list[KeyEntry]:
 
 
 def facts_of(path: str) -> object:
-    """What differs when the file was changed; None if it is not there."""
+    """The facts that differ when the file was changed; None if it is not there."""
     try:
         facts = os.stat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""What tenants use now and by the minute, against the limits of their keys."""
+"""The use that tenants make now and by the minute, against the limits of their keys."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ _MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class _Bucket:
-    """What a tenant may use yet: `per_minute` comes in a minute, up to as much. Below 0 is what was
-    used too much. `at`: when it had `level`."""
+    """The amount that a tenant may use yet: `per_minute` comes in a minute, up to as much. Below 0 is
+    what was used too much. `at`: when it had `level`."""
 
     per_minute: int
     level: float

@@ -73,7 +73,7 @@ class TenantTable:
         return self.find(tenant_id) or Tenant(tenant_id)
 
     def cache_salt(self, tenant_id: str) -> str:
-        """What parts its caches from those of others: tenants of one share group have one, and
+        """The salt that parts its caches from others': tenants of one share group have one, and
         nobody else can make it."""
         group = self.get(tenant_id).share_group
         whose = f"tenant {tenant_id}" if group is None else f"group {group}"
@@ -84,8 +84,8 @@ class TenantTable:
         return self.get(tenant_id).weight
 
     def is_named(self, tenant_id: str) -> bool:
-        """Whether metrics name it. Those of keys that anyone may make up they do not: there is no
-        end of them."""
+        """Whether metrics name it. They name none of keys that anyone may make up: there is no end
+        of them."""
         return tenant_id == PUBLIC_ID or tenant_id in self._by_id
 
     def of_key(self, api_key: str | None) -> Tenant:
@@ -113,7 +113,7 @@ class TenantTable:
         return found
 
     def digest_of(self, tenant_id: str) -> bytes | None:
-        """That of the tenant's key; None if it has none now."""
+        """The digest of the tenant's key; None if it has none now."""
         known = self._by_id.get(tenant_id)
         return None if known is None else known[0]
 

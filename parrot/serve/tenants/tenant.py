@@ -19,7 +19,7 @@ Limit = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class Scope(StrEnum):
-    """What a key is for."""
+    """The uses of a key."""
 
     USER = "user"  # its own sessions and requests
     ADMIN = "admin"  # the operator's routes
@@ -27,7 +27,7 @@ class Scope(StrEnum):
 
 
 class TenantLimits(ConfigModel):
-    """What one tenant may have; null: as much as the server's config allows each. The request that
+    """The limits of one tenant; null: as much as the server's config allows each. The request that
     would exceed one gets 429, and nothing is lost."""
 
     sessions: Limit | None = Field(None, description="Live sessions.")

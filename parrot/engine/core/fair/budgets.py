@@ -52,7 +52,7 @@ class _Tenant:
 
 
 class TenantBudgets:
-    """What each tenant's jobs may take of a step, in seconds. `begin` makes it for the next step,
+    """The seconds that each tenant's jobs may take of a step. `begin` makes it for the next step,
     and `charge` takes from it. A job may take more than is left, which later steps pay."""
 
     def __init__(self, costs: StepCostMeter, block_size: int) -> None:
@@ -139,8 +139,8 @@ class TenantBudgets:
                 del self._tenants[name]
 
     def _allowed_s(self, tenant: _Tenant, own_s: float) -> float:
-        """What others of weight 1 may take beside this one, whose outputs take `own_s`: no less
-        than it takes itself."""
+        """The seconds that others of weight 1 may take beside this one, whose outputs take
+        `own_s`: no less than it takes itself."""
         assert tenant.step_growth is not None, tenant
         growth = tenant.step_growth * (1.0 if tenant.num_jobs else _LINGER_GROWTH)
         return max(_LEAST_S, own_s, growth * (self._costs.step_s + own_s)) / tenant.weight

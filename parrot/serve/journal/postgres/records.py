@@ -106,8 +106,8 @@ class PostgresRecords:
         return 0 if row is None or row[0] is None else int(row[0])
 
     def write(self, records: Sequence[Record]) -> None:
-        """What a broken connection left in doubt may be written again. Raises `Superseded`, and
-        `Full` beyond the bound."""
+        """Write; records that a broken connection left in doubt may come again. Raises
+        `Superseded`, and `Full` beyond the bound."""
         size = sum(len(record.payload) + _OVERHEAD for record in records)
         if self._size + size > self._max_bytes:
             raise Full(f"it has {self._size} bytes, and at most {self._max_bytes}")

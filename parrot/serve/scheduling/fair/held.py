@@ -1,4 +1,4 @@
-"""What the tenants' placed tasks take of each engine."""
+"""The part of each engine that the tenants' placed tasks take."""
 
 from collections import defaultdict
 from collections.abc import Callable
