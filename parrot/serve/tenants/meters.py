@@ -14,8 +14,8 @@ _MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class _Bucket:
-    """The amount that a tenant may use yet: `per_minute` comes in a minute, up to as much. Below 0 is
-    what was used too much. `at`: when it had `level`."""
+    """The amount that a tenant may use yet: `per_minute` comes in a minute, up to as much. Below 0
+    is what was used too much. `at`: when it had `level`."""
 
     per_minute: int
     level: float
