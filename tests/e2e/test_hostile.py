@@ -116,7 +116,8 @@ async def test_every_scoped_route_refuses_a_wrong_session_auth(
             ("POST", "/v1/request/0/cancel", scope, {}),
         ]
         async with HttpClient(sim_cluster.core_url) as http:
-            for method, path, body, params in requests:
+            for method, path, *given in requests:
+                body, params = map(dict, given)
                 with pytest.raises(NotFound):
                     await http.request(method, path, body=body or None, params=params)
                 body.pop("session_auth", None)
