@@ -10,6 +10,7 @@ from typing import Any
 
 from parrot.engine.app import create_app
 from parrot.engine.core.driver import ThreadDriver
+from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.runner_service import RunnerService
 from parrot.protocol.engine_api import (
@@ -59,11 +60,12 @@ async def try_over_http(trace: Trace) -> Tried:
 async def _opened(trace: Trace) -> "AsyncIterator[_Session]":
     core, runner = make_core(trace.setup, replace(language(), grammars=grammars()))
     config = make_config(trace.setup)
-    service = RunnerService(config, ThreadDriver(lambda: core), warm_up=False, pooling="mean")
+    driver = ThreadDriver(lambda: core)
+    service = RunnerService(config, driver, warm_up=False, pooling="mean")
     await service.start()
     app = create_app(service, ReorderBuffer(MonotonicClock()), config)
     async with serve_app(app) as url, HttpClient(url) as http:
-        yield _Session(trace, service, EngineClient(http), runner)
+        yield _Session(trace, service, EngineClient(http), runner, driver)
         service.check_integrity()
     await service.close()
 
@@ -73,7 +75,12 @@ class _Session:
     still adds to them."""
 
     def __init__(
-        self, trace: Trace, service: RunnerService, client: EngineClient, runner: FuzzedRunner
+        self,
+        trace: Trace,
+        service: RunnerService,
+        client: EngineClient,
+        runner: FuzzedRunner,
+        driver: ThreadDriver,
     ) -> None:
         self.trace = trace
         self.books = Books()
@@ -81,9 +88,13 @@ class _Session:
         self._service = service
         self._client = client
         self._runner = runner
+        self._driver = driver
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._follow_tasks: list[tuple[int, asyncio.Task[None]]] = []
         self._dark: set[int] = set()
+
+    def _break_next(self, core: EngineCore) -> None:
+        self._runner.breaks_next = True
 
     async def run(self) -> None:
         for op in self.trace.ops:
@@ -212,7 +223,7 @@ class _Session:
                 if number == act.number:
                     task.cancel()
         elif act.kind == "fault":
-            self._runner.breaks_next = True
+            self._driver.post(self._break_next)  # between steps: not while a broken one is isolated
         elif act.kind == "reset":
             self._dark |= set(self.books.lines)
             self.books.gone()
