@@ -18,6 +18,7 @@ from functools import cached_property
 
 from benchmark.nemesis.history import (
     CLOCK_STEP,
+    DISK_FULL,
     GIVEN_UP,
     GONE,
     TRANSIENT,
@@ -121,7 +122,7 @@ class _Facts:
         """Whether the program had asked to end its session by then."""
         return self.closed_at.get(program, _or_never(None)) <= _or_never(when)
 
-    def disturbances(self, began: float, ended: float) -> Iterator[Disturbance]:
+    def _during(self, began: float, ended: float) -> Iterator[Disturbance]:
         """Those of this time."""
         for one in self.history.disturbances:
             if one.began <= ended and began <= one.ended + SLACK_S:
@@ -131,7 +132,7 @@ class _Facts:
         """Seconds for which something may have been slower than it is."""
         return sum(
             max(0.0, min(ended, one.ended) - max(began, one.began)) + SLACK_S
-            for one in self.disturbances(began, ended)
+            for one in self._during(began, ended)
         )
 
     def has_reason(self, submit: Submit) -> bool:
@@ -143,7 +144,7 @@ class _Facts:
         """Whether the call may have lost so many engines that it is taken for the cause."""
         life = self.lives.get(submit.program)
         end = _or_never(None if life is None else life.ended)
-        lost = [one for one in self.disturbances(submit.invoked, end) if one.loses_engine]
+        lost = [one for one in self._during(submit.invoked, end) if one.loses_engine]
         return len(lost) >= _MAX_LOST
 
 
@@ -162,7 +163,7 @@ def _one_value(facts: _Facts) -> Iterator[str]:
             if text != facts.values[var]:
                 yield f"{var} was {facts.values[var]!r}, and then {text!r}"
         own = dict.fromkeys(read.error for read in reads if _is_own(read))
-        if var in facts.values and own:
+        if var in facts.values and own and not _may_revive(facts, var):
             yield f"{var} had a value, and an error: {', '.join(own)}"
         if len(own) > 1:
             yield f"{var} failed in several ways: {', '.join(own)}"
@@ -259,10 +260,19 @@ def _published_once(facts: _Facts) -> Iterator[str]:
         for output in {one for one in outputs if outputs.count(one) > 1}:
             yield f"program {seen.program}: {output} is made by several calls"
         for call in seen.calls:
-            missing = [o for o in call.outputs if call.state == "done" and o in facts.errors]
+            outputs = [o for o in call.outputs if o in facts.errors and not _may_revive(facts, o)]
+            missing = outputs if call.state == "done" else []
             if missing:
                 yield f"program {seen.program}: {missing} failed, and their call is done"
     yield from _other_answers(facts)
+
+
+def _may_revive(facts: _Facts, var: str) -> bool:
+    """Whether it was cancelled when the journal could not be written, which a death forgets."""
+    is_full = any(one.fault == DISK_FULL for one in facts.history.disturbances)
+    submit = facts.producer.get(var)
+    sources = [] if submit is None or not is_full else _ancestors(facts, submit)
+    return any(facts.cancelled.intersection(source.outputs) for source in sources)
 
 
 def _other_answers(facts: _Facts) -> Iterator[str]:
@@ -271,7 +281,7 @@ def _other_answers(facts: _Facts) -> Iterator[str]:
         if life.error:
             own = [submit for submit in facts.history.submits if submit.program == life.program]
             if life.error not in GIVEN_UP or not any(map(facts.may_give_up, own)):
-                yield f"{program} ended with an error: {life.error}"
+                yield f"{program} ended with an error: {life.error} ({life.result})"
         elif life.ended is not None and life.result != life.expected:
             yield f"{program} ended with {life.result!r}, not {life.expected!r}"
 
@@ -287,6 +297,8 @@ def _all_freed(facts: _Facts) -> Iterator[str]:
 
 def _fair(facts: _Facts) -> Iterator[str]:
     history = facts.history
+    if any(one.fault == DISK_FULL for one in history.disturbances):
+        return  # what was over may run again, which no program knows
     for asked in (*history.submits, *history.reads):
         life = facts.lives.get(asked.program)
         if life is None:

@@ -83,7 +83,9 @@ class Caller:
         on."""
 
         def told(asked: Asked, answer: Any) -> None:
-            self._history.submits.append(Submit(**_fields(asked), key=key))
+            is_begun = answer is not None and body.get("background")
+            outputs = (answer["id"],) if is_begun else ()
+            self._history.submits.append(Submit(**_fields(asked), key=key, outputs=outputs))
             if stored and answer is not None:
                 self._history.reads.append(
                     Read(**_fields(asked), var=answer["id"], limit_s=TIMEOUT_S, text=texts(answer))

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
-from benchmark.nemesis.history import CLOCK_STEP
+from benchmark.nemesis.history import CLOCK_STEP, DISK_FULL
 from benchmark.nemesis.link import Link
 from benchmark.nemesis.servers import Server
 from benchmark.nemesis.service import Service
@@ -184,7 +184,7 @@ FAULTS: dict[str, Fault] = {
     "restart-engine": Fault(restart_engine),
     "restart-core": Fault(restart_core),
     "twin-engine": Fault(twin_engine),
-    "disk-full": Fault(disk_full),
+    DISK_FULL: Fault(disk_full),
     CLOCK_STEP: Fault(clock_step),
     **{
         f"{where}-{how.replace('_', '-')}": on_link(choose, how)

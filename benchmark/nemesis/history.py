@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 CLOCK_STEP = "clock-step"
+DISK_FULL = "disk-full"
 GIVEN_UP = frozenset({"engine_failed", "call_failed"})
 """Errors of calls that have lost too many engines."""
 GONE = frozenset({"not_found", "session_gone"})

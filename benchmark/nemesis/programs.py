@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from benchmark.nemesis.client import PAUSE_S, Client, texts
+from parrot.protocol.errors import CallFailed
 
 NUM_VARIANTS = 6
 _FAILS = "def f(text, out):\n    raise ValueError(text)"
@@ -168,6 +169,8 @@ async def background(client: Client, variant: int, draw: random.Random) -> str:
     while response["status"] in ("queued", "in_progress"):
         await asyncio.sleep(PAUSE_S)
         response = await client.stored(response["id"])
+    if response["status"] == "failed":
+        raise CallFailed(response["error"]["message"])
     return f"{response['status']}: {texts(response)}"
 
 

@@ -184,7 +184,7 @@ class Round:
                 )
             facts["ended"] = time.monotonic()
         except ParrotError as error:
-            facts |= {"ended": time.monotonic(), "error": error.type}
+            facts |= {"ended": time.monotonic(), "error": error.type, "result": error.message}
         except TimeoutError:
             facts["ended"] = None
         life = Life(**facts)

@@ -10,6 +10,7 @@ import pytest
 from benchmark.nemesis.checker import check
 from benchmark.nemesis.history import (
     CLOCK_STEP,
+    DISK_FULL,
     Account,
     Cancel,
     Close,
@@ -235,6 +236,13 @@ def test_c6_two_calls_make_a_variable() -> None:
     calls = history.seen[0].calls
     history.seen = [Seen(program=1, calls=(*calls, calls[0]))]
     assert found(history) == {"C6"}
+
+
+def test_a_cancellation_may_be_forgotten_while_the_disk_is_full() -> None:
+    history = with_reads(read("v-two", error="cancelled", at=1.5, answered=1.6))
+    history.cancels.append(Cancel(program=1, var="v-one", invoked=1.4, answered=1.5))
+    assert found(history) == {"C1", "C6"}
+    assert check(with_fault(history, fault(1.0, 1.7, DISK_FULL, loses_engine=False))) == []
 
 
 @pytest.mark.parametrize("changes", [{"result": "three"}, {"error": "internal_error"}])
