@@ -272,6 +272,7 @@ def test_c8_a_tenant_is_refused_within_its_share() -> None:
     assert check(history) == []
     history.share = 4
     assert found(history) == {"C8"}
+    assert check(with_fault(history, fault(0.5, 0.6, DISK_FULL))) == []
 
 
 def test_what_was_answered_without_a_call_is_in_the_queue_no_more() -> None:
