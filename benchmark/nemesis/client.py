@@ -46,16 +46,21 @@ class Caller:
         self._tenant = tenant
         self._history = history
         self.http = HttpClient(url, bearer_token=tenant)
+        self._is_closed = False
 
     async def close(self) -> None:
+        """What is still asked ends."""
+        self._is_closed = True
         await self.http.close()
 
     async def persistently(
         self, ask: Callable[[], Awaitable[T]], told: Callable[[Asked, T | None], None]
     ) -> T:
         """The first answer that is not an error of this request alone. `told` hears of each
-        attempt. Raises the error."""
+        attempt. Raises the error, and `Cancelled` once the client is closed."""
         while True:
+            if self._is_closed:
+                raise Cancelled("the program has ended")
             invoked = time.monotonic()
             try:
                 answer = await ask()
