@@ -76,7 +76,7 @@ class JournalFile:
         with self._database as database:
             database.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, value))
         (known,) = database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return known if type(known) is int else value
+        return known if type(known) is int and known >= 0 else value
 
     def read(self) -> Iterator[Record]:
         """Yield all records of subjects that have not ended, in their order. From the first one on

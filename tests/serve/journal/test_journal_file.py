@@ -195,6 +195,17 @@ def test_an_epoch_that_is_none_is_counted_anew(value: object, tmp_path: Path) ->
     file.close()
 
 
+@pytest.mark.parametrize("value", [-1, 1.5, "text"])
+def test_a_fact_that_is_none_is_as_if_it_were_not_there(value: object, tmp_path: Path) -> None:
+    file = JournalFile(str(tmp_path / "j"), SIZE)
+    assert list(file.read()) == []
+    assert file.fact("first", 7) == 7
+    with file._database as database:
+        database.execute("UPDATE facts SET value = ? WHERE name = 'first'", (value,))
+    assert file.fact("first", 8) == 8
+    file.close()
+
+
 def test_a_damaged_record_in_the_middle(tmp_path: Path) -> None:
     path = tmp_path / "j"
     records = filled(path)
