@@ -218,9 +218,8 @@ class Scheduler:
         few and others many: they take the places, and if need be the KV, of those."""
         placements: list[Placement] = []
         for task in queue.firsts():
-            if not task.is_latency or not self.counters.is_small(task.completion.options.tenant):
-                continue
-            place = self._placer.squeeze(task, now, partial(self._held.has_share, task))
+            may = partial(self._held.has_share, task)
+            place = self._placer.squeeze(task, now, may) if task.is_latency else None
             if place is not None:
                 queue.remove(task)
                 placements.append(self._run(task, place, now))
@@ -246,7 +245,7 @@ class Scheduler:
     def _run(self, task: CompletionTask, place: Place, now: float) -> Placement:
         load = place.load
         tenant = task.completion.options.tenant
-        is_lesser = self._held.is_lesser(task, load.id)
+        is_lesser = self.counters.are_many and self._held.is_lesser(task, load.id)
         new_prompt = self._running.add(task, load.id)
         self._held.add(task, load.id, new_prompt + load.room_for(task))
         work_s = load.admit(task, new_prompt, place.to_compute, now)

@@ -14,7 +14,7 @@ from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap, LruDict
 
 _SHARED_BY = 64  # sequences of a step, among which what every step costs is divided
-_TIMES = 2  # as many tasks, by weight, that another has beside whom a tenant is small
+_TIMES = 2  # as many tasks, by weight, are under way on average beside a small tenant
 _MAX_IDLE = 4096  # tenants with nothing to do whose counters are remembered
 
 Weigh = Callable[[str], float]
@@ -59,6 +59,7 @@ class Counters:
     def __init__(self, weigh: Weigh) -> None:
         self.weigh = weigh
         self._accounts: dict[str, _Account] = {}  # of those with a task
+        self._weight = 0.0  # of all these
         self._idle: LruDict[str, float] = LruDict(_MAX_IDLE)
         self._waiting: LazyHeap[str, float] = LazyHeap()  # by counters that may have grown since
         self._floor = 0.0  # the counter of the last one that waited
@@ -79,10 +80,9 @@ class Counters:
         return self.weigh(tenant) if account is None else account.weight
 
     def is_small(self, tenant: str) -> bool:
-        """Whether it has few tasks under way, by weight, beside another."""
+        """Whether it has few tasks under way, by weight, beside the others."""
         own = self._accounts[tenant]
-        most = max(a.num_charged / a.weight for a in self._accounts.values())
-        return most > _TIMES * own.num_charged / own.weight
+        return _TIMES * own.num_charged * self._weight < len(self._charges) * own.weight
 
     def queued(self, tenant: str) -> None:
         """One more task of the tenant waits."""
@@ -90,6 +90,7 @@ class Counters:
         if account is None:
             counter = self._idle.pop(tenant) or 0.0
             account = self._accounts[tenant] = _Account(counter, self.weigh(tenant))
+            self._weight += account.weight
         account.num_queued += 1
         if account.num_queued == 1:
             account.counter = max(account.counter, self._least())
@@ -159,6 +160,7 @@ class Counters:
     def _forget(self, tenant: str, account: _Account) -> None:
         if not account.num_queued and not account.num_charged:
             del self._accounts[tenant]
+            self._weight = self._weight - account.weight if self._accounts else 0.0
             self._idle.put(tenant, account.counter)
 
     def check_integrity(self, num_queued: dict[str, int], num_placed: dict[str, int]) -> None:

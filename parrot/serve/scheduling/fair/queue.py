@@ -93,8 +93,9 @@ class FairQueue:
         return None
 
     def firsts(self) -> list[CompletionTask]:
-        """The first tasks of the tenants that come first. Only between rounds."""
-        tops = [self._queues[name].top() for name in self._tenants.smallest(_MAX_ASIDE)]
+        """The first tasks of the small tenants among those that come first. Only between rounds."""
+        small = filter(self._counters.is_small, self._tenants.smallest(_MAX_ASIDE))
+        tops = [self._queues[name].top() for name in small]
         return [top[1] for top in tops if top is not None]
 
     def pass_over(self, task: CompletionTask) -> None:
