@@ -183,7 +183,12 @@ class RunnerService:
             raise UnsupportedField(text, param="conversation")
         constraint = await self._constraint(request)
         wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream)
-        return replace(wanted, constraint=constraint, drafts=request.drafts or DraftSources())
+        return replace(
+            wanted,
+            constraint=constraint,
+            resumed_ids=request.resumed_ids,
+            drafts=request.drafts or DraftSources(),
+        )
 
     async def _constraint(self, request: GenerateRequest) -> Constraint | None:
         """Waits for nothing if `prepare` has."""

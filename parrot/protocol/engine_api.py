@@ -111,8 +111,8 @@ class GenerateRequest(JobRequest):
     sampling_config: SamplingConfig = SamplingConfig()
     resumed_ids: TokenIds = Field(
         [],
-        description="the last tokens of the context, if they begin an output that is constrained: "
-        "what is generated goes on behind them",
+        description="the last tokens of the context, if an output began with them elsewhere: its "
+        "text, its grammar and its penalties go on behind them",
     )
     conversation: dict[str, Any] | None = Field(
         None,

@@ -2,7 +2,7 @@
 
 from array import array
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
@@ -90,7 +90,8 @@ class EngineRequest:
     last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
     `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
-    background fill. `constraint`: the one of its `sampling`, at the output's beginning. `pooling`
+    background fill. `constraint`: the one of its `sampling`, behind `resumed_ids`, with which the
+    output began elsewhere. `pooling`
     and `num_scored`: give an embedding of each piece, or the log probabilities of its tokens and of
     so many likely ones; the pieces' contexts are temporary. `drafts`: where to look for drafts of
     its output. `share`: whose time it takes."""
@@ -103,6 +104,7 @@ class EngineRequest:
     cache_salt: str = ""
     background_share: float = 1.0
     constraint: Constraint | None = None
+    resumed_ids: Sequence[int] = ()
     pooling: PoolingKind | None = None
     num_scored: int | None = None
     drafts: DraftSources = field(default_factory=DraftSources)
@@ -372,6 +374,7 @@ class Job:
             self.context.token_ids,
             generation.constraint,
             drafts,
+            generation.resumed_ids,
         )
 
     def begin_drafts(self, shared: Acceptance) -> None:

@@ -32,13 +32,16 @@ _CALL_MARKUP = frozenset(
 
 class Detokenizer:
     """Tokens in, text out, without special tokens. Text that ends inside a character is held back;
-    if the character never comes, its beginning is left out."""
+    if the character never comes, its beginning is left out. `before`: tokens whose text is there
+    already, on which that of the next may depend: many decoders drop a space at the beginning."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
         self._shown: list[int] = []  # the tokens of the last piece: what follows may depend on them
+        for token_id in before:
+            self.push(token_id)
 
     def push(self, token_id: int) -> str:
         """The text that this token completes, often of several tokens, often none."""
@@ -145,7 +148,7 @@ class Generation:
 
     Text is rendered token by token only when somebody needs it so: with stop strings as tokens
     come, without them when a chunk is taken; otherwise once, at the end. `is_streamed`: somebody
-    takes it in chunks."""
+    takes it in chunks. `resumed_ids` came before it, elsewhere: its text goes on behind theirs."""
 
     def __init__(
         self,
@@ -154,7 +157,9 @@ class Generation:
         language: Language,
         stream: bool,
         constraint: Constraint | None = None,
+        resumed_ids: Sequence[int] = (),
     ) -> None:
+        self.resumed_ids = resumed_ids
         self.sampling = sampling
         self.seed = seed
         self.output_ids: list[int] = []
@@ -169,8 +174,8 @@ class Generation:
         self._stops = StopStrings(sampling.stop_strings)
         self.is_streamed = stream
         self._is_watched = bool(sampling.stop_strings)
-        is_seen = stream or self._is_watched
-        self._detokenizer = Detokenizer(language.tokenizer) if is_seen else None
+        is_seen = stream or self._is_watched or bool(resumed_ids)
+        self._detokenizer = Detokenizer(language.tokenizer, resumed_ids) if is_seen else None
         self._num_rendered = 0
         self._pieces: list[str] = []  # of the text, as far as it is certain
         self._num_streamed_pieces = 0

@@ -52,8 +52,9 @@ class SampleSpec(NamedTuple):
     `seed` and `position` (the token's own, in its context) fix the random numbers, whatever else
     is in the batch. `output_ids` are the generated tokens and `context_ids` all tokens of the
     context, for penalties, as far as they are known: without the one that is `PENDING`. Both only
-    grow while the job runs, and are views that the runner must not keep. `constraint`: which tokens
-    it may be, at the place behind `output_ids`.
+    grow while the job runs, and are views that the runner must not keep. `resumed_ids` came before
+    `output_ids` and count for penalties, too. `constraint`: which tokens it may be, at the place
+    behind `output_ids`.
 
     `drafts` come behind both lists, as if they had been sampled before: see `sample_specs`."""
 
@@ -65,6 +66,7 @@ class SampleSpec(NamedTuple):
     context_ids: Sequence[int] = ()
     constraint: Constraint | None = None
     drafts: tuple[int, ...] = ()
+    resumed_ids: Sequence[int] = ()
 
 
 class PoolSpec(NamedTuple):
@@ -136,7 +138,7 @@ def sample_specs(sequence: SequenceStep) -> list[SampleSpec]:
     constraints: Sequence[Constraint | None] = [None] * count
     if spec.constraint is not None:
         constraints = spec.constraint.ahead(len(spec.output_ids), spec.drafts)
-    job_id, sampling, seed, position, output_ids, context_ids, _, drafts = spec
+    job_id, sampling, seed, position, output_ids, context_ids, _, drafts, resumed_ids = spec
     return [
         SampleSpec(
             job_id,
@@ -147,6 +149,7 @@ def sample_specs(sequence: SequenceStep) -> list[SampleSpec]:
             context_ids,
             constraints[i],
             drafts[:i],
+            resumed_ids,
         )
         for i in range(count)
     ]

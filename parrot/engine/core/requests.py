@@ -113,7 +113,12 @@ class RequestTable:
         if seed is None:
             seed = hash((self._config.random_seed, request.request_id)) & (2**63 - 1)
         return Generation(
-            request.sampling, seed, self._language, request.stream, request.constraint
+            request.sampling,
+            seed,
+            self._language,
+            request.stream,
+            request.constraint,
+            request.resumed_ids,
         )
 
     def _generation_on(self, context_id: int) -> Generation | None:

@@ -41,7 +41,7 @@ class AdjustedTokens:
         )
         self._counts_output = bool(config.presence_penalty or config.frequency_penalty)
         self._marks_context = config.repetition_penalty not in (0.0, 1.0)
-        self._num_counted = 0
+        self._num_counted: int | None = None  # before the first update
         self._num_marked = 0
         self._entries = array("i")
         self._place_of: dict[int, int] = {}
@@ -58,6 +58,8 @@ class AdjustedTokens:
             self._add(dict.fromkeys(new, 0))
             self._num_marked = len(spec.context_ids)
         if self._counts_output:
+            if self._num_counted is None:
+                self._add(Counter(spec.resumed_ids))
             new = spec.output_ids[self._num_counted :]
             self._add(Counter(new) if len(new) > 1 else dict.fromkeys(new, 1))
             self._num_counted = len(spec.output_ids)

@@ -106,7 +106,7 @@ def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
     config = spec.sampling
     found: list[tuple[int, int, float]] = []
     if config.presence_penalty or config.frequency_penalty:
-        output = np.array([*spec.output_ids, *spec.drafts], dtype=np.int64)
+        output = np.array([*spec.resumed_ids, *spec.output_ids, *spec.drafts], dtype=np.int64)
         tokens, counts = np.unique(output, return_counts=True)
         penalties = config.presence_penalty + config.frequency_penalty * counts
         found += zip([row] * len(tokens), tokens.tolist(), (-penalties).tolist(), strict=True)

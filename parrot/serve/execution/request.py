@@ -50,14 +50,12 @@ def open_request(
         context_id=context.id,
         fills=prompt.fills,
         sampling_config=attempt.sampling,
-        resumed_ids=_constrained_ids(attempt),
+        resumed_ids=_resumed_ids(attempt),
     )
 
 
-def _constrained_ids(attempt: Attempt) -> list[int]:
-    """The tokens behind which a constrained output goes on."""
-    if attempt.sampling.constraint is None:
-        return []
+def _resumed_ids(attempt: Attempt) -> list[int]:
+    """The tokens behind which an output goes on."""
     return [unit for unit in attempt.resumed if isinstance(unit, int)]
 
 

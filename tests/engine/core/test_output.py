@@ -70,6 +70,17 @@ def test_whole_characters_before_a_broken_one_are_not_lost_at_the_end(stop):
     assert [i for chunk in chunks for i in chunk.ids] == ids
 
 
+def test_text_behind_tokens_of_elsewhere_keeps_its_space() -> None:
+    """Decoders of this kind drop the space at the beginning of what they decode."""
+    vocabulary = {"\u2581Hello": 0, "\u2581world": 1, "!": 2}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
+    tokenizer.decoder = decoders.Metaspace()
+    response = byte_tokenizer_response().model_copy(update={"tokenizer_json": tokenizer.to_str()})
+    out = Generation(SamplingConfig(max_gen_length=2), 0, Language.of(response), False, None, [0])
+    feed(out, [1, 2])
+    assert out.text() == " world!"
+
+
 @given(st.text("aé😀", max_size=12), st.data())
 def test_who_comes_late_gets_the_same_chunks_from_the_first_token(text, data):
     """The first makes it streamed, the second joins that, often inside of a character."""

@@ -1,6 +1,7 @@
 """A job's adjustments, updated token by token, are those of counting again."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,10 @@ MARKED: dict[str, Any] = {"repetition_penalty": 1.2}
 BIASED: dict[str, Any] = {"logit_bias": {3: -1.5, 400: 2.25}}
 
 
-def spec_of(config: SamplingConfig, output: list[int], context: list[int]) -> SampleSpec:
-    return SampleSpec(1, config, 0, len(context), output, context)
+def spec_of(
+    config: SamplingConfig, output: list[int], context: list[int], resumed: Sequence[int] = ()
+) -> SampleSpec:
+    return SampleSpec(1, config, 0, len(context), output, context, resumed_ids=resumed)
 
 
 def counts_of(entries: IntArray) -> dict[int, int]:
@@ -50,7 +53,7 @@ def expected(spec: SampleSpec) -> dict[int, int]:
     if config.repetition_penalty:
         counts |= dict.fromkeys(spec.context_ids, 0)
     if config.presence_penalty or config.frequency_penalty:
-        counts |= Counter(spec.output_ids)
+        counts |= Counter([*spec.resumed_ids, *spec.output_ids])
     return counts
 
 
@@ -61,17 +64,18 @@ def expected(spec: SampleSpec) -> dict[int, int]:
 )
 @given(
     prompt=st.lists(st.integers(0, 9), max_size=12),
+    resumed=st.lists(st.integers(0, 9), max_size=4),
     parts=st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=6),
 )
 def test_entries_follow_the_output(
-    fields: dict[str, Any], prompt: list[int], parts: list[list[int]]
+    fields: dict[str, Any], prompt: list[int], resumed: list[int], parts: list[list[int]]
 ) -> None:
     config = SamplingConfig.model_validate(fields)
     tokens = AdjustedTokens(1, config)
     output: list[int] = []
     for part in parts:
         output += part
-        spec = spec_of(config, output, prompt + output)
+        spec = spec_of(config, output, prompt + resumed + output, resumed)
         assert counts_of(tokens.update(spec).reshape(-1, NUM_FIELDS)) == expected(spec)
 
 

@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -169,13 +170,18 @@ def language() -> Language:
 
 
 def answers_of(
-    runner: Runner, requests: Sequence[tuple[list[int], SamplingConfig]], **config: int
+    runner: Runner,
+    requests: Sequence[tuple[list[int], SamplingConfig]],
+    resumed_ids: Sequence[int] = (),
+    **config: int,
 ) -> list[GenerateResponse]:
-    """The answers of an engine core for prompts that arrive together."""
+    """The answers of an engine core for prompts that arrive together, which end with what there is
+    of the outputs."""
     core = EngineCore(BuiltinConfig(**config), runner, language(), MonotonicClock())
     outcomes: list[list[object]] = [[] for _ in requests]
     for i, (prompt, sampling) in enumerate(requests):
-        wanted = EngineRequest(i, (Piece(i, array("i", prompt)),), sampling=sampling)
+        piece = Piece(i, array("i", prompt))
+        wanted = EngineRequest(i, (piece,), sampling=sampling, resumed_ids=resumed_ids)
         core.requests.submit(wanted, outcomes[i].append)
     while core.step():
         deliver(core.requests.outbox.take())
@@ -183,6 +189,31 @@ def answers_of(
     answers = [outcome for (outcome,) in outcomes if isinstance(outcome, GenerateResponse)]
     assert len(answers) == len(requests), outcomes
     return answers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 1.0},
+        {"temperature": 0, "repetition_penalty": 1.3, "stop_str": "xyz"},
+        {"temperature": 1.2, "top_p": 0.9, "seed": 5, "frequency_penalty": 2.0},
+    ],
+    ids=str,
+)
+def test_an_output_that_began_elsewhere_goes_on_as_if_here(
+    runner: ModelRunner, golden: Golden, fields: dict[str, Any]
+) -> None:
+    tokenizer = language().tokenizer
+    for prompt in golden.prompts[:2]:
+        sampling = SamplingConfig(max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, **fields)
+        [whole] = answers_of(runner, [(prompt, sampling)])
+        for num_first in (1, 6, 13):
+            first = whole.generated_ids[:num_first]
+            rest = sampling.model_copy(update={"max_gen_length": NUM_TOKENS - num_first})
+            request = (prompt + first, rest)
+            [answer] = answers_of(runner, [request], resumed_ids=first)
+            assert first + answer.generated_ids == whole.generated_ids
+            assert tokenizer.decode(first) + answer.generated_text == whole.generated_text
 
 
 def complete(

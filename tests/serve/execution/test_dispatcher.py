@@ -449,6 +449,7 @@ async def test_a_stream_goes_on_elsewhere_without_repeating(world: World) -> Non
     assert await completion.output.wait() == "abcdef"
     assert second.prompts == ["Goabcd"]
     assert second.requests[0].sampling_config.max_gen_length == 20 - 4
+    assert second.requests[0].resumed_ids == [64, 65, 66, 67]  # a, b, c, d
     assert completion.output.tokenized is not None
     assert len(completion.output.tokenized.ids) == 6
     assert first.num_aborted == 1
