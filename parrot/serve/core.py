@@ -227,7 +227,7 @@ class ServeCore:
         self.shut_down()
         await self._runner.close()
         await self._timers.close()
-        self._observers.tell(lambda one: one.core_closed(self._dispatcher.kv_counts))
+        self._observers.tell(lambda one: one.core_closed(self._dispatcher.kv_log.total))
 
     def _require_open(self) -> None:
         if self.is_closing:

@@ -42,7 +42,7 @@ class TaskRunner:
         self._weigh = metrics.tenants.weigh
         self.meters = Meters(metrics.tenants, clock)
         self._observers = observers
-        dispatcher.on_evicted = self._on_evicted
+        dispatcher.kv_log.on_evicted = self._on_evicted
         self._is_traced = config.otlp_endpoint is not None
         self._find_session = find_session
         self.expect = dispatcher.expect

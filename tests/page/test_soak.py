@@ -1,10 +1,10 @@
-"""A few rounds of the soak of the page: `python -m benchmark.serve.soak_page` makes hours of it."""
+"""A few rounds of the soak of the page: `python -m benchmark.soak.soak_page` makes hours of it."""
 
 import shutil
 
 import pytest
 
-from benchmark.serve.soak_page import ENGINE, run_soak
+from benchmark.soak.soak_page import ENGINE, run_soak
 from parrot.cluster import Cluster
 
 

@@ -14,8 +14,8 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
 )
-from parrot.serve.contexts.index import Context
-from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.contexts.index import Context, PrefixIndex
+from parrot.serve.contexts.kv_log import KvCounts, KvLog
 from parrot.serve.execution.events import EventLog
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
@@ -246,7 +246,7 @@ class FakeDispatcher(FakeRunner):
         self.estimates = Estimates(LoadIndex().pace)
         self.released: list[int] = []
         self.fleet = FakeFleet()
-        self.kv_counts, self.prefetch_counts = KvCounts(), PrefetchCounts()
+        self.kv_log, self.prefetch_counts = KvLog(PrefixIndex()), PrefetchCounts()
         self.shares = Counters(lambda tenant: 1.0)
         self.decisions: list[Decision] = []
         self.contexts: Callable[[], list[Context]] = list

@@ -34,8 +34,9 @@ class KvLog:
     """Counts per engine and in all, lost engines included. `on_evicted` hears of each context that
     is freed for want of room, and of its tokens."""
 
-    def __init__(self, index: PrefixIndex, on_evicted: Callable[[Context, int], None]) -> None:
-        self._on_evicted = on_evicted
+    on_evicted: Callable[[Context, int], None] | None = None
+
+    def __init__(self, index: PrefixIndex) -> None:
         self.total = KvCounts()
         self._index = index
         self._engines: defaultdict[int, KvCounts] = defaultdict(KvCounts)
@@ -54,8 +55,8 @@ class KvLog:
         num_tokens = context.length + context.reserved - context.parent_len
         for counts in (self.total, self._engines[context.engine_id]):
             counts.freed[reason] += num_tokens
-        if reason in EVICTIONS:
-            self._on_evicted(context, num_tokens)
+        if reason in EVICTIONS and self.on_evicted is not None:
+            self.on_evicted(context, num_tokens)
 
     def used(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
         """A prompt is about to be computed, and a context of the engine has its first `num_hit`

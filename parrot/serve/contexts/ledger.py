@@ -95,10 +95,9 @@ class ContextLedger:
         config: CoreConfig,
         clock: Clock,
         on_free: Callable[[int, int], None],
-        on_evicted: Callable[[Context, int], None] = lambda context, num_tokens: None,
     ) -> None:
         """`on_free` is called with the ids of engine and context when a live engine may forget a
-        context, `on_evicted` with one that had to make room, and its tokens."""
+        context."""
         self._clock = clock
         self._constant_timeout_s = config.constant_prefix_var_timeout
         self._eviction = config.global_scheduler.kv_eviction
@@ -107,7 +106,7 @@ class ContextLedger:
         self._accounts: dict[int, Account] = {}
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
-        self.log = KvLog(self.index, on_evicted)
+        self.log = KvLog(self.index)
         self.owners = Owners()
         self.expectations = Expectations()
         self.prefixes = ReadyPrefixes(self.expectations)

@@ -19,7 +19,6 @@ from parrot.protocol.errors import (
     UnsupportedField,
 )
 from parrot.serve.config import CoreConfig
-from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.availability import Drains, Grace
 from parrot.serve.execution.fleet import Connect, Engine, Fleet
@@ -43,11 +42,9 @@ _DEFECT = InternalError("internal error of the scheduler")
 class Dispatcher:
     """Owns a completion from `submit` until it has settled its output. All methods are for the
     event loop's thread; an output's callbacks run in it too, when the books are done. `on_placed`
-    hears of each completion that is sent to an engine, `on_evicted` of each context that had to
-    make room, and of its tokens."""
+    hears of each completion that is sent to an engine."""
 
     on_placed: Callable[[Completion], None] | None = None
-    on_evicted: Callable[[Context, int], None] | None = None
 
     def __init__(
         self,
@@ -61,7 +58,7 @@ class Dispatcher:
         """`order` and `placer` replace the scheduler's configured ones."""
         self._clock = clock
         self._timers = TimerQueue(clock)
-        self._ledger = ContextLedger(config, clock, self._on_freed, self._on_evicted)
+        self._ledger = ContextLedger(config, clock, self._on_freed)
         self._scheduler = Scheduler(
             config.global_scheduler,
             clock,
@@ -96,7 +93,7 @@ class Dispatcher:
             self._on_done,
         )
         self.queued_by_tenant = self._runs.queued_by_tenant
-        self.kv_counts, self.prefetch_counts = self._ledger.log.total, self._prefetch.counts
+        self.kv_log, self.prefetch_counts = self._ledger.log, self._prefetch.counts
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
         self._results = ResultCache(config.global_scheduler, clock)
         self._grace = Grace(
@@ -303,10 +300,6 @@ class Dispatcher:
         self._grace.engine_lost(engine.last_seen)
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))
-
-    def _on_evicted(self, context: Context, num_tokens: int) -> None:
-        if self.on_evicted is not None:
-            self.on_evicted(context, num_tokens)
 
     def _on_freed(self, engine_id: int, context_id: int) -> None:
         self.fleet.free(engine_id, context_id)

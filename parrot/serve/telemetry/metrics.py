@@ -170,7 +170,7 @@ def _dispatcher_families(dispatcher: Dispatcher) -> Iterable[Metric]:
     queued = dispatcher.num_queued
     yield GaugeMetricFamily("parrot_num_requests_waiting", "Completions queued.", value=queued)
     yield from _engine_families(dispatcher.fleet.views())
-    yield from _kv_families(dispatcher.kv_counts)
+    yield from _kv_families(dispatcher.kv_log.total)
     yield counter(
         "parrot_eager_fill_tokens",
         "Prompt tokens computed while their calls waited for inputs, and what became of them.",

@@ -1,6 +1,6 @@
 """The page, open in Chromium for an hour, over simulated engines that always have work.
 
-    python -m benchmark.serve.soak_page --output benchmark/results/page_soak.json
+    python -m benchmark.soak.soak_page --output benchmark/results/page_soak.json
 
 Three tabs stay open: the service, a session's graph, and a value that grows though its program asks
 for it only at the end. In each round a new program runs, and the network between the browser and
