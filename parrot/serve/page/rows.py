@@ -5,7 +5,7 @@ only when something has happened."""
 
 import time
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from parrot.protocol.errors import ParrotError
@@ -29,6 +29,7 @@ from parrot.serve.views import engine_view, session_counts, task_view
 _PIECE_CHARS = 4096
 _MAX_CHARS = 2**20  # of one value that is shown
 _MAX_CAUSES = 16
+_MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # of a session, the last ones
 
 Row = dict[str, Any]
 
@@ -75,14 +76,15 @@ class PageRows:
         return event_rows(self._core, visitor, self._epoch)
 
     def session(self, session: Session) -> Rows:
-        """A session's head, its calls, and its variables without their values."""
+        """A session's head, its last calls, and its last variables without their values."""
         rows: dict[str, Row] = {"session": self._head(session)}
         graph = session.graph
-        for task in chain.from_iterable(call.tasks for call in graph.calls.values()):
+        tasks = chain.from_iterable(reversed(c.tasks) for c in reversed(graph.calls.values()))
+        for task in reversed(list(islice(tasks, _MAX_CALLS))):
             row = task_view(task, session.created_at).model_dump(mode="json")
             row["inputs"] = [variable.id for variable in task.inputs]
             rows[f"call:{task.outputs[0].id}"] = row
-        for variable in graph.variables.values():
+        for variable in reversed(list(islice(reversed(graph.variables.values()), _MAX_VARIABLES))):
             rows[f"var:{variable.id}"] = _variable_row(variable)
         return rows
 
