@@ -22,6 +22,7 @@ from parrot.utils.clock import Clock
 
 _MAX_DEPTH = 4  # tasks above that are asked in turn; beyond, the prediction of activation holds
 _MAX_LOOK = 64  # inputs looked at for the first that is missing
+_MAX_WOKEN = 512  # tasks that are woken in one turn of the event loop
 
 
 class Activation:
@@ -80,9 +81,13 @@ class Activation:
     def wake(self, until: float = inf) -> bool:
         """Run in the background what the program holds and has submitted `until` then: every call
         that is not on demand, until its outputs are cancelled or released, or a reader leaves one
-        of them. False if nothing is left to be woken later."""
-        woken = []
-        while self._asleep and (self._asleep[0].times.submitted or 0.0) <= until:
+        of them. At most 512 calls; False if nothing is left to be woken later."""
+        woken: list[Task] = []
+        while (
+            len(woken) < _MAX_WOKEN
+            and self._asleep
+            and (self._asleep[0].times.submitted or 0.0) <= until
+        ):
             task = self._asleep.popleft()
             if task.is_held and not task.is_finished:
                 task.is_woken = True
