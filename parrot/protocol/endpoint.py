@@ -18,6 +18,8 @@ from parrot.protocol.public import Answer, EmptyResponse
 from parrot.protocol.server import (
     EventStream,
     bearer_token,
+    has_long_list,
+    json_in_turns,
     json_response,
     parse_payload,
     read_json,
@@ -110,6 +112,8 @@ class Endpoint:
             result = await run_until_disconnect(request, result)
         if self._durable is not None:
             await self._durable()
+        if isinstance(result, BaseModel) and has_long_list(result):
+            result = await json_in_turns(result)
         return self._response(result)
 
     async def _arguments(self, request: Request) -> dict[str, Any]:

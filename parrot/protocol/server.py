@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.protocol.errors import (
@@ -45,6 +46,7 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _JSON = "application/json"
 _MAX_FIELDS = 64
 _TURN_BYTES = 2**16
+_TURN_ITEMS = 4096  # of a list in an answer
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
 T = TypeVar("T", bound=BaseModel)
 R = TypeVar("R")
@@ -98,6 +100,24 @@ def json_response(model: BaseModel) -> Response:
 def json_bytes(model: BaseModel) -> bytes:
     """The bytes of what `model_dump_json` gives, without making a text of it first."""
     return bytes(model.__pydantic_serializer__.to_json(model))
+
+
+def has_long_list(model: BaseModel) -> bool:
+    return any(isinstance(v, list) and len(v) > _TURN_ITEMS for v in model.__dict__.values())
+
+
+async def json_in_turns(model: BaseModel) -> bytes:
+    """The same for a model without aliases; others may go on while its long lists are encoded."""
+    fields: list[bytes] = []
+    for name, value in model:
+        items: list[bytes] = []
+        long = value if isinstance(value, list) else []
+        for start in range(0, len(long), _TURN_ITEMS):
+            items.append(to_json(long[start : start + _TURN_ITEMS], inf_nan_mode="null")[1:-1])
+            await asyncio.sleep(0)
+        text = b"[%b]" % b",".join(items) if items else to_json(value, inf_nan_mode="null")
+        fields.append(b"%b:%b" % (to_json(name), text))
+    return b"{%b}" % b",".join(fields)
 
 
 async def read_json(

@@ -1,6 +1,6 @@
 """ServeCore: the service as a whole, which begins and ends sessions and knows the engines."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from parrot.protocol.engine_api import (
     RegisterRequest,
@@ -23,7 +23,7 @@ from parrot.serve.programs import Programs
 from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.serve.telemetry.metrics import CoreMetrics
-from parrot.serve.views import engine_view, session_view
+from parrot.serve.views import engine_view, session_steps, session_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.timers import TimerQueue
 
@@ -132,13 +132,19 @@ class ServeCore:
         return self.tenants.user_of_key(api_key).id
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
+        """As `session_steps` says, at once."""
+        return session_view(self.session_steps(session_id, session_auth))
+
+    def session_steps(
+        self, session_id: int, session_auth: str | None
+    ) -> Generator[None, None, SessionInfo]:
         """`session_auth` may be the API key instead, where that shows whose session it is: one of
         `api_keys`, or without those whatever the requests of a conversation had."""
         session = self.sessions.find(session_id)
         if session is None or not self._is_owner(session, session_auth):
             session = self.sessions.authenticate(session_id, session_auth)
         remaining_s = self.sessions.remaining_s(session)
-        return session_view(session, self.clock.now(), remaining_s, self._metrics.prices)
+        return session_steps(session, self.clock.now(), remaining_s, self._metrics.prices)
 
     def _is_owner(self, session: Session, api_key: str | None) -> bool:
         if self.tenants.is_closed:

@@ -153,9 +153,9 @@ class Programs:
         session.account.add(**_usage_of_variable(content))
         return session.add_variable(name, content)
 
-    def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
+    async def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
         session = self._sessions.authenticate(session_id, session_auth)
-        return VarListResponse(vars=variables_view(session))
+        return VarListResponse(vars=await variables_view(session))
 
     def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
         """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""

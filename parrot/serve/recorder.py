@@ -26,7 +26,7 @@ from parrot.serve.graph.nodes import NativeCall
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.observers import ObservedRead, Observer
 from parrot.serve.sessions import Session
-from parrot.serve.views import session_view
+from parrot.serve.views import session_steps, session_view
 from parrot.utils.clock import Clock
 from parrot.utils.config import ConfigError
 from parrot.utils.private_files import open_private
@@ -95,7 +95,7 @@ class Recorder(Observer):
         self._note(
             trace.SessionEnded,
             session,
-            calls=session_view(session, self._clock.now(), 0.0).calls,
+            calls=session_view(session_steps(session, self._clock.now(), 0.0)).calls,
             native_texts={
                 variable.id: self._text(variable.text)
                 for variable in native_outputs

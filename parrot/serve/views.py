@@ -1,7 +1,9 @@
 """The views of a session for its program, and of the engines for anybody."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TypeVar
 
 from parrot.protocol.public import (
     CompletionInfo,
@@ -22,31 +24,51 @@ from parrot.serve.scored_tokens import logprobs_view
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.calls import Measured
 from parrot.serve.telemetry.costs import PriceTable
+from parrot.utils.tasks import Steps, at_once, in_turns
 
 _NO_RUN = RunStats()
+_STEP = 1024  # rows of a view that are made in one step
+A = TypeVar("A")
+B = TypeVar("B")
 
 
-def session_view(
+def session_steps(
     session: Session, now: float, expires_in_s: float, prices: PriceTable | None = None
-) -> SessionInfo:
+) -> Steps[SessionInfo]:
+    """The session with the calls and variables that it has now, each as it is when its turn
+    comes."""
     tasks = [task for call in session.graph.calls.values() for task in call.tasks]
-    return SessionInfo(
+    variables = yield from _variables(session)
+    edges: list[GraphEdge] = []
+    for start in range(0, len(tasks), _STEP):
+        edges.extend(chain.from_iterable(map(_edges, tasks[start : start + _STEP])))
+        yield
+    calls = yield from _rows(tasks, lambda task: task_view(task, session.created_at))
+    costs = yield from _function_costs(tasks, prices or PriceTable({}))
+    return SessionInfo.model_construct(  # checking each row again would take one long turn
         session_id=session.id,
         state="active",
         apps=list(session.apps),
         age_s=now - session.created_at,
         expires_in_s=expires_in_s,
-        vars=variables_view(session),
-        calls=[task_view(task, session.created_at) for task in tasks],
-        edges=[edge for task in tasks for edge in _edges(task)],
-        costs=function_costs(tasks, prices or PriceTable({})),
+        vars=variables,
+        calls=calls,
+        edges=edges,
+        costs=costs,
     )
 
 
-def function_costs(tasks: Iterable[Task], prices: PriceTable) -> list[FunctionCosts]:
+def session_view(steps: Steps[SessionInfo]) -> SessionInfo:
+    """What `session_steps` makes, at once: for whoever has nobody to give a turn."""
+    return at_once(steps)
+
+
+def _function_costs(tasks: Iterable[Task], prices: PriceTable) -> Steps[list[FunctionCosts]]:
     """The work of engines for the completions that have ended, by function."""
     costs: dict[str, FunctionCosts] = {}
-    for task in tasks:
+    for number, task in enumerate(tasks, start=1):
+        if number % _STEP == 0:
+            yield
         if not isinstance(task, Completion) or not task.is_finished:
             continue
         if (call := Measured.of(task, prices.cost(task.stats))) is None:
@@ -155,8 +177,20 @@ async def read_view(variable: SemanticVariable) -> VarGetResponse:
     return value
 
 
-def variables_view(session: Session) -> list[VarInfo]:
-    return [variable_view(variable) for variable in session.graph.variables.values()]
+async def variables_view(session: Session) -> list[VarInfo]:
+    return await in_turns(_variables(session))
+
+
+def _variables(session: Session) -> Steps[list[VarInfo]]:
+    return (yield from _rows(list(session.graph.variables.values()), variable_view))
+
+
+def _rows(items: Sequence[A], view: Callable[[A], B]) -> Steps[list[B]]:
+    rows = [view(item) for item in items[:_STEP]]
+    for start in range(_STEP, len(items), _STEP):
+        yield
+        rows += [view(item) for item in items[start : start + _STEP]]
+    return rows
 
 
 def variable_view(variable: SemanticVariable) -> VarInfo:

@@ -1,11 +1,35 @@
-"""Supervised background tasks: none is lost, none fails unseen."""
+"""Supervised background tasks: none is lost, none fails unseen. And long work in steps, so that
+others have a turn of the event loop between two."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Generator
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Yields between two steps of some milliseconds, and returns what they have made."""
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """What the steps return; others may go on between two."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
+        await asyncio.sleep(0)
+
+
+def at_once(steps: Steps[T]) -> T:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: T = end.value
+            return made
 
 
 class TaskSet:

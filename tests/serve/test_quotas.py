@@ -171,9 +171,9 @@ async def test_calls_and_their_idempotency_keys_are_limited() -> None:
     for submit in (world.call, world.native):
         with pytest.raises(QuotaExceeded, match=r"more than 3 calls \(`session_quota\.calls`\)"):
             submit("y")
-    assert len(var_ids_of(world)) == 3
+    assert len(await var_ids_of(world)) == 3
     world.call("y1", idempotency_key="key 1")  # the answer of the first time
-    assert len(var_ids_of(world)) == 3
+    assert len(await var_ids_of(world)) == 3
     await world.core.close()
 
 
@@ -194,7 +194,7 @@ async def test_variables_are_limited_however_they_are_made() -> None:
     world.call("w", x)
     with pytest.raises(QuotaExceeded, match=r"session_quota\.variables"):
         world.variable("one too many")
-    assert len(var_ids_of(world)) == 4
+    assert len(await var_ids_of(world)) == 4
     await world.core.close()
 
 
@@ -295,5 +295,6 @@ def tenant_series(core: ServeCore) -> list[str]:
     ]
 
 
-def var_ids_of(world: World) -> list[str]:
-    return [info.var_id for info in world.core.programs.list_vars(*world.scope.values()).vars]
+async def var_ids_of(world: World) -> list[str]:
+    listed = await world.core.programs.list_vars(*world.scope.values())
+    return [info.var_id for info in listed.vars]

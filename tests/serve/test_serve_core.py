@@ -347,7 +347,7 @@ async def test_session_info_tells_the_story(world: World) -> None:
     assert (second.func_name, second.criteria, second.depth) == ("second", "TTFT", 0)
     times = (second.submitted_s, second.activated_s, second.ready_s, second.finished_s)
     assert times == (0, 1, 2, 3)
-    variables = world.core.programs.list_vars(*world.scope.values()).vars
+    variables = (await world.core.programs.list_vars(*world.scope.values())).vars
     assert [(v.var_name, v.state, v.consumers) for v in variables] == [
         ("x", "ready", [second.request_id]),
         ("y", "ready", []),

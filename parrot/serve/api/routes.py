@@ -11,6 +11,7 @@ from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
+    SessionInfo,
     SessionScoped,
     StreamDelta,
     StreamDone,
@@ -29,6 +30,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.page.audit import AuditLog
 from parrot.serve.views import read_view
+from parrot.utils.tasks import in_turns
 
 _SCOPED = (401, 404, 410)
 _SUBMIT = (*_SCOPED, 409, 413, 429, 507)
@@ -198,6 +200,10 @@ def _read_endpoints(core: ServeCore) -> list[Endpoint]:
 
 def _session_endpoints(core: ServeCore) -> list[Endpoint]:
     durable, published = _durable(core), _published(core)
+
+    async def session_info(session_id: int, session_auth: str | None) -> SessionInfo:
+        return await in_turns(core.session_steps(session_id, session_auth))
+
     return [
         Endpoint(
             "POST",
@@ -223,7 +229,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "GET",
             "/v1/session/{session_id}",
-            core.session_info,
+            session_info,
             "State, variables, calls, graph and timings of a session",
             takes=SessionScoped,
             errors=_SCOPED,

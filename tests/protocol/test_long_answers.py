@@ -1,0 +1,30 @@
+"""Answers with long lists are encoded in turns, and are the same."""
+
+import asyncio
+
+from parrot.protocol.public import VarInfo, VarListResponse
+from parrot.protocol.server import has_long_list, json_bytes, json_in_turns
+
+
+def listed(count: int) -> VarListResponse:
+    rows = [
+        VarInfo(
+            var_id=f"v{i}", var_name="é\n", state="ready", producer=None, consumers=[i], error=None
+        )
+        for i in range(count)
+    ]
+    return VarListResponse(vars=rows)
+
+
+async def test_the_bytes_are_those_of_the_whole_and_others_go_on_meanwhile() -> None:
+    for count in (0, 1, 4096, 4097, 10_000):
+        answer = listed(count)
+        assert await json_in_turns(answer) == json_bytes(answer)
+    assert has_long_list(listed(4097))
+    assert not has_long_list(listed(4096))
+    encoding = asyncio.ensure_future(json_in_turns(listed(10_000)))
+    turns = 0
+    while not encoding.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 3
