@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from parrot.serve.tenants.keys_file import MAX_KEYS, KeyEntry, read_keys
+from parrot.serve.tenants.keys_file import MAX_KEYS, KeyEntry, parse_keys, read_keys
 from parrot.utils.config import ConfigError, is_yaml, parse_config
 from parrot.utils.ids import new_token
 
@@ -31,7 +31,6 @@ def add_key(path: Path, fields: dict[str, Any]) -> str:
         if len(entries) == MAX_KEYS:
             raise ConfigError(f"{path}: has {MAX_KEYS} keys, which is the most")
         _write(path, [*entries, entry])
-        read_keys(str(path))
     return key
 
 
@@ -60,7 +59,8 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, entries: Sequence[KeyEntry]) -> None:
-    """All of it or nothing, with the mode and the owner that the file has."""
+    """All of it or nothing, with the mode and the owner that the file has. Raises `ConfigError` for
+    what ServeCore would not take."""
     payload = {"keys": [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]}
     if is_yaml(path):
         import yaml
@@ -68,6 +68,7 @@ def _write(path: Path, entries: Sequence[KeyEntry]) -> None:
         raw = yaml.safe_dump(payload, sort_keys=False).encode()
     else:
         raw = orjson.dumps(payload, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    parse_keys(raw, str(path))
     draft = path.with_name(f".{path.name}.{new_token()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

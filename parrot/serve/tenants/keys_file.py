@@ -48,7 +48,14 @@ class KeyEntry(ConfigModel):
 def read_keys(path: str) -> list[KeyEntry]:
     """The entries of a file, JSON or (by its name) YAML: `{"keys": [...]}`. Raises `ConfigError`
     for a file that others can write, and with every problem that is in it."""
-    payload = parse_config_object(_read(path), path)
+    return parse_keys(_read(path), path)
+
+
+def parse_keys(raw: bytes, path: str) -> list[KeyEntry]:
+    """The entries in the bytes of this file. Raises `ConfigError`."""
+    if len(raw) > _MAX_BYTES:
+        raise ConfigError(f"{path}: has more than {_MAX_BYTES} bytes")
+    payload = parse_config_object(raw, path)
     given = payload.pop("keys", None)
     if payload or not isinstance(given, list) or len(given) > MAX_KEYS:
         raise ConfigError(f"{path}: must hold `keys`, a list of at most {MAX_KEYS}, and no more")
@@ -88,12 +95,9 @@ def _read(path: str) -> bytes:
                 raise ConfigError(
                     f"{path}: others can write it, and so make keys: chmod go-w {path}"
                 )
-            raw = file.read(_MAX_BYTES + 1)
+            return file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(raw) > _MAX_BYTES:
-        raise ConfigError(f"{path}: has more than {_MAX_BYTES} bytes")
-    return raw
 
 
 def _entry(place: str, fields: Any) -> KeyEntry:

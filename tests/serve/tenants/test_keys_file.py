@@ -13,7 +13,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.http_server import main
 from parrot.serve.tenants.keys_file import KeyEntry, read_keys
 from parrot.serve.tenants.table import TenantTable
-from parrot.serve.tenants.tenant import Scope
+from parrot.serve.tenants.tenant import Scope, TenantLimits
 from parrot.utils.config import ConfigError
 from tests.serve.tenants.keys import entry, write_keys
 
@@ -119,6 +119,7 @@ def test_commands_change_the_file(tmp_path: Path, name: str) -> None:
         (("add", "acme"), "acme has a key"),
         (("add", "c", "--weight", "-1"), "`weight`"),
         (("add", "c", "--limit", "rpm=3"), "`limits.rpm`"),
+        (("add", "operator"), "has a meaning of its own"),
         (("remove", "c"), "has no key of c"),
     ):
         code, _, said = keys(*wrong)
@@ -126,6 +127,16 @@ def test_commands_change_the_file(tmp_path: Path, name: str) -> None:
     assert keys("remove", "acme")[0] == 0
     assert [one.id for one in read_keys(str(path))] == ["beta"]
     assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+def test_a_key_for_which_the_file_has_no_room_is_not_added(tmp_path: Path) -> None:
+    limits = dict.fromkeys(TenantLimits.model_fields, 2**40)
+    entries = [entry(f"{n:060}", f"{n}", limits=limits) for n in range(600)]
+    path = Path(write_keys(tmp_path / "keys.json", *entries))
+    before = path.read_bytes()
+    result = CliRunner().invoke(app, ["keys", "add", "b", "--file", str(path)])
+    assert (result.exit_code, path.read_bytes() == before) == (1, True)
+    assert len(read_keys(str(path))) == len(entries)
 
 
 def test_a_file_that_is_wrong_is_left_alone(tmp_path: Path) -> None:
