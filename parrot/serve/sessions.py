@@ -194,8 +194,11 @@ class SessionRegistry:
         is_program: bool = False,
         traceparent: str | None = None,
     ) -> Session:
-        """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long, and
-        `InsufficientStorage` if it cannot be written down."""
+        """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long,
+        `InsufficientStorage` if it cannot be written down, and `AuthenticationFailed` for a tenant
+        whose key was removed since it asked."""
+        if not self._tenant_table.is_served(tenant):
+            raise AuthenticationFailed(f"{tenant} has no key for sessions any more")
         if self.journal is not None:
             self.journal.require_room()
             self.numbers.reserve(self.journal)
@@ -242,13 +245,13 @@ class SessionRegistry:
 
     def keys_changed(self) -> Iterator[None]:
         """Let tenants have other limits from now on, and end the sessions of those who have no key
-        any more, one with each step: there may be thousands."""
+        for them any more, one with each step: there may be thousands."""
         table = self._tenant_table
         for tenant, account in self._tenants.items():
             account.own = table.get(tenant).limits.amounts
-        for session in self if table.is_closed else ():
-            if table.find(session.tenant) is None and session.id in self._sessions:
-                self._expire(session, "has ended: the key of its tenant was removed")
+        for session in self:
+            if not table.is_served(session.tenant) and session.id in self._sessions:
+                self._expire(session, "has ended: its tenant has no key for it any more")
                 yield
 
     def _account(self, tenant: str) -> Account:

@@ -41,7 +41,11 @@ class KeysWatch:
             facts = facts_of(path)
             if facts != seen:
                 seen = facts
-                await self._take_in(path)
+                try:
+                    await self._take_in(path)
+                except Exception:  # or no key could be withdrawn any more
+                    logger.exception("the keys of %s were not taken in", path)
+                    self._on_trouble("internal error")
             await self._clock.sleep(PERIOD_S)
 
     async def _take_in(self, path: str) -> None:

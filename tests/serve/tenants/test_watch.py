@@ -102,6 +102,37 @@ async def test_scopes_and_limits_hold_from_then_on(world: World) -> None:
         world.begin("a")
 
 
+async def test_sessions_end_with_the_scope_for_them(world: World) -> None:
+    mine = world.begin("a")
+    write_keys(world.path, entry("a", "key a", scopes=["metrics"]), entry("b", "key b"))
+    await next_change(world)
+    with pytest.raises(SessionGone):
+        world.core.session_info(*mine)
+
+
+async def test_a_key_that_is_removed_while_its_request_comes_begins_no_session(
+    world: World,
+) -> None:
+    tenant = world.core.tenant("key a")
+    world.write("b")
+    await next_change(world)
+    with pytest.raises(AuthenticationFailed):
+        world.core.begin_session(tenant, SessionCreateRequest())
+
+
+async def test_what_nobody_thought_of_in_a_file_does_not_stop_the_watch(world: World) -> None:
+    mine = world.begin("a")
+    depth = 500  # which can be read, and not written
+    world.path.write_text('{"keys": [{"id": ' + "[" * depth + "]" * depth + "}]}")
+    trouble = asyncio.ensure_future(world.troubles.get())
+    while not trouble.done():
+        await world.clock.advance(PERIOD_S)
+        await asyncio.wait([trouble], timeout=0.01)
+    world.core.session_info(*mine)
+    world.write("b")
+    assert (await next_change(world)).removed == ["a"]
+
+
 async def test_a_bad_file_changes_nothing_and_is_told_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
