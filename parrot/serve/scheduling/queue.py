@@ -9,7 +9,7 @@ from parrot.utils.heaps import LazyHeap
 SortKey = tuple[float, float]
 
 _LOOK_AHEAD = 4  # tasks that do not fit, or groups held, that are passed over in a round
-_MAX_PASSED = 64  # times that a task may be passed over before the others wait for it
+MAX_PASSED = 64  # times that a task may be passed over before the others wait for it
 
 
 class TaskQueue:
@@ -86,7 +86,7 @@ class TaskQueue:
         """Set aside a task for which there is no room."""
         self.remove(task)
         self._passed.append(task)
-        self.is_over = task.num_passed >= _MAX_PASSED or len(self._passed) >= _LOOK_AHEAD
+        self.is_over = task.num_passed >= MAX_PASSED or len(self._passed) >= _LOOK_AHEAD
 
     def hold(self, task: CompletionTask) -> None:
         """Set aside all of the task's group."""

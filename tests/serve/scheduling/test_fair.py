@@ -1,7 +1,7 @@
 """Fair share between tenants: the bound of the virtual token counter, for any arrivals, and that
 no slot is empty while somebody waits."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 
 import pytest
 from hypothesis import given, settings
@@ -203,6 +203,29 @@ def test_in_a_tenant_the_order_is_its_own() -> None:
     assert [task for task in order if task not in others] == [long, short, slow]
     tenants = [task.completion.options.tenant for task in order]
     assert sorted(tenants[:2]) == sorted(tenants[2:4]) == ["a", "b"]
+
+
+def test_small_calls_of_one_tenant_do_not_keep_out_a_large_one_of_another() -> None:
+    bench = Bench(policy="fcfs")
+    bench.engines(1, tokens=2000)
+    running: deque[tuple[CompletionTask, int]] = deque()
+
+    def small() -> CompletionTask:
+        return bench.task(tenant="b", prefix_len=200, criteria=THROUGHPUT)
+
+    bench.add(*(small() for _ in range(8)))
+    running.extend(bench.run().items())
+    large = bench.task(tenant="a", prefix_len=1700)
+    bench.add(large)
+    num_ended = 0
+    while large not in dict(running):
+        bench.add(small())
+        bench.later(0.01)
+        bench.scheduler.ended(*running.popleft())
+        running.extend(bench.run().items())
+        num_ended += 1
+        assert num_ended < 100, "it starves"
+    assert num_ended > 10
 
 
 def test_many_idle_tenants_are_forgotten_in_the_end() -> None:

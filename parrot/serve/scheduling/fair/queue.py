@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from parrot.serve.scheduling.fair.counters import Counters
 from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.order import OrderPolicy
-from parrot.serve.scheduling.queue import TaskQueue
+from parrot.serve.scheduling.queue import MAX_PASSED, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap
 
@@ -99,11 +99,13 @@ class FairQueue:
         return [top[1] for top in tops if top is not None]
 
     def pass_over(self, task: CompletionTask) -> None:
-        """Set aside a task for which there is no room."""
+        """Set aside a task for which there is no room. In the end those of other tenants wait for
+        it, too: else their small ones would take the room of a large one for ever."""
         queue = self._set_aside(task)
         self.num_groups -= queue.num_groups
         queue.pass_over(task)
         self.num_groups += queue.num_groups
+        self.is_over = task.num_passed >= MAX_PASSED
 
     def hold(self, task: CompletionTask) -> None:
         """Set aside all of the task's group."""
