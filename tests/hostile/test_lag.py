@@ -23,9 +23,14 @@ from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import fake_engine, register
 
-# The promise is 0.1 s on a quiet core. A core that others share counts up to four times as much for
-# the same work; what this is to find took whole seconds.
-WITHIN_CPU_S = 0.6
+# A core that others share counts up to four times as much for the same work. So what can be asked
+# again is asked again when it took longer than promised, and the least counts; what cannot has this
+# much more.
+WITHIN_CPU_S = 0.1
+TRIES = 6
+ONCE_WITHIN_CPU_S = 3 * WITHIN_CPU_S
+# 15 M escapes that one call reads, and 4 M numbers: 0.06 to 0.1 s on a quiet core.
+LONGER = {"breaks": 0.25, "4 M tokens": 0.25}
 LEFT_BEHIND = 1.1
 M = 2**20
 
@@ -56,12 +61,26 @@ class Server:
         self.url = url
         self.watch = watch
 
-    def ask(self, method: str, path: str, raw: bytes | None, token: str = "") -> tuple[int, Any]:
-        self.watch.longest_s = 0.0
-        answer = self._ask(method, path, raw, token)
-        self._ask("GET", "/health", None, "")  # what was under way has ended
-        assert self.watch.longest_s < WITHIN_CPU_S, (path, answer, self.watch.where)
-        return answer
+    def ask(
+        self,
+        method: str,
+        path: str,
+        raw: bytes | None,
+        token: str = "",
+        *,
+        tries: int = TRIES,
+        within_s: float = WITHIN_CPU_S,
+    ) -> tuple[int, Any]:
+        """`tries`: how often it may be asked without another answer; 1 for what changes a state."""
+        if tries == 1:
+            within_s = ONCE_WITHIN_CPU_S
+        for _ in range(tries):
+            self.watch.longest_s = 0.0
+            answer = self._ask(method, path, raw, token)
+            self._ask("GET", "/health", None, "")  # what was under way has ended
+            if self.watch.longest_s < within_s:
+                return answer
+        raise AssertionError((path, self.watch.longest_s, self.watch.where, str(answer)[:200]))
 
     def _ask(self, method: str, path: str, raw: bytes | None, token: str) -> tuple[int, Any]:
         connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
@@ -150,7 +169,8 @@ def test_conversations(server: Server, path: str, name: str) -> None:
     raw = VENDORS[name]()
     if path == "/v1/responses":
         raw = raw.replace(b'"messages":', b'"input":').replace(b'"max_tokens": 2, ', b"")
-    assert server.ask("POST", path, raw)[0] in (200, 400, 413)
+    within_s = LONGER.get(name, WITHIN_CPU_S)
+    assert server.ask("POST", path, raw, within_s=within_s)[0] in (200, 400, 413)
 
 
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -173,7 +193,8 @@ def test_texts(server: Server, name: str) -> None:
     raw = packed(payload)
     if path != "/v1/completions":
         raw = raw.replace(b'"max_tokens": 2, ', b"")
-    assert server.ask("POST", path, raw)[0] in (200, 400, 413)
+    within_s = LONGER.get(name, WITHIN_CPU_S)
+    assert server.ask("POST", path, raw, within_s=within_s)[0] in (200, 400, 413)
 
 
 def made(name: str, **more: Any) -> dict[str, Any]:
@@ -187,7 +208,8 @@ def test_programs(server: Server) -> None:
 
     def ask(path: str, payload: dict[str, Any], method: str = "POST") -> Any:
         raw = None if method == "GET" else json.dumps(scope | payload, ensure_ascii=False).encode()
-        return server.ask(method, path, raw, token)
+        tries = TRIES if method == "GET" else 1
+        return server.ask(method, path, raw, token, tries=tries)
 
     for text in (WORD * (3 * M), "\u00e9" * (15 * M), "\U0001f600" * (7 * M)):
         status, created = ask("/v1/semantic_var", {"var_name": "x", "content": text})
@@ -224,6 +246,24 @@ def test_programs(server: Server) -> None:
     assert ask(f"/v1/session/{scope['session_id']}", {}, "DELETE")[0] == 200
 
 
+def test_the_views_of_a_large_session(server: Server) -> None:
+    scope = server.ask("POST", "/v1/session", b"{}")[1]
+    token = scope.pop("session_auth")
+    query = f"session_id={scope['session_id']}"
+    call = {"template": "{{a}}{{b}}", "parameters": [{"name": "a", "var": "v"}, made("b")]}
+    graph = {"variables": [{"name": "v"}], "calls": [call] * 512}
+    raw = json.dumps(scope | graph).encode()
+    for _ in range(24):
+        assert server.ask("POST", "/v1/semantic_graph", raw, token, tries=1)[0] == 200
+    listed = server.ask("GET", f"/v1/semantic_var?{query}", None, token)[1]
+    assert len(listed["vars"]) == 24 * 513
+    info = server.ask("GET", f"/v1/session/{scope['session_id']}", None, token)[1]
+    assert len(info["calls"]) == 24 * 512
+    assert len(info["vars"]) == 24 * 513
+    assert {call["state"] for call in info["calls"]} == {"idle"}
+    assert server._ask("DELETE", f"/v1/session/{scope['session_id']}", None, token)[0] == 200
+
+
 def resident() -> int:
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed
@@ -247,7 +287,7 @@ def test_memory_comes_back(server: Server) -> None:
         body = b'{"session_id": %d, %b' % (scope["session_id"], variable)
         assert server.ask("POST", "/v1/semantic_var", body, token)[0] == 200
         path = f"/v1/session/{scope['session_id']}"
-        assert server.ask("DELETE", path, None, token)[0] == 200
+        assert server.ask("DELETE", path, None, token, tries=1)[0] == 200
         return resident()
 
     ask_all()

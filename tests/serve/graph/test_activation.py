@@ -588,3 +588,14 @@ async def test_calls_are_woken_in_the_order_of_their_submission(runner: FakeRunn
     assert not graph.activation.wake(until=12)
     assert runner.names() == ["early", "late"]
     graph.check_integrity()
+
+
+def test_many_calls_are_woken_in_turns(runner: FakeRunner) -> None:
+    graph = make_graph(runner, ManualClock(start=10))
+    for n in range(600):
+        link_call(graph, f"p{n}", [])
+    assert graph.activation.wake()
+    assert len(runner.names()) == 512
+    assert not graph.activation.wake()
+    assert runner.names() == [f"p{n}" for n in range(600)]
+    graph.check_integrity()
