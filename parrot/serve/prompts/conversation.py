@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
@@ -97,7 +98,8 @@ async def prompt_tokens(
     pieces = transcript_of(prompt, options, model, tokenizer).pieces()
     segments = [Segment(piece.kind, piece.text) for piece in pieces]
     units = await encode_prompt(segments, False, tokenizer)
-    return [id_ for ids in units for id_ in ids if isinstance(id_, int)]
+    parts = [ids for ids in units if not isinstance(ids, str)]
+    return list(chain.from_iterable(parts))  # not one by one in Python: there may be millions
 
 
 async def prompt_of_tokens(

@@ -62,3 +62,21 @@ async def test_events_name_engines_calls_and_sessions() -> None:
     others = PageRows(world.core).events(Visitor(id_of_key("other"), sees_values=True))
     assert {row["kind"] for row in others.values()} == {"engine joined", "engine lost"}
     await world.core.close()
+
+
+async def test_the_last_calls_and_variables_of_a_large_session_are_shown() -> None:
+    world = World()
+    program = world.program()
+    for n in range(1100):
+        program.call(f"question {n}")
+    for n in range(3500):
+        program.core.programs.create_var(*program.scope.values(), f"x{n}", None)
+    session = world.core.sessions.find(program.scope["session_id"])
+    assert session is not None
+    rows = PageRows(world.core).session(session)
+    ids = [row["request_id"] for key, row in rows.items() if key.startswith("call:")]
+    assert ids == list(session.graph.calls)[-1024:]
+    names = [row["name"] for key, row in rows.items() if key.startswith("var:")]
+    assert len(names) == 4096
+    assert names[-1] == "x3499"
+    await world.core.close()
