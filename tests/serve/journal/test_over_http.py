@@ -224,6 +224,37 @@ async def test_a_response_that_ends_as_its_server_stops_is_kept() -> None:
         assert await ended(site, made["id"]) == made
 
 
+@pytest.mark.parametrize("stream", ["true", "false"])
+async def test_a_background_response_is_told_when_it_is_on_disk(stream: str) -> None:
+    """Until then a restart would make another one."""
+
+    class Held(MemoryFile):
+        reached, open = threading.Event(), threading.Event()
+
+        def write(self, records: Sequence[Record]) -> None:
+            if any(r.kind == "response" and r.fields()["body"] for r in records):
+                self.reached.set()
+                assert self.open.wait(20)
+            super().write(records)
+
+    file, engine = Held(), hanging()
+    async with serving(file, engine) as site:
+        response = await begun_in_the_background(site)
+        path = f"{RESPONSES}/{response['id']}"
+
+        async def told() -> str:
+            async with site.http.get(path, params={"stream": stream}) as answer:
+                return await answer.text()
+
+        engine.resume.set()
+        assert await asyncio.to_thread(file.reached.wait, 20)
+        asking = asyncio.ensure_future(told())
+        await asyncio.wait([asking], timeout=0.1)
+        assert not asking.done()
+        file.open.set()
+        assert '"status":"completed"' in (await asking).replace(" ", "")
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_a_background_response_is_made_again_after_a_restart(is_killed: bool) -> None:
     file, tools = MemoryFile(), [{"type": "function", "name": "f", "parameters": {}}]

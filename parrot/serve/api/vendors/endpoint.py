@@ -137,9 +137,9 @@ class VendorEndpoint(Endpoint):
         return response
 
     async def _lasting(self, *, adds: bool) -> None:
-        """Answer when what was done is on disk, if it is written down at all; but unless it `adds`
-        something, do not wait while nothing can be written."""
-        if self.method != "GET" and (journal := self._core.sessions.journal) is not None:
+        """Answer when what was done, or is told, is on disk, if it is written down at all; but
+        unless it `adds` something, do not wait while nothing can be written."""
+        if (journal := self._core.sessions.journal) is not None:
             await (journal.durable() if adds else journal.published())
 
     async def _read_fields(self, request: Request) -> Any:

@@ -70,13 +70,16 @@ async def when_served(
 
 class Background:
     """The state of one response so far. `writer` has the response as it is now. `turn`: None if it
-    is submitted later."""
+    is submitted later. `published` waits until what was made is on disk."""
 
-    def __init__(self, turn: Turn | None, frame: Json) -> None:
+    def __init__(
+        self, turn: Turn | None, frame: Json, published: Callable[[], Awaitable[None]]
+    ) -> None:
         self.writer = ResponseWriter(frame)
         self.turn = turn
         self.frame = frame
         self.has_ended = False
+        self._published = published
         self._parts: list[Part] = []
         self._changed = asyncio.Event()
 
@@ -113,7 +116,8 @@ class Background:
             self.turn.cancel()
 
     async def events(self, after: int = -1) -> AsyncGenerator[Events]:
-        """All events whose numbers are larger than `after`, until it has ended."""
+        """All events whose numbers are larger than `after`, until it has ended. The end is told
+        when it is on disk: until then a restart may make another answer."""
         writer = ResponseWriter(self.frame)
         num_written = 0
         events = list(writer.begin())
@@ -127,3 +131,5 @@ class Background:
                 await self._changed.wait()
             events = list(writer.write(self._parts[num_written]))
             num_written += 1
+            if self.has_ended and num_written == len(self._parts):
+                await self._published()

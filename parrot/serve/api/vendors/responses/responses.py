@@ -72,7 +72,7 @@ class Responses:
         if request.is_deferred:
             return orjson.dumps(frame)
         if request.background:
-            record.job = job = Background(turn, frame)
+            record.job = job = Background(turn, frame, self.kept.published)
             self._store.begin(record)
             self._begin(asked, frame, record)
             self._tasks.spawn(self._work(job, turn, parser, record), name=record.id)
@@ -269,7 +269,7 @@ class Responses:
         """Make what the journal has begun. A response waits for an engine with its model, which
         `joined` tells of, for `timeout_s` at most."""
         for record, fields in self.kept.unfinished.values():
-            record.job = Background(None, fields["frame"])
+            record.job = Background(None, fields["frame"], self.kept.published)
             work = self._again(record.job, fields, record, joined, timeout_s)
             self._tasks.spawn(work, name=record.id)
         self.kept.unfinished.clear()

@@ -244,6 +244,10 @@ class KeptResponses:
         if self._journal is not None:
             await (self._journal.durable() if is_stored else self._journal.published())
 
+    async def published(self) -> None:
+        """Do the same, but do not wait while nothing can be written."""
+        await self.durable(is_stored=False)
+
     def _dropped(self, record: Record) -> None:
         assert self._journal is not None
         if record.is_kept:
