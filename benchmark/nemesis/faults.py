@@ -161,7 +161,7 @@ async def disk_full(service: Service, draw: random.Random) -> str:
             service.core.make_room()
         else:  # what could not be written is lost with it
             await service.kill(service.core)
-        if not service.core.is_alive:  # it does not start either while it cannot write
+        if not service.core.is_alive:  # the limit is gone with its process
             service.core.start()
     return CORE
 

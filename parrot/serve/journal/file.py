@@ -53,17 +53,17 @@ class JournalFile:
             self._seqs: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
             self._ended = self._find_ended()
             self._damage, self.epoch = "", _now_ms()
+            self._is_epoch_due = False  # it is to be written with the next records
             try:
-                with self._database as database:
-                    database.execute("DROP INDEX IF EXISTS ended")  # of earlier versions
-                    self.epoch = self._count_epoch()
+                self._count_epoch()
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
                     raise
                 self._damage = f"its facts are damaged: {error}"
         except (sqlite3.Error, OSError) as error:
             self._lock.close()
-            raise ConfigError(f"journal: {path}: {error}") from None
+            advice = "; is there room on its disk?" if _is_no_room(error) else ""
+            raise ConfigError(f"journal: {path}: {error}{advice}") from None
         except BaseException:
             self._lock.close()
             raise
@@ -73,9 +73,12 @@ class JournalFile:
 
     def fact(self, name: str, value: int) -> int:
         """The number that was first given for this name."""
-        with self._database as database:
-            database.execute("INSERT OR IGNORE INTO facts VALUES (?, ?)", (name, value))
-        (known,) = database.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
+        query = "SELECT value FROM facts WHERE name = ?"
+        if (row := self._database.execute(query, (name,)).fetchone()) is None:
+            with self._database as database:
+                database.execute("INSERT INTO facts VALUES (?, ?)", (name, value))
+            return value
+        (known,) = row
         return known if type(known) is int and known >= 0 else value
 
     def read(self) -> Iterator[Record]:
@@ -100,6 +103,8 @@ class JournalFile:
                 return
             reason = f"the record behind {last} is damaged"
         except sqlite3.DatabaseError as error:
+            if not _is_damage(error):
+                raise
             reason = f"it cannot be read behind record {last}: {error}"
         self._cut(last, reason)
 
@@ -110,10 +115,13 @@ class JournalFile:
     def write(self, records: Sequence[Record]) -> None:
         """All of them or none."""
         with self._database as database:
+            if self._is_epoch_due:
+                self._write_epoch()
             database.executemany(
                 f"INSERT INTO records ({_ROWS}) VALUES (?, ?, ?, ?, ?, ?)",
                 [(*record, record.checksum) for record in records],
             )
+        self._is_epoch_due = False
         for record in records:
             self._seqs[record.subject].append(record.seq)
         self.note_ends(records)
@@ -171,15 +179,28 @@ class JournalFile:
                 f"{SCHEMA}: start the version that wrote it, or set another path"
             )
 
-    def _count_epoch(self) -> int:
-        """Greater than all before, also where they were counted without a journal, by the time."""
+    def _count_epoch(self) -> None:
+        """Greater than all before, also where they were counted without a journal, by the time. So
+        it need not be written yet if there is no room."""
         known = self._database.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchone()
         before = 0 if known is None else known[0]
         if type(before) is not int or not 0 <= before < _MAX_EPOCH:
             raise sqlite3.DatabaseError(f"the epoch is {before!r:.80}")
         epoch = max(before + 1, _now_ms())
-        self._database.execute("INSERT OR REPLACE INTO facts VALUES ('epoch', ?)", (epoch,))
-        return epoch
+        try:
+            with self._database as database:
+                database.execute("DROP INDEX IF EXISTS ended")  # of earlier versions
+                self.epoch = epoch
+                self._write_epoch()
+        except sqlite3.DatabaseError as error:
+            if not _is_no_room(error):
+                raise
+            logger.error("journal %s: it can be read, but not be written: %s", self._path, error)
+            self._is_epoch_due = True
+
+    def _write_epoch(self) -> None:
+        """In the open transaction."""
+        self._database.execute("INSERT OR REPLACE INTO facts VALUES ('epoch', ?)", (self.epoch,))
 
     def _facts(self) -> list[tuple[str, int]]:
         if not self._damage:
@@ -234,6 +255,12 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     """Whether the file is to blame, not the disk or what was asked."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # none: a value is wrong
     return code & 0xFF == sqlite3.SQLITE_CORRUPT
+
+
+def _is_no_room(error: Exception) -> bool:
+    """Whether the disk takes nothing more, as far as SQLite tells."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
+    return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
 
 def _now_ms() -> int:

@@ -55,6 +55,7 @@ class Journal:
         self._turn: list[Record] = []
         self._seq = self._num_flushed = self._num_written = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._writable = asyncio.Event()  # set, and another, when it can be written again
         self._unwritten: deque[tuple[int, float]] = deque()  # last seqs of turns, and since when
         self._watch: asyncio.TimerHandle | None = None  # while something is unwritten
         self._batches: SimpleQueue[list[Record] | None] = SimpleQueue()
@@ -118,6 +119,11 @@ class Journal:
         """Raise `InsufficientStorage` while nothing can be written."""
         if self.trouble:
             raise self._refusal()
+
+    async def has_room(self) -> None:
+        """Wait until something can be written."""
+        while self.trouble:
+            await self._writable.wait()
 
     async def durable(self) -> None:
         """Wait until everything that was appended until now is on disk. Raises
@@ -219,6 +225,7 @@ class Journal:
             self._delay = ""
             logger.warning("the journal is written in time again")
             self._set_watch()
+            self._tell_writable()
         while self._waiters and self._waiters[0][0] <= seq:
             _, waiter = self._waiters.popleft()
             if not waiter.done():
@@ -249,6 +256,11 @@ class Journal:
     def _recovered(self) -> None:
         logger.warning("the journal can be written again")
         self._failure = ""
+        self._tell_writable()
+
+    def _tell_writable(self) -> None:
+        self._writable.set()
+        self._writable = asyncio.Event()
 
     def _refuse(self, reason: str) -> None:
         self._failure = reason

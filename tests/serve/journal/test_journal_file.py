@@ -317,6 +317,64 @@ async def test_a_full_disk_refuses_and_loses_nothing(tmp_path: Path) -> None:
     assert [r.kind for r in read(tmp_path / "j")] == ["a", "b", "c"]
 
 
+async def test_it_is_opened_and_read_though_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    journal = await opened(path)
+    secret, epochs = journal.fact("secret", 7), [journal.epoch]
+    journal.append("1", "a", {"text": "x" * 50_000})
+    await journal.durable()
+    for name in ("j", "j-wal"):  # as after SIGKILL
+        (tmp_path / f"{name}.left").write_bytes((tmp_path / name).read_bytes())
+    await journal.close()
+    for name in ("j", "j-wal"):
+        (tmp_path / f"{name}.left").rename(tmp_path / name)
+    with file_size_limit(os.stat(f"{tmp_path}/j-wal").st_size):
+        found: list[Record] = []
+        journal = Journal(JournalFile(str(path), SIZE), MonotonicClock())
+        journal.read(found.append)
+        assert [r.kind for r in found] == ["a"]
+        assert journal.fact("secret", 8) == secret
+        epochs.append(journal.epoch)
+        journal.append("1", "b", {})
+        with pytest.raises(InsufficientStorage):
+            await journal.durable()
+        waiting = asyncio.ensure_future(journal.has_room())
+    async with asyncio.timeout(20):
+        await waiting
+    await journal.durable()
+    await journal.close()
+    file = JournalFile(str(path), SIZE)
+    assert [r.kind for r in file.read()] == ["a", "b"]
+    epochs.append(file.epoch)
+    assert epochs == sorted(set(epochs))
+    file.close()
+
+
+def test_a_journal_that_cannot_be_made_says_what_to_look_at(tmp_path: Path) -> None:
+    with file_size_limit(100), pytest.raises(ConfigError, match="room on its disk"):
+        JournalFile(str(tmp_path / "j"), SIZE)
+
+
+def test_what_cannot_be_read_now_is_not_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = filled(tmp_path / "j")
+    file = JournalFile(str(tmp_path / "j"), SIZE)
+    broken = sqlite3.OperationalError("disk I/O error")
+    broken.sqlite_errorcode = sqlite3.SQLITE_IOERR_READ
+
+    class Failing:
+        def execute(self, *_: object) -> None:
+            raise broken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "_database", Failing())
+        with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
+            list(file.read())
+    assert list(file.read()) == records
+    file.close()
+
+
 async def test_any_failure_reaches_who_waits_and_is_tried_again(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j")
     write, errors = journal._file.write, [MemoryError("no memory")]

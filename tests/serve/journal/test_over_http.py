@@ -312,6 +312,26 @@ async def test_a_full_queue_refuses_no_background_response_after_a_restart() -> 
             assert (await ended(site, response["id"]))["status"] == "completed"
 
 
+async def test_a_full_disk_fails_no_background_response_after_a_restart() -> None:
+    """It is made when there is room."""
+    async with serving(file := HeldFile(), hanging()) as site:
+        began = await begun_in_the_background(site)
+        await journal_of(site).durable()
+        records = file.records.copy()
+    file, other = HeldFile(records), fake_engine("e1", model="another")
+    again = fake_engine("e0", model=MODEL)
+    async with serving(file, other) as site:
+        await full(site, file)
+        site.core.fleet._connect = lambda _: again
+        await site.core.register_engine(RegisterRequest(engine_config=again.info))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        async with site.http.get(f"{RESPONSES}/{began['id']}") as answer:
+            assert (await answer.json())["status"] == "queued"
+        file.full = False
+        assert (await ended(site, began["id"]))["status"] == "completed"
+
+
 async def test_a_background_response_that_was_interrupted_can_be_cancelled_and_deleted() -> None:
     file = MemoryFile()
     async with serving(file, hanging()) as site:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import orjson
 
-from parrot.protocol.errors import Cancelled, NoEngine, NotFound, ParrotError
+from parrot.protocol.errors import Cancelled, InsufficientStorage, NoEngine, NotFound, ParrotError
 from parrot.protocol.server import Events
 from parrot.serve.api.vendors.choices import stream_all
 from parrot.serve.api.vendors.openai_common import Json
@@ -53,10 +53,24 @@ async def likelihoods(turn: Turn) -> Likelihoods:
 
 
 async def when_served(
+    submit: Callable[[], T],
+    joined: Callable[[], Awaitable[None]],
+    has_room: Callable[[], Awaitable[None]],
+    timeout_s: float,
+) -> T:
+    """Submit as soon as engines with the model are there and the journal can be written; `joined`
+    waits for the next engine, and `has_room` for the journal, however long that takes. Raises what
+    `submit` does otherwise, and after `timeout_s` that there is no engine."""
+    while True:
+        try:
+            return await _when_served(submit, joined, timeout_s)
+        except InsufficientStorage:
+            await has_room()
+
+
+async def _when_served(
     submit: Callable[[], T], joined: Callable[[], Awaitable[None]], timeout_s: float
 ) -> T:
-    """Submit as soon as engines with the model are there; `joined` waits for the next engine.
-    Raises what `submit` does, and after `timeout_s` that there is none."""
     try:
         async with asyncio.timeout(timeout_s):
             while True:

@@ -267,7 +267,7 @@ class Responses:
 
     def resume(self, joined: Callable[[], Awaitable[None]], timeout_s: float) -> None:
         """Make what the journal has begun. A response waits for an engine with its model, which
-        `joined` tells of, for `timeout_s` at most."""
+        `joined` tells of, for `timeout_s` at most, and for a journal that can be written."""
         for record, fields in self.kept.unfinished.values():
             record.job = Background(None, fields["frame"], self.kept.published)
             work = self._again(record.job, fields, record, joined, timeout_s)
@@ -289,7 +289,7 @@ class Responses:
 
         try:
             asked = Asked.of(fields)
-            turn, parser = await when_served(submit, joined, timeout_s)
+            turn, parser = await when_served(submit, joined, self.kept.has_room, timeout_s)
         except ParrotError as error:
             job.add(error)
             self._keep(job.writer, record)

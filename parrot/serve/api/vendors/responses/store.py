@@ -248,6 +248,11 @@ class KeptResponses:
         """Do the same, but do not wait while nothing can be written."""
         await self.durable(is_stored=False)
 
+    async def has_room(self) -> None:
+        """Wait until something can be written."""
+        if self._journal is not None:
+            await self._journal.has_room()
+
     def _dropped(self, record: Record) -> None:
         assert self._journal is not None
         if record.is_kept:
