@@ -115,11 +115,11 @@ class TaskRunner:
         if self._held is not None:
             self._held.pop(task.id, None)
             return
-        self.meters.ended(task.id, 0)
         if isinstance(task, Completion):
             self._dispatcher.withdraw(task)
         else:
             self._native.stop(task)
+        self._ended(task)
 
     def cancel(self, task: Task, error: ParrotError) -> None:
         if self._held is not None:
@@ -134,7 +134,7 @@ class TaskRunner:
             self._dispatcher.reprioritise(completion)
 
     def finished(self, task: Task) -> None:
-        self.meters.ended(task.id, task.stats.used_tokens if isinstance(task, Completion) else 0)
+        self._ended(task)
         session = self._find_session(task.session_id)
         if session is not None:
             session.task_finished(task, self._clock.now())
@@ -144,6 +144,9 @@ class TaskRunner:
                 return
             self._metrics.task_finished(task, session)
             self._observers.tell(lambda one: one.task_finished(session, task))
+
+    def _ended(self, task: Task) -> None:
+        self.meters.ended(task.id, task.stats.used_tokens if isinstance(task, Completion) else 0)
 
     async def close(self) -> None:
         await self._native.close()

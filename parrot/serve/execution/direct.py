@@ -69,8 +69,8 @@ class DirectRequests:
             traceparent=traceparent,
             inputs=[],
         )
-        answers = await self._ask_all(tenant, self._aliases.get(model, model), given, request)
-        num_tokens = self._charged(tenant, answers)
+        model = self._aliases.get(model, model)
+        answers, num_tokens = await self._ask_all(tenant, model, given, request)
         return [one for answer in answers for one in answer.embeddings], num_tokens
 
     async def score(
@@ -92,19 +92,13 @@ class DirectRequests:
             inputs=[],
             num_top=num_top,
         )
-        answers = await self._ask_all(tenant, model, given, request, max_tokens)
+        answers, num_tokens = await self._ask_all(tenant, model, given, request, max_tokens)
         found: list[Logprobs] = [one for answer in answers for one in answer.logprobs]
         tokenizer = self._fleet.tokenizer(model)
         if tokenizer is not None:
             for one in found:
                 one.tokens = tokenizer.encoder.vocabulary
-        return found, self._charged(tenant, answers)
-
-    def _charged(self, tenant: str, answers: Sequence[Any]) -> int:
-        """The tokens of the inputs, which the tenant has used."""
-        num_tokens: int = sum(answer.prompt_tokens for answer in answers)
-        self._meters.charge(tenant, num_tokens)
-        return num_tokens
+        return found, num_tokens
 
     async def _ask_all(
         self,
@@ -113,18 +107,22 @@ class DirectRequests:
         given: Sequence[Input],
         request: EmbedRequest,
         max_tokens: int | None = None,
-    ) -> list[Any]:
-        """The answers to requests like this one, for some of the inputs each."""
+    ) -> tuple[list[Any], int]:
+        """The answers to requests like this one, for some of the inputs each, and the tokens of all
+        inputs, which the tenant has used."""
         inputs = await self._inputs(model, given)
         count = sum(len(i) if isinstance(i, list) else len(i) // _CHARS_PER_TOKEN for i in inputs)
         if max_tokens is not None and count > max_tokens:
             text = f"the request has {count} tokens; of {max_tokens} it is told how likely they are"
             raise InvalidRequest(text, param="prompt")
-        async with self._place(tenant):
+        async with self._place(tenant, count):
             self._check_lengths(model, inputs)
             batches = _batches(inputs)
             copies = [request.model_copy(update={"inputs": batch}) for batch in batches]
-            return [await self._ask(model, copy) for copy in copies]
+            answers = [await self._ask(model, copy) for copy in copies]
+        num_tokens: int = sum(answer.prompt_tokens for answer in answers)
+        self._meters.charge(tenant, num_tokens - count)
+        return answers, num_tokens
 
     async def _inputs(self, model: str, given: Sequence[Input]) -> list[Input]:
         tokenizer = self._fleet.tokenizer(model)
@@ -140,13 +138,13 @@ class DirectRequests:
         return inputs
 
     @asynccontextmanager
-    async def _place(self, tenant: str) -> AsyncIterator[None]:
+    async def _place(self, tenant: str, num_tokens: int) -> AsyncIterator[None]:
         self._require_room(tenant)
         if self._asking.total() >= self._limit:
             require_share(tenant, self._limit, self._tenants.weigh, None, self._asking)
         self._asking.enter(tenant)
         try:
-            with self._meters.running(tenant):
+            with self._meters.running(tenant, num_tokens):
                 yield
         finally:
             self._asking.leave(tenant)

@@ -116,6 +116,7 @@ def reused(made: RunStats) -> RunStats:
         recomputed_tokens=0,
         drafted_tokens=0,
         accepted_tokens=0,
+        used_tokens=0,
         is_reused=True,
     )
 

@@ -109,7 +109,8 @@ class Run(CompletionTask):
 
     `result_key`: equal for identical runs; None if it is not shared. `text` was delivered to the
     waiters so far, `ids` are its tokens by the tokenizer of `tokenizer_id`, and `num_streamed` its
-    tokens where ids are unknown. `num_lost` counts engines that died or failed with it,
+    tokens where ids are unknown. `num_counted`: tokens of prompt and output that were paid when it
+    was withdrawn. `num_lost` counts engines that died or failed with it,
     `num_refused` refusals for want of memory or of a context, and `trouble` says why the last
     attempt came to nothing."""
 
@@ -124,6 +125,7 @@ class Run(CompletionTask):
     ids: list[int] = field(default_factory=list)
     tokenizer_id: str | None = None
     num_streamed: int = 0
+    num_counted: int = 0
     trouble: str = ""
 
     @property
@@ -170,6 +172,16 @@ class Run(CompletionTask):
         """The engine that ran it is gone."""
         self.num_lost += 1
         self.trouble = "the engine was lost"
+
+    def count_used(self, num_tokens: int) -> int:
+        """How many of its first `num_tokens` tokens were not counted yet; they are now."""
+        added = max(0, num_tokens - self.num_counted)
+        self.num_counted += added
+        return added
+
+    def count_delivered(self) -> int:
+        """The same for its prompt and what was delivered, if it runs."""
+        return 0 if self.attempt is None else self.count_used(self.prompt_len + self.num_streamed)
 
     def append(self, text: str) -> None:
         """Some more of the output was generated."""

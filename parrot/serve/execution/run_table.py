@@ -150,8 +150,7 @@ class RunTable:
         """Start a queued run where the scheduler has placed it."""
         run = placement.task
         assert isinstance(run, Run), run
-        share, is_longest = placement.share, placement.is_longest
-        attempt = Attempt(run, engine, placement.priority, is_longest, share)
+        attempt = Attempt(run, engine, placement.priority, placement.is_longest, placement.share)
         run.attempt = attempt
         run.stats.attempts += 1
         run.stats.engine_name = engine.info.engine_name
@@ -299,6 +298,7 @@ class RunTable:
         if run.waiters:
             self._update(run)
         elif run.state in _LIVE:
+            completion.stats.used_tokens = run.count_delivered()
             self._stop(run, is_kept=comes_back and run.can_continue)
             completion.stats.service_s = run.service_s
             if run.state is RunState.WITHDRAWN:
@@ -360,10 +360,10 @@ class RunTable:
         attempt.runner = None
         usage, stats = outcome.response.usage, run.stats
         stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
-        num_resumed = attempt.num_delivered
-        num_prompt = usage.cached_tokens + usage.computed_tokens - num_resumed
+        num_prompt = usage.cached_tokens + usage.computed_tokens - attempt.num_delivered
         stats.prompt_tokens = max(0, num_prompt)  # of a server that counts nothing
-        stats.output_tokens = (usage.output_tokens or outcome.num_units) + num_resumed
+        stats.output_tokens = (usage.output_tokens or outcome.num_units) + attempt.num_delivered
+        stats.used_tokens = run.count_used(stats.prompt_tokens + stats.output_tokens)
         stats.drafted_tokens, stats.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
         stats.decode_s = usage.decode_s if usage.steps else None
         stats.finish_reason = outcome.response.finish_reason

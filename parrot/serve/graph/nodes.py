@@ -124,11 +124,7 @@ class RunStats:
     is_reused: bool = False  # the result of an identical call was taken: nothing was computed
     logprobs: Logprobs | None = None  # of the output's tokens so far, if they are wanted
     comes_whole: str = ""  # why its text is not seen as it comes although somebody wants that
-
-    @property
-    def used_tokens(self) -> int:
-        """The tokens of its prompt and its output, if it was run for them."""
-        return 0 if self.is_reused else self.prompt_tokens + self.output_tokens
+    used_tokens: int = 0  # of prompt and output, without those before it was withdrawn
 
 
 @dataclass(frozen=True, slots=True)

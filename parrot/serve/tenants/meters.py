@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from parrot.protocol.errors import QueueFull, RateLimited
+from parrot.protocol.errors import ParrotError, QueueFull, RateLimited
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 
@@ -83,11 +83,16 @@ class Meters:
             self.charge(tenant_id, used_tokens - expected)
 
     @contextmanager
-    def running(self, tenant_id: str) -> Iterator[None]:
-        """For the block that does what is no task of a graph."""
+    def running(self, tenant_id: str, expected_tokens: int) -> Iterator[None]:
+        """For the block that does what is no task of a graph. What is used otherwise is charged
+        behind it; if the block raises a `ParrotError`, nothing was."""
         self._running[tenant_id] += 1
+        self.charge(tenant_id, expected_tokens)
         try:
             yield
+        except ParrotError:
+            self.charge(tenant_id, -expected_tokens)
+            raise
         finally:
             self._leave(tenant_id)
 

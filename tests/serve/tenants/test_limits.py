@@ -1,5 +1,6 @@
 """Limits of keys, as programs meet them over HTTP."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from parrot.protocol.engine_api import EmbedRequest, EmbedResponse
 from parrot.serve.config import CoreConfig
 from tests.serve.tenants.keys import entry, write_keys
 from tests.serve.vendors.conftest import MODEL, Site, serve
@@ -98,6 +100,48 @@ async def test_embeddings_count(site: Site) -> None:
     body = {"model": MODEL, "input": "x" * 500}
     assert (await ask(site, "/v1/embeddings", body, "slow"))[0] == 200
     assert (await ask(site, "/v1/embeddings", body, "slow"))[0] == 429
+
+
+async def test_embeddings_are_charged_before_they_are_there(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed, begun, gate = site.engine.embed, asyncio.Event(), asyncio.Event()
+
+    async def later(request: EmbedRequest) -> EmbedResponse:
+        begun.set()
+        await gate.wait()
+        return await embed(request)
+
+    monkeypatch.setattr(site.engine, "embed", later)
+    body = {"model": MODEL, "input": "x" * 500}
+    first = asyncio.create_task(ask(site, "/v1/embeddings", body, "slow"))
+    await begun.wait()
+    assert (await ask(site, "/v1/embeddings", body, "slow"))[0] == 429
+    gate.set()
+    assert (await first)[0] == 200
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_what_was_read_of_a_call_is_paid_though_its_reader_goes(
+    site: Site, is_chat: bool
+) -> None:
+    site.engine.script = Script(hang_after=1)
+    text = "word " * 100
+    if is_chat:
+        headers = {"Authorization": "Bearer key slow"}
+        reading = site.http.post(CHAT, json=chat(text, stream=True), headers=headers)
+    else:
+        session = await site.post("/v1/session", {"api_key": "key slow"})
+        output = {"name": "y", "is_output": True}
+        call = {"template": text + "{{y}}", "parameters": [output], "func_name": "f"}
+        made = await site.post("/v1/semantic_call", session | call)
+        path = f"/v1/semantic_var/{made['param_info'][0]['var_id']}/stream"
+        reading = site.http.get(path, params=session)
+    async with reading as stream:
+        await stream.content.readline()
+    await site.engine.aborted.wait()
+    status, message, _ = await ask(site, CHAT, chat("Again"), "slow")
+    assert (status, "`limits.tokens_per_minute`" in message) == (429, True)
 
 
 async def test_requests_per_minute(site: Site) -> None:

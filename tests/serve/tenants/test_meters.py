@@ -26,7 +26,7 @@ def test_calls_in_flight(tmp_path: Path) -> None:
     meters = metered(tmp_path, ManualClock(), calls_in_flight=2)
     meters.began(1, "a", 0)
     meters.admit("a")
-    with meters.running("a"):
+    with meters.running("a", 0):
         with pytest.raises(QueueFull, match=r"2 calls in flight \(`limits.calls_in_flight`\)"):
             meters.admit("a")
         meters.admit("b")
