@@ -144,7 +144,7 @@ class Counters:
     def _add(self, tenant: str, seconds: float) -> None:
         account = self._accounts[tenant]
         account.counter += seconds / account.weight
-        if seconds < 0 and account.num_queued:
+        if account.num_queued and account.counter < self._waiting.key(tenant):
             self._waiting.set(tenant, account.counter)
 
     def _least(self) -> float:

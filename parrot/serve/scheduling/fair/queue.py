@@ -75,14 +75,16 @@ class FairQueue:
     def settled(self, tenant: str) -> None:
         """Note that the tenant's counter has shrunk."""
         if tenant in self._tenants:
-            self._tenants.set(tenant, self._counters.counter(tenant))
+            counter = self._counters.counter(tenant)
+            if counter < self._tenants.key(tenant):
+                self._tenants.set(tenant, counter)
 
     def top(self) -> tuple[FairKey, CompletionTask] | None:
         """The first task and its sort key; None if there is none, or the round is over."""
         while not self.is_over and (first := self._tenants.top()) is not None:
             known, tenant = first
             counter = self._counters.counter(tenant)
-            if counter > known:
+            if counter > known and len(self._tenants) > 1:
                 self._tenants.set(tenant, counter)
                 continue
             if (top := self._queues[tenant].top()) is not None:
