@@ -142,11 +142,12 @@ def require_share(
 ) -> None:
     """Raise `ClusterFull`, to be tried again in `wait_s`, if the tenant has its share of a full
     queue. Shares are parts of `limit` by the weights of the tenants with queued tasks, this one
-    included. So tasks that one tenant queues, however many, leave the others their room, and of
-    tenants of one weight at most `limit` have queued tasks."""
+    included; each of up to `limit` tenants may have one task. So tasks that one tenant queues,
+    however many, leave the others their room."""
     own = sum(queue[tenant] for queue in queues)
-    weight = sum(map(weigh, {tenant}.union(*queues)))
-    if own >= int(limit * weigh(tenant) / weight):
+    tenants = {tenant}.union(*queues)
+    part = limit * weigh(tenant) / sum(map(weigh, tenants))
+    if own >= max(int(part), len(tenants) <= limit):
         raise ClusterFull(
             f"the queue is full (`max_queue_size`: {limit}, of which {own} are yours): "
             "try again later",

@@ -116,6 +116,20 @@ def test_shares_of_a_full_queue_are_by_weight() -> None:
     require_share("heavy", 100, weigh, 7.0, queued)
 
 
+def test_a_tenant_of_little_weight_has_a_place_in_a_full_queue_and_made_up_ones_have_no_end() -> (
+    None
+):
+    queued = QueuedByTenant(heavy=100)
+    weigh = {"light": 1.0, "heavy": 1000.0}.__getitem__
+    require_share("light", 100, weigh, None, queued)
+    queued.enter("light")
+    with pytest.raises(ClusterFull):
+        require_share("light", 100, weigh, None, queued)
+    made_up = QueuedByTenant({f"tenant {n}": 1 for n in range(100)})
+    with pytest.raises(ClusterFull):
+        require_share("one more", 100, lambda tenant: 1.0, None, made_up)
+
+
 def test_vendors_tell_a_full_cluster_from_a_quota() -> None:
     full, quota = ClusterFull("full"), QuotaExceeded("yours")
     status, body = openai_error(full)
