@@ -13,6 +13,7 @@ from parrot.utils.ids import tokens_equal
 
 VISIT_S = 12 * 3600.0
 _MAX_VISITORS = 1024
+_MAX_COOKIES = 64  # of one visitor, who shuts nobody else out with more
 
 
 def page_key(cluster_token: str) -> str:
@@ -70,6 +71,10 @@ class Visitors:
         else:
             raise AuthenticationFailed("this is not the key of the page")
         cookie = secrets.token_urlsafe(32)
+        known = zip(self._known, self._known.values(), strict=True)
+        own = [other for other, (who, _) in known if who.name == visitor.name]
+        if len(own) >= _MAX_COOKIES:
+            self._known.pop(own[0])
         self._known.put(cookie, (visitor, self._clock.now() + VISIT_S))
         return cookie
 

@@ -247,6 +247,16 @@ def test_a_visit_ends() -> None:
         visitors.of(cookie)
 
 
+def test_no_visitor_shuts_out_another_by_coming_often() -> None:
+    visitors = Visitors(TOKEN, TenantTable(CoreConfig(api_keys=("k1",))), ManualClock())
+    cookie = visitors.enter(KEY)
+    first, *_, last = (visitors.enter("k1") for _ in range(2000))
+    assert visitors.of(cookie).tenant is None
+    assert visitors.of(last).tenant is not None
+    with pytest.raises(Exception, match="show the key"):
+        visitors.of(first)
+
+
 async def test_engines_are_drained_by_the_operator_alone() -> None:
     async with served(api_keys=("k1",)) as site:
         path = "/ui/api/engines/0/drain"
