@@ -41,7 +41,7 @@ ALONE = TenantShare()
 @dataclass(slots=True)
 class _Tenant:
     """`num_jobs` are open; `most_jobs` were, since it came. It is remembered `until` some time
-    after its last job. `credit_s`: what its jobs may take of the next step."""
+    after the last step with a job. `credit_s`: what its jobs may take of the next step."""
 
     weight: float = 1.0
     step_growth: float | None = None
@@ -86,9 +86,9 @@ class TenantBudgets:
     def begin(self, now: float, decoding: Iterable["Job"]) -> None:
         """Another step is planned. `decoding`: the jobs that generate."""
         self._left.clear()
+        self._forget(now)
         if len(self._tenants) < 2:
             return
-        self._forget(now)
         guarded = [(n, t) for n, t in self._tenants.items() if t.step_growth is not None]
         bound = {
             name: [(n, t) for n, t in guarded if n != name and _crowds(tenant, t)]
