@@ -35,6 +35,14 @@ class ManualClock:
             await self._settle()
         self._now = end
 
+    async def stand_still(self, seconds: float) -> None:
+        """Move time on as for a process that was stopped: sleepers wake up late."""
+        self._now += seconds
+        for wake in list(self._sleepers.pop_until(self._now)):
+            if not wake.done():
+                wake.set_result(None)
+        await self._settle()
+
     async def _settle(self) -> None:
         """Let every task that can run do so before time moves."""
         for _ in range(20):

@@ -297,7 +297,8 @@ class Dispatcher:
         self._prefetch.forget_engine(engine.id)
         self._ledger.forget_engine(engine.id)
         self._scheduler.engines.remove(engine.id)
-        self._grace.engine_lost(engine.last_seen)
+        was_deaf = self.fleet.stood_still(engine.last_seen)  # it may be back in a moment
+        self._grace.engine_lost(self._clock.now() if was_deaf else engine.last_seen)
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))
 

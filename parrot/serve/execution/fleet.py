@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
+
+_LATE_S = 0.5  # of a timer: more than any turn of the event loop takes
 
 Connect = Callable[[EngineInfo], EngineClient]
 Address = tuple[str, str, int]
@@ -129,6 +132,7 @@ class Fleet:
         self._ids = IdCounter()
         self._joined = asyncio.Event()  # set, and another, when one joins
         self._engines: dict[int, Engine] = {}
+        self._late_at = -math.inf  # when a review came too late
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
         self._pings, self._closing = TaskSet(), TaskSet()
@@ -203,6 +207,7 @@ class Fleet:
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
         self.events.add(EventKind.ENGINE_LOST, reason, engine_name=engine.info.engine_name)
         engine.is_alive = False
+        self._note_lateness(engine)
         del self._engines[engine.id], self._by_address[_address(engine.info)]
         if engine.review is not None:
             engine.review.cancel()
@@ -210,6 +215,11 @@ class Fleet:
             request.cancel()
         self._on_lost(engine)
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
+
+    def stood_still(self, since: float) -> bool:
+        """Whether this process itself has stood still since then, for so long that an engine's
+        lease ended: then it is not to blame for what became of the engine."""
+        return self._late_at >= since or any(map(self._is_review_late, self))
 
     def free(self, engine_id: int, context_id: int) -> None:
         """Let the engine forget a context, soon. No effect if it is gone."""
@@ -287,9 +297,17 @@ class Fleet:
         when = min(engine.last_seen, engine.last_progress) + self.lease_s
         engine.review = self._timers.call_at(when, lambda: self._review(engine))
 
+    def _is_review_late(self, engine: Engine) -> bool:
+        return engine.review is not None and self._clock.now() > engine.review.when + _LATE_S
+
+    def _note_lateness(self, engine: Engine) -> None:
+        if self._is_review_late(engine):
+            self._late_at = self._clock.now()
+
     def _review(self, engine: Engine) -> None:
         """Heartbeats only move the deadline away, so the timer is set again when it fires."""
         now = self._clock.now()
+        self._note_lateness(engine)
         if engine.last_seen + self.lease_s <= now:  # the same sum as in `_watch`
             self.lose(engine, f"no heartbeat for {self.lease_s:g} s")
         elif engine.last_progress + self.lease_s <= now:

@@ -65,6 +65,7 @@ class Attempt:
     priority: int = 0
     is_longest: bool = True
     share: EngineShare = UNBOUND
+    began: float = 0.0
     runner: "asyncio.Task[None] | None" = None
     tokenizer: ModelTokenizer | None = field(init=False)
     sampling: SamplingConfig = field(init=False)
@@ -110,7 +111,8 @@ class Run(CompletionTask):
     `result_key`: equal for identical runs; None if it is not shared. `text` was delivered to the
     waiters so far, `ids` are its tokens by the tokenizer of `tokenizer_id`, and `num_streamed` its
     tokens where ids are unknown. `num_counted`: tokens of prompt and output that were paid when it
-    was withdrawn. `num_lost` counts engines that died or failed with it,
+    was withdrawn. `num_lost` counts engines that died or failed with it, but for those that
+    ServeCore lost since it stood still itself,
     `num_refused` refusals for want of memory or of a context, and `trouble` says why the last
     attempt came to nothing."""
 
@@ -168,9 +170,9 @@ class Run(CompletionTask):
         is_constrained = sampling.constraint is not None
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
 
-    def lost_engine(self) -> None:
-        """The engine that ran it is gone."""
-        self.num_lost += 1
+    def lost_engine(self, *, counts: bool) -> None:
+        """The engine that ran it is gone; not `counts`: it cannot be the cause."""
+        self.num_lost += counts
         self.trouble = "the engine was lost"
 
     def count_used(self, num_tokens: int) -> int:
@@ -197,9 +199,9 @@ def is_broken(error: ParrotError) -> bool:
     return is_gone and not isinstance(error, OutOfMemory)
 
 
-def runs_again(run: Run, attempt: Attempt, error: ParrotError) -> bool:
-    """Count the error against the run, which is given up after a few. False if it is now, or if
-    running it again would not help."""
+def runs_again(run: Run, attempt: Attempt, error: ParrotError, *, counts: bool) -> bool:
+    """Count the error against the run, which is given up after a few; not `counts`: it cannot be
+    the cause of a loss. False if it is given up now, or if running it again would not help."""
     engine = attempt.engine
     run.trouble = error.message
     match error:
@@ -213,7 +215,7 @@ def runs_again(run: Run, attempt: Attempt, error: ParrotError) -> bool:
         case QuotaExceeded():
             run.num_refused += 1
             run.avoided.add(engine.id)
-        case _:
+        case _ if counts:
             run.num_lost += 1
             run.avoided.add(engine.id)
     return run.may_run_again

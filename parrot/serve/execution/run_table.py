@@ -150,7 +150,8 @@ class RunTable:
         """Start a queued run where the scheduler has placed it."""
         run = placement.task
         assert isinstance(run, Run), run
-        attempt = Attempt(run, engine, placement.priority, placement.is_longest, placement.share)
+        share, now = placement.share, self._clock.now()
+        attempt = Attempt(run, engine, placement.priority, placement.is_longest, share, now)
         run.attempt = attempt
         run.stats.attempts += 1
         run.stats.engine_name = engine.info.engine_name
@@ -170,7 +171,7 @@ class RunTable:
                 continue
             attempt.stop()
             attempt.context = None
-            run.lost_engine()
+            run.lost_engine(counts=not self._fleet.stood_still(attempt.began))
             if run.may_run_again:
                 self._set_state(run, RunState.QUEUED)
             else:
@@ -382,7 +383,7 @@ class RunTable:
             return
         attempt.runner = None
         self._exchange.abandon(attempt, with_parents=isinstance(error, NotFound))
-        if not runs_again(run, attempt, error):
+        if not runs_again(run, attempt, error, counts=not self._fleet.stood_still(attempt.began)):
             self.fail(run, final_error(attempt.engine, error))
             return
         if isinstance(error, OutOfMemory):

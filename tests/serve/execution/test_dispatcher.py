@@ -458,6 +458,33 @@ async def test_a_stream_goes_on_elsewhere_without_repeating(world: World) -> Non
     assert second.requests[1].fills[0].parent_len == len("Goabcdef")
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_what_is_lost_since_servecore_stood_still_is_not_the_calls_fault(
+    world: World, is_told: bool
+) -> None:
+    """Engines end their work when they are not answered, and register again."""
+    engine = fake_engine("one", script=Script(text=lambda _: "ab", hang_after=0))
+    for number in range(5):
+        if number == 0 or not is_told:
+            await world.join(engine)
+        if number == 0:
+            completion = world.submit("Go")
+        await world.settle()
+        assert len(engine.requests) == number + 1
+        if is_told:  # the engine's request comes before the timer
+            world.clock._now += 31.0
+            await world.join(engine)
+        else:
+            await world.clock.stand_still(31.0)
+            assert not list(world.dispatcher.fleet)
+    engine.script.hang_after = None
+    engine.resume.set()
+    if not is_told:
+        await world.join(engine)
+    await world.settle()
+    assert await completion.output.wait() == "ab"
+
+
 async def test_a_stream_goes_on_with_another_tokenizer(world: World) -> None:
     first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
     await world.join(first)
