@@ -7,10 +7,13 @@ from fastapi import Request
 from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Durable, Endpoint
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
+    SessionCreateRequest,
+    SessionCreateResponse,
     SessionInfo,
     SessionScoped,
     StreamDelta,
@@ -142,6 +145,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
+            durable=published,
         ),
         Endpoint(
             "POST",
@@ -204,17 +208,26 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
     async def session_info(session_id: int, session_auth: str | None) -> SessionInfo:
         return await in_turns(core.session_steps(session_id, session_auth))
 
+    async def create_session(request: SessionCreateRequest) -> SessionCreateResponse:
+        session = core.create_session(request)
+        try:
+            if durable is not None:
+                await durable()
+        except ParrotError:  # nobody will know of it
+            core.delete_session(session.session_id, session.session_auth)
+            raise
+        return session
+
     return [
         Endpoint(
             "POST",
             "/v1/session",
-            core.create_session,
+            create_session,
             "Begin a session",
             errors=(401, 429, 503, 507),
             bearer="api_key",
             body=SMALL_BODY,
             access=Access.API_KEY,
-            durable=durable,
         ),
         Endpoint(
             "GET",
@@ -235,6 +248,7 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION_OR_KEY,
+            durable=published,
         ),
         Endpoint(
             "DELETE",

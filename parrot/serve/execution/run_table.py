@@ -150,9 +150,8 @@ class RunTable:
         """Start a queued run where the scheduler has placed it."""
         run = placement.task
         assert isinstance(run, Run), run
-        share, now = placement.share, self._clock.now()
-        attempt = Attempt(run, engine, placement.priority, placement.is_longest, share, now)
-        run.attempt = attempt
+        attempt = Attempt(run, engine, placement.priority, placement.is_longest, placement.share)
+        run.attempt, attempt.began = attempt, self._clock.now()
         run.stats.attempts += 1
         run.stats.engine_name = engine.info.engine_name
         run.stats.model = engine.info.model

@@ -143,6 +143,39 @@ async def test_a_stream_ends_when_its_answer_is_on_disk(path: str, fields: dict[
             assert any(end.decode() in rest for end in ends), rest
 
 
+async def test_a_session_that_could_not_be_written_has_ended() -> None:
+    """Its program was refused and does not know it."""
+    file = HeldFile()
+    async with serving(file) as site:
+        await full(site, file)
+        assert not list(site.core.sessions)
+        file.full = False
+        await journal_of(site).has_room()
+        await site.post("/v1/session", {})
+    async with serving(MemoryFile(file.records)) as site:
+        assert len(list(site.core.sessions)) == 1
+
+
+@pytest.mark.parametrize("path", ["semantic_var", "session/{session_id}"])
+async def test_variables_are_listed_when_they_are_on_disk(path: str) -> None:
+    """As they are read."""
+    file = HeldFile()
+    async with serving(file) as site, program(site) as scope:
+        file.open.clear()
+        journal_of(site).append(str(scope["session_id"]), "read", {})
+
+        async def told() -> str:
+            async with site.http.get("/v1/" + path.format(**scope), params=scope) as answer:
+                assert answer.status == 200
+                return await answer.text()
+
+        asking = asyncio.ensure_future(told())
+        await asyncio.wait([asking], timeout=0.1)
+        assert not asking.done()
+        file.open.set()
+        assert await asking
+
+
 async def test_an_answer_that_was_made_is_given_though_the_disk_is_full() -> None:
     file = HeldFile()
     engine = fake_engine("e0", model=MODEL)
