@@ -204,16 +204,15 @@ def test_an_output_that_began_elsewhere_goes_on_as_if_here(
     runner: ModelRunner, golden: Golden, fields: dict[str, Any]
 ) -> None:
     tokenizer = language().tokenizer
-    for prompt in golden.prompts[:2]:
-        sampling = SamplingConfig(max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, **fields)
-        [whole] = answers_of(runner, [(prompt, sampling)])
-        for num_first in (1, 6, 13):
-            first = whole.generated_ids[:num_first]
-            rest = sampling.model_copy(update={"max_gen_length": NUM_TOKENS - num_first})
-            request = (prompt + first, rest)
-            [answer] = answers_of(runner, [request], resumed_ids=first)
-            assert first + answer.generated_ids == whole.generated_ids
-            assert tokenizer.decode(first) + answer.generated_text == whole.generated_text
+    prompt = golden.prompts[0]
+    sampling = SamplingConfig(max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, **fields)
+    [whole] = answers_of(runner, [(prompt, sampling)])
+    for num_first in (1, 9):
+        first = whole.generated_ids[:num_first]
+        rest = sampling.model_copy(update={"max_gen_length": NUM_TOKENS - num_first})
+        [answer] = answers_of(runner, [(prompt + first, rest)], resumed_ids=first)
+        assert first + answer.generated_ids == whole.generated_ids
+        assert tokenizer.decode(first) + answer.generated_text == whole.generated_text
 
 
 def complete(
