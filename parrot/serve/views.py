@@ -59,7 +59,7 @@ def session_steps(
 
 
 def session_view(steps: Steps[SessionInfo]) -> SessionInfo:
-    """What `session_steps` makes, at once: for whoever has nobody to give a turn."""
+    """Take all of `session_steps` at once, where there is nobody to give a turn."""
     return at_once(steps)
 
 

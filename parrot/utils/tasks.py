@@ -13,7 +13,7 @@ Steps = Generator[None, None, T]
 
 
 async def in_turns(steps: Steps[T]) -> T:
-    """What the steps return; others may go on between two."""
+    """Take the steps, between which others may go on, and return what they have made."""
     while True:
         try:
             next(steps)

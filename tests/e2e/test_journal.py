@@ -67,6 +67,21 @@ async def map_reduce(session: Program) -> list[str]:
     return [*parts, whole]
 
 
+async def begin_reads(
+    client: ServeClient,
+) -> tuple[list[str], Program, dict[str, "asyncio.Task[str]"]]:
+    """Begin to read all variables of a `map_reduce`; returns the values that it has undisturbed,
+    its session, and the reads by variables."""
+    undisturbed = await begin(client)
+    expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
+    session = await begin(client)
+    reads = {
+        var_id: asyncio.create_task(persistently(session.get, var_id, timeout_s=None))
+        for var_id in await map_reduce(session)
+    }
+    return expected, session, reads
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_killed_servecore_costs_no_program_its_values(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
@@ -75,23 +90,17 @@ async def test_a_killed_servecore_costs_no_program_its_values(seed: int, tmp_pat
         HttpClient(cluster.core_url) as http,
     ):
         client = ServeClient(http)
-        undisturbed = await begin(client)
-        expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
-        session = await begin(client)
-        var_ids = await map_reduce(session)
-        reads = [
-            asyncio.create_task(persistently(session.get, var_id, timeout_s=None))
-            for var_id in var_ids
-        ]
+        expected, session, reads = await begin_reads(client)
+        var_ids = list(reads)
         seen: dict[str, str] = {}
         for _ in range(2):
             await asyncio.sleep(draw.uniform(0.05, 0.6))
             cluster.kill("core")
-            for var_id, read in zip(var_ids, reads, strict=True):
+            for var_id, read in reads.items():
                 if read.done():
                     seen[var_id] = read.result()
             cluster.restart("core")
-        values = await asyncio.wait_for(asyncio.gather(*reads), HANGS_S)
+        values = await asyncio.wait_for(asyncio.gather(*reads.values()), HANGS_S)
         assert values == expected
         # What was told once is told again, and the calls are the same as before.
         for var_id, text in seen.items():

@@ -20,7 +20,7 @@ from parrot.protocol.failover.client import client_of
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
 from tests.e2e.programs import Program
-from tests.e2e.test_journal import HANGS_S, SIM, begin, map_reduce, persistently
+from tests.e2e.test_journal import HANGS_S, SIM, begin_reads, map_reduce
 from tests.support.postgres import Server
 
 TAKEOVER_S = 5.0
@@ -131,15 +131,9 @@ async def test_a_program_ends_as_if_nothing_had_happened(
     loop = asyncio.get_running_loop()
     with two_cores(postgres.database(), 2) as (first, second):
         async with either(first, second) as client, either(first) as stale:
-            undisturbed = await begin(client)
-            expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
-            session = await begin(client)
-            var_ids = await map_reduce(session)
-            reads = [
-                asyncio.create_task(persistently(session.get, var_id, timeout_s=None))
-                for var_id in var_ids
-            ]
-            seen = {var_ids[0]: await reads[0]}
+            expected, session, reads = await begin_reads(client)
+            var_ids = list(reads)
+            seen = {var_ids[0]: await reads[var_ids[0]]}
             os.killpg(first.process("core").pid, signum)
             start = loop.time()
             late = asyncio.create_task(
@@ -148,7 +142,7 @@ async def test_a_program_ends_as_if_nothing_had_happened(
             await serving(second)
             assert loop.time() - start < TAKEOVER_S
             async with asyncio.timeout(HANGS_S):
-                assert await asyncio.gather(*reads) == expected
+                assert await asyncio.gather(*reads.values()) == expected
                 if signum == signal.SIGSTOP:
                     os.killpg(first.process("core").pid, signal.SIGCONT)
                 with pytest.raises(Unavailable):  # and never an acknowledgement
@@ -171,18 +165,12 @@ async def test_one_that_cannot_reach_the_database_stands_down(postgres: Server) 
                 stack.enter_context, two_cores(address, 1, through)
             )
             async with either(first, second) as client:
-                undisturbed = await begin(client)
-                expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
-                session = await begin(client)
-                var_ids = await map_reduce(session)
-                reads = [
-                    asyncio.create_task(persistently(session.get, var_id, timeout_s=None))
-                    for var_id in var_ids
-                ]
+                expected, session, reads = await begin_reads(client)
+                var_ids = list(reads)
                 link.stall()
                 async with asyncio.timeout(HANGS_S):
                     await serving(second)
-                    assert await asyncio.gather(*reads) == expected
+                    assert await asyncio.gather(*reads.values()) == expected
                     while await role(first) != "standby":
                         await asyncio.sleep(0.05)
                 link.heal()

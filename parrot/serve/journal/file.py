@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parrot.serve.journal.record import ENDED, Record
-from parrot.serve.journal.storage import is_whole
+from parrot.serve.journal.storage import NotedEnds, is_whole
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ PRAGMA user_version = {SCHEMA};
 _ROWS = "seq, at, subject, kind, payload, checksum"
 
 
-class JournalFile:
+class JournalFile(NotedEnds):
     """A `Storage`. What `write` has written survives the loss of power: with `synchronous` FULL the
     log is synced with each transaction."""
 
@@ -45,6 +45,7 @@ class JournalFile:
     def __init__(self, path: str, max_bytes: int) -> None:
         """Raises `ConfigError` if it cannot be had: it is no journal or a newer version's, another
         process has it, or its folder is missing."""
+        super().__init__()
         self._path = Path(path)
         self._max_bytes = max_bytes
         self._lock = _locked(self._path)
@@ -125,17 +126,6 @@ class JournalFile:
         for record in records:
             self._seqs[record.subject].append(record.seq)
         self.note_ends(records)
-
-    def note_ends(self, records: Sequence[Record]) -> None:
-        """Note that what these records end may be trimmed."""
-        for record in records:
-            if record.kind == ENDED:
-                self._ended[record.subject] = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is something to `trim`."""
-        return bool(self._ended)
 
     def trim(self) -> None:
         """Remove some records of a subject that has ended, the last one last."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from parrot.serve.journal.record import Record
+from parrot.serve.journal.record import ENDED, Record
 
 
 class Storage(Protocol):
@@ -48,6 +48,22 @@ class Storage(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class NotedEnds:
+    """The part of a `Storage` that knows what may be trimmed."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, None] = {}  # subjects, in the order in which they go
+
+    def note_ends(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if record.kind == ENDED:
+                self._ended[record.subject] = None
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._ended)
 
 
 def is_address(journal: str) -> bool:

@@ -110,7 +110,7 @@ class Lease:
             self._release(connection)
 
     def _try(self, connection: Connection) -> float | None:
-        """None: it is ours now; else the seconds until it may be free."""
+        """Take it if it is free, and return None; else the seconds until it may be."""
         before = _now()
         row = connection.execute(_TAKE, (LEASE_S,)).fetchone()
         if row is not None:

@@ -11,7 +11,7 @@ import psycopg
 from parrot.serve.journal.postgres.connection import Connection, connect
 from parrot.serve.journal.postgres.lease import Lease
 from parrot.serve.journal.record import ENDED, Record
-from parrot.serve.journal.storage import is_whole
+from parrot.serve.journal.storage import NotedEnds, is_whole
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Full(Exception):
     """The journal has no room for more."""
 
 
-class PostgresRecords:
+class PostgresRecords(NotedEnds):
     """A `Storage`, for as long as the lease is held: not the smallest change is made after that. A
     connection that broke is made anew with the next call."""
 
@@ -68,12 +68,12 @@ class PostgresRecords:
     def __init__(self, lease: Lease, max_bytes: int) -> None:
         """`max_bytes` of payloads, and something for each record: what the server needs besides is
         not counted."""
+        super().__init__()
         self._lease = lease
         self.epoch = lease.epoch
         self.is_ours = lease.is_held
         self._max_bytes = max_bytes
         self._size = 0
-        self._ended: dict[str, None] = {}
         self._connection: Connection | None = None
 
     def fact(self, name: str, value: int) -> int:
@@ -115,15 +115,6 @@ class PostgresRecords:
         self._change(_WRITE, [list(column) for column in columns])
         self._size += size
         self.note_ends(records)
-
-    def note_ends(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if record.kind == ENDED:
-                self._ended[record.subject] = None
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self._ended)
 
     def trim(self) -> None:
         """Raises `Superseded`."""
