@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import parrot
+from tests.support.syntax import parsed
 
 PACKAGE = Path(parrot.__file__).parent
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -27,7 +28,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 
 def find_forbidden(source: str) -> Iterator[tuple[int, str]]:
     """(line, what) of every forbidden import, call or reference."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     names = _imported_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -1,11 +1,15 @@
-"""How large a file, a function, a class, a folder may grow, so that each can be read at once."""
+"""How large a file, a function, a class, a folder may grow, so that each can be read at once; and
+how no docstring of the package begins."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.syntax import parsed
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for top in ("parrot", "benchmark") for path in (ROOT / top).rglob("*.py"))
@@ -15,6 +19,7 @@ MAX_FUNCTION_LINES = 60  # but for kernels, which cannot be cut
 MAX_PUBLIC_METHODS = 15
 MAX_PROJECT_IMPORTS = 15
 MAX_MODULES = 15  # in a folder
+ODD_BEGINNING = re.compile(r"(Of|That|So|What|Whoever)\b|None:")  # no sentence, but a part of one
 
 
 def project_imports(tree: ast.AST) -> set[str]:
@@ -28,7 +33,7 @@ def project_imports(tree: ast.AST) -> set[str]:
 
 
 def excesses(path: Path, source: str) -> Iterator[str]:
-    tree = ast.parse(source)
+    tree = parsed(source)
     if (lines := len(source.splitlines())) > MAX_FILE_LINES:
         yield f"{lines} lines"
     if (count := len(project_imports(tree))) > MAX_PROJECT_IMPORTS:
@@ -54,6 +59,52 @@ def test_files_functions_classes_and_imports() -> None:
         for excess in excesses(path, path.read_text())
     ]
     assert not found, "\n".join(found)
+
+
+def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Those of modules, classes, functions, and of what is assigned in them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            for statement in node.body:
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str()) as text):
+                        yield text
+
+
+def odd_docstrings(source: str) -> Iterator[str]:
+    for text in docstrings(parsed(source)):
+        if ODD_BEGINNING.match(str(text.value)):
+            yield f"{text.lineno}: {str(text.value).partition(chr(10))[0]}"
+
+
+def test_docstrings_begin_as_sentences_do() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{odd}"
+        for path in FILES
+        if path.is_relative_to(ROOT / "parrot")
+        for odd in odd_docstrings(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "is_odd"),
+    [
+        ("Of the last call.", True),
+        ("That one.", True),
+        ("So many calls.", True),
+        ("What is open.", True),
+        ("Whoever asks.", True),
+        ("None: it has not ended.", True),
+        ("None if it has not ended.", False),
+        ("Offsets of the last call.", False),
+        ("The session. So it ends.", False),
+    ],
+)
+def test_an_odd_docstring_is_found(docstring: str, is_odd: bool) -> None:
+    text = f'"""{docstring}"""\n'
+    sources = [text, f"x = 1\n{text}", f"class C:\n  x: int\n  {text}", f"async def f():\n  {text}"]
+    assert [any(odd_docstrings(source)) for source in sources] == [is_odd] * 4
 
 
 def test_folders() -> None:

@@ -68,13 +68,17 @@ def make_case(
     key_scale: float = 1.0,
     quantised: bool = False,
 ) -> Case:
-    """Lay the requests out in randomly placed pages; everything unused in the pool is NaN.
+    """Lay the requests out in randomly placed pages; everything unused in the pool is NaN. What is
+    drawn is the same on every device; the answer is worked out on the one that is named.
 
     A prefix's unaligned tail is copied into each request's own pages, as the engine does.
     `key_scale` stretches the scores. `quantised`: so are the caches, and the expected output is
     that of what they hold."""
     generator = torch.Generator().manual_seed(seed)
-    sequences = _sequences(requests, shape, generator, dtype, key_scale)
+    sequences = [
+        (k.to(device), v.to(device))
+        for k, v in _sequences(requests, shape, generator, dtype, key_scale)
+    ]
     if quantised:
         sequences = [
             (dequantise(*quantise(k), dtype), dequantise(*quantise(v), dtype)) for k, v in sequences
@@ -84,25 +88,24 @@ def make_case(
     k_exponents = v_exponents = None
     if quantised:
         (k_cache, k_exponents), (v_cache, v_exponents) = quantise(k_cache), quantise(v_cache)
-        k_exponents, v_exponents = k_exponents.to(device), v_exponents.to(device)
     starts = np.array([r.start for r in requests], dtype=np.int32)
     q_lens = np.array([r.new for r in requests], dtype=np.int32)
     positions = np.concatenate([np.arange(r.start, r.start + r.new) for r in requests])
     q_size = (len(positions), shape.num_heads, shape.head_dim)
-    q = torch.randn(q_size, generator=generator).to(dtype)
+    q = torch.randn(q_size, generator=generator).to(dtype).to(device)
     q_parts = torch.split(q, q_lens.tolist())
     answers = [_reference(*a) for a in zip(q_parts, sequences, starts.tolist(), strict=True)]
     new = [[part[start:] for part in kv] for kv, start in zip(sequences, starts, strict=True)]
     return Case(
         step=StepRows(tables, starts, q_lens),
-        q=q.to(device),
-        k_new=torch.cat([k for k, _ in new]).to(device),
-        v_new=torch.cat([v for _, v in new]).to(device),
-        k_cache=k_cache.to(device),
-        v_cache=v_cache.to(device),
+        q=q,
+        k_new=torch.cat([k for k, _ in new]),
+        v_new=torch.cat([v for _, v in new]),
+        k_cache=k_cache,
+        v_cache=v_cache,
         tables=torch.from_numpy(tables).to(device),
         positions=torch.from_numpy(positions.astype(np.int32)).to(device),
-        expected=torch.cat(answers),
+        expected=torch.cat(answers).cpu(),
         k_exponents=k_exponents,
         v_exponents=v_exponents,
     )
@@ -160,7 +163,7 @@ def _lay_out(
     places = torch.randperm(num_pages, generator=generator)[: len(names)].tolist()
     place_of = dict(zip(names, places, strict=True))
     size = (num_pages, shape.num_kv_heads, page, shape.head_dim)
-    k_cache, v_cache = (torch.full(size, float("nan"), dtype=sequences[0][0].dtype) for _ in "kv")
+    k_cache, v_cache = (sequences[0][0].new_full(size, float("nan")) for _ in "kv")
     width = max(len(keys) for keys in page_keys) + 2
     tables = np.full((len(sequences), width), places[0], dtype=np.int32)
     for row, (keys, (k, v)) in enumerate(zip(page_keys, sequences, strict=True)):
@@ -178,8 +181,9 @@ def _reference(q: torch.Tensor, kv: Sequence, start: int) -> torch.Tensor:
     group = q.shape[1] // kv[0].shape[1]
     k, v = (t.double().repeat_interleave(group, dim=1) for t in kv)
     scores = torch.einsum("thd,shd->hts", q.double(), k) * q.shape[2] ** -0.5
-    last_seen = start + torch.arange(len(q))
-    scores.masked_fill_(torch.arange(len(k)) > last_seen[:, None], float("-inf"))
+    last_seen = start + torch.arange(len(q), device=q.device)
+    is_later = torch.arange(len(k), device=q.device) > last_seen[:, None]
+    scores.masked_fill_(is_later, float("-inf"))
     return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v)
 
 

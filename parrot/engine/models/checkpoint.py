@@ -120,7 +120,7 @@ class SafetensorsFolder:
         return tensor
 
     def four_bit(self, name: str) -> None:
-        """None has."""
+        """Return nothing: all its tensors are whole numbers."""
 
 
 class RandomTensors:
@@ -142,7 +142,7 @@ class RandomTensors:
         return torch.empty(shape, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
 
     def four_bit(self, name: str) -> None:
-        """None has."""
+        """Return nothing: all its tensors are whole numbers."""
 
 
 @contextmanager
