@@ -173,6 +173,27 @@ async def test_a_lease_that_is_given_back_is_free_at_once_else_it_runs_out(
     await second.close()
 
 
+async def test_a_defect_of_the_lease_s_thread_is_told(
+    postgres: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Lease, connection: object) -> bool:
+        raise ArithmeticError("a defect")
+
+    address = postgres.database()
+    async with taken(address) as lease:
+        monkeypatch.setattr(Lease, "_renew", broken)
+        await asyncio.wait_for(lease.over(), 20)
+        assert not lease.is_held()
+    monkeypatch.undo()
+    monkeypatch.setattr(Lease, "_try", broken)
+    with pytest.raises(ArithmeticError, match="a defect"):
+        async with taken(address):
+            pass
+    monkeypatch.undo()
+    async with taken(address):  # the thread gave back what it had
+        pass
+
+
 async def test_damage_costs_what_is_behind_it(postgres: Server) -> None:
     address = postgres.database()
     async with held(address) as records:

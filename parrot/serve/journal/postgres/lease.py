@@ -50,9 +50,9 @@ class Lease:
         self._loop = asyncio.get_running_loop()
 
     async def take(self) -> None:
-        """Wait until it is nobody else's, and have it."""
+        """Wait until it is nobody else's, and have it. Raises what the thread raises."""
         taken = self._loop.create_future()
-        keep = threading.Thread(target=self._keep, args=(taken,), name="lease", daemon=True)
+        keep = threading.Thread(target=self._run, args=(taken,), name="lease", daemon=True)
         self._thread = keep
         keep.start()
         await taken
@@ -81,33 +81,50 @@ class Lease:
 
     # In the thread
 
+    def _run(self, taken: "asyncio.Future[None]") -> None:
+        """A defect reaches whoever waits for the lease, or ends it."""
+        try:
+            self._keep(taken)
+        except Exception as error:
+            logger.exception("the journal's lease is not renewed any more")
+            self.lose()
+            self._tell(partial(_settle, taken, error))
+
     def _keep(self, taken: "asyncio.Future[None]") -> None:
         connection: Connection | None = None
         trouble = ""
-        while not self._is_closing.is_set():
-            try:
-                if connection is None or connection.closed:
-                    connection = connect(self.address)
-                    connection.execute("LISTEN parrot_lease")
-                if self.epoch:
-                    if not self._renew(connection):
-                        self.lose()
+        try:
+            while not self._is_closing.is_set():
+                try:
+                    if connection is None or connection.closed:
+                        connection = connect(self.address)
+                        connection.execute("LISTEN parrot_lease")
+                    if not self._step(connection, taken):
                         break
-                elif (wait_s := self._try(connection)) is not None:
-                    for _ in connection.notifies(timeout=min(wait_s, _LOOK_S), stop_after=1):
-                        pass
-                    continue
-                else:
-                    self._tell(partial(_settle, taken))
-                trouble = ""
-                self._is_closing.wait(_RENEWAL_S)
-            except psycopg.Error as error:
-                if not trouble:
-                    trouble = str(error)
-                    logger.error("the journal's lease cannot be asked for: %s", trouble)
-                self._is_closing.wait(_RETRY_S)
-        if connection is not None:
-            self._release(connection)
+                    trouble = ""
+                except psycopg.Error as error:
+                    if not trouble:
+                        trouble = str(error)
+                        logger.error("the journal's lease cannot be asked for: %s", trouble)
+                    self._is_closing.wait(_RETRY_S)
+        finally:
+            if connection is not None:
+                self._release(connection)
+
+    def _step(self, connection: Connection, taken: "asyncio.Future[None]") -> bool:
+        """Take or renew it, and wait until that is to be done again. False: it is lost."""
+        if self.epoch:
+            if not self._renew(connection):
+                self.lose()
+                return False
+        elif (wait_s := self._try(connection)) is not None:
+            for _ in connection.notifies(timeout=min(wait_s, _LOOK_S), stop_after=1):
+                pass
+            return True
+        else:
+            self._tell(partial(_settle, taken))
+        self._is_closing.wait(_RENEWAL_S)
+        return True
 
     def _try(self, connection: Connection) -> float | None:
         """Take it if it is free, and return None; else the seconds until it may be."""
@@ -145,9 +162,13 @@ class Lease:
             self._loop.call_soon_threadsafe(event)
 
 
-def _settle(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
+def _settle(waiter: "asyncio.Future[None]", error: Exception | None = None) -> None:
+    if waiter.done():
+        return
+    if error is None:
         waiter.set_result(None)
+    else:
+        waiter.set_exception(error)
 
 
 def _now() -> float:
