@@ -1,13 +1,13 @@
 """ServeCore's REST API: which verb answers which method and path."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any
 
 from fastapi import Request
 from pydantic import BaseModel
 
 from parrot.protocol.endpoint import Durable, Endpoint
-from parrot.protocol.errors import ParrotError
 from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
@@ -61,8 +61,8 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
     programs, known = core.programs, _known(core)
     durable, published = _durable(core), _published(core)
 
-    def submit_graph(request: GraphRequest) -> GraphResponse:
-        return _submit_graph(core, request)
+    async def submit_graph(request: GraphRequest) -> GraphResponse:
+        return await _submit_graph(core, request, durable)
 
     return [
         Endpoint(
@@ -102,7 +102,6 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             errors=(*_SUBMIT, 503),
             body=known if core.tenants.is_closed else ANY_BODY,
             access=Access.SESSION_OR_KEY,
-            durable=durable,
         ),
         Endpoint(
             "POST",
@@ -210,12 +209,9 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
 
     async def create_session(request: SessionCreateRequest) -> SessionCreateResponse:
         session = core.create_session(request)
-        try:
+        with _known_or_ended(core, session.model_dump()):
             if durable is not None:
                 await durable()
-        except ParrotError:  # nobody will know of it
-            core.delete_session(session.session_id, session.session_auth)
-            raise
         return session
 
     return [
@@ -286,19 +282,33 @@ def _known(core: ServeCore) -> BodyRules:
     return BodyRules(admits=admits)
 
 
-def _submit_graph(core: ServeCore, request: GraphRequest) -> GraphResponse:
+@contextmanager
+def _known_or_ended(core: ServeCore, scope: Mapping[str, Any]) -> Iterator[None]:
+    """End a new session if the block raises, be it since the client left: nobody knows of it."""
+    try:
+        yield
+    except BaseException:
+        core.delete_session(**scope)
+        raise
+
+
+async def _submit_graph(
+    core: ServeCore, request: GraphRequest, durable: Durable | None
+) -> GraphResponse:
     """If the graph is to have a session of its own, that begins only if all of it is right."""
     if request.session is None:
-        return core.programs.submit_graph(request)
+        response = core.programs.submit_graph(request)
+        if durable is not None:
+            await durable()
+        return response
     wanted = request.session
     if wanted.api_key is None:
         wanted = wanted.model_copy(update={"api_key": request.session_auth})
     scope = core.create_session(wanted).model_dump()
-    try:
+    with _known_or_ended(core, scope):
         response = core.programs.submit_graph(request.model_copy(update=scope))
-    except BaseException:
-        core.delete_session(**scope)
-        raise
+        if durable is not None:
+            await durable()
     return response.model_copy(update=scope)
 
 

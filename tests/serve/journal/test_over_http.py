@@ -156,6 +156,26 @@ async def test_a_session_that_could_not_be_written_has_ended() -> None:
         assert len(list(site.core.sessions)) == 1
 
 
+NEW = {"session": {}, "semantic_graph": {"session": {}, "calls": [CALL]}}
+
+
+@pytest.mark.parametrize("path", NEW)
+async def test_a_session_whose_client_left_before_it_knew_has_ended(path: str) -> None:
+    file = HeldFile()
+    async with serving(file) as site:
+        file.open.clear()
+        asking = asyncio.ensure_future(site.send(f"/v1/{path}", NEW[path]))
+        async with asyncio.timeout(20):
+            while not list(site.core.sessions):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            asking.cancel()
+            while list(site.core.sessions):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        file.open.set()
+    async with serving(MemoryFile(file.records)) as site:
+        assert not list(site.core.sessions)
+
+
 @pytest.mark.parametrize("path", ["semantic_var", "session/{session_id}"])
 async def test_variables_are_listed_when_they_are_on_disk(path: str) -> None:
     """As they are read."""
