@@ -1,6 +1,7 @@
 """The way from a client to its server: over HTTP (`HttpClient`), or inside one process."""
 
 import asyncio
+import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -22,6 +23,7 @@ from parrot.protocol.errors import (
     InternalError,
     InvalidRequest,
     ParrotError,
+    QueueFull,
     Unavailable,
     error_from_payload,
 )
@@ -200,7 +202,27 @@ def encode_body(body: Any) -> bytes | None:
 
 def own_error(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
     """The error of a Parrot server."""
-    return error_from_payload(payload, status)
+    error = error_from_payload(payload, status)
+    if isinstance(error, QueueFull):
+        error.retry_after_s = retry_after_s(headers)
+    return error
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """From `retry-after-ms`, or `retry-after` in seconds or as a date."""
+    try:
+        if (millis := headers.get("retry-after-ms")) is not None:
+            return max(0.0, float(millis) / 1000)
+        given = headers.get("retry-after")
+        if given is None:
+            return None
+        if given.replace(".", "", 1).isdigit():
+            return float(given)
+        from email.utils import parsedate_to_datetime
+
+        return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
+    except ValueError:
+        return None
 
 
 def decode_answer(

@@ -13,15 +13,18 @@ import pytest
 import stamina
 
 from parrot import P
+from parrot.frontend.pfunc.session import pause_s
 from parrot.protocol.errors import (
     AlreadySet,
     AuthenticationFailed,
     Cancelled,
+    ClusterFull,
     EngineFailed,
     InvalidRequest,
     NoEngine,
     QueueFull,
     QuotaExceeded,
+    RateLimited,
     SessionGone,
     TimedOut,
     Unavailable,
@@ -429,9 +432,20 @@ class TestRetries:
             serve.errors["get"] = [QueueFull("full")] * 2
             assert answer.get()
             assert serve.num_requests["get"] == 3
-            serve.errors["call"] = [QueueFull("full")] * 9
-            with pytest.raises(QueueFull):
+            serve.errors["call"] = [ClusterFull("full", retry_after_s=6.5)] * 9
+            with pytest.raises(ClusterFull) as failure:
                 ask("x")
+            assert failure.value.retry_after_s == 7.0  # of the header
+
+    def test_they_come_again_when_the_server_says_but_within_a_minute(self) -> None:
+        for retry_after_s in (1.0, 20.0):
+            pauses = {pause_s(QueueFull("full", retry_after_s=retry_after_s), 60) for _ in range(9)}
+            assert len(pauses) > 1
+            assert all(retry_after_s <= pause <= 1.2 * retry_after_s for pause in pauses)
+        assert pause_s(RateLimited("used up", retry_after_s=600), 42.0) == 42.0
+        assert pause_s(ClusterFull("full", retry_after_s=5), -1.0) == 0.0
+        assert pause_s(QueueFull("full"), 60) is True
+        assert pause_s(QuotaExceeded("your provider's limit"), 60) is False
 
     def test_another_quota_is_told_at_once(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
         with vm.running_scope():

@@ -10,9 +10,7 @@ HTTP                     Parrot's error        tried again
 no connection            Unavailable           yes
 """
 
-import time
 from collections.abc import Mapping
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 from parrot.protocol.errors import (
@@ -24,6 +22,7 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
+from parrot.protocol.transport import retry_after_s
 
 _MAX_MESSAGE = 500
 _MAX_WAIT_S = 60.0
@@ -91,7 +90,7 @@ class ErrorTranslator:
         if status in _OVERLOADED:
             return Overloaded(
                 f"the server behind this engine is overloaded (HTTP {status}): {message}",
-                _retry_after_s(headers),
+                retry_after_s(headers),
             )
         if status in (400, 413, 422):
             return self._refused(names, message)
@@ -120,18 +119,3 @@ class ErrorTranslator:
         if self._secret:
             text = text.replace(self._secret, "***")
         return text[:_MAX_MESSAGE]
-
-
-def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """From `retry-after-ms`, or `retry-after` in seconds or as a date."""
-    try:
-        if (millis := headers.get("retry-after-ms")) is not None:
-            return max(0.0, float(millis) / 1000)
-        given = headers.get("retry-after")
-        if given is None:
-            return None
-        if given.replace(".", "", 1).isdigit():
-            return float(given)
-        return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
-    except ValueError:
-        return None

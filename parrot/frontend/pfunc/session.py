@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import logging
+import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -282,15 +283,25 @@ class Session:
             raise TimedOut(f"{failure} within {timeout_s} s") from None
 
     async def _when_there_is_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """A service whose queue is full has room again when it has worked for a while."""
+        """A service whose queue is full has room again when it has worked for a while: in as long
+        as it says."""
         try:
             return await self._with_retries(attempt)
-        except QueueFull:
-            import stamina
+        except QueueFull as error:
+            refusals = [error]
+        import stamina
+
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _ROOM_TIMEOUT_S
+
+        async def again() -> T:
+            if refusals:
+                raise refusals.pop()
+            return await self._with_retries(attempt)
 
         return await stamina.AsyncRetryingCaller(
             attempts=None, timeout=_ROOM_TIMEOUT_S, wait_max=_MAX_ROOM_PAUSE_S
-        )(QueueFull, self._with_retries, attempt)
+        )(lambda error: pause_s(error, until - loop.time()), again)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The first attempt is made plainly: it is the hot path, and all but always succeeds."""
@@ -314,6 +325,17 @@ class Session:
         await self._calls.close()
         await self._reads.close()
         await self._watches.close()
+
+
+def pause_s(error: Exception, left_s: float) -> bool | float:
+    """The seconds until a request that the error has refused may come again: as long as the server
+    says, and a little more, so that those refused together do not come together, but no more than
+    are left. True: nobody says how long. False: it was not refused for want of room."""
+    if not isinstance(error, QueueFull):
+        return False
+    if error.retry_after_s is None:
+        return True
+    return max(0.0, min(error.retry_after_s * random.uniform(1.0, 1.2), left_s))
 
 
 def checked(kind: type[M], subject: str, fields: dict[str, Any]) -> M:
