@@ -30,8 +30,9 @@ class Heartbeat:
 
     ServeCore may start later than the engine, restart, or give the engine up after a silence; each
     time the engine registers again, under the same name. Contexts belong to the ServeCore that
-    made them and their ids begin anew with the next one, so all are forgotten before that: as soon
-    as a ServeCore says that it does not know the engine, or has not answered for its lease."""
+    made them and their ids begin anew with the next one, so all are freed before that: as soon as a
+    ServeCore says that it does not know the engine, or has not answered for its lease. What is in
+    their blocks is still found by what it is, so calls that run again need not compute it."""
 
     def __init__(
         self,

@@ -76,8 +76,8 @@ class EngineService(Protocol):
         ...
 
     async def reset(self) -> None:
-        """Abort every job and forget every context: the ServeCore that owned them is gone, and
-        the next one hands out the same ids again."""
+        """Abort every job and free every context: the ServeCore that owned them is gone, and the
+        next one hands out the same ids again. Cached KV stays."""
         ...
 
     def runtime_info(self) -> RuntimeInfo: ...

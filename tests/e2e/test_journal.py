@@ -123,7 +123,7 @@ async def test_what_ran_runs_again_with_a_higher_attempt_though_nobody_reads(
     ):
         client = ServeClient(http)
         session = await begin(client)
-        slow = await session.call("Take your time: {{out}}", 200)
+        slow = await session.call("Take your time, and read all of this: {{out}}", 200)
         read = asyncio.create_task(session.get(slow))
         while (await _info(client, session)).calls[0].state != "running":
             await asyncio.sleep(0.02)
@@ -135,6 +135,9 @@ async def test_what_ran_runs_again_with_a_higher_attempt_though_nobody_reads(
             while (call := (await persistently(_info, client, session)).calls[0]).state != "done":
                 await asyncio.sleep(0.05)
         assert call.attempts == 2
+        # The engine has let go of its contexts, but what is in memory is found again.
+        assert call.cached_tokens >= call.computed_tokens > 0
+        assert call.recomputed_tokens == 0
 
 
 async def test_a_clean_stop_keeps_sessions_too(tmp_path: Path) -> None:

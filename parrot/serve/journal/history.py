@@ -25,6 +25,12 @@ _RESERVED = 1024  # ids at once
 _SECRETS = {"session_auth", "session"}
 
 
+def journal_secret(journal: Journal) -> bytes:
+    """The secret that was made with the journal."""
+    words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
+    return b"".join(word.to_bytes(8) for word in words)
+
+
 class SessionNumbers:
     """The ids of sessions, which only grow: with a journal they are reserved there in blocks,
     before the first is given out. A session's auth follows from its id and a secret, which is the
@@ -36,8 +42,7 @@ class SessionNumbers:
         self._secret = secrets.token_bytes(32)
 
     def keep_in(self, journal: Journal) -> None:
-        words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
-        self._secret = b"".join(word.to_bytes(8) for word in words)
+        self._secret = journal_secret(journal)
 
     def auth(self, session_id: int) -> str:
         """The `session_auth` of a session that begins."""

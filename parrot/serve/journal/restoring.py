@@ -10,6 +10,7 @@ from functools import partial
 
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.serve.core import ServeCore
+from parrot.serve.journal.history import journal_secret
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import RESERVED, Kind, Payload, Record
 from parrot.serve.sessions import Begun, Session
@@ -37,6 +38,7 @@ def restore(
         return restoring.broken()
 
     core.fleet.identity = CoreIdentity.new(journal.epoch)
+    core.tenants.restored(journal_secret(journal))
     with _no_collection():
         core.restore(replay)
     restoring.leave_dormant()

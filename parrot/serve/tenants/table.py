@@ -34,13 +34,19 @@ class TenantTable:
         self.path = config.keys_file
         self.is_closed = config.needs_keys
         """Whether requests need a key."""
-        # The same after a restart: what other makers' servers have cached can be used again.
+        # The same after a restart: what engines have cached can be used again.
+        self._has_token = config.cluster_token is not None
         secret = (config.cluster_token or new_token()).encode("utf-8", "surrogatepass")
-        self._secret = hmac.digest(secret, b"cache salts", "sha256")
+        self._secret = _salt_secret(secret)
         self._fixed = {_digest(key): Tenant(id_of_key(key)) for key in config.api_keys}
         self._by_digest: Mapping[bytes, Tenant] = {}
         self._by_id: Mapping[str, tuple[bytes, Tenant]] = {}
         self.replace([] if self.path is None else read_keys(self.path))
+
+    def restored(self, secret: bytes) -> None:
+        """Make salts by this secret, which is the journal's, if there is no cluster token."""
+        if not self._has_token:
+            self._secret = _salt_secret(secret)
 
     def replace(self, entries: Sequence[KeyEntry]) -> KeysChange:
         """Have these keys besides the config's. Raises `ConfigError`, and nothing has changed."""
@@ -117,6 +123,10 @@ class TenantTable:
         """The digest of the tenant's key; None if it has none now."""
         known = self._by_id.get(tenant_id)
         return None if known is None else known[0]
+
+
+def _salt_secret(secret: bytes) -> bytes:
+    return hmac.digest(secret, b"cache salts", "sha256")
 
 
 def _digest(api_key: str) -> bytes:

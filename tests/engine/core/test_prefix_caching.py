@@ -10,6 +10,7 @@ from parrot.engine.core.room import drop_kv
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.protocol.errors import ModelNumerics
+from parrot.protocol.sampling import SamplingConfig
 from tests.support.core_harness import Harness, piece
 from tests.support.kernel_cases import SHARE_ALL
 
@@ -231,3 +232,29 @@ def test_a_block_that_was_copied_to_be_written_gives_way_to_the_one_that_others_
         engine.generate(piece(context_id, "abcdefgh"), length=6)
         engine.run()
     assert engine.context(2).block_ids[:3] == engine.context(1).block_ids[:3]
+
+
+def test_what_is_computed_outlives_a_hundred_registrations_and_is_found_by_its_salt_only():
+    """What one registration leaves, done or under way, the next finds; nothing else is left."""
+    engine = Harness(num_blocks=32)
+    for turn in range(100):
+        salt = "us" if turn % 3 else "them"
+        nine = SamplingConfig(max_gen_length=9)
+        answer = engine.submit(piece(7, PROMPT), sampling=nine, cache_salt=salt)
+        fork = engine.fill(piece(8, "more of it", 7, 20), cache_salt=salt)
+        for _ in range(2 + turn % 9):
+            engine.step()
+        stranger = engine.fill(piece(9, PROMPT), cache_salt=f"stranger {turn}")
+        for _ in range(turn % 4):
+            engine.step()
+        engine.core.requests.reset()
+        engine.deliver()
+        engine.core.check_integrity()
+        assert engine.num_free == 32
+        assert not engine.core.has_work
+        for one in (answer, fork, stranger):
+            assert one.response or one.error
+        if answer.response and turn > 1:
+            assert usage(answer) == (20, 1)
+        if stranger.response:
+            assert stranger.response.cached_tokens == 0

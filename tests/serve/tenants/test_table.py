@@ -50,3 +50,15 @@ def test_a_share_group_has_one_salt_that_only_the_server_can_make(tmp_path: Path
     others = (config.model_copy(update={"cluster_token": "x"}), CoreConfig(keys_file=path))
     for other in others:
         assert TenantTable(other).cache_salt("a") != salts["a"]
+
+
+def test_without_a_cluster_token_salts_are_the_journals() -> None:
+    tables = [TenantTable(CoreConfig()) for _ in range(2)]
+    assert tables[0].cache_salt("public") != tables[1].cache_salt("public")
+    for table in tables:
+        table.restored(b"the journal's")
+    assert tables[0].cache_salt("public") == tables[1].cache_salt("public")
+    configured = TenantTable(CoreConfig(cluster_token="secret"))
+    before = configured.cache_salt("public")
+    configured.restored(b"the journal's")
+    assert configured.cache_salt("public") == before

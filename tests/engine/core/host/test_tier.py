@@ -109,6 +109,26 @@ def test_also_for_a_freed_context_and_only_for_its_salt():
     assert harness.num_copied(to_host=False) == 2
 
 
+def test_copies_outlive_a_registration_also_on_their_way():
+    harness = Tiered(num_host_blocks=512)
+    for turn in range(100):
+        harness.runner.max_looks = turn % 5
+        answer = harness.fill(piece(1, "abcdefghi"), cache_salt="me")
+        stranger = harness.fill(piece(2, "abcdefghi"), cache_salt=f"stranger {turn}")
+        if turn % 2:
+            harness.run()
+            assert stranger.response.cached_tokens == 0
+            assert answer.response.cached_tokens == (8 if turn > 1 else 0)
+        for _ in range(turn % 4):
+            harness.core.step()
+        harness.core.requests.reset()
+        harness.deliver()
+        harness.core.check_integrity()
+        fill_the_device(harness)
+        assert harness.num_free == harness.core.info.num_blocks
+    assert harness.num_copied(to_host=False) >= 50
+
+
 def test_others_go_on_while_one_waits():
     harness = Tiered(num_blocks=12)
     harness.fill(piece(1, "abcdefgh"))
