@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from tests.support.postgres import Server, running_server
+from tests.support.warm_servers import WarmServers
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("parrot", deadline=None)
@@ -27,6 +28,17 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
         yield folder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_servers() -> Iterator[None]:
+    """Servers of `Cluster`s are forked from one process of this run."""
+    servers = WarmServers()
+    with pytest.MonkeyPatch.context() as patch:
+        instead = servers.instead_of_subprocess()
+        patch.setattr("parrot.cluster.process.subprocess", instead)
+        yield
+    servers.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,131 @@
+"""Servers of a `Cluster`, forked from one process that has imported what all of them need: each of
+them spends a second of CPU on that, and the tests start hundreds.
+
+Run as a program, this is that process: it reads requests from its stdin, a socket. Each is forked
+twice: the first child waits for the second, which is the server, and tells its end."""
+
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import IO, Any, Self
+
+SERVERS = ("parrot.serve.http_server", "parrot.engine.http_server")
+_IMPORTED = (*SERVERS, "parrot.engine.sim.driver", "parrot.engine.sim.engine")
+_MAX_REQUEST = 2**17
+
+
+class WarmServers:
+    """The process from which servers are forked, started with the first."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+
+    def close(self) -> None:
+        if self._process is not None and self._requests is not None:
+            self._requests.close()
+            self._process.wait()
+
+    def instead_of_subprocess(self) -> SimpleNamespace:
+        """What `parrot.cluster.process` needs of the module `subprocess`."""
+        return SimpleNamespace(Popen=self.popen, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
+
+    def popen(self, command: Sequence[str], **options: Any) -> Any:
+        """Fork a server of Parrot's; whatever else is started as ever."""
+        env = options["env"]
+        is_server = command[3] in SERVERS and env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
+        if not is_server:
+            return subprocess.Popen(command, **options)
+        return ForkedServer(self._ask_at(), command[3:], env, options["stdout"])
+
+    def _ask_at(self) -> socket.socket:
+        if self._requests is None:
+            self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-u", "-m", "tests.support.warm_servers"]
+            self._process = subprocess.Popen(command, stdin=theirs, start_new_session=True)
+            theirs.close()
+        return self._requests
+
+
+class ForkedServer:
+    """What a `subprocess.Popen` is to whoever started it."""
+
+    def __init__(
+        self, requests: socket.socket, argv: Sequence[str], env: Mapping[str, str], log: IO[bytes]
+    ) -> None:
+        self.returncode: int | None = None
+        lifeline, self._stdin = os.pipe()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            message = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
+            socket.send_fds(requests, [message], [theirs.fileno(), lifeline, log.fileno()])
+        os.close(lifeline)
+        self._told = ours.makefile("r")
+        ours.close()
+        self.pid = int(self._told.readline())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.wait()
+        self._told.close()
+        os.close(self._stdin)
+
+    def wait(self) -> int:
+        if self.returncode is None:
+            self.returncode = int(self._told.readline())
+        return self.returncode
+
+
+def be_next_server() -> None:
+    """Fork a server at each request, and return in it; exit when there will be no more."""
+    requests = socket.socket(fileno=os.dup(0))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    while True:
+        message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST, 3)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            break
+        for fd in fds:
+            os.close(fd)
+    requests.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    teller, lifeline, log = fds
+    if (server := os.fork()) != 0:
+        for fd in (0, lifeline, log):
+            os.close(fd)
+        code = os.waitstatus_to_exitcode(os.waitpid(server, 0)[1])
+        os.write(teller, f"{code}\n".encode())
+        os._exit(0)
+    os.setsid()
+    os.write(teller, f"{os.getpid()}\n".encode())
+    for fd, place in ((lifeline, 0), (log, 1), (log, 2)):
+        os.dup2(fd, place)
+    for fd in fds:
+        os.close(fd)
+    request = json.loads(message)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = [sys.argv[0], *request["argv"]]
+
+
+if __name__ == "__main__":
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    for name in SERVERS:
+        del sys.modules[name]  # it is run anew, as the main module
+    gc.collect()
+    gc.freeze()
+    be_next_server()
+    from parrot.cluster import child
+
+    child.main()
