@@ -116,9 +116,11 @@ class Account:
             self.parent.add(**more)
 
     def close(self) -> None:
-        """The session has ended: its tenant has room again for what it kept."""
+        """The session has ended: its tenant has room again for what it kept, and what comes late
+        is not counted for the tenant, who would never have room for it again."""
         if self.parent is not None:
             self.parent.used.subtract(self.used)
+            self.parent = None
 
 
 class QueuedByTenant(Counter[str]):

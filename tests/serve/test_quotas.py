@@ -11,10 +11,10 @@ from parrot.protocol.errors import Cancelled, ClusterFull, QueueFull, QuotaExcee
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, SessionCreateRequest
 from parrot.serve.api.vendors.anthropic_errors import anthropic_error
 from parrot.serve.api.vendors.openai_errors import openai_error
-from parrot.serve.config import CoreConfig
+from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
-from parrot.serve.quotas import QueuedByTenant, require_share
+from parrot.serve.quotas import Account, QueuedByTenant, require_share
 from tests.serve.serve_fakes import FakeDispatcher, given, made, var_ids
 from tests.serve.test_serve_core import World
 from tests.support.manual_clock import ManualClock
@@ -103,6 +103,17 @@ async def test_the_queue_admits_no_more_tenants_than_it_has_places() -> None:
     with pytest.raises(QueueFull):
         worlds[3].call("y")
     await worlds[0].core.close()
+
+
+def test_what_comes_after_a_session_s_end_is_not_its_tenant_s() -> None:
+    """A native function that ends later, with the time that it took."""
+    tenant = Account(TenantQuota())
+    ended, other = (Account(SessionQuota(), tenant) for _ in range(2))
+    for session in (ended, other):
+        session.add(sessions=1, native_ms=1)
+    ended.close()
+    ended.add(native_ms=1000)
+    assert tenant.used == other.used == {"sessions": 1, "native_ms": 1}
 
 
 def test_shares_of_a_full_queue_are_by_weight() -> None:
