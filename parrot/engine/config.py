@@ -232,6 +232,13 @@ class EngineConfig(ConfigModel):
         None, description="Tokens of KV that ServeCore may use here."
     )
     heartbeat_interval: float = Field(3.0, gt=0.0, description="In seconds.")
+    drain_timeout: float = Field(
+        0.0,
+        ge=0.0,
+        le=86400.0,
+        description="After SIGTERM the engine gets no more calls, and goes on with those that it "
+        "has for so long; then they run elsewhere. A second signal ends it at once.",
+    )
     cluster_token: Secret | None = Field(
         None,
         repr=False,

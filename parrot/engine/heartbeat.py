@@ -56,14 +56,34 @@ class Heartbeat:
         self._fence = fence
         self._interval_s = interval_s
         self._clock = clock
+        self._terms: RegisterResponse | None = None  # while it is registered
 
     async def run(self) -> None:
         while True:
-            terms = await self._until_answered(self._register)
+            self._terms = None
+            terms = self._terms = await self._until_answered(self._register)
             self._fence.registered(CoreIdentity(terms.epoch, terms.core))
             name = self._service.engine_info().engine_name
             logger.info("registered as engine %d (%s)", terms.engine_id, name)
             await self._beat_while_known(terms, name)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def leave(self, timeout_s: float) -> None:
+        """Get no more calls from ServeCore, and return when those that are here have ended, at the
+        latest after the timeout. At once if nobody is there to tell."""
+        if self._terms is None:
+            return
+        engine_id, core = self._terms.engine_id, self._terms.core
+        logger.info("leaving ServeCore, for %g s at most", timeout_s)
+        try:
+            answer = await self._client.engine_leave(engine_id, core, timeout_s)
+        except ParrotError as error:
+            logger.warning("ServeCore does not wait for what runs here: %s", error.message)
+        else:
+            if answer.num_calls:
+                logger.warning("%d calls have not ended, and run elsewhere", answer.num_calls)
 
     async def _register(self) -> RegisterResponse:
         """Forget everything first: also of an attempt whose answer was lost there may be work."""

@@ -50,44 +50,42 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     incarnation = new_token()
     app = create_app(service, reorder, config, incarnation)
 
+    heartbeat = registration(config, service, reorder, app, incarnation) if with_core else None
+
     async def end_requests() -> None:
         await service.close()
         app.state.channels.close()
 
-    server = AppServer(app, config.host, config.port, end_requests, config.connections)
-    engine = asyncio.create_task(
-        run_engine(config, service, reorder, app, incarnation, with_core=with_core)
-    )
+    async def drain() -> None:
+        if heartbeat is not None and config.drain_timeout:
+            await heartbeat.leave(config.drain_timeout)
+
+    server = AppServer(app, config.host, config.port, end_requests, config.connections, drain)
+    engine = asyncio.create_task(run_engine(config, service, heartbeat))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
     finally:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
+        if heartbeat is not None:
+            await heartbeat.close()
     if not engine.cancelled() and (error := engine.exception()) is not None:
         raise error
 
 
-async def run_engine(
+def registration(
     config: AnyEngineConfig,
     service: EngineService,
     reorder: ReorderBuffer,
     app: FastAPI,
     incarnation: str = "",
-    *,
-    with_core: bool,
-) -> None:
-    """Load, then stay registered. Ends only by an error: another process may have more luck with
-    the device that this one has lost."""
-    await service.start()
-    logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
-    if not with_core:
-        await asyncio.Event().wait()
+) -> Heartbeat:
+    """The heartbeat that keeps the engine registered with the config's ServeCores."""
     cores = [(core.host, core.port) for core in (config.serve_core, *config.standby_cores)]
     urls = [f"http://{host}:{port}" for host, port in cores]
-    http = client_of(urls, bearer_token=config.cluster_token)
-    heartbeat = Heartbeat(
-        RegistrationClient(http),
+    return Heartbeat(
+        RegistrationClient(client_of(urls, bearer_token=config.cluster_token)),
         service,
         reorder,
         app.state.fence,
@@ -96,10 +94,19 @@ async def run_engine(
         cores=cores,
         incarnation=incarnation,
     )
-    try:
+
+
+async def run_engine(
+    config: AnyEngineConfig, service: EngineService, heartbeat: Heartbeat | None
+) -> None:
+    """Load, then stay registered, or alone. Ends only by an error: another process may have more
+    luck with the device that this one has lost."""
+    await service.start()
+    logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
+    if heartbeat is None:
+        await asyncio.Event().wait()
+    else:
         await heartbeat.run()
-    finally:
-        await http.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

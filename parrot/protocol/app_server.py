@@ -1,6 +1,7 @@
 """The parts that the commands of all servers share: options, log, and the uvicorn server."""
 
 import argparse
+import asyncio
 import logging
 import signal
 import socket
@@ -24,7 +25,8 @@ _SHUTDOWN_GRACE_S = 5
 
 class AppServer(uvicorn.Server):
     """Serves `app` until SIGTERM or SIGINT. `end_requests` is then called first, so that open
-    requests get their answer and shutting down takes no longer than it must."""
+    requests get their answer and shutting down takes no longer than it must; after SIGTERM it is
+    called when `drain` has returned or another signal came. Until then it serves as ever."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class AppServer(uvicorn.Server):
         port: int,
         end_requests: Callable[[], Awaitable[None]],
         limits: ConnectionLimits,
+        drain: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -49,13 +52,24 @@ class AppServer(uvicorn.Server):
             )
         )
         self._end_requests = end_requests
+        self._drain = drain
+        self._draining: asyncio.Task[None] | None = None
+        self._signals: list[int] = []
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Do as uvicorn does, but exit with status 0 after a clean end, not by the signal."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
+        self._signals.append(sig)
+        if self._draining is not None:
+            self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._drain is not None and self._signals == [signal.SIGTERM]:
+            self._draining = asyncio.create_task(self._drain())
+            await asyncio.wait((self._draining,))
+            if not self._draining.cancelled():
+                self._draining.result()
         await self._end_requests()
         await super().shutdown(sockets)
 

@@ -391,6 +391,18 @@ class HeartbeatRequest(InternalPayload):
     runtime_info: RuntimeInfo
 
 
+class LeaveRequest(InternalPayload):
+    """An engine is about to end."""
+
+    engine_id: int
+    core: str = Field("", max_length=256, description="as registered")
+    timeout_s: float = Field(ge=0, le=86400, description="for the calls that it has")
+
+
+class LeaveResponse(InternalPayload):
+    num_calls: int = Field(ge=0, description="that had not ended, and run elsewhere")
+
+
 class HeartbeatResponse(InternalPayload):
     """`unknown`: ServeCore restarted or gave the engine up; register again."""
 

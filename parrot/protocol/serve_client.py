@@ -11,6 +11,8 @@ from parrot.protocol.engine_api import (
     EngineInfo,
     HeartbeatRequest,
     HeartbeatResponse,
+    LeaveRequest,
+    LeaveResponse,
     RegisterRequest,
     RegisterResponse,
     RuntimeInfo,
@@ -190,6 +192,9 @@ class RegistrationClient:
     def __init__(self, http: Transport) -> None:
         self._http = http
 
+    async def close(self) -> None:
+        await self._http.close()
+
     async def register_engine(self, engine: EngineInfo) -> RegisterResponse:
         body = RegisterRequest(engine_config=engine).model_dump(mode="json")
         answer = await self._http.request("POST", "/register_engine", body=body)
@@ -204,6 +209,18 @@ class RegistrationClient:
         ).model_dump(mode="json")
         answer = await self._http.request("POST", "/engine_heartbeat", body=body)
         return read_answer(HeartbeatResponse, answer)
+
+    async def engine_leave(self, engine_id: int, core: str, timeout_s: float) -> LeaveResponse:
+        """Get no more calls, and wait until those that are there have ended, for `timeout_s` at
+        most. `core`: as registered."""
+        request = LeaveRequest(engine_id=engine_id, core=core, timeout_s=timeout_s)
+        answer = await self._http.request(
+            "POST",
+            "/engine_leave",
+            body=request.model_dump(mode="json"),
+            timeout_s=timeout_s + READ_MARGIN_S,
+        )
+        return read_answer(LeaveResponse, answer)
 
 
 def _wishes(options: ReadOptions) -> dict[str, Any]:

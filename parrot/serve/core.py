@@ -57,6 +57,7 @@ class ServeCore:
         self.heartbeat = self.fleet.heartbeat
         self.decisions, self.contexts = self._dispatcher.decisions, self._dispatcher.contexts
         self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
+        self.engine_leaves = self._dispatcher.drains.engine_leaves
         self._metrics = CoreMetrics(config)
         self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
         self._dispatcher.shares.weigh = self.tenants.weigh

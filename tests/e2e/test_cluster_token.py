@@ -12,7 +12,7 @@ from parrot.cluster.ports import free_port
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.engine_types import create_service
-from parrot.engine.http_server import run_engine
+from parrot.engine.http_server import registration, run_engine
 from parrot.engine.reorder import ReorderBuffer
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
@@ -39,10 +39,12 @@ async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIter
         reorder = ReorderBuffer(MonotonicClock())
         app = create_engine_app(service, reorder, config)
         async with serve_app(app, port):
-            engine = asyncio.create_task(run_engine(config, service, reorder, app, with_core=True))
+            heartbeat = registration(config, service, reorder, app)
+            engine = asyncio.create_task(run_engine(config, service, heartbeat))
             yield http
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
+            await heartbeat.close()
             await service.close()
 
 

@@ -71,6 +71,33 @@ async def assert_engine_is_empty(cluster: Cluster, name: str) -> None:
     assert info.num_running_jobs == 0
 
 
+async def test_a_terminated_engine_ends_its_calls_first_and_a_second_signal_ends_it() -> None:
+    engine = SLOW_SIM | {"drain_timeout": 60}
+    with Cluster(core=CORE, engines=[engine] * 2) as cluster:
+        async with connect(cluster) as session:
+            reads = await start_reads(session)
+            leaver = await engine_of_a_running_call(session)
+            process = cluster.process(leaver)
+            process.terminate()
+            assert len({len(await read) for read in reads}) == 1
+            assert await asyncio.to_thread(process.wait, HANGS_S)
+            assert process.exit_code == 0
+            info = await session.client.session_info(session.session_id, session.session_auth)
+            assert {call.attempts for call in info.calls} == {1}
+            assert leaver in {call.engine for call in info.calls}
+            (other,) = {*cluster.engine_names} - {leaver}
+            endless = await session.call("Count: {{out}}", 10_000)
+            read = asyncio.create_task(session.get(endless, timeout_s=None))
+            await engine_of_a_running_call(session)
+            process = cluster.process(other)
+            process.terminate()
+            assert not await asyncio.to_thread(process.wait, 0.5)
+            process.terminate()
+            assert await asyncio.to_thread(process.wait, HANGS_S)
+            assert process.exit_code == 0
+            read.cancel()
+
+
 async def test_killed_engine_costs_no_read_its_text(two_engines: Cluster) -> None:
     async with connect(two_engines) as session:
         expected = [await read for read in await start_reads(session)]

@@ -59,6 +59,7 @@ CORE_POSTS = [
     "/v1/request/1/cancel",
     "/register_engine",
     "/engine_heartbeat",
+    "/engine_leave",
 ]
 ENGINE_POSTS = ["/fill", "/generate", "/generate_stream", "/follow", "/free_context"]
 

@@ -12,7 +12,12 @@ from parrot.engine.fence import Fence
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.engine_api import FillRequest, HeartbeatResponse, RegisterResponse
+from parrot.protocol.engine_api import (
+    FillRequest,
+    HeartbeatResponse,
+    LeaveResponse,
+    RegisterResponse,
+)
 from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
 from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
 from parrot.utils.clock import Clock, MonotonicClock
@@ -33,6 +38,7 @@ class FakeServeClient:
         self.times: list[float] = []
         self.beats: list[int] = []
         self.fence = Fence()
+        self.left: list[tuple[int, float]] = []
 
     def _answer(self) -> None:
         self.times.append(self._clock.now())
@@ -58,6 +64,13 @@ class FakeServeClient:
         return HeartbeatResponse(state="ok" if engine_id in self.known else "unknown")
 
 
+    async def engine_leave(self, engine_id, core, timeout_s) -> LeaveResponse:
+        assert core == f"core{engine_id}"
+        self._answer()
+        self.left.append((engine_id, timeout_s))
+        return LeaveResponse(num_calls=0)
+
+
 @pytest.fixture
 async def scene():
     clock = ManualClock()
@@ -75,6 +88,7 @@ async def scene():
         cores=[("localhost", 9000)],
     )
     tasks = []
+    client.leave = heartbeat.leave
     client.start = lambda: tasks.append(asyncio.ensure_future(heartbeat.run()))
     yield client, clock, service
     for task in tasks:
@@ -98,6 +112,21 @@ async def test_it_registers_once_and_beats_every_interval(scene):
     assert client.infos[0].engine_name == "sim:9001"
     assert client.beats == [1] * 4
     assert client.times == [0.0, 3.0, 6.0, 9.0, 12.0]
+
+
+async def test_it_leaves_where_it_is_registered_if_anybody_is_there(scene):
+    client, clock, _ = scene
+    await client.leave(60.0)
+    assert client.left == []
+    client.start()
+    await clock.advance(INTERVAL_S)
+    await client.leave(60.0)
+    assert client.left == [(1, 60.0)]
+    await clock.advance(INTERVAL_S)
+    assert client.beats == [1, 1]
+    client.error = Unavailable("nobody there")
+    await client.leave(60.0)
+    assert client.left == [(1, 60.0)]
 
 
 async def test_it_waits_for_a_core_that_starts_later_ever_less_often(scene):

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, HeartbeatResponse
+from parrot.protocol.engine_api import (
+    EngineInfo,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    LeaveRequest,
+    LeaveResponse,
+)
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import (
@@ -264,6 +270,9 @@ class FakeDispatcher(FakeRunner):
         return self
 
     def drain(self, engine_id: int, *, is_wanted: bool) -> None: ...
+
+    async def engine_leaves(self, request: LeaveRequest) -> LeaveResponse:
+        return LeaveResponse(num_calls=0)
 
     def release_session(self, session_id: int) -> None:
         self.released.append(session_id)

@@ -60,6 +60,16 @@ def service_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
             errors=(401,),
             body=SMALL_BODY,
         ),
+        Endpoint(
+            "POST",
+            "/engine_leave",
+            core.engine_leaves,
+            "An engine is about to end (Bearer: the cluster token)",
+            access=Access.CLUSTER,
+            check=_engine_check(core),
+            errors=(401, 404),
+            body=SMALL_BODY,
+        ),
     ]
 
 

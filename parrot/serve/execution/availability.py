@@ -1,8 +1,11 @@
 """Whether anybody serves a run: engines that are to get no more calls, and how long a run waits
 for an engine with its models."""
 
+import asyncio
 from collections.abc import Callable
+from functools import partial
 
+from parrot.protocol.engine_api import LeaveRequest, LeaveResponse
 from parrot.protocol.errors import NotFound
 from parrot.serve.execution.events import EventKind
 from parrot.serve.execution.fleet import Fleet
@@ -67,17 +70,21 @@ class Grace:
 
 class Drains:
     """Takes engines out of service and back. An engine that drains goes on with the calls that it
-    has; for others it is as if it were not there."""
+    has; for others it is as if it were not there. One that leaves drains, and is lost when it has
+    no call left: who has taken one from it tells `review`."""
 
     def __init__(
         self,
         clock: Clock,
+        timers: TimerQueue,
         fleet: Fleet,
         scheduler: Scheduler,
         grace: Grace,
         wake: Callable[[], None],
     ) -> None:
         self._clock = clock
+        self._timers = timers
+        self._leaving: dict[int, asyncio.Future[None]] = {}
         self._fleet = fleet
         self._scheduler = scheduler
         self._grace = grace
@@ -99,3 +106,38 @@ class Drains:
         text = f"{load.num_tasks} {'call' if load.num_tasks == 1 else 'calls'} there"
         self._fleet.events.add(kind, text, engine_name=engine.info.engine_name)
         self._wake()
+
+    async def engine_leaves(self, request: LeaveRequest) -> LeaveResponse:
+        """Drain an engine that is about to end, and give it up when its last call has ended, or
+        after the timeout: then those that it has run elsewhere. Raises `NotFound`."""
+        engine_id = request.engine_id
+        if request.core != self._fleet.identity.id:  # ids are another's
+            raise NotFound(f"no live engine {engine_id}")
+        self.drain(engine_id, is_wanted=True)
+        engine = self._fleet.get(engine_id)
+        assert engine is not None, request
+        loop = asyncio.get_running_loop()
+        over, left = loop.create_future(), self._leaving.setdefault(engine_id, loop.create_future())
+        when = self._clock.now() + request.timeout_s
+        timer = self._timers.call_at(when, partial(_settle, over))
+        self.review()
+        try:
+            await asyncio.wait((left, over), return_when=asyncio.FIRST_COMPLETED)
+            while engine.direct and not over.done():
+                await asyncio.wait((*engine.direct, over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+        num_calls = self._fleet.load(engine) if engine.is_alive else 0
+        self._fleet.lose(engine, "it ends")
+        return LeaveResponse(num_calls=num_calls)
+
+    def review(self) -> None:
+        """Calls may have ended."""
+        for engine_id in list(self._leaving):
+            if not self._scheduler.engines.num_placed(engine_id):
+                _settle(self._leaving.pop(engine_id))
+
+
+def _settle(left: asyncio.Future[None]) -> None:
+    if not left.done():
+        left.set_result(None)

@@ -102,7 +102,9 @@ class Dispatcher:
             self._scheduler,
             lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
         )
-        self.drains = Drains(clock, self.fleet, self._scheduler, self._grace, self._wake)
+        self.drains = Drains(
+            clock, self._timers, self.fleet, self._scheduler, self._grace, self._wake
+        )
         self._alarm: Timer | None = None  # wakes the pump when time alone changes something
         self._is_pump_due = False
 
@@ -227,6 +229,7 @@ class Dispatcher:
             self._runs.fail(task, _DEFECT, is_scheduled=False)
         expiry = self._ledger.expire()
         self._prefetch.pump()
+        self.drains.review()
         for when in (expiry, self._scheduler.next_change()):
             self._wake_at(when)
 
@@ -299,6 +302,7 @@ class Dispatcher:
         self._scheduler.engines.remove(engine.id)
         was_deaf = self.fleet.stood_still(engine.last_seen)  # it may be back in a moment
         self._grace.engine_lost(self._clock.now() if was_deaf else engine.last_seen)
+        self.drains.review()
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))
 

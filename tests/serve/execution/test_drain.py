@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from parrot.protocol.engine_api import HeartbeatRequest, RuntimeInfo
+from parrot.protocol.engine_api import HeartbeatRequest, LeaveRequest, RuntimeInfo
 from parrot.protocol.errors import NoEngine, NotFound
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
@@ -87,3 +87,69 @@ async def test_an_engine_that_drains_gets_no_call_for_what_it_has() -> None:
     await few.submit("?", previous=first).output.wait()
     assert len(engines[holder].requests) == 1
     await many.close()
+
+
+async def leaving(world: World, engine_id: int, timeout_s: float = 60.0) -> "asyncio.Task[int]":
+    """Settles with the number of calls that had not ended."""
+    core = world.dispatcher.fleet.identity.id
+    request = LeaveRequest(engine_id=engine_id, core=core, timeout_s=timeout_s)
+
+    async def leave() -> int:
+        return (await world.dispatcher.drains.engine_leaves(request)).num_calls
+
+    task = asyncio.create_task(leave())
+    await world.settle()
+    return task
+
+
+async def test_an_engine_that_leaves_ends_its_calls_first(world: World) -> None:
+    slow = fake_engine("slow", script=Script(text=lambda _: "abc", hang_after=0))
+    slow_id = await world.join(slow)
+    before = [world.submit(f"One {n}") for n in range(2)]
+    await world.settle()
+    other = fake_engine("other")
+    await world.join(other)
+    left, again = await leaving(world, slow_id), await leaving(world, slow_id)
+    await world.submit("Two").output.wait()
+    assert (len(slow.requests), len(other.requests)) == (2, 1)
+    assert not left.done()
+    slow.resume.set()
+    assert [await left, await again] == [0, 0]
+    assert [await completion.output.wait() for completion in before] == ["abc", "abc"]
+    assert [view.id for view in world.dispatcher.fleet.views()] == [slow_id + 1]
+    assert len(other.requests) == 1
+    world.dispatcher.check_integrity()
+
+
+async def test_what_an_engine_that_leaves_does_not_end_in_time_runs_elsewhere(world: World) -> None:
+    slow = fake_engine("slow", script=Script(hang_after=0))
+    slow_id = await world.join(slow)
+    call = world.submit("One")
+    await world.settle()
+    await world.join(fake_engine("other"))
+    left = await leaving(world, slow_id, timeout_s=5.0)
+    await world.clock.advance(4.9)
+    assert not left.done()
+    await world.clock.advance(0.2)
+    assert await left == 1
+    assert await call.output.wait()
+    world.dispatcher.check_integrity()
+
+
+async def test_an_engine_without_calls_leaves_at_once_and_one_that_dies_is_not_waited_for(
+    world: World,
+) -> None:
+    idle_id = await world.join(fake_engine("idle"))
+    assert await (await leaving(world, idle_id)) == 0
+    slow_id = await world.join(fake_engine("slow", script=Script(hang_after=0)))
+    world.submit("One")
+    await world.settle()
+    left = await leaving(world, slow_id)
+    world.lose(slow_id)
+    assert await left == 0
+    with pytest.raises(NotFound, match=f"no live engine {slow_id}"):
+        await (await leaving(world, slow_id))
+    stale = LeaveRequest(engine_id=slow_id, core="another", timeout_s=1.0)
+    with pytest.raises(NotFound):
+        await world.dispatcher.drains.engine_leaves(stale)
+    world.dispatcher.check_integrity()
