@@ -11,9 +11,10 @@ from parrot.engine.core.plan import DeviceLost
 from parrot.engine.fence import Fence
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
-from parrot.protocol.engine_api import EngineInfo, HeartbeatResponse, RegisterResponse
+from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError, Unavailable
+from parrot.protocol.registration.payloads import HeartbeatResponse, RegisterResponse
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import Clock
 

@@ -3,9 +3,8 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from parrot.protocol.gate.names import is_host, is_metadata
 from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
 
 NO_PARENT = -1
@@ -362,48 +361,3 @@ class EngineInfo(InternalPayload):
         "ServeCore believes it to be there; others of its name and address get 409 till it is lost",
     )
     registration: str = Field("", pattern=r"^[\w-]{0,99}$", description="requests repeat its name")
-
-
-class RegisterRequest(InternalPayload):
-    engine_config: EngineInfo
-
-    @field_validator("engine_config")
-    @classmethod
-    def _can_be_called(cls, info: EngineInfo) -> EngineInfo:
-        if not is_host(info.host):
-            raise ValueError("`host` must be an IP address or a DNS name, at which the engine is")
-        if is_metadata(info.host):
-            raise ValueError("`host` is no engine's, but a metadata service's")
-        return info
-
-
-class RegisterResponse(InternalPayload):
-    engine_id: int
-    core: str = Field("", description="this start of ServeCore; each heartbeat repeats it")
-    epoch: int = Field(0, description="greater than that of any ServeCore that was here before")
-    lease_s: float | None = Field(None, gt=0, description="without an answer all work ends so soon")
-
-
-class HeartbeatRequest(InternalPayload):
-    engine_id: int
-    core: str = Field("", max_length=256, description="as registered")
-    engine_name: str
-    runtime_info: RuntimeInfo
-
-
-class LeaveRequest(InternalPayload):
-    """An engine is about to end."""
-
-    engine_id: int
-    core: str = Field("", max_length=256, description="as registered")
-    timeout_s: float = Field(ge=0, le=86400, description="for the calls that it has")
-
-
-class LeaveResponse(InternalPayload):
-    num_calls: int = Field(ge=0, description="that had not ended, and run elsewhere")
-
-
-class HeartbeatResponse(InternalPayload):
-    """`unknown`: ServeCore restarted or gave the engine up; register again."""
-
-    state: Literal["ok", "unknown"] = "ok"

@@ -7,16 +7,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from pydantic import BaseModel
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import (
-    EngineInfo,
-    HeartbeatRequest,
-    HeartbeatResponse,
-    LeaveRequest,
-    LeaveResponse,
-    RegisterRequest,
-    RegisterResponse,
-    RuntimeInfo,
-)
+from parrot.protocol.engine_api import EngineInfo, RuntimeInfo
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
     CallResponse,
@@ -30,6 +21,14 @@ from parrot.protocol.public import (
     VarCreateResponse,
     VarGetResponse,
     VarValue,
+)
+from parrot.protocol.registration.payloads import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    LeaveRequest,
+    LeaveResponse,
+    RegisterRequest,
+    RegisterResponse,
 )
 from parrot.protocol.transport import RequestOptions, Transport, read_answer, until_done
 

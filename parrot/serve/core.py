@@ -2,10 +2,6 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
-from parrot.protocol.engine_api import (
-    RegisterRequest,
-    RegisterResponse,
-)
 from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, Unavailable
 from parrot.protocol.public import (
     ModelsResponse,
@@ -14,6 +10,7 @@ from parrot.protocol.public import (
     SessionCreateResponse,
     SessionInfo,
 )
+from parrot.protocol.registration.payloads import RegisterRequest, RegisterResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher
@@ -53,11 +50,10 @@ class ServeCore:
         self.clock = clock or MonotonicClock()
         self._timers = TimerQueue(self.clock)
         self._dispatcher = dispatcher or Dispatcher(config, self.clock)
-        self.fleet = self._dispatcher.fleet
-        self.heartbeat = self.fleet.heartbeat
+        self.fleet, self.heartbeat = self._dispatcher.fleet, self._dispatcher.fleet.heartbeat
         self.decisions, self.contexts = self._dispatcher.decisions, self._dispatcher.contexts
-        self.follow, self.drain = self._dispatcher.follow, self._dispatcher.drains.drain
-        self.engine_leaves = self._dispatcher.drains.engine_leaves
+        self.follow, drains = self._dispatcher.follow, self._dispatcher.drains
+        self.drain, self.engine_leaves = drains.drain, drains.engine_leaves
         self._metrics = CoreMetrics(config)
         self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
         self._dispatcher.shares.weigh = self.tenants.weigh

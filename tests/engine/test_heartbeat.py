@@ -12,14 +12,10 @@ from parrot.engine.fence import Fence
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.engine_api import (
-    FillRequest,
-    HeartbeatResponse,
-    LeaveResponse,
-    RegisterResponse,
-)
+from parrot.protocol.engine_api import FillRequest
 from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
 from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
+from parrot.protocol.registration.payloads import HeartbeatResponse, LeaveResponse, RegisterResponse
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.manual_clock import ManualClock
 
@@ -62,7 +58,6 @@ class FakeServeClient:
         assert runtime_info.num_max_blocks == 8192
         self.beats.append(engine_id)
         return HeartbeatResponse(state="ok" if engine_id in self.known else "unknown")
-
 
     async def engine_leave(self, engine_id, core, timeout_s) -> LeaveResponse:
         assert core == f"core{engine_id}"

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import Cancelled, NoEngine, SessionGone
 from parrot.protocol.public import (
     NativeCallRequest,
@@ -14,6 +13,7 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
+from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

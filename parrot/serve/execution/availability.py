@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from parrot.protocol.engine_api import LeaveRequest, LeaveResponse
 from parrot.protocol.errors import NotFound
+from parrot.protocol.registration.payloads import LeaveRequest, LeaveResponse
 from parrot.serve.execution.events import EventKind
 from parrot.serve.execution.fleet import Fleet
 from parrot.serve.execution.run import Run, RunState

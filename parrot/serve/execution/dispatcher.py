@@ -60,11 +60,7 @@ class Dispatcher:
         self._timers = TimerQueue(clock)
         self._ledger = ContextLedger(config, clock, self._on_freed)
         self._scheduler = Scheduler(
-            config.global_scheduler,
-            clock,
-            self._ledger.index,
-            order,
-            placer,
+            config.global_scheduler, clock, self._ledger.index, order, placer
         )
         self.shares = self._scheduler.counters
         self.fleet = Fleet(

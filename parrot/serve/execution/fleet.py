@@ -1,6 +1,7 @@
 """The live engines: joining, giving signs of life, and being lost."""
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -11,8 +12,6 @@ from typing import Any
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
-    HeartbeatRequest,
-    HeartbeatResponse,
     RuntimeInfo,
 )
 from parrot.protocol.engine_client import CoreIdentity, EngineClient, http_connect
@@ -25,6 +24,7 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
+from parrot.protocol.registration.payloads import HeartbeatRequest, HeartbeatResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
@@ -33,7 +33,6 @@ from parrot.serve.execution.frees import FreeSender
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
-from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
 
@@ -129,7 +128,7 @@ class Fleet:
         self._on_reported = on_reported
         self._on_lost = on_lost
         self._tokenizers = TokenizerRegistry()
-        self._ids = IdCounter()
+        self._ids = itertools.count()
         self._joined = asyncio.Event()  # set, and another, when one joins
         self._engines: dict[int, Engine] = {}
         self._late_at = -math.inf  # when a review came too late
@@ -161,7 +160,7 @@ class Fleet:
         if (old := self._by_address.get(_address(info))) is not None:
             self.lose(old, "it registered again")
         now = self._clock.now()
-        engine = Engine(self._ids.next(), info, client, tokenizer, now, now)
+        engine = Engine(next(self._ids), info, client, tokenizer, now, now)
         self._engines[engine.id] = self._by_address[_address(info)] = engine
         self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)

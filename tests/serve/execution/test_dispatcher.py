@@ -12,7 +12,6 @@ from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
     FinishReason,
-    HeartbeatRequest,
     RuntimeInfo,
     StreamChunk,
 )
@@ -35,6 +34,7 @@ from parrot.protocol.errors import (
     UnsupportedField,
     ValidationFailed,
 )
+from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.execution.dispatcher import Dispatcher

@@ -8,7 +8,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import (
     EngineFailed,
     OutOfMemory,
@@ -16,6 +15,7 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
+from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
