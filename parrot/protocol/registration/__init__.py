@@ -1,3 +1,3 @@
-"""What an engine asks of ServeCore: to join, to stay, to leave.
+"""The requests that engines make of ServeCore: to join, to stay, to leave.
 
-Owns the payloads of these three requests. It must not know when they are made."""
+Owns their payloads. It must not know when they are made."""
