@@ -30,8 +30,8 @@ from parrot.engine.sim.engine import SimService
 from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.protocol.gate.access import Access, rules
 from parrot.protocol.gate.config import ConnectionLimits
-from parrot.protocol.sampling import CONSTRAINTS
 from parrot.protocol.registration import payloads as registration_api
+from parrot.protocol.sampling import CONSTRAINTS
 from parrot.protocol.streams import payloads as streams_api
 from parrot.serve.api.app import create_app as core_app
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
