@@ -46,17 +46,23 @@ class LazyHeap(Generic[T, Key]):
     def set(self, item: T, key: Key) -> None:
         """Insert the item, or give it a new key. An item that gets the key that it has keeps its
         place among equal ones."""
-        known = self._valid.get(item)
+        valid, heap = self._valid, self._heap
+        known = valid.get(item)
         if known is not None and known[0] == key:
             return
         number = next(self._numbers)
-        self._valid[item] = (key, number)
-        heapq.heappush(self._heap, (key, number, item))
-        self._sweep()
+        valid[item] = (key, number)
+        heapq.heappush(heap, (key, number, item))
+        if len(heap) > _MIN_STALE + 2 * len(valid):
+            self._sweep()
 
     def discard(self, item: T) -> None:
         """Remove the item if it is there."""
-        if self._valid.pop(item, None) is not None:
+        if self._valid.pop(item, None) is None:
+            return
+        if not self._valid:
+            self._heap.clear()
+        elif len(self._heap) > _MIN_STALE + 2 * len(self._valid):
             self._sweep()
 
     def top(self) -> tuple[Key, T] | None:
@@ -99,9 +105,8 @@ class LazyHeap(Generic[T, Key]):
         self._heap.clear()
 
     def _sweep(self) -> None:
-        if len(self._heap) > _MIN_STALE + 2 * len(self._valid):
-            self._heap = [(key, number, item) for item, (key, number) in self._valid.items()]
-            heapq.heapify(self._heap)
+        self._heap = [(key, number, item) for item, (key, number) in self._valid.items()]
+        heapq.heapify(self._heap)
 
 
 class LruDict(Generic[K, V]):

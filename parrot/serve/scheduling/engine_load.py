@@ -104,11 +104,11 @@ class EngineLoad:
     def step_s(self) -> float:
         return self.costs.decode_step_s(self.num_tasks, self.num_read)
 
-    @property
-    def rank(self) -> float:
-        """Weighted seconds that a step costs a typical newcomer and the others there."""
+    def rank(self, step_s: float) -> float:
+        """Weighted seconds that a step, which takes `step_s`, costs a typical newcomer and the
+        others there."""
         newcomer_s = self.costs.sequence_s + _TYPICAL_TOKENS * self.costs.token_s
-        return self.step_s + self.weight * newcomer_s
+        return step_s + self.weight * newcomer_s
 
     def runs_session(self, session_id: int) -> bool:
         """Whether the engine has a call of this session now."""

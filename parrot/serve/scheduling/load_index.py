@@ -126,13 +126,12 @@ class LoadIndex:
         """Note that an engine's load or costs have changed."""
         if load.is_draining:
             return
-        key, step_s = (load.rank, load.id), load.step_s
+        step_s, is_open = load.step_s, load.is_open
+        key = (load.rank(step_s), load.id)
         added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
-        for pool in self._pools_of(load):
+        for pool in (self._pools[_ANY_MODEL], self._pools[load.model]):
             pool.step_s += added_s
-            here, elsewhere = pool.open, pool.full
-            if not load.is_open:
-                here, elsewhere = elsewhere, here
+            here, elsewhere = (pool.open, pool.full) if is_open else (pool.full, pool.open)
             here.set(load.id, key)
             elsewhere.discard(load.id)
 
@@ -219,5 +218,7 @@ class LoadIndex:
         return found
 
     def _of(self, models: Models) -> list[_Pool]:
-        names = models or (_ANY_MODEL,)
-        return [self._pools[name] for name in names if name in self._pools]
+        if not models:
+            pool = self._pools.get(_ANY_MODEL)
+            return [] if pool is None else [pool]
+        return [self._pools[name] for name in models if name in self._pools]

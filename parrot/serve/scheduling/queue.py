@@ -48,21 +48,28 @@ class TaskQueue:
         """Number of groups with queued tasks."""
         return len(self._tasks)
 
-    def push(self, task: CompletionTask) -> None:
+    def push(self, task: CompletionTask) -> int:
+        """Returns how many groups more there are."""
         name = self._group_of[task] = self._order.group(task)
-        tasks = self._tasks.get(name)
+        tasks, num_new = self._tasks.get(name), 0
         if tasks is None:
-            tasks = self._tasks[name] = LazyHeap()
+            tasks, num_new = LazyHeap(), 1
+            self._tasks[name] = tasks
             self._groups.set(name, self._order.group_key(name))
         tasks.set(task, self._order.task_key(task))
+        return num_new
 
-    def remove(self, task: CompletionTask) -> None:
+    def remove(self, task: CompletionTask) -> int:
+        """Returns how many groups less there are."""
         name = self._group_of.pop(task)
-        self._tasks[name].discard(task)
-        if not self._tasks[name]:
-            del self._tasks[name]
-            self._groups.discard(name)
-            self._held.pop(name, None)
+        tasks = self._tasks[name]
+        tasks.discard(task)
+        if tasks:
+            return 0
+        del self._tasks[name]
+        self._groups.discard(name)
+        self._held.pop(name, None)
+        return 1
 
     def touch(self, name: Hashable) -> None:
         """Note that the group's key may have shrunk."""
@@ -82,11 +89,12 @@ class TaskQueue:
             return (known_key, top[0]), top[1]
         return None
 
-    def pass_over(self, task: CompletionTask) -> None:
-        """Set aside a task for which there is no room."""
-        self.remove(task)
+    def pass_over(self, task: CompletionTask) -> int:
+        """Set aside a task for which there is no room. Returns how many groups less there are."""
+        num_gone = self.remove(task)
         self._passed.append(task)
         self.is_over = task.num_passed >= MAX_PASSED or len(self._passed) >= _LOOK_AHEAD
+        return num_gone
 
     def hold(self, task: CompletionTask) -> None:
         """Set aside all of the task's group."""

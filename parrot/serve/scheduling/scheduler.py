@@ -75,16 +75,15 @@ class Scheduler:
         return [m for m, queue in self._queues.items() if queue and not engines.num_members(m)]
 
     def add(self, task: CompletionTask) -> None:
-        completion = task.completion
-        self._tenant_of[completion.session_id] = completion.options.tenant
+        self._tenant_of[task.completion.session_id] = task.tenant
         self._order.arrived(task)
-        self.counters.queued(completion.options.tenant)
+        self.counters.queued(task.tenant)
         self._push(task)
 
     def remove(self, task: CompletionTask) -> None:
         """A queued task will not run."""
         self._pull(task)
-        self.counters.unqueued(task.completion.options.tenant)
+        self.counters.unqueued(task.tenant)
         self._order.ended(task)
 
     def update(self, task: CompletionTask) -> None:
@@ -104,7 +103,7 @@ class Scheduler:
         self._unload(task, engine_id)
         task.refresh()
         self._order.updated(task)
-        self.counters.queued(task.completion.options.tenant)
+        self.counters.queued(task.tenant)
         self._push(task)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
@@ -138,7 +137,7 @@ class Scheduler:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
                 self._placer.unqueued(task)
-                self.counters.unqueued(task.completion.options.tenant)
+                self.counters.unqueued(task.tenant)
                 self._order.ended(task)
                 self._failed.append(task)
                 continue
@@ -244,7 +243,7 @@ class Scheduler:
 
     def _run(self, task: CompletionTask, place: Place, now: float) -> Placement:
         load = place.load
-        tenant = task.completion.options.tenant
+        tenant = task.tenant
         is_lesser = self.counters.are_many and self._held.is_lesser(task, load.id)
         new_prompt = self._running.add(task, load.id)
         self._held.add(task, load.id, new_prompt + load.room_for(task))
@@ -257,7 +256,6 @@ class Scheduler:
             now=now,
             duration_s=work_s,
         )
-        self.counters.unqueued(tenant)
         self.engines.changed(load)
         self._placer.unqueued(task)
         self._placer.placed(task, load)
@@ -285,7 +283,7 @@ class Scheduler:
         taken_s, has_shrunk = self.counters.settle(task, now)
         task.service_s += taken_s
         for queue in self._queues.values() if has_shrunk else ():
-            queue.settled(task.completion.options.tenant)
+            queue.settled(task.tenant)
         self._order.unplaced(task, engine_id)
 
 
@@ -305,7 +303,7 @@ def _decision(task: CompletionTask, place: Place, now: float) -> Decision:
 
 
 def _by_tenant(tasks: Sequence[CompletionTask]) -> Counter[str]:
-    return Counter(task.completion.options.tenant for task in tasks)
+    return Counter(task.tenant for task in tasks)
 
 
 def _first(queues: Sequence[FairQueue]) -> tuple[FairQueue, CompletionTask] | None:

@@ -31,6 +31,7 @@ class CompletionTask:
     used: tuple[int, int] | None = None
     service_s: float = 0.0
     wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
+    tenant: str = field(init=False)
     models: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)
     conversation: dict[str, Any] | None = field(init=False)
@@ -44,7 +45,8 @@ class CompletionTask:
     group: tuple[int, str] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.models = self.completion.options.models
+        options = self.completion.options
+        self.tenant, self.models = options.tenant, options.models
         self.conversation = self.completion.conversation
         self.needs = self.completion.sampling.needs()
         if self.conversation is not None:  # all servers that take one keep to schemas there

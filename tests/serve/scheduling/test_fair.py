@@ -96,6 +96,7 @@ def test_two_tenants_that_wait_differ_by_no_more_than_the_bound(
             assert extremes[pair][1] - extremes[pair][0] <= cluster.bound
     while cluster.running:
         cluster.end(0, 0.5)
+        cluster.scheduler.check_integrity()
     assert not +cluster.queued, "somebody starved"
     cluster.scheduler.check_integrity()
 

@@ -61,7 +61,8 @@ class Counters:
         self._accounts: dict[str, _Account] = {}  # of those with a task
         self._weight = 0.0  # of all these
         self._idle: LruDict[str, float] = LruDict(_MAX_IDLE)
-        self._waiting: LazyHeap[str, float] = LazyHeap()  # by counters that may have grown since
+        # By counters that may have grown since. Empty while there is one tenant.
+        self._waiting: LazyHeap[str, float] = LazyHeap()
         self._floor = 0.0  # the counter of the last one that waited
         self._charges: dict[CompletionTask, _Charge] = {}
 
@@ -89,21 +90,21 @@ class Counters:
         account = self._accounts.get(tenant)
         if account is None:
             counter = self._idle.pop(tenant) or 0.0
+            if len(self._accounts) == 1:
+                self._no_longer_alone()
             account = self._accounts[tenant] = _Account(counter, self.weigh(tenant))
             self._weight += account.weight
         account.num_queued += 1
         if account.num_queued == 1:
             account.counter = max(account.counter, self._least())
-            self._waiting.set(tenant, account.counter)
+            if len(self._accounts) > 1:
+                self._waiting.set(tenant, account.counter)
 
     def unqueued(self, tenant: str) -> None:
-        """One task less waits: it was charged, or will not run."""
+        """One task less waits: it will not run."""
         account = self._accounts[tenant]
-        account.num_queued -= 1
-        if not account.num_queued:
-            self._waiting.discard(tenant)
-            self._floor = account.counter
-            self._forget(tenant, account)
+        self._leave_queue(tenant, account)
+        self._forget(tenant, account)
 
     def charge(
         self,
@@ -115,12 +116,14 @@ class Counters:
         now: float,
         duration_s: float,
     ) -> None:
-        """The task was placed, and is predicted to take so many seconds. Before `unqueued`."""
+        """A queued task was placed, and is predicted to take so many seconds."""
         taken_s = service_s(costs, num_computed, num_read, task.expected_output)
         self._charges[task] = _Charge(taken_s, num_read, costs, now, duration_s)
-        tenant = task.completion.options.tenant
-        self._accounts[tenant].num_charged += 1
-        self._add(tenant, taken_s)
+        tenant = task.tenant
+        account = self._accounts[tenant]
+        account.num_charged += 1
+        account.counter += taken_s / account.weight
+        self._leave_queue(tenant, account)
 
     def settle(self, task: CompletionTask, now: float) -> tuple[float, bool]:
         """The task has ended. Returns the seconds of service that it has had, and whether that is
@@ -134,18 +137,27 @@ class Counters:
             taken_s = charge.service_s * (now - charge.at) / charge.duration_s
         else:
             taken_s = charge.service_s
-        tenant = task.completion.options.tenant
+        tenant = task.tenant
         account = self._accounts[tenant]
         account.num_charged -= 1
-        self._add(tenant, taken_s - charge.service_s)
-        self._forget(tenant, account)
+        account.counter += (taken_s - charge.service_s) / account.weight
+        if account.num_queued:
+            if len(self._accounts) > 1 and account.counter < self._waiting.key(tenant):
+                self._waiting.set(tenant, account.counter)
+        elif not account.num_charged:
+            self._forget(tenant, account)
         return taken_s, taken_s < charge.service_s
 
-    def _add(self, tenant: str, seconds: float) -> None:
-        account = self._accounts[tenant]
-        account.counter += seconds / account.weight
-        if account.num_queued and account.counter < self._waiting.key(tenant):
+    def _no_longer_alone(self) -> None:
+        ((tenant, account),) = self._accounts.items()
+        if account.num_queued:
             self._waiting.set(tenant, account.counter)
+
+    def _leave_queue(self, tenant: str, account: _Account) -> None:
+        account.num_queued -= 1
+        if not account.num_queued:
+            self._waiting.discard(tenant)
+            self._floor = account.counter
 
     def _least(self) -> float:
         """The least counter of those that wait, or that of the last one that did."""
@@ -161,6 +173,8 @@ class Counters:
         if not account.num_queued and not account.num_charged:
             del self._accounts[tenant]
             self._weight = self._weight - account.weight if self._accounts else 0.0
+            if len(self._accounts) < 2:
+                self._waiting.clear()
             self._idle.put(tenant, account.counter)
 
     def check_integrity(self, num_queued: dict[str, int], num_placed: dict[str, int]) -> None:
@@ -171,5 +185,5 @@ class Counters:
         assert queued == num_queued, (queued, num_queued)
         assert placed == num_placed, (placed, num_placed)
         assert len(self._charges) == sum(placed.values()), self._charges
-        assert set(self._waiting) == set(queued), queued
-        assert all(self._waiting.key(name) <= accounts[name].counter for name in queued)
+        assert set(self._waiting) == (set(queued) if self.are_many else set()), queued
+        assert all(self._waiting.key(name) <= accounts[name].counter for name in self._waiting)

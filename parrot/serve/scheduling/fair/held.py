@@ -29,7 +29,7 @@ class HeldByTenants:
 
     def add(self, task: CompletionTask, engine_id: int, num_tokens: int) -> None:
         """`num_tokens`: its prompt, without what other running prompts have, and its room."""
-        tenant, there = task.completion.options.tenant, self._engines[engine_id]
+        tenant, there = task.tenant, self._engines[engine_id]
         if (held := there.get(tenant)) is None:
             held = there[tenant] = _Held(self._weight_of(tenant))
         held.num_tasks += 1
@@ -37,7 +37,7 @@ class HeldByTenants:
         self._tokens[task] = num_tokens
 
     def remove(self, task: CompletionTask, engine_id: int) -> None:
-        tenant, there = task.completion.options.tenant, self._engines[engine_id]
+        tenant, there = task.tenant, self._engines[engine_id]
         held = there[tenant]
         held.num_tasks -= 1
         held.num_tokens -= self._tokens.pop(task)
@@ -50,7 +50,7 @@ class HeldByTenants:
         """Whether some other tenant has more tasks there, by weight, than the task's tenant would
         have with it."""
         there = self._engines.get(engine_id)
-        tenant = task.completion.options.tenant
+        tenant = task.tenant
         if there is None or not there.keys() - {tenant}:
             return False
         own, weight = there.get(tenant), self._weight_of(tenant)
@@ -63,7 +63,7 @@ class HeldByTenants:
         weights of those who are there, and others have more."""
         if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
             return False
-        there, tenant = self._engines[load.id], task.completion.options.tenant
+        there, tenant = self._engines[load.id], task.tenant
         weight = self._weight_of(tenant)
         own = there.get(tenant) or _Held(weight)
         part = weight / (weight + sum(h.weight for name, h in there.items() if name != tenant))

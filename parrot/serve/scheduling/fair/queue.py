@@ -38,30 +38,26 @@ class FairQueue:
         return self._num_tasks
 
     def __contains__(self, task: CompletionTask) -> bool:
-        queue = self._queues.get(task.completion.options.tenant)
+        queue = self._queues.get(task.tenant)
         return queue is not None and task in queue
 
     def tasks(self) -> list[CompletionTask]:
         return [task for queue in self._queues.values() for task in queue.tasks()]
 
     def push(self, task: CompletionTask) -> None:
-        tenant = task.completion.options.tenant
+        tenant = task.tenant
         queue = self._queues.get(tenant)
         if queue is None:
             queue = self._queues[tenant] = TaskQueue(self._order)
             self._tenants.set(tenant, self._counters.counter(tenant))
         self._num_tasks += 1
-        self.num_groups -= queue.num_groups
-        queue.push(task)
-        self.num_groups += queue.num_groups
+        self.num_groups += queue.push(task)
 
     def remove(self, task: CompletionTask) -> None:
-        tenant = task.completion.options.tenant
+        tenant = task.tenant
         queue = self._queues[tenant]
         self._num_tasks -= 1
-        self.num_groups -= queue.num_groups
-        queue.remove(task)
-        self.num_groups += queue.num_groups
+        self.num_groups -= queue.remove(task)
         if queue.is_empty:
             del self._queues[tenant]
             self._tenants.discard(tenant)
@@ -103,10 +99,7 @@ class FairQueue:
     def pass_over(self, task: CompletionTask) -> None:
         """Set aside a task for which there is no room. In the end those of other tenants wait for
         it, too: else their small ones would take the room of a large one for ever."""
-        queue = self._set_aside(task)
-        self.num_groups -= queue.num_groups
-        queue.pass_over(task)
-        self.num_groups += queue.num_groups
+        self.num_groups -= self._set_aside(task).pass_over(task)
         self.is_over = task.num_passed >= MAX_PASSED
 
     def hold(self, task: CompletionTask) -> None:
@@ -130,6 +123,6 @@ class FairQueue:
 
     def _set_aside(self, task: CompletionTask) -> TaskQueue:
         """The queue of the task's tenant, of which something is set aside."""
-        tenant = task.completion.options.tenant
+        tenant = task.tenant
         self._touched[tenant] = None
         return self._queues[tenant]
