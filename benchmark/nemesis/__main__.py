@@ -41,20 +41,21 @@ class Table:
         self._recoveries: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, outcome: Outcome) -> None:
-        row = self._rows[outcome.plan.row]
+        title = outcome.plan.title
+        row = self._rows[title]
         row.update(rounds=1, runs=outcome.faults.total(), programs=outcome.programs)
         row.update(calls=outcome.calls, given_up=outcome.given_up)
         row.update({f"{kind}_kills": number for kind, number in outcome.kills.items()})
         row.update(COLUMNS.get(one.promise, "other") for one in outcome.violations)
         for times in outcome.recoveries.values():
-            self._recoveries[outcome.plan.row] += times
+            self._recoveries[title] += times
 
     @property
     def num_kills(self) -> int:
         return sum(row["core_kills"] + row["engine_kills"] for row in self._rows.values())
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        for name in sorted(self._rows, key=lambda name: (name == MIXED, name)):
+        for name in sorted(self._rows, key=lambda name: (MIXED in name, name)):
             row, times = self._rows[name], sorted(self._recoveries[name])
             counts = {key: row[key] for key in ("rounds", "runs", "programs", "calls")}
             counts |= {key: row[key] for key in ("core_kills", "engine_kills", "given_up")}
@@ -82,6 +83,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embedded", type=float, default=0.0, help="share of rounds with the embedded model"
     )
+    parser.add_argument(
+        "--standby",
+        type=float,
+        default=0.0,
+        help="share of rounds with two ServeCores and a journal in PostgreSQL",
+    )
     parser.add_argument("--keep", type=Path, default=None, help="folder for what went wrong")
 
 
@@ -97,7 +104,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         table.add(outcome)
         plan, faults = outcome.plan, outcome.faults.total()
         print(
-            f"seed {plan.seed}: {plan.row}, {faults} faults, {outcome.programs} programs",
+            f"seed {plan.seed}: {plan.title}, {faults} faults, {outcome.programs} programs",
             flush=True,
         )
         report["rows"], report["kills"] = list(table.rows()), table.num_kills
@@ -117,14 +124,8 @@ def _again(args: argparse.Namespace, plan: Plan) -> str:
     """The command of one round."""
     words = ["python", "-m", "benchmark.nemesis", "--seed", str(plan.seed), "--rounds", "1"]
     words += ["--round-s", f"{args.round_s:g}", "--concurrency", str(args.concurrency)]
-    words += [
-        "--embedded",
-        f"{args.embedded:g}",
-        "--faults",
-        *args.faults,
-        "--programs",
-        *args.programs,
-    ]
+    words += ["--embedded", f"{args.embedded:g}", "--standby", f"{args.standby:g}"]
+    words += ["--faults", *args.faults, "--programs", *args.programs]
     return shlex.join(words)
 
 
@@ -148,6 +149,7 @@ def _outcomes(args: argparse.Namespace, answers: dict[bool, Answers]) -> Iterato
                     args.round_s,
                     concurrency=args.concurrency,
                     embedded_share=args.embedded,
+                    standby_share=args.standby,
                 )
                 running.add(pool.submit(play_alone, plan, answers[plan.is_embedded], args.keep))
             if not running:

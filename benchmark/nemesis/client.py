@@ -20,8 +20,8 @@ from benchmark.nemesis.history import (
 )
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, ParrotError, SessionGone
+from parrot.protocol.failover.client import client_of
 from parrot.protocol.graph_api import GraphRequest
-from parrot.protocol.http import HttpClient
 from parrot.protocol.public import (
     CallParameter,
     CallResponse,
@@ -41,11 +41,11 @@ FINAL = frozenset({"done", "failed", "cancelled"})
 class Caller:
     """Sends each request until it is answered."""
 
-    def __init__(self, program: int, tenant: str, url: str, history: History) -> None:
+    def __init__(self, program: int, tenant: str, urls: Sequence[str], history: History) -> None:
         self.program = program
         self._tenant = tenant
         self._history = history
-        self.http = HttpClient(url, bearer_token=tenant)
+        self.http = client_of(urls, bearer_token=tenant)
         self._is_closed = False
 
     async def close(self) -> None:
@@ -122,8 +122,8 @@ class Caller:
 class Client(Caller):
     """A program's, with one session."""
 
-    def __init__(self, program: int, tenant: str, url: str, history: History) -> None:
-        super().__init__(program, tenant, url, history)
+    def __init__(self, program: int, tenant: str, urls: Sequence[str], history: History) -> None:
+        super().__init__(program, tenant, urls, history)
         self._serve = ServeClient(self.http)
         self._session_id, self._auth = 0, ""
         self._keys = count()

@@ -12,15 +12,17 @@ from benchmark.nemesis.link import Link
 from benchmark.nemesis.servers import Server
 from benchmark.nemesis.service import Service
 
-CORE = "serve-core"
+CORE, DATABASE = "serve-core", "database"
 
 
 class Fault(NamedTuple):
     """`run` disturbs, waits, and heals; returns whom it was done to. `loses_engine`: calls that run
-    may lose their engine by it."""
+    may lose their engine by it. `needs_standby`: True where it can only happen to two ServeCores
+    with a database, False where only to one without, None where to both."""
 
     run: Callable[[Service, random.Random], Awaitable[str]]
     loses_engine: bool = True
+    needs_standby: bool | None = None
 
 
 @asynccontextmanager
@@ -54,8 +56,23 @@ async def kill_engine(service: Service, draw: random.Random) -> str:
 
 async def kill_core(service: Service, draw: random.Random) -> str:
     async with _held(service, CORE):
-        await _kill(service, draw, service.core)
+        server = service.core
+        await _kill(service, draw, server)
+    return server.name
+
+
+async def kill_cores(service: Service, draw: random.Random) -> str:
+    """The one that serves and its standby at once."""
+    async with _held(service, CORE):
+        await _kill(service, draw, *service.cores)
     return CORE
+
+
+async def kill_standby(service: Service, draw: random.Random) -> str:
+    async with _held(service, CORE):
+        server = service.cores[1 - service.serving]
+        await _kill(service, draw, server)
+    return server.name
 
 
 async def kill_both(service: Service, draw: random.Random) -> str:
@@ -82,8 +99,9 @@ async def stop_engine(service: Service, draw: random.Random) -> str:
 
 async def stop_core(service: Service, draw: random.Random) -> str:
     async with _held(service, CORE):
-        await _freeze(service.core, draw)
-    return CORE
+        server = service.core
+        await _freeze(server, draw)
+    return server.name
 
 
 async def restart_engine(service: Service, draw: random.Random) -> str:
@@ -99,8 +117,8 @@ async def twin_engine(service: Service, draw: random.Random) -> str:
     """An engine hangs, another is started under its name elsewhere, and the first wakes up."""
     name = _pick(service, draw)
     async with _held(service, name):
-        beat, port = service.links[name].to_core.port, service.new_port()
-        first, twin = service.engines[name], service.engine(name, port, beat, port)
+        port = service.new_port()
+        first, twin = service.engines[name], service.engine(name, port, port)
         twin.log = first.log
         first.signal(signal.SIGSTOP)
         twin.start()
@@ -113,9 +131,30 @@ async def twin_engine(service: Service, draw: random.Random) -> str:
 
 async def restart_core(service: Service, draw: random.Random) -> str:
     async with _held(service, CORE):
-        await service.core.stop()
-        service.core.start()
-    return CORE
+        server = service.core
+        await server.stop()
+        server.start()
+    return server.name
+
+
+async def kill_database(service: Service, draw: random.Random) -> str:
+    assert service.database is not None
+    async with _held(service, DATABASE):
+        await asyncio.to_thread(service.database.kill)
+        await asyncio.sleep(draw.choice([0.0, draw.uniform(0.0, 5.0)]))
+        await asyncio.to_thread(service.database.start)
+    return DATABASE
+
+
+async def stop_database(service: Service, draw: random.Random) -> str:
+    assert service.database is not None
+    async with _held(service, DATABASE):
+        service.database.signal(signal.SIGSTOP)
+        try:
+            await asyncio.sleep(draw.choice([draw.uniform(0.05, 1.0), draw.uniform(2.0, 8.0)]))
+        finally:
+            service.database.signal(signal.SIGCONT)
+    return DATABASE
 
 
 def on_link(choose: Callable[[Service, random.Random], tuple[str, Link]], how: str) -> Fault:
@@ -136,11 +175,16 @@ def on_link(choose: Callable[[Service, random.Random], tuple[str, Link]], how: s
                 link.heal()
         return name
 
-    return Fault(run, loses_engine=choose is not _client_link)
+    needs_standby = True if choose is _to_database else None
+    return Fault(run, choose is not _client_link, needs_standby)
 
 
 def _client_link(service: Service, draw: random.Random) -> tuple[str, Link]:
-    return "client-core", service.client_link
+    return "client-core", service.client_links[service.serving]
+
+
+def _to_database(service: Service, draw: random.Random) -> tuple[str, Link]:
+    return "core-database", service.database_links[service.serving]
 
 
 def _to_engine(service: Service, draw: random.Random) -> tuple[str, Link]:
@@ -150,7 +194,7 @@ def _to_engine(service: Service, draw: random.Random) -> tuple[str, Link]:
 
 def _to_core(service: Service, draw: random.Random) -> tuple[str, Link]:
     name = _pick(service, draw)
-    return f"{name}-core", service.links[name].to_core
+    return f"{name}-core", service.links[name].to_cores[service.serving]
 
 
 async def disk_full(service: Service, draw: random.Random) -> str:
@@ -184,7 +228,11 @@ FAULTS: dict[str, Fault] = {
     "restart-engine": Fault(restart_engine),
     "restart-core": Fault(restart_core),
     "twin-engine": Fault(twin_engine),
-    DISK_FULL: Fault(disk_full),
+    "kill-cores": Fault(kill_cores, needs_standby=True),
+    "kill-standby": Fault(kill_standby, loses_engine=False, needs_standby=True),
+    "kill-database": Fault(kill_database, needs_standby=True),
+    "stop-database": Fault(stop_database, needs_standby=True),
+    DISK_FULL: Fault(disk_full, needs_standby=False),
     CLOCK_STEP: Fault(clock_step),
     **{
         f"{where}-{how.replace('_', '-')}": on_link(choose, how)
@@ -192,6 +240,7 @@ FAULTS: dict[str, Fault] = {
             ("client-core", _client_link),
             ("core-engine", _to_engine),
             ("engine-core", _to_core),
+            ("core-database", _to_database),
         )
         for how in ("reset", "stall", "half_open", "delay")
     },

@@ -15,7 +15,7 @@ GIVEN_UP = frozenset({"engine_failed", "call_failed"})
 GONE = frozenset({"not_found", "session_gone"})
 TRANSIENT = frozenset(
     {
-        *("unavailable", "timed_out", "insufficient_storage"),
+        *("unavailable", "timed_out", "insufficient_storage", "standby"),
         *("queue_full", "cluster_full", "quota_exceeded"),
     }
 )

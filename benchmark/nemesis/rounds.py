@@ -7,12 +7,14 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmark.nemesis.checker import Violation, check
 from benchmark.nemesis.client import Client
+from benchmark.nemesis.database import Database, running_database
 from benchmark.nemesis.faults import FAULTS
 from benchmark.nemesis.history import Disturbance, History, Life
 from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
@@ -34,7 +36,8 @@ Answers = dict[tuple[str, int], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A round, as its seed decides. `faults`: what it draws from; `row`: what it counts as."""
+    """A round, as its seed decides. `faults`: what it draws from; `row`: what it counts as.
+    `has_standby`: two ServeCores, with their journal in a database."""
 
     seed: int
     row: str
@@ -43,7 +46,12 @@ class Plan:
     num_engines: int
     is_embedded: bool
     concurrency: int
+    has_standby: bool = False
     has_journal: bool = True
+
+    @property
+    def title(self) -> str:
+        return f"{self.row}, with a standby" if self.has_standby else self.row
 
     @classmethod
     def of(
@@ -54,18 +62,26 @@ class Plan:
         *,
         concurrency: int = 8,
         embedded_share: float = 0.0,
+        standby_share: float = 0.0,
     ) -> "Plan":
-        """Every second round mixes the faults, the others take one each, in turn."""
+        """Every second round mixes the faults, the others take one each, in turn: of those that can
+        happen to what the round is drawn to have."""
         draw = random.Random(seed)
-        row = MIXED if seed % 2 and len(faults) > 1 else faults[seed // 2 % len(faults)]
+        num_engines, is_embedded = draw.randint(2, 4), draw.random() < embedded_share
+        has_standby = draw.random() < standby_share
+        suited = [name for name in faults if FAULTS[name].needs_standby in (None, has_standby)]
+        if not suited:
+            suited, has_standby = list(faults), not has_standby
+        row = MIXED if seed % 2 and len(suited) > 1 else suited[seed // 2 % len(suited)]
         return cls(
             seed=seed,
             row=row,
-            faults=tuple(faults) if row == MIXED else (row,),
+            faults=tuple(suited) if row == MIXED else (row,),
             seconds=seconds,
-            num_engines=draw.randint(2, 4),
-            is_embedded=draw.random() < embedded_share,
+            num_engines=num_engines,
+            is_embedded=is_embedded,
             concurrency=concurrency,
+            has_standby=has_standby,
         )
 
 
@@ -90,8 +106,11 @@ class Outcome:
 class Round:
     """One service, its programs and its faults."""
 
-    def __init__(self, plan: Plan, answers: Answers, service: Service) -> None:
+    def __init__(
+        self, plan: Plan, answers: Answers, service: Service, database: Database | None
+    ) -> None:
         self._plan = plan
+        self._database = database
         self._answers = answers
         self._kinds = sorted({kind for kind, _ in answers})
         self._service = service
@@ -105,7 +124,7 @@ class Round:
         plan = self._plan
         engine = EMBEDDED if plan.is_embedded else SIM
         off = {} if plan.has_journal else {"journal": None}
-        async with self._service.running(plan.num_engines, engine, **off):
+        async with self._service.running(plan.num_engines, engine, self._database, **off):
             end = time.monotonic() + plan.seconds
             programs = [
                 asyncio.create_task(self._programs(end, random.Random(self._draw.random())))
@@ -124,9 +143,10 @@ class Round:
         """Ask for the accounts; then let all sessions that nobody could end expire."""
         service = self._service
         accounts = await service.settled(_PATIENCE_S, without_sessions=False)
-        await service.core.stop()
-        service.core.config["session_life_span"] = _SHORT_LIFE_S
-        service.core.start()
+        await asyncio.gather(*(core.stop() for core in service.cores))
+        for core in service.cores:
+            core.config["session_life_span"] = _SHORT_LIFE_S
+            core.start()
         await service.ready()
         accounts += await service.settled(_PATIENCE_S, without_sessions=True)
         self.history.accounts += accounts
@@ -150,7 +170,7 @@ class Round:
                     fault=name,
                     target=target,
                     began=began,
-                    ended=time.monotonic(),
+                    ended=time.monotonic() + self._service.takeover_s,
                     loses_engine=FAULTS[name].loses_engine,
                 )
             )
@@ -178,7 +198,7 @@ class Round:
             async with asyncio.timeout(LIMIT_S):
                 facts["result"] = await live(
                     PROGRAMS[kind],
-                    Client(facts["program"], facts["tenant"], self._service.url, self.history),
+                    Client(facts["program"], facts["tenant"], self._service.urls, self.history),
                     variant,
                     draw,
                 )
@@ -221,7 +241,7 @@ async def undisturbed(
 
             async def answer(kind: str) -> None:
                 for variant in range(num_variants):
-                    client = Client(0, TENANTS[0], service.url, History())
+                    client = Client(0, TENANTS[0], service.urls, History())
                     result = await live(PROGRAMS[kind], client, variant, random.Random(0))
                     answers[kind, variant] = result
 
@@ -229,11 +249,14 @@ async def undisturbed(
     return answers
 
 
-async def play(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
-    """Play a round; if anything is wrong, its history and logs are kept under `keep`."""
+async def play(
+    plan: Plan, answers: Answers, keep: Path | None, database: Database | None = None
+) -> Outcome:
+    """Play a round, with a `database` if it has a standby; if anything is wrong, its history and
+    logs are kept under `keep`."""
     with tempfile.TemporaryDirectory(prefix="nemesis-") as folder:
         service = Service(Path(folder))
-        one = Round(plan, answers, service)
+        one = Round(plan, answers, service, database if plan.has_standby else None)
         try:
             await one.run()
         except TimeoutError as error:
@@ -250,8 +273,9 @@ async def play(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
 
 
 def play_alone(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
-    """The same, for a process of its own."""
-    return asyncio.run(play(plan, answers, keep))
+    """The same, for a process of its own, with a database of its own."""
+    with running_database() if plan.has_standby else nullcontext() as database:
+        return asyncio.run(play(plan, answers, keep, database))
 
 
 def _keep(place: Path, history: History, folder: Path) -> Path:

@@ -1,13 +1,15 @@
-"""A ServeCore with its journal, its engines, and the links between them and to the programs."""
+"""A ServeCore with its journal, or two with one in a database, their engines, and the links between
+all of them and to the programs."""
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmark.nemesis.database import Database
 from benchmark.nemesis.history import Account
 from benchmark.nemesis.link import Link
 from benchmark.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
@@ -40,26 +42,32 @@ EMBEDDED: dict[str, Any] = {
     "heartbeat_interval": 0.2,
     "instance": {"block_size": 16, "num_kv_cache_blocks": 1024, "num_threads": 1},
 }
+TAKEOVER_S = 8.0
+"""In which a standby serves, on a machine that is busy with much else."""
 _READY_S = 120.0
 _LOOK_S = 0.02
 
 
 class EngineLinks:
-    """The two links of an engine: ServeCore's to it, and its own to ServeCore."""
+    """The links of an engine: that of all ServeCores to it, and its own to each of them."""
 
-    def __init__(self, to_engine: Link, to_core: Link) -> None:
-        self.to_engine, self.to_core = to_engine, to_core
+    def __init__(self, to_engine: Link, to_cores: Sequence[Link]) -> None:
+        self.to_engine, self.to_cores = to_engine, to_cores
 
 
 class Service:
     """Use what `running` gives. Servers that are disturbed are held by `held`, so that nobody else
-    does so at the same time."""
+    does so at the same time. With a database there are two ServeCores, of which one serves."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.clock = WallClock(folder / "clock")
-        self.core: Server
-        self.client_link: Link
+        self.database: Database | None = None
+        self.cores: list[Server] = []
+        self.serving = 0
+        """Which of `cores`, when last looked."""
+        self.client_links: list[Link] = []  # to each of `cores`
+        self.database_links: list[Link] = []  # of each of `cores`
         self.engines: dict[str, Server] = {}
         self.links: dict[str, EngineLinks] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -68,9 +76,18 @@ class Service:
         self.kills: Counter[str] = Counter()  # of ServeCore and of engines, by faults
 
     @property
-    def url(self) -> str:
+    def core(self) -> Server:
+        return self.cores[self.serving]
+
+    @property
+    def urls(self) -> list[str]:
         """Where programs ask."""
-        return f"http://127.0.0.1:{self.client_link.port}"
+        return [f"http://127.0.0.1:{link.port}" for link in self.client_links]
+
+    @property
+    def takeover_s(self) -> float:
+        """Seconds after a fault in which nobody may serve yet, though all is healed."""
+        return TAKEOVER_S if len(self.cores) > 1 else 0.0
 
     def lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -78,44 +95,65 @@ class Service:
     def new_port(self) -> int:
         return free_port("127.0.0.1", self._ports)
 
-    def engine(self, name: str, port: int, beat: int, advertised: int) -> Server:
-        """An engine's process, not started: it listens at `port`, asks ServeCore at `beat`."""
-        core = {"host": "127.0.0.1", "port": beat}
+    def engine(self, name: str, port: int, advertised: int) -> Server:
+        """An engine's process, not started: it listens at `port`, and its links are there."""
+        links = self.links[name].to_cores
+        core, *standby = ({"host": "127.0.0.1", "port": link.port} for link in links)
         config = {"engine_name": name, "host": "127.0.0.1", "port": port, "serve_core": core}
-        config |= {"cluster_token": CORE["cluster_token"]}
+        config |= {"cluster_token": CORE["cluster_token"], "standby_cores": standby}
         facts = (str(self.clock.path), advertised)
         return Server(name, run_engine, self.engine_config | config, self.folder, *facts)
 
     @asynccontextmanager
     async def running(
-        self, num_engines: int, engine: Mapping[str, Any], **core: Any
+        self,
+        num_engines: int,
+        engine: Mapping[str, Any],
+        database: Database | None = None,
+        **core: Any,
     ) -> AsyncIterator[None]:
-        """All of it, ready; killed in the end."""
-        self.engine_config = dict(engine)
+        """All of it, ready; killed in the end, but for the database."""
+        self.engine_config, self.database = dict(engine), database
         async with AsyncExitStack() as stack:
-            port = self.new_port()
-            journal = {"journal": str(self.folder / "journal"), "state_dir": str(self.folder)}
-            config = {**CORE, **journal, "host": "127.0.0.1", "port": port, **core}
-            self.core = Server("serve-core", run_core, config, self.folder, str(self.clock.path))
-            self.client_link = await stack.enter_async_context(Link(port))
+            await self._make_cores(stack, core)
             for number in range(num_engines):
                 name, own = f"engine-{number}", self.new_port()
                 to_engine = await stack.enter_async_context(Link(own))
-                to_core = await stack.enter_async_context(Link(port))
-                self.links[name] = EngineLinks(to_engine, to_core)
-                self.engines[name] = self.engine(name, own, to_core.port, to_engine.port)
+                to_cores = [
+                    await stack.enter_async_context(Link(server.config["port"]))
+                    for server in self.cores
+                ]
+                self.links[name] = EngineLinks(to_engine, to_cores)
+                self.engines[name] = self.engine(name, own, to_engine.port)
             try:
-                self.core.start()
-                for server in self.engines.values():
+                for server in (*self.cores, *self.engines.values()):
                     server.start()
                 await self.ready()
                 yield
             finally:
-                for server in (self.core, *self.engines.values()):
+                for server in (*self.cores, *self.engines.values()):
                     await server.kill()
 
+    async def _make_cores(self, stack: AsyncExitStack, config: Mapping[str, Any]) -> None:
+        """One, or one and its standby, each with its own link to the database."""
+        names, address = ["serve-core"], str(self.folder / "journal")
+        if self.database is not None:
+            names.append("serve-core-standby")
+            address = await asyncio.to_thread(self.database.database)
+        for name in names:
+            port, journal = self.new_port(), address
+            if self.database is not None:
+                link = await stack.enter_async_context(Link(self.database.port))
+                journal = address.replace(f":{self.database.port}/", f":{link.port}/")
+                self.database_links.append(link)
+            own = {"journal": journal, "state_dir": str(self.folder), "port": port}
+            whole = {**CORE, **own, "host": "127.0.0.1", **config}
+            self.cores.append(Server(name, run_core, whole, self.folder, str(self.clock.path)))
+            self.client_links.append(await stack.enter_async_context(Link(port)))
+
     async def ready(self) -> None:
-        """Wait until ServeCore has all engines. Raises `TimeoutError` with the ends of the logs."""
+        """Wait until a ServeCore serves, with all engines. Raises `TimeoutError` with the ends of
+        the logs."""
         try:
             async with asyncio.timeout(_READY_S):
                 while not (await asyncio.to_thread(self._live)).issuperset(self.engines):  # noqa: ASYNC110
@@ -124,11 +162,13 @@ class Service:
             raise TimeoutError(f"not ready in {_READY_S:g} s:\n{self.logs()}") from None
 
     def _live(self) -> set[str]:
-        token, port = CORE["cluster_token"], self.core.config["port"]
-        answer = ask("127.0.0.1", port, "/ready", token=token, timeout_s=1.0)
-        if answer is None or answer[0] != 200:
-            return set()
-        return {engine["engine_name"] for engine in answer[1]["engines"]}
+        for number, core in enumerate(self.cores):
+            token, port = CORE["cluster_token"], core.config["port"]
+            answer = ask("127.0.0.1", port, "/ready", token=token, timeout_s=1.0)
+            if answer is not None and answer[0] == 200:
+                self.serving = number
+                return {engine["engine_name"] for engine in answer[1]["engines"]}
+        return set()
 
     def logs(self) -> str:
         logs = sorted(self.folder.glob("*.log"))
@@ -146,7 +186,7 @@ class Service:
 
     async def kill(self, *servers: Server) -> None:
         """`kill -9`, all at once; returns when they are gone."""
-        self.kills.update("core" if server is self.core else "engine" for server in servers)
+        self.kills.update("core" if server in self.cores else "engine" for server in servers)
         await asyncio.gather(*(server.kill() for server in servers))
 
     # Accounts

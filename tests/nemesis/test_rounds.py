@@ -12,6 +12,7 @@ from benchmark.nemesis.faults import FAULTS
 from benchmark.nemesis.rounds import MIXED, Answers, Plan, play, undisturbed
 from benchmark.nemesis.service import SIM
 from benchmark.results import run
+from tests.support.postgres import Server
 
 KINDS = ("agent", "leaver", "map_reduce", "probe", "responses")
 FAULTS_OF_CI = ("kill-both", "kill-core", "kill-engine", "core-engine-reset", "engine-core-stall")
@@ -33,6 +34,16 @@ def test_a_round_breaks_no_promise(answers: Answers, tmp_path: Path) -> None:
     assert outcome.programs > len(outcome.recoveries)
 
 
+def test_with_a_standby_neither(answers: Answers, postgres: Server, tmp_path: Path) -> None:
+    faults = ("kill-core", "stop-core", "kill-database", "core-database-stall")
+    plan = Plan.of(SEED, faults, 4.0, concurrency=4, standby_share=1.0)
+    assert plan.has_standby
+    outcome = asyncio.run(play(plan, answers, tmp_path, postgres))
+    assert not outcome.violations, (outcome.violations, outcome.kept)
+    assert not outcome.defects
+    assert outcome.faults
+
+
 def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
     """Without a journal, who dies forgets."""
     plan = replace(Plan.of(0, ("kill-core",), 2.0, concurrency=2), has_journal=False)
@@ -42,9 +53,19 @@ def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
 
 
 def test_a_seed_decides_a_round() -> None:
-    plans = [Plan.of(seed, tuple(FAULTS), 4.0) for seed in range(100)]
-    assert plans == [Plan.of(seed, tuple(FAULTS), 4.0) for seed in range(100)]
+    plans, again = (
+        [Plan.of(seed, tuple(FAULTS), 4.0, standby_share=0.5) for seed in range(300)]
+        for _ in range(2)
+    )
+    assert plans == again
     assert {plan.row for plan in plans} == {*FAULTS, MIXED}
+    for plan in plans:
+        assert all(FAULTS[name].needs_standby in (None, plan.has_standby) for name in plan.faults)
+
+
+def test_a_fault_decides_whether_there_is_a_standby() -> None:
+    assert Plan.of(0, ("kill-database",), 4.0).has_standby
+    assert not Plan.of(0, ("disk-full",), 4.0, standby_share=1.0).has_standby
 
 
 @pytest.mark.slow

@@ -1,136 +1,25 @@
 """A PostgreSQL server of the tests' own, as Debian installs it."""
 
-import os
-import pwd
-import shutil
-import signal
-import socket
-import subprocess
-import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 
-PASSWORD = "not to be shown"
-_USER = "postgres"  # the server refuses to run as root
-_SETTINGS = """
-listen_addresses = '127.0.0.1'
-fsync = off
-"""
+from benchmark.nemesis.database import PASSWORD, running_database
+from benchmark.nemesis.database import Database as Server
 
-
-class Server:
-    """One that runs; `kill -9` and start it as you like. Each database is another's."""
-
-    def __init__(self, folder: Path, bin_folder: Path) -> None:
-        self._folder = folder
-        self._bin = bin_folder
-        self._data = folder / "data"
-        self._who: dict[str, Any] = {"user": _USER if os.geteuid() == 0 else None, "cwd": folder}
-        self._num_databases = 0
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self.port = int(listener.getsockname()[1])
-        password = folder / "password"
-        password.write_text(PASSWORD)
-        _give_away(folder, password)
-        made = [str(bin_folder / "initdb"), "-N", "-D", str(self._data), "-U", "admin"]
-        made += ["-A", "scram-sha-256", f"--pwfile={password}"]
-        subprocess.run(made, **self._who, check=True, stdout=subprocess.DEVNULL, timeout=60)
-        with (self._data / "postgresql.conf").open("a") as config:
-            config.write(f"{_SETTINGS}port = {self.port}\nunix_socket_directories = '{folder}'\n")
-        self.start()
-
-    def start(self) -> None:
-        """Return when it accepts connections."""
-        self._process = subprocess.Popen(
-            [str(self._bin / "postgres"), "-D", str(self._data)],
-            **self._who,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        log = self._process.stderr
-        assert log is not None
-        lines: list[str] = []
-        for line in log:
-            lines.append(line)
-            if "ready to accept connections" in line:
-                self._reader = threading.Thread(target=log.read)
-                self._reader.start()
-                return
-        raise RuntimeError("".join(lines))
-
-    def kill(self) -> None:
-        """`kill -9` all of it."""
-        self.signal(signal.SIGKILL)
-        self._process.wait()
-        self._reader.join()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
-
-    def signal(self, signum: signal.Signals) -> None:
-        """To the server and to the processes of all its connections."""
-        children = ["pgrep", "-P", str(self._process.pid)]
-        found = subprocess.run(children, capture_output=True, text=True).stdout
-        for pid in [self._process.pid, *map(int, found.split())]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
-
-    def database(self) -> str:
-        """The address of a new one."""
-        import psycopg
-
-        self._num_databases += 1
-        name = f"journal{self._num_databases}"
-        with psycopg.connect(self.address("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
-        return self.address(name)
-
-    def address(self, database: str) -> str:
-        password = PASSWORD.replace(" ", "%20")
-        return f"postgresql://admin:{password}@127.0.0.1:{self.port}/{database}"
+__all__ = ["PASSWORD", "Server", "running_server"]
 
 
 @contextmanager
 def running_server() -> Iterator[Server]:
     """Skips the test where there is none."""
-    pytest.importorskip("psycopg", reason="needs psycopg: pip install 'parrot[postgres]'")
-    bin_folder = _bin_folder()
-    if bin_folder is None or (os.geteuid() == 0 and not _has_user()):
-        pytest.skip("needs a PostgreSQL server: apt-get install postgresql")
-    folder = Path(tempfile.mkdtemp(prefix="parrot-postgres-"))
     try:
-        server = Server(folder, bin_folder)
-        try:
-            yield server
-        finally:
-            server.kill()
+        running = running_database()
+        server = running.__enter__()
+    except LookupError as missing:
+        pytest.skip(str(missing))
+    try:
+        yield server
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _bin_folder() -> Path | None:
-    """Debian keeps the programs of each version out of the way."""
-    if (found := shutil.which("initdb")) is not None:
-        return Path(found).parent
-    versions = Path("/usr/lib/postgresql").glob("*/bin/initdb")
-    return max([path.parent for path in versions], default=None)
-
-
-def _has_user() -> bool:
-    try:
-        pwd.getpwnam(_USER)
-    except KeyError:
-        return False
-    return True
-
-
-def _give_away(*paths: Path) -> None:
-    if os.geteuid() == 0:
-        for path in paths:
-            shutil.chown(path, _USER, _USER)
+        running.__exit__(None, None, None)
