@@ -32,7 +32,9 @@ def compile_kernel(
     multiples of 16 (aligned pointers and strides)."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    # In order: Triton finds what it has compiled in an earlier process by what it is told, as text.
+    indices = sorted(map(names.index, divisible))
+    attributes = {(index,): [["tt.divisibility", 16]] for index in indices}
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", 90, 32),
