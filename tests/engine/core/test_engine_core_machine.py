@@ -270,7 +270,7 @@ def as_test(machine: type[EngineMachine], num_rules: int = 30) -> Any:
     """The test case that runs the machine, `num_rules` rules at a time."""
     case = machine.TestCase
     case.settings = settings(
-        max_examples=40,
+        max_examples=25,
         stateful_step_count=num_rules,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -30,7 +30,7 @@ from parrot.utils.clock import MonotonicClock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_TOKENS = 20
+NUM_TOKENS = 14
 TEXTS = [
     "The capital of France is a city on the river Seine, and it is known for",
     "In mathematics, a prime number is a natural number greater than 1 that",
@@ -172,16 +172,17 @@ def language() -> Language:
 def answers_of(
     runner: Runner,
     requests: Sequence[tuple[list[int], SamplingConfig]],
-    resumed_ids: Sequence[int] = (),
+    resumed: Sequence[Sequence[int]] = (),
     **config: int,
 ) -> list[GenerateResponse]:
-    """The answers of an engine core for prompts that arrive together, which end with what there is
-    of the outputs."""
+    """The answers of an engine core for prompts that arrive together, which end with what is
+    `resumed` of the outputs."""
     core = EngineCore(BuiltinConfig(**config), runner, language(), MonotonicClock())
     outcomes: list[list[object]] = [[] for _ in requests]
     for i, (prompt, sampling) in enumerate(requests):
         piece = Piece(i, array("i", prompt))
-        wanted = EngineRequest(i, (piece,), sampling=sampling, resumed_ids=resumed_ids)
+        first = resumed[i] if resumed else ()
+        wanted = EngineRequest(i, (piece,), sampling=sampling, resumed_ids=first)
         core.requests.submit(wanted, outcomes[i].append)
     while core.step():
         deliver(core.requests.outbox.take())
@@ -191,28 +192,34 @@ def answers_of(
     return answers
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 1.0},
-        {"temperature": 0, "repetition_penalty": 1.3, "stop_str": "xyz"},
-        {"temperature": 1.2, "top_p": 0.9, "seed": 5, "frequency_penalty": 2.0},
-    ],
-    ids=str,
-)
+BEGUN: list[dict[str, Any]] = [
+    {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 1.0},
+    {"temperature": 0, "repetition_penalty": 1.3, "stop_str": "xyz"},
+    {"temperature": 1.2, "top_p": 0.9, "seed": 5, "frequency_penalty": 2.0},
+]
+
+
 def test_an_output_that_began_elsewhere_goes_on_as_if_here(
-    runner: ModelRunner, golden: Golden, fields: dict[str, Any]
+    runner: ModelRunner, golden: Golden
 ) -> None:
     tokenizer = language().tokenizer
     prompt = golden.prompts[0]
-    sampling = SamplingConfig(max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, **fields)
-    [whole] = answers_of(runner, [(prompt, sampling)])
+    samplings = [
+        SamplingConfig(max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, **fields)
+        for fields in BEGUN
+    ]
+    whole = answers_of(runner, [(prompt, sampling) for sampling in samplings])
     for num_first in (1, 9):
-        first = whole.generated_ids[:num_first]
-        rest = sampling.model_copy(update={"max_gen_length": NUM_TOKENS - num_first})
-        [answer] = answers_of(runner, [(prompt + first, rest)], resumed_ids=first)
-        assert first + answer.generated_ids == whole.generated_ids
-        assert tokenizer.decode(first) + answer.generated_text == whole.generated_text
+        first = [answer.generated_ids[:num_first] for answer in whole]
+        rest = {"max_gen_length": NUM_TOKENS - num_first}
+        requests = [
+            (prompt + ids, sampling.model_copy(update=rest))
+            for ids, sampling in zip(first, samplings, strict=True)
+        ]
+        answers = answers_of(runner, requests, first)
+        for ids, answer, want in zip(first, answers, whole, strict=True):
+            assert ids + answer.generated_ids == want.generated_ids
+            assert tokenizer.decode(ids) + answer.generated_text == want.generated_text
 
 
 def complete(
