@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from parrot.protocol.engine_api import FEATURES, PoolingKind
 from parrot.protocol.gate.config import ConnectionLimits, HostNames, Secret
+from parrot.protocol.gate.fields import Label
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, read_config_object
 from parrot.utils.settings import ConfigFile, Settings, read_settings
@@ -216,7 +217,7 @@ class EngineConfig(ConfigModel):
     tokenizer: str = Field("", description="Where its tokenizer is, if not with the model.")
     host: str = Field("localhost", description="Address to bind.")
     port: int = Field(9001, ge=1, le=65535)
-    engine_name: str = Field("", description="Unique in the cluster.")
+    engine_name: Label = Field("", description="Unique in the cluster.")
     random_seed: int = Field(0, ge=0, lt=2**63, description="Of outputs that give none.")
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = Field(

@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from parrot.protocol.gate.access import Access, Check, RuledRoute, rules
 from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
+from parrot.protocol.gate.fields import Id, Label, Path
 from parrot.protocol.public import Answer, EmptyResponse
 from parrot.protocol.server import (
     EventStream,
@@ -31,12 +32,12 @@ from parrot.utils.traces.traceparent import TraceParent
 class PathParameters(BaseModel):
     """The names that may stand in the braces of a path."""
 
-    session_id: int = 0
-    request_id: int = 0
-    var_id: str = ""
-    model_id: str = ""
-    engine_id: int = 0
-    response_id: str = ""
+    session_id: Id = 0
+    request_id: Id = 0
+    var_id: Label = ""
+    model_id: Path = ""
+    engine_id: Id = 0
+    response_id: Label = ""
 
 
 Durable = Callable[[], Awaitable[None]]

@@ -5,17 +5,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from parrot.protocol.gate.fields import (
+    Amount,
+    BodyText,
+    Id,
+    JsonObject,
+    Label,
+    Name,
+    Path,
+    Positive,
+    Quantity,
+    TokenIds,
+)
 from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
 
 NO_PARENT = -1
-MAX_CONTEXT_ID = 2**53  # exact in every JSON reader
 MAX_DRAFT_TEXTS = 16
 MAX_DRAFT_TOKENS = 131_072
 
-ContextId = Annotated[int, Field(ge=0, le=MAX_CONTEXT_ID)]
-TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
-Amount = Annotated[int, Field(ge=0, le=2**53)]
-Seconds = Annotated[float, Field(ge=0.0)]
+ContextId = Amount
 
 
 class InternalPayload(BaseModel):
@@ -39,26 +47,26 @@ class FillPiece(InternalPayload):
     parent's KV; it waits until the parent has computed that much."""
 
     context_id: ContextId
-    parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=MAX_CONTEXT_ID)
-    parent_len: int | None = Field(None, ge=0)
+    parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=2**53)
+    parent_len: Amount | None = None
     token_ids: TokenIds | None = None
-    text: str | None = None
+    text: BodyText | None = None
 
 
 class JobRequest(InternalPayload):
     """Ids for logs and cancellation, and the place in the engine's queue (lower runs first)."""
 
-    session_id: int = 0
-    task_id: int = 0
-    attempt: int = Field(0, ge=0, description="of the task, in all engines; 0: it has none")
+    session_id: Id = 0
+    task_id: Id = 0
+    attempt: Amount = Field(0, description="of the task, in all engines; 0: it has none")
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field(
         "", max_length=1024, description="a request shares KV with, and uses, its salt's only"
     )
-    tenant: str = Field("", max_length=256, description="who shares the engine's time with others")
-    weight: float = Field(1.0, gt=0, description="of the tenant, beside others")
-    step_growth: float | None = Field(None, ge=0, description="part that others may add to steps")
-    traceparent: str = Field("", max_length=256, description="W3C: the span above; empty: none")
+    tenant: Label = Field("", description="who shares the engine's time with others")
+    weight: float = Field(1.0, gt=0, le=1e9, description="of the tenant, beside others")
+    step_growth: Quantity | None = Field(None, description="part that others may add to steps")
+    traceparent: Label = Field("", description="W3C: the span above; empty: none")
 
 
 class FillRequest(JobRequest, FillPiece):
@@ -103,8 +111,8 @@ class GenerateRequest(JobRequest):
     creates a context decides on its parent; a later one, and the request, may only repeat it."""
 
     context_id: ContextId
-    parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=MAX_CONTEXT_ID)
-    parent_len: int | None = Field(None, ge=0)
+    parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=2**53)
+    parent_len: Amount | None = None
     end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
     fills: list[FillPiece] = Field([], max_length=4096)
     sampling_config: SamplingConfig = SamplingConfig()
@@ -113,7 +121,7 @@ class GenerateRequest(JobRequest):
         description="the last tokens of the context, if an output began with them elsewhere: its "
         "text, its grammar and its penalties go on behind them",
     )
-    conversation: dict[str, Any] | None = Field(
+    conversation: JsonObject | None = Field(
         None,
         description="OpenAI's, for servers that render it in place of the context's text; calls of "
         "tools come as text: `<tool_call>` JSON `</tool_call>`",
@@ -149,9 +157,9 @@ class Usage(InternalPayload):
     output_tokens: Amount = 0
     drafted_tokens: Amount = Field(0, description="verified by steps that computed several at once")
     accepted_tokens: Amount = Field(0, description="of these, that became output tokens")
-    queue_s: Seconds = 0.0
-    prefill_s: Seconds = 0.0
-    decode_s: Seconds = 0.0
+    queue_s: Quantity = 0.0
+    prefill_s: Quantity = 0.0
+    decode_s: Quantity = 0.0
     steps: Amount = 0
     step_sequences: Amount = Field(0, description="of these steps, added up")
     step_prompt_tokens: Amount = Field(0, description="computed by these steps, for any request")
@@ -183,7 +191,7 @@ class EmbedRequest(JobRequest):
     """Ask for an embedding of each input: its tokens (or text, which the engine tokenizes as it
     does that of a fill). Nothing of it is kept."""
 
-    inputs: list[TokenIds | str] = Field(min_length=1, max_length=4096)
+    inputs: list[TokenIds | BodyText] = Field(min_length=1, max_length=4096)
 
 
 class EmbedResponse(InternalPayload):
@@ -238,12 +246,14 @@ class StepCosts(InternalPayload):
 
     model_config = ConfigDict(frozen=True)
 
-    step_s: float = Field(4.3e-3, gt=0.0, description="each step, above all to read the weights")
-    sequence_s: float = Field(3e-5, ge=0.0, description="each sequence of the step")
-    token_s: float = Field(4e-8, ge=0.0, description="each token read, shared ones once")
-    prefill_s: float = Field(2.2e-5, ge=0.0, description="each prompt token computed")
-    host_token_s: float = Field(
-        0.0, ge=0.0, description="each token whose KV comes back from the host; 0: not known"
+    step_s: float = Field(
+        4.3e-3, gt=0.0, le=1e9, description="each step, above all to read the weights"
+    )
+    sequence_s: Quantity = Field(3e-5, description="each sequence of the step")
+    token_s: Quantity = Field(4e-8, description="each token read, shared ones once")
+    prefill_s: Quantity = Field(2.2e-5, description="each prompt token computed")
+    host_token_s: Quantity = Field(
+        0.0, description="each token whose KV comes back from the host; 0: not known"
     )
 
     def decode_step_s(self, num_sequences: float, num_tokens: float) -> float:
@@ -254,19 +264,19 @@ class StepCosts(InternalPayload):
 class HostTierInfo(InternalPayload):
     """KV that an engine keeps on its host. Bytes and failures are counted from its start."""
 
-    num_max_blocks: int
-    num_free_blocks: int = Field(description="blank ones; KV gives way in the others")
-    stored_bytes: int = Field(0, description="copied to the host")
-    returned_bytes: int = Field(0, description="copied back")
-    failed_transfers: int = 0
+    num_max_blocks: Amount
+    num_free_blocks: Amount = Field(description="blank ones; KV gives way in the others")
+    stored_bytes: Amount = Field(0, description="copied to the host")
+    returned_bytes: Amount = Field(0, description="copied back")
+    failed_transfers: Amount = 0
 
 
 class PromptTokens(InternalPayload):
     """Tokens of the prompts of all requests that have ended well, by where their KV was found."""
 
-    device: int = 0
-    host: int = 0
-    nowhere: int = Field(0, description="computed")
+    device: Amount = 0
+    host: Amount = 0
+    nowhere: Amount = Field(0, description="computed")
 
 
 SERVER_FEATURES = frozenset({"messages", "tools"})
@@ -280,30 +290,33 @@ class Capabilities(InternalPayload):
 
     model_config = ConfigDict(frozen=True)
 
-    server: str = Field("", description="name and version of the server behind it, if there is one")
-    features: frozenset[str] | None = Field(
+    server: Path = Field(
+        "", description="name and version of the server behind it, if there is one"
+    )
+    features: frozenset[Label] | None = Field(
         None,
+        max_length=256,
         description="fields of the sampling config, `messages`, `tools`, `cache_salt`, "
         "`cached_tokens`, `cancellation`, `priority`; null: not known",
     )
-    kept_tokens: int | None = Field(None, ge=0, description="of KV, by the server; null: not known")
-    kept_prompts: int | None = Field(None, ge=1, description="with KV, at once; null: any number")
+    kept_tokens: Amount | None = Field(None, description="of KV, by the server; null: not known")
+    kept_prompts: Positive | None = Field(None, description="with KV, at once; null: any number")
 
 
 class RuntimeInfo(InternalPayload):
     """An engine's state. Memory in MiB, `recent_average_latency` in ns per step."""
 
-    num_cached_tokens: int = 0
-    num_max_blocks: int = 0
-    num_free_blocks: int = 0
-    block_size: int = 1
-    num_running_jobs: int = 0
-    num_total_jobs: int = 0
-    cache_mem: float = 0.0
-    kv_dtype: str = Field("", description="type of the KV pool's numbers; empty: not known")
-    model_mem: float = 0.0
-    recent_average_latency: float = 0.0
-    num_steps: int | None = Field(
+    num_cached_tokens: Amount = 0
+    num_max_blocks: Amount = 0
+    num_free_blocks: Amount = 0
+    block_size: Amount = 1
+    num_running_jobs: Amount = 0
+    num_total_jobs: Amount = 0
+    cache_mem: Quantity = 0.0
+    kv_dtype: Label = Field("", description="type of the KV pool's numbers; empty: not known")
+    model_mem: Quantity = 0.0
+    recent_average_latency: Quantity = 0.0
+    num_steps: Amount | None = Field(
         None,
         description="if they stand still while it has work, it is lost; null: not counted",
     )
@@ -339,19 +352,19 @@ class EngineInfo(InternalPayload):
     `tokenizer_id` is the SHA-256 of its tokenizer.json; null: its contexts are text."""
 
     engine_type: EngineType
-    engine_name: str
-    model: str
-    tokenizer: str = ""
-    tokenizer_id: str | None = None
-    host: str
+    engine_name: Name
+    model: Path
+    tokenizer: Path = ""
+    tokenizer_id: Label | None = None
+    host: Path
     port: int = Field(ge=1, le=65535)
-    max_seq_len: int = Field(ge=1)
-    tasks_capacity: int = Field(256, ge=1)
-    tokens_capacity: int = Field(ge=1, description="tokens of KV the engine can hold")
-    host_tokens_capacity: int = Field(
-        0, ge=0, description="tokens of KV that its host can hold besides"
+    max_seq_len: Positive
+    tasks_capacity: Positive = 256
+    tokens_capacity: Positive = Field(description="tokens of KV the engine can hold")
+    host_tokens_capacity: Amount = Field(
+        0, description="tokens of KV that its host can hold besides"
     )
-    block_size: int = Field(1, ge=1)
+    block_size: Positive = 1
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     capabilities: Capabilities = Capabilities()
     incarnation: str = Field(
@@ -360,4 +373,6 @@ class EngineInfo(InternalPayload):
         description="a secret of this start of the engine, which lets it register again while "
         "ServeCore believes it to be there; others of its name and address get 409 till it is lost",
     )
-    registration: str = Field("", pattern=r"^[\w-]{0,99}$", description="requests repeat its name")
+    registration: str = Field(
+        "", max_length=99, pattern=r"^[\w-]*$", description="requests repeat its name"
+    )

@@ -4,13 +4,11 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
+from parrot.protocol.gate.fields import Credential, Id, Name, Text
 from parrot.protocol.public import (
     MAX_PARAMETERS,
     CallParameter,
     CallResponse,
-    Content,
-    IdempotencyKey,
-    Name,
     NativeFields,
     Payload,
     SemanticFields,
@@ -27,7 +25,7 @@ class GraphVariable(Payload):
     """A new variable, for which `name` stands in the request."""
 
     name: Name
-    content: Content | None = None
+    content: Text | None = None
     var_name: Name | None = Field(None, description="what the session calls it; null: its `name`")
 
 
@@ -71,12 +69,12 @@ class GraphRequest(Payload):
     """It has one of `session_id` and `session`. `session_auth` may come as a Bearer token, and so
     may the `api_key` of `session`."""
 
-    session_id: int | None = None
-    session_auth: str | None = Field(None, max_length=4096)
+    session_id: Id | None = None
+    session_auth: Credential | None = None
     session: SessionCreateRequest | None = Field(None, description="begin a session for the graph")
     variables: list[GraphVariable] = Field([], max_length=MAX_VARIABLES)
     calls: list[GraphCall] = Field([], max_length=MAX_CALLS, description="in any order")
-    idempotency_key: IdempotencyKey | None = None
+    idempotency_key: Name | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -6,14 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, computed_field, model_validator
 
 from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.gate.fields import Credential, Id, Label, Name, Text, Traceparent
 from parrot.protocol.sampling import SamplingConfig, TokenLogprob
 
 MAX_PARAMETERS = 1024
-MAX_TEXT = 16 * 2**20  # characters in one template or value
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
-Content = Annotated[str, Field(max_length=MAX_TEXT)]
-IdempotencyKey = Annotated[str, Field(min_length=1, max_length=256)]
 Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 
 
@@ -30,12 +27,12 @@ class Answer(BaseModel):
 
 
 class SessionCreateRequest(Payload):
-    api_key: str | None = Field(None, max_length=4096)
-    apps: list[str] | None = Field(None, max_length=256)
+    api_key: Credential | None = None
+    apps: list[Text] | None = Field(None, max_length=256)
     on_demand: bool = Field(
         False, description="Calls run when they are read, unless they say else."
     )
-    traceparent: str | None = Field(None, max_length=256, description="W3C: the caller's span.")
+    traceparent: Traceparent | None = Field(None, description="W3C: the caller's span.")
 
 
 class SessionCreateResponse(Answer):
@@ -46,8 +43,8 @@ class SessionCreateResponse(Answer):
 class SessionScoped(Payload):
     """A request inside a session. `session_auth` may come as a Bearer token instead."""
 
-    session_id: int
-    session_auth: str | None = Field(None, max_length=4096)
+    session_id: Id
+    session_auth: Credential | None = None
 
 
 class CallParameter(Payload):
@@ -58,8 +55,8 @@ class CallParameter(Payload):
 
     name: Name
     is_output: bool = False
-    var_id: str | None = Field(None, max_length=256)
-    value: Content | None = None
+    var_id: Label | None = None
+    value: Text | None = None
     sampling_config: SamplingConfig | None = None
 
     @model_validator(mode="after")
@@ -92,12 +89,12 @@ class CallScope(SessionScoped):
     """Fields of requests for one call of either kind, besides the call's own."""
 
     parameters: list[CallParameter] = Field(max_length=MAX_PARAMETERS)
-    idempotency_key: IdempotencyKey | None = None
+    idempotency_key: Name | None = None
 
 
 class SemanticFields(CallFields):
-    template: Content
-    func_name: str | None = Field(None, max_length=256)
+    template: Text
+    func_name: Label | None = None
     models: list[Name] = Field([], max_length=64)
     model_type: Literal["token_id", "text"] = "token_id"
     remove_pure_fill: bool = True
@@ -106,12 +103,12 @@ class SemanticFields(CallFields):
     chat: bool = Field(
         False, description="Render the template as a chat with the serving model's chat template."
     )
-    system: Content | None = Field(None, description="System message of a chat that begins here.")
+    system: Text | None = Field(None, description="System message of a chat that begins here.")
     reuse: bool = Field(
         True,
         description="Greedy or seeded, it may take the result of an identical call of its tenant.",
     )
-    successor_of: int | None = Field(
+    successor_of: Id | None = Field(
         None, description="request_id of an earlier call whose whole context this call continues."
     )
 
@@ -144,7 +141,7 @@ class CallResponse(Answer):
 
 class VarCreateRequest(SessionScoped):
     var_name: Name
-    content: Content | None = None
+    content: Text | None = None
 
 
 class VarCreateResponse(Answer):
@@ -152,7 +149,7 @@ class VarCreateResponse(Answer):
 
 
 class VarSetRequest(SessionScoped):
-    content: Content
+    content: Text
 
 
 class ReadOptions(SessionScoped):
@@ -188,10 +185,10 @@ class VarGetResponse(Answer):
 
 
 class FirstVarsRequest(ReadOptions):
-    var_ids: list[Annotated[str, Field(max_length=256)]] = Field(
+    var_ids: list[Label] = Field(
         min_length=1, max_length=MAX_PARAMETERS, description="all different"
     )
-    k: int = Field(1, ge=1, description="at most as many as there are variables")
+    k: int = Field(1, ge=1, le=MAX_PARAMETERS, description="at most as many as there are variables")
     criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
 
     @model_validator(mode="after")
@@ -313,9 +310,9 @@ class SessionSummary(SessionCounts):
 class SessionListRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    api_key: str | None = Field(None, max_length=4096)
+    api_key: Credential | None = None
     limit: int = Field(100, ge=1, le=1000)
-    before: int | None = Field(None, description="only sessions that began before this one: its id")
+    before: Id | None = Field(None, description="only sessions that began before this one: its id")
 
 
 class SessionListResponse(Answer):

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.gate.fields import JsonObject, Text, TokenId
 
 MAX_STOP_STRINGS = 16
 MAX_GEN_LENGTH = 1_000_000
@@ -28,10 +29,15 @@ MAX_LOGPROBS = 20
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")
 """The fields that say which texts an output may be; at most one is set."""
 
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
 _Choice = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
-_StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
+GenLength = Annotated[int, Field(ge=1, le=MAX_GEN_LENGTH)]
+Grammar = Annotated[str, Field(max_length=MAX_GRAMMAR)]
+StopIds = Annotated[tuple[TokenId, ...], Field(max_length=1024)]
+_Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+Choices = Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=MAX_CHOICES)]
+LogitBias = Annotated[dict[TokenId, _Bias], Field(max_length=1024)]
+StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
 
 
 class SamplingConfig(BaseModel):
@@ -46,19 +52,17 @@ class SamplingConfig(BaseModel):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int | None = Field(default=None, ge=1, le=2**31 - 1)
     min_p: float | None = Field(default=None, ge=0.0, le=1.0)
-    max_gen_length: int = Field(default=512, ge=1, le=MAX_GEN_LENGTH)
+    max_gen_length: GenLength = 512
     ignore_tokenizer_eos: bool = False
-    stop_token_ids: tuple[_TokenId, ...] = Field(default=(), max_length=1024)
-    stop_str: _StopString | _StopStrings | None = Field(default=None)
+    stop_token_ids: StopIds = ()
+    stop_str: _StopString | StopStrings | None = Field(default=None)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(default=0.0, ge=0.0, le=10.0)
     length_penalty: float = Field(default=0.0, ge=-10.0, le=10.0)
     n: int = Field(default=1, ge=1, le=16)
     best_of: int = Field(default=1, ge=1, le=16)
-    logit_bias: dict[_TokenId, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = Field(
-        default=None, max_length=1024
-    )
+    logit_bias: LogitBias | None = None
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -66,10 +70,10 @@ class SamplingConfig(BaseModel):
         description="the same random numbers; surely the same text only in float32: in bfloat16 "
         "and float16 equal calls may differ (docs/engines.md)",
     )
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = Field(default=None, max_length=MAX_GRAMMAR)
-    grammar: str | None = Field(default=None, max_length=MAX_GRAMMAR)
-    choices: tuple[_Choice, ...] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
+    json_schema: JsonObject | Text | None = None
+    regex: Grammar | None = None
+    grammar: Grammar | None = None
+    choices: Choices | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")

@@ -16,7 +16,8 @@ from parrot.protocol.errors import (
     NativeFunctionFailed,
     ParrotError,
 )
-from parrot.protocol.public import MAX_TEXT, NativeCallRequest
+from parrot.protocol.gate.fields import MAX_TEXT
+from parrot.protocol.public import NativeCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CompletionState, NativeCall

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from parrot.protocol.public import MAX_TEXT
+from parrot.protocol.gate.fields import MAX_TEXT
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota
 from parrot.serve.core import ServeCore
@@ -165,7 +165,8 @@ ERRORS: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "/v1/request/abc/cancel", {}, 422, "validation_failed"),
     ("POST", f"/v1/request/{'9' * 5000}/cancel", {}, 422, "validation_failed"),
     ("GET", "/v1/session/abc", {}, 422, "validation_failed"),
-    ("GET", f"/v1/session/{'9' * 30}", {}, 404, "not_found"),
+    ("GET", f"/v1/session/{'9' * 18}", {}, 404, "not_found"),
+    ("GET", f"/v1/session/{'9' * 30}", {}, 422, "validation_failed"),
     ("GET", f"/v1/session/{'9' * 5000}", {}, 422, "validation_failed"),
     ("GET", "/v1/semantic_var/x", {"timeout": 0}, 422, "validation_failed"),
     ("GET", "/v1/semantic_var/x", {"criteria": "soon"}, 422, "validation_failed"),

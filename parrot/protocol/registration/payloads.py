@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from parrot.protocol.engine_api import EngineInfo, InternalPayload, RuntimeInfo
+from parrot.protocol.gate.fields import Id, Label, Name
 from parrot.protocol.gate.names import is_host, is_metadata
 
 
@@ -29,17 +30,17 @@ class RegisterResponse(InternalPayload):
 
 
 class HeartbeatRequest(InternalPayload):
-    engine_id: int
-    core: str = Field("", max_length=256, description="as registered")
-    engine_name: str
+    engine_id: Id
+    core: Label = Field("", description="as registered")
+    engine_name: Name
     runtime_info: RuntimeInfo
 
 
 class LeaveRequest(InternalPayload):
     """An engine is about to end."""
 
-    engine_id: int
-    core: str = Field("", max_length=256, description="as registered")
+    engine_id: Id
+    core: Label = Field("", description="as registered")
     timeout_s: float = Field(ge=0, le=86400, description="for the calls that it has")
 
 

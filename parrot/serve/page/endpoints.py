@@ -15,6 +15,7 @@ from starlette.staticfiles import StaticFiles
 from parrot.protocol.errors import NotFound, PermissionDenied
 from parrot.protocol.gate.access import Access, RuledMount, RuledRoute
 from parrot.protocol.gate.bodies import SMALL_BODY
+from parrot.protocol.gate.fields import Credential, Label
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
 from parrot.protocol.server import json_response, parse_payload, read_json
 from parrot.serve.core import ServeCore
@@ -37,13 +38,13 @@ _HEADERS = {
 
 
 class EnterRequest(BaseModel):
-    key: str
+    key: Credential
 
 
 class Since(BaseModel):
     """`since`: the version that the page has already; null: none."""
 
-    since: str | None = None
+    since: Label | None = None
 
 
 class Drain(BaseModel):

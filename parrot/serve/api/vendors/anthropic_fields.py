@@ -6,27 +6,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.public import MAX_TEXT
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.gate.fields import Bounded, Few, ForeignId, Item, JsonObject, Label, Name, Wire
+from parrot.protocol.gate.fields import Text as _Text
+from parrot.protocol.sampling import GenLength, SamplingConfig, StopStrings
 from parrot.protocol.server import parse_payload
-from parrot.serve.api.vendors.openai_common import (
-    MAX_PARTS,
-    Bounded,
-    ChainedFields,
-    Few,
-    Ignored,
-    Item,
-    Json,
-    Metadata,
-    Wire,
-)
+from parrot.serve.api.vendors.openai_common import MAX_PARTS, ChainedFields, Ignored, Json, Metadata
 from parrot.serve.api.vendors.tool_choice import call_rules, shown
 from parrot.serve.prompts.call_grammars import CallRules
 from parrot.serve.prompts.reasoning import reasoning_options
 
 _MAX_MESSAGES = 4096
 _MAX_TOOLS = 512
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class _Block(Wire):
@@ -41,9 +31,9 @@ class TextBlock(_Block):
 
 class ToolUseBlock(_Block):
     type: Literal["tool_use"]
-    id: str
-    name: str = Field(max_length=256)
-    input: dict[str, Any]
+    id: ForeignId
+    name: Label
+    input: JsonObject
     caller: Ignored = None
 
 
@@ -69,7 +59,7 @@ Text = _Text | Annotated[list[_TextOrOther], Field(fail_fast=True, max_length=MA
 
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
-    tool_use_id: str
+    tool_use_id: ForeignId
     content: Text | None = None
     is_error: bool | None = None
 
@@ -86,9 +76,9 @@ class Message(Item):
 
 
 class Tool(Wire):
-    name: str = Field(max_length=256)
+    name: Label
     description: _Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     type: Literal["custom"] | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
@@ -97,13 +87,13 @@ class Tool(Wire):
 
 class ToolChoice(Wire):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Label | None = None
     disable_parallel_tool_use: bool | None = None
 
 
 class JsonFormat(Wire):
     type: Literal["json_schema"]
-    json_schema: dict[str, Any] = Field(alias="schema")
+    json_schema: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Wire):
@@ -118,7 +108,7 @@ class Thinking(Bounded):
 
 
 class CountRequest(Wire):
-    model: str = Field(min_length=1, max_length=256)
+    model: Name
     messages: Annotated[list[Message], Few] = Field(
         fail_fast=True, min_length=1, max_length=_MAX_MESSAGES
     )
@@ -132,11 +122,11 @@ class CountRequest(Wire):
 
 
 class MessagesRequest(CountRequest, ChainedFields):
-    max_tokens: int = Field(ge=1)
+    max_tokens: GenLength
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=1)
-    stop_sequences: list[str] | None = None
+    top_k: int | None = Field(None, ge=1, lt=2**31)
+    stop_sequences: StopStrings | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 

@@ -11,8 +11,9 @@ import orjson
 from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
-from parrot.protocol.public import MAX_TEXT, VarGetResponse
-from parrot.protocol.sampling import Logprobs
+from parrot.protocol.gate.fields import Text, TokenIds
+from parrot.protocol.public import VarGetResponse
+from parrot.protocol.sampling import MAX_GEN_LENGTH, Logprobs
 from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
@@ -30,16 +31,11 @@ from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.direct import DirectRequests
 from parrot.serve.prompts.conversation import TokenPrompt
-from parrot.serve.scored_tokens import Scored
 from parrot.utils.ids import new_token
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MAX_SCORED = 2**18  # tokens of prompts in an answer
 MAX_PROMPTS = 128
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
-_Ids = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, max_length=MAX_TEXT)
-]
 
 
 def _prompt_kind(value: Any) -> str:
@@ -53,19 +49,19 @@ def _prompt_kind(value: Any) -> str:
 Prompt = list[int] | str
 
 _Prompt = Annotated[
-    Annotated[_Text, Tag("text")]
-    | Annotated[list[_Text], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
-    | Annotated[_Ids, Tag("tokens")]
-    | Annotated[list[_Ids], Tag("lists"), Field(fail_fast=True, max_length=MAX_PROMPTS)],
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[TokenIds], Tag("lists"), Field(fail_fast=True, max_length=MAX_PROMPTS)],
     Discriminator(_prompt_kind),
 ]
 
 
 class CompletionRequest(GenerationFields):
     prompt: _Prompt
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_GEN_LENGTH)
     echo: bool | None = None
-    suffix: str | None = None
+    suffix: Text | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     logprobs: int | None = Field(None, ge=0, le=5)
 
@@ -300,16 +296,14 @@ class _Answers:
                         begun[i] = await echo.logprobs()
                     echoes_scores = echo.scored is not None
                     text, finish_reason = echo.text if is_first else "", None
-                    scored: list[Scored] = []
                     if isinstance(delta, VarGetResponse):
                         answers[i] = delta
                         finish_reason = delta.finish_reason
-                        if self._is_scored:
-                            scored = await taken[i].rest(with_ending=echoes_scores)
+                        more = taken[i].rest(with_ending=echoes_scores) if self._is_scored else None
                     else:
                         text += delta
-                        if self._is_scored:
-                            scored = await taken[i].take(delta)
+                        more = taken[i].take(delta) if self._is_scored else None
+                    scored = [] if more is None else await more
                     has_part = scored or (is_first and echoes_scores)
                     part = await begun[i].part(scored) if has_part else None
                     last = [(None, frame | {"choices": [_choice(i, text, part, finish_reason)]})]

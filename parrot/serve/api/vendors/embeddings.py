@@ -10,17 +10,16 @@ import orjson
 from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.errors import UnsupportedField
-from parrot.protocol.public import MAX_TEXT
+from parrot.protocol.gate.fields import MAX_TOKENS, Name, Text, Wire
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
-from parrot.serve.api.vendors.openai_common import Ignored, Wire
+from parrot.serve.api.vendors.openai_common import Ignored
 from parrot.serve.execution.direct import DirectRequests
 
 MAX_INPUTS = 2048  # OpenAI's
 
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
-_Ids = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TEXT)]
-_Texts = Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+_Ids = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
+_Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 _Lists = Annotated[list[_Ids], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 
 
@@ -35,16 +34,16 @@ def _kind(value: Any) -> str:
 
 
 class EmbeddingRequest(Wire):
-    model: str = Field(min_length=1, max_length=256)
+    model: Name
     input: Annotated[
-        Annotated[_Text, Tag("text")]
+        Annotated[Text, Tag("text")]
         | Annotated[_Texts, Tag("texts")]
         | Annotated[_Ids, Tag("ids")]
         | Annotated[_Lists, Tag("lists")],
         Discriminator(_kind),
     ]
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = None
+    dimensions: int | None = Field(None, ge=1, le=2**20)
     # Nothing in the answer depends on it.
     user: Ignored = None
 

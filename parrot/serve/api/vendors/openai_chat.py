@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.gate.fields import Few, ForeignId, Item, JsonObject, Label, Text, Wire
+from parrot.protocol.sampling import GenLength
 from parrot.serve.api.vendors.openai_common import (
+    MAX_PARTS,
     Content,
-    Few,
     GenerationFields,
     Ignored,
-    Item,
     Json,
-    Wire,
     arguments_of,
     text_of,
 )
@@ -27,12 +27,12 @@ _PLAIN = {"role", "content"}
 
 
 class FunctionCall(Wire):
-    name: str = Field(max_length=256)
-    arguments: str = "{}"
+    name: Label
+    arguments: Text = "{}"
 
 
 class ToolCall(Wire):
-    id: str = ""
+    id: ForeignId = ""
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -40,12 +40,12 @@ class ToolCall(Wire):
 class ChatMessage(Item):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name of it
-    refusal: str | None = None
+    name: ForeignId | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_PARTS)
+    tool_call_id: ForeignId | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's name of it
+    refusal: Text | None = None
     annotations: Ignored = None
     audio: None = None
     function_call: None = None
@@ -57,15 +57,15 @@ class ChatRequest(GenerationFields):
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
         Few,
     ]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: GenLength | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[dict[str, Any]] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[JsonObject] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Label | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=64)
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=32)
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = Field(None, max_length=8)
     verbosity: Ignored = None
 
     @property

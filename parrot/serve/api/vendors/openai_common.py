@@ -5,19 +5,35 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
-    model_validator,
 )
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.public import MAX_TEXT, Timeout, VarGetResponse
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.gate.fields import (
+    AnyJson,
+    Bounded,
+    Credential,
+    ForeignId,
+    Id,
+    JsonObject,
+    Label,
+    Name,
+    Text,
+    Wire,
+)
+from parrot.protocol.public import Timeout, VarGetResponse
+from parrot.protocol.sampling import (
+    Choices,
+    GenLength,
+    Grammar,
+    LogitBias,
+    SamplingConfig,
+    StopIds,
+    StopStrings,
+)
 from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.endpoint import Caller, require_shallow
 from parrot.serve.conversations.turn import Chain, Turn
@@ -27,58 +43,16 @@ MAX_CHOICES = 16
 MAX_PARTS = 1024  # of a message
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
 DEFAULT_MAX_TOKENS = 16_384
-_MAX_FIELDS = 256
-
-_ShortName = Annotated[str, Field(min_length=1, max_length=256)]
 
 Json = dict[str, Any]
 
-Ignored = Any
+Ignored = AnyJson
 """The type of a field that changes nothing in the answer: it is accepted, and not looked at."""
-
-
-class Bounded(BaseModel):
-    """Base of objects with any fields, but not with a million, which would take seconds."""
-
-    model_config = ConfigDict(extra="allow", defer_build=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_few_fields(cls, value: Any) -> Any:
-        _check_size(value)
-        return value
-
-
-def _check_size(value: Any) -> None:
-    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
-        raise ValueError(f"an object has more than {_MAX_FIELDS} fields")
-
-
-class Wire(Bounded):
-    """Base of what clients send: fields that are not known are refused by name."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
-
-
-class Item(BaseModel):
-    """The same for what stands in a list of which `Few` checks all: a conversation has hundreds."""
-
-    model_config = Wire.model_config
-
-
-def check_sizes(values: Any) -> Any:
-    """The values, if none has too many fields. Raises `ValueError`."""
-    for value in values if isinstance(values, list) else ():
-        _check_size(value)
-    return values
-
-
-Few = BeforeValidator(check_sizes)
 
 
 class TextPart(Wire):
     type: Literal["text", "input_text", "output_text"]
-    text: str = Field(max_length=MAX_TEXT)
+    text: Text
     annotations: Ignored = None
     cache_control: Ignored = None
     logprobs: Ignored = None
@@ -108,7 +82,7 @@ def _content_kind(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Field(max_length=MAX_TEXT), Tag("text")] | Annotated[Parts, Tag("parts")],
+    Annotated[Text, Tag("text")] | Annotated[Parts, Tag("parts")],
     Discriminator(_content_kind),
 ]
 
@@ -148,16 +122,16 @@ class StreamOptions(Wire):
 class Metadata(Bounded):
     """`user_id` names the program, as coding agents use it."""
 
-    user_id: str | None = Field(None, max_length=1024)
+    user_id: ForeignId | None = None
 
 
 class ChainFields(Wire):
     """Parrot's own: variables of a session in a prompt, and an answer that is one."""
 
-    session_id: int | None = None
-    session_auth: str | None = Field(None, max_length=4096)
-    inputs: dict[_ShortName, _ShortName] = Field({}, max_length=MAX_PLACES)
-    output: _ShortName | None = None
+    session_id: Id | None = None
+    session_auth: Credential | None = None
+    inputs: dict[Name, Name] = Field({}, max_length=MAX_PLACES)
+    output: Name | None = None
     criteria: PerformanceCriteria | None = None
     deadline: Timeout | None = None
     defer: bool = False
@@ -211,12 +185,12 @@ class ChainedFields(Wire):
 
 
 class CommonFields(ChainedFields):
-    model: str = Field(min_length=1, max_length=256)
+    model: Name
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream_options: StreamOptions | None = None
     # What names the program that asks, and how urgent it is.
-    prompt_cache_key: str | None = Field(None, max_length=1024)
+    prompt_cache_key: ForeignId | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     # Nothing in the answer depends on these.
@@ -234,38 +208,38 @@ class CommonFields(ChainedFields):
 class StructuredOutputs(Wire):
     """vLLM's field of this name."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
+    json_: JsonObject | Text | None = Field(None, alias="json")
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
     json_object: bool | None = None
 
 
 class Prediction(Wire):
     type: Literal["content"] = "content"
-    content: str | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
 
 class GenerationFields(CommonFields):
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: GenLength | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    stop: str | list[str] | None = None
-    seed: int | None = None
+    stop: Label | StopStrings | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
+    logit_bias: LogitBias | None = None
+    response_format: JsonObject | None = None
     # Not OpenAI's, but what other servers of this API take.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0, le=10)
+    stop_token_ids: StopIds | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json: JsonObject | Text | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
     # Nothing in the answer depends on these. A prediction makes it faster where it is right.
     store: Ignored = None
     prediction: Prediction | None = None

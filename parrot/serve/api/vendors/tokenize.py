@@ -1,33 +1,30 @@
 """`POST /tokenize` and `/detokenize`, in vLLM's format."""
 
-from typing import Annotated, Any
+from typing import Any
 
 import orjson
 from pydantic import Field
 
 from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.public import MAX_TEXT
+from parrot.protocol.gate.fields import Name, Text, TokenIds, Wire
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_chat import MAX_MESSAGES, ChatMessage, template_messages
-from parrot.serve.api.vendors.openai_common import Wire
 from parrot.serve.core import ServeCore
-
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenizeRequest(Wire):
     """Has a `prompt` or `messages`."""
 
-    model: str = Field(min_length=1, max_length=256)
-    prompt: str | None = Field(None, max_length=MAX_TEXT)
+    model: Name
+    prompt: Text | None = None
     messages: list[ChatMessage] | None = Field(
         None, fail_fast=True, min_length=1, max_length=MAX_MESSAGES
     )
 
 
 class DetokenizeRequest(Wire):
-    model: str = Field(min_length=1, max_length=256)
-    tokens: list[_TokenId] = Field(fail_fast=True, max_length=MAX_TEXT)
+    model: Name
+    tokens: TokenIds
 
 
 class Tokens(VendorAnswer):

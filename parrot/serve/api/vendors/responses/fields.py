@@ -8,17 +8,15 @@ from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.public import MAX_TEXT
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.gate.fields import Amount, AnyJson, Bounded, JsonObject, Label, Text, Wire
+from parrot.protocol.sampling import GenLength, SamplingConfig
 from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.endpoint import VendorAnswer
 from parrot.serve.api.vendors.openai_common import (
     DEFAULT_MAX_TOKENS,
-    Bounded,
     CommonFields,
     Ignored,
     Json,
-    Wire,
     constraint,
 )
 from parrot.serve.api.vendors.responses.items import Dumped, Items
@@ -27,14 +25,13 @@ from parrot.serve.prompts.call_grammars import CallRules
 from parrot.serve.prompts.reasoning import reasoning_options
 
 MAX_TOOLS = 512
-_Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class FunctionTool(Dumped):
     type: Literal["function"]
-    name: str = Field(max_length=256)
-    description: _Text | None = None
-    parameters: dict[str, Any] | None = None
+    name: Label
+    description: Text | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: Ignored = None
 
@@ -43,8 +40,8 @@ class Namespace(Dumped):
     """Functions under a name, which a call of one of them has beside the function's."""
 
     type: Literal["namespace"]
-    name: str = Field(max_length=256)
-    description: _Text | None = None
+    name: Label
+    description: Text | None = None
     tools: list[FunctionTool] = Field(max_length=MAX_TOOLS)
 
 
@@ -75,32 +72,32 @@ class Reasoning(Bounded):
 
 
 class TextOptions(Wire):
-    format: dict[str, Any] | None = None
+    format: JsonObject | None = None
     verbosity: Ignored = None
 
 
 class ResponseRequest(CommonFields):
     input: Items
-    instructions: _Text | None = None
-    previous_response_id: str | None = Field(None, max_length=256)
+    instructions: Text | None = None
+    previous_response_id: Label | None = None
     store: bool | None = None
     background: bool | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: GenLength | None = None
     text: TextOptions | None = None
     tools: list[_AnyTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Label | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = Field(None, max_length=64)
+    include: list[Label] | None = Field(None, max_length=64)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["auto", "disabled"] | None = None
     ignore_eos: bool | None = None  # not OpenAI's, but what vLLM takes
     # They would change the answer.
-    prompt: Any = None
-    conversation: Any = None
-    max_tool_calls: Any = None
-    moderation: Any = None
-    context_management: Any = None
+    prompt: AnyJson = None
+    conversation: AnyJson = None
+    max_tool_calls: AnyJson = None
+    moderation: AnyJson = None
+    context_management: AnyJson = None
     # Nothing in the answer depends on these.
     client_metadata: Ignored = None
     prompt_cache_options: Ignored = None
@@ -260,7 +257,7 @@ class RetrieveRequest(Wire):
     """`starting_after`: the number of the event behind which the stream goes on."""
 
     stream: bool = False
-    starting_after: int | None = Field(None, ge=0)
+    starting_after: Amount | None = None
     include: Ignored = None
     include_list: Ignored = Field(None, alias="include[]")
     include_obfuscation: Ignored = None
@@ -271,7 +268,7 @@ class CancelRequest(Wire):
 
 
 class ListRequest(Wire):
-    after: str | None = Field(None, max_length=256)
+    after: Label | None = None
     limit: int = Field(20, ge=1, le=100)
     order: Literal["asc", "desc"] = "desc"
     include: Ignored = None

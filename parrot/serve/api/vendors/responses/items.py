@@ -14,21 +14,26 @@ from pydantic import (
     model_validator,
 )
 
+from parrot.protocol.gate.fields import (
+    Bounded,
+    ForeignId,
+    JsonObject,
+    Label,
+    Text,
+    Wire,
+    check_sizes,
+)
+from parrot.protocol.gate.fields import Item as ListItem
 from parrot.serve.api.vendors.openai_common import (
     MAX_PARTS,
-    Bounded,
     Content,
     Ignored,
     Json,
-    Wire,
     arguments_of,
-    check_sizes,
     text_of,
 )
-from parrot.serve.api.vendors.openai_common import Item as ListItem
 
 MAX_ITEMS = 4096
-_Id = Annotated[str, Field(max_length=256)]
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -46,7 +51,7 @@ class Dumped(Wire):
 class Item(ListItem):
     id_prefix: ClassVar[str]
 
-    id: _Id | None = None
+    id: ForeignId | None = None
     status: Ignored = None
 
     @property
@@ -88,10 +93,10 @@ class CallItem(Item):
     id_prefix = "fc"
 
     type: Literal["function_call"]
-    call_id: _Id
-    name: _Id
-    namespace: _Id | None = None
-    arguments: str = "{}"
+    call_id: ForeignId
+    name: Label
+    namespace: ForeignId | None = None
+    arguments: Text = "{}"
     caller: Ignored = None
     parsed_arguments: Ignored = Field(None, exclude=True)  # what the client made of them
 
@@ -100,7 +105,7 @@ class CallOutputItem(Item):
     id_prefix = "fco"
 
     type: Literal["function_call_output"]
-    call_id: _Id
+    call_id: ForeignId
     output: Content
     name: Ignored = None
     caller: Ignored = None
@@ -110,11 +115,11 @@ class ItemReference(Wire):
     """Stands for an item of a response that is kept."""
 
     type: Literal["item_reference"] | None = None
-    id: _Id
+    id: ForeignId
 
 
 class ReasoningText(Bounded):
-    text: str = ""
+    text: Text = ""
 
 
 class ReasoningItem(Item):
@@ -174,7 +179,10 @@ def _as_items(value: Any) -> Any:
 Items = Annotated[
     list[_AnyItem],
     Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS),
-    BeforeValidator(_as_items, json_schema_input_type=str | list[dict[str, Any]]),
+    BeforeValidator(
+        _as_items,
+        json_schema_input_type=Text | Annotated[list[JsonObject], Field(max_length=MAX_ITEMS)],
+    ),
 ]
 _JOINED = {"tool_calls", "reasoning_content"}  # a message with these takes an answer's text
 _OUTPUT = TypeAdapter(list[_AnyItem])
