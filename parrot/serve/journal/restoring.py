@@ -18,6 +18,7 @@ from parrot.serve.sessions import Begun, Session
 logger = logging.getLogger(__name__)
 
 _NUMBERING = {Kind.CALL, Kind.NATIVE, Kind.GRAPH, Kind.VARIABLE, Kind.PROMPT}  # give ids
+_FRAME_BYTES = 1024  # of a record, besides texts
 _MAX_LEFT = 64  # records of a session: a few milliseconds
 _TURN_S = 0.002
 
@@ -110,15 +111,20 @@ class _Restoring:
         """See to it that the rest is restored when it is asked for."""
         for subject, records in self._left.items():
             session_id = int(subject)
-            if records and self._core.sessions.find(session_id) is not None:
-                self._core.sessions.dormant[session_id] = partial(self._wake, session_id, records)
+            session = self._core.sessions.find(session_id)
+            if records and session is not None:
+                held = _held(records)
+                session.account.add(**held)
+                wake = partial(self._wake, session_id, records, held)
+                self._core.sessions.dormant[session_id] = wake
         if self._last:  # from now on new ids are given
             self._core.sessions.find(int(self._last))
 
-    def _wake(self, session_id: int, records: list[Record]) -> None:
+    def _wake(self, session_id: int, records: list[Record], held: Mapping[str, int]) -> None:
         core = self._core
         session = core.sessions.find(session_id)
         assert session is not None, session_id
+        session.account.add(**{name: -amount for name, amount in held.items()})
 
         def replay() -> list[Session]:
             with core.sessions.replaying(session):
@@ -167,3 +173,19 @@ class _Restoring:
                 core.programs.restore(known, kind, fields)
                 return
         apply(known, fields)
+
+
+def _held(records: list[Record]) -> dict[str, int]:
+    """The amounts that a session counts for in its tenant's quota until it is restored from the
+    records: about what it keeps, and rather too little, so that nobody is refused for nothing."""
+    asked = [record for record in records if record.kind in _NUMBERING]
+    calls = [record for record in asked if record.kind != Kind.VARIABLE]
+    graphs = [
+        record.payload.count(b'"parameters":') for record in calls if record.kind == Kind.GRAPH
+    ]
+    outputs = sum(record.payload.count(b'"is_output":true') for record in calls)
+    return {
+        "calls": len(calls) - len(graphs) + sum(graphs),
+        "variables": len(asked) - len(calls) + outputs,
+        "text_bytes": sum(max(0, len(record.payload) - _FRAME_BYTES) for record in asked),
+    }

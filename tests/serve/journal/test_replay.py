@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
     SessionCreateRequest,
+    VarCreateRequest,
     VarGetRequest,
 )
 from parrot.protocol.sampling import Logprobs, SamplingConfig
@@ -421,6 +423,38 @@ async def test_a_session_comes_back_when_it_is_asked_for_beside_others_that_go_o
     last.restore_all()
     assert [s.id for s in last.core.sessions] == [s["session_id"] for s in (first, third, new)]
     await last.close()
+
+
+@pytest.mark.usefixtures("asleep")
+async def test_a_session_counts_for_its_tenant_before_it_comes_back() -> None:
+    world = World([])
+    scopes = [_scope(scope) for scope in await _few_calls(world, 5)]
+    large = scopes[0] | {"var_name": "large", "content": "x" * 100_000}
+    world.core.programs.create_var(**dict(VarCreateRequest.model_validate(large)))
+    call = {"template": "f {{a}}", "parameters": [{"name": "a", "is_output": True}]}
+    graph = scopes[1] | {"calls": [call, call]}
+    world.core.programs.submit_graph(GraphRequest.model_validate(graph))
+    await world.journal.durable()
+    tenant = _tenant(world)
+    again = World(world.file.records.copy())
+    await world.close()
+    assert len(again.core.sessions.dormant) == 4
+    held = _tenant(again)
+    assert held["calls"] == tenant["calls"] == 12
+    assert held["sessions"] == tenant["sessions"] == 5
+    assert 5 <= held["variables"] <= tenant["variables"]
+    assert 99_000 < held["text_bytes"] < tenant["text_bytes"]
+    again.core.check_integrity()
+    again.core.delete_session(**scopes[2])  # which gives back what it counted for
+    again.restore_all()
+    assert _tenant(again)["calls"] == 10
+    await again.close()
+
+
+def _tenant(world: World) -> Counter[str]:
+    (session, *_) = world.core.sessions
+    assert session.account.parent is not None
+    return Counter(session.account.parent.used)
 
 
 def _tasks(world: World) -> list[list[int]]:
