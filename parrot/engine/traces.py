@@ -1,5 +1,6 @@
 """An engine's part of a trace: a span for each request that generates."""
 
+import os
 import time
 from typing import Self
 
@@ -7,29 +8,37 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.ended import Ended
 from parrot.utils.traces.export import SpanExport, span_export
 from parrot.utils.traces.record import SpanRecord, Value
+from parrot.utils.traces.sampling import Sampler, sampler_of
 from parrot.utils.traces.traceparent import TraceParent, span_id_of
 
 
 class EngineTracer:
     """Exports a span for each request that says whose it is. Spans hold nothing of texts."""
 
-    def __init__(self, export: SpanExport, engine_name: str, model: str) -> None:
+    def __init__(
+        self, export: SpanExport, engine_name: str, model: str, sampler: Sampler | None = None
+    ) -> None:
+        """`sampler` None: what has a span above it is exported if that is."""
         self._export = export
+        self._sampler = sampler or Sampler()
         self._engine_name = engine_name
         self._model = model
 
     @classmethod
     def to(cls, endpoint: str, config: EngineConfig) -> Self:
-        """Raises `ConfigError` if the exporter is not installed."""
+        """Raises `ConfigError` if the exporter is not installed, or the environment names a sampler
+        that nobody knows."""
+        sampler = sampler_of(None, os.environ)
         export = span_export(endpoint, config.engine_name)
-        return cls(export, config.engine_name, config.served_model)
+        return cls(export, config.engine_name, config.served_model, sampler)
 
     def close(self) -> None:
         self._export.close()
 
     def ended(self, ended: Ended) -> None:
-        """Export the span of a request, if it has one above it that is exported."""
-        if (parent := ended.parent) is not None and parent.is_sampled:
+        """Export the span of a request that has one above it, if it is sampled."""
+        parent = ended.parent
+        if parent is not None and self._sampler.takes(parent.trace_id, parent):
             record = self._record(ended, parent)
             self._export.send(lambda: [record])
 

@@ -54,5 +54,5 @@ def _scope(session: Session) -> dict[str, object]:
     return {
         "session_id": session.id,
         "tenant": session.tenant,
-        "trace_id": session.graph.trace_id or None,
+        "trace_id": session.graph.spans.trace_id or None,
     }

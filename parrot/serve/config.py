@@ -270,6 +270,15 @@ class CoreConfig(ConfigModel):
         description="If set, traces go to this address by OTLP over HTTP, for example "
         "`http://localhost:4318/v1/traces` (docs/metrics.md). Needs the extra `otel`.",
     )
+    otlp_sample_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="The share of traces that are sent, chosen by their ids; what has a caller's "
+        "span above it is sent if that is. null: as `OTEL_TRACES_SAMPLER` says in the environment, "
+        "else all.",
+    )
 
     @property
     def needs_keys(self) -> bool:

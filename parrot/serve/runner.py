@@ -7,7 +7,7 @@ from parrot.protocol.public import NativeCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.index import Context
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.graph.nodes import Completion, Task, task_span
+from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.native import NativeRunner, Sandbox, check_call
 from parrot.serve.observers import Observers
 from parrot.serve.quotas import require_share
@@ -103,8 +103,8 @@ class TaskRunner:
         """Say which span its engine's is below: its own if it will have one, or its caller's."""
         task.traceparent = task.options.traceparent
         session = self._find_session(task.session_id) if self._is_traced else None
-        if session is not None and (trace_id := session.graph.trace_id):
-            task.traceparent = str(task_span(trace_id, task))
+        if session is not None:
+            task.traceparent = session.graph.spans.told(task.traceparent, task.id)
 
     def _on_evicted(self, context: Context, num_tokens: int) -> None:
         owner = context.owner

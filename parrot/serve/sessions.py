@@ -1,5 +1,6 @@
 """Sessions: one user program's scope, and who may use it."""
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
@@ -30,7 +31,7 @@ from parrot.serve.quotas import Account, num_bytes
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue
-from parrot.utils.traces.traceparent import TraceParent, new_trace_id
+from parrot.utils.traces.sampling import sampler_of
 
 _NOT_WRITTEN: AbstractContextManager[None] = nullcontext()
 
@@ -161,10 +162,14 @@ class SessionRegistry:
         expire: Callable[[Session, str], None],
         first_id: int = 0,
     ) -> None:
-        """`expire` ends a session for a reason, which includes `remove`."""
+        """`expire` ends a session for a reason, which includes `remove`. Raises `ConfigError` if
+        the environment names a sampler that nobody knows."""
         self.journal: Journal | None = None
         self.dormant: dict[int, Callable[[], None]] = {}
         self.is_closing = False
+        self.sampler = None
+        if config.otlp_endpoint is not None:
+            self.sampler = sampler_of(config.otlp_sample_ratio, os.environ)
         self._config = config
         self._tenant_table = tenants
         self._clock = clock
@@ -207,7 +212,7 @@ class SessionRegistry:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
         account = self._account(tenant)
         account.require(sessions=1, text_bytes=num_bytes(apps))
-        trace_id = self._trace_id(traceparent)
+        trace_id = "" if self.sampler is None else self.sampler.trace_of(traceparent)
         begun = Begun(
             self.numbers.next,
             self.numbers.auth(self.numbers.next),
@@ -301,15 +306,6 @@ class SessionRegistry:
         for session in self:
             session.last_active = self._clock.now()
             session.follow(History(journal, session.id))
-
-    def _trace_id(self, traceparent: str | None) -> str:
-        """The trace of a new session, empty if it has none: its caller's, or one of its own."""
-        if self._config.otlp_endpoint is None:
-            return ""
-        parent = TraceParent.parse(traceparent)
-        if parent is None:
-            return new_trace_id()
-        return parent.trace_id if parent.is_sampled else ""
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
         """The live session, which counts as active now. Raises `AuthenticationFailed` without an

@@ -30,6 +30,7 @@ from parrot.serve.graph.replays import Replays
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
+from parrot.utils.traces.traceparent import SessionSpans
 
 CallRequest = SemanticCallRequest | NativeCallRequest
 Bound = dict[str, SemanticVariable]  # by parameter name
@@ -76,7 +77,7 @@ class SessionGraph:
         ids: SessionIds,
     ) -> None:
         self.session_id = session_id
-        self.trace_id = trace_id
+        self.spans = SessionSpans(trace_id, session_id)
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
         self.activation = Activation(clock, runner, predictor)

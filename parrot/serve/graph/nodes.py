@@ -21,7 +21,6 @@ from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
-from parrot.utils.traces.traceparent import TraceParent, span_within
 
 
 class PieceKind(Enum):
@@ -265,11 +264,6 @@ class NativeCall(Node):
 
 
 Task = Completion | NativeCall
-
-
-def task_span(trace_id: str, task: Task) -> TraceParent:
-    """The task's span, in its caller's trace, or else in this one, which is the session's."""
-    return span_within(trace_id, task.options.traceparent, task.session_id, task.id)
 
 
 def unnamed(request_id: int) -> str:

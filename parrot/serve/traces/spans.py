@@ -5,11 +5,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from parrot.utils.traces.record import SpanRecord, Value
-from parrot.utils.traces.traceparent import TraceParent, span_id_of, span_within
+from parrot.utils.traces.traceparent import SessionSpans, TraceParent
 
 
 class SessionFacts(NamedTuple):
-    """`epoch`: the Unix time of the zero of all clocks here. `caller`: the span above it."""
+    """`trace_id`: empty if only calls that have callers of their own are traced. `epoch`: the Unix
+    time of the zero of all clocks here. `caller`: the span above it."""
 
     trace_id: str
     id: int
@@ -19,10 +20,6 @@ class SessionFacts(NamedTuple):
     created: float
     ended: float
     epoch: float
-
-    @property
-    def span(self) -> TraceParent:
-        return TraceParent(self.trace_id, span_id_of(self.trace_id, self.id))
 
 
 class CompletionFacts(NamedTuple):
@@ -76,10 +73,10 @@ class TaskFacts(NamedTuple):
     finished: float | None
     completion: Sequence[Any] | None
 
-    def record(self, session: SessionFacts) -> SpanRecord | None:
-        """None if its caller does not sample."""
-        span = span_within(session.trace_id, self.caller, session.id, self.id)
-        if not span.is_sampled:
+    def record(self, session: SessionFacts, spans: SessionSpans) -> SpanRecord | None:
+        """None if it is not sampled."""
+        span = spans.task(self.caller, self.id)
+        if span is None or not span.is_sampled:
             return None
         one = None if self.completion is None else CompletionFacts(*self.completion)
         operation = "execute_tool"
@@ -104,14 +101,15 @@ class TaskFacts(NamedTuple):
         return SpanRecord(
             f"{operation} {self.function}",
             span,
-            TraceParent.parse(self.caller) or session.span,
+            TraceParent.parse(self.caller) or spans.session,
             session.epoch + self.activated,
             session.epoch + max(finished, self.activated),
             own | dict(self._waits(first, finished)),
             events=[(name, None if at is None else session.epoch + at) for name, at in moments],
             links=[
-                span_within(session.trace_id, caller, session.id, task_id)
+                maker
                 for task_id, caller in self.makers
+                if (maker := spans.task(caller, task_id)) is not None
             ],
             error=self.error,
         )
@@ -128,11 +126,19 @@ class TaskFacts(NamedTuple):
 
 
 def session_spans(facts: Sequence[Sequence[Any]]) -> list[SpanRecord]:
-    """The span of a session, and those below it; `facts`: its own, and then those of its tasks."""
+    """The span of a session, if it is sampled, and those below it; `facts`: its own, and then those
+    of its tasks."""
     session = SessionFacts(*facts[0])
-    root = SpanRecord(
+    spans = SessionSpans(session.trace_id, session.id)
+    below = (TaskFacts(*task).record(session, spans) for task in facts[1:])
+    found = [] if not session.trace_id else [_root(session, spans)]
+    return [*found, *(span for span in below if span is not None)]
+
+
+def _root(session: SessionFacts, spans: SessionSpans) -> SpanRecord:
+    return SpanRecord(
         f"invoke_workflow {session.app}",
-        session.span,
+        spans.session,
         None if session.caller is None else TraceParent(*session.caller),
         session.epoch + session.created,
         session.epoch + session.ended,
@@ -145,8 +151,6 @@ def session_spans(facts: Sequence[Sequence[Any]]) -> list[SpanRecord]:
         },
         is_server=True,
     )
-    below = (TaskFacts(*task).record(session) for task in facts[1:])
-    return [root, *(span for span in below if span is not None)]
 
 
 if __name__ == "__main__":

@@ -35,12 +35,13 @@ class Tracer(Observer):
         self._parents: dict[int, TraceParent] = {}  # the callers' spans, by session
 
     def session_created(self, session: Session, request: SessionCreateRequest) -> None:
-        if session.graph.trace_id and (parent := TraceParent.parse(request.traceparent)):
+        if session.graph.spans.trace_id and (parent := TraceParent.parse(request.traceparent)):
             self._parents[session.id] = parent
 
     def session_ended(self, session: Session) -> None:
         parent = self._parents.pop(session.id, None)
-        if session.graph.trace_id:
+        spans = session.graph.spans
+        if spans.trace_id or spans.is_joined:
             ended = self._clock.now()
             self._export.send(lambda: list(self._facts(session, parent, ended)))
 
@@ -48,7 +49,7 @@ class Tracer(Observer):
         self, session: Session, parent: TraceParent | None, ended: float
     ) -> Iterator[SessionFacts | TaskFacts]:
         yield SessionFacts(
-            session.graph.trace_id,
+            session.graph.spans.trace_id,
             session.id,
             app_of(session),
             session.tenant,

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -41,7 +42,8 @@ class OtelSink:
         self._exporter = exporter
         self._resource = Resource.create({"service.name": service})
 
-    def write(self, records: Sequence[SpanRecord]) -> None:
+    def write(self, told: Sequence[Sequence[SpanRecord]]) -> None:
+        records = list(chain.from_iterable(told))
         for start in range(0, len(records), _BATCH):
             self._exporter.export([self._span(one) for one in records[start : start + _BATCH]])
 
@@ -96,7 +98,7 @@ def _write_all(lines: "queue.Queue[bytes | None]", read: Read, sink: OtelSink) -
                 if (line := lines.get()) is None:
                     break
                 records += read(orjson.loads(line))
-            sink.write(records)
+            sink.write([records])
         except Exception:
             logger.exception("spans could not be exported")
         if line is None:

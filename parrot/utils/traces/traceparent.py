@@ -40,13 +40,53 @@ def span_id_of(trace_id: str, *path: int) -> str:
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
-def span_within(trace_id: str, caller: str | None, *path: int) -> TraceParent:
-    """The span of something with these numbers: in its caller's trace, if that names one, or else
-    in this one."""
-    if caller and (above := TraceParent.parse(caller)) is not None:
-        span_id = span_id_of(above.trace_id, *path)
-        return TraceParent(above.trace_id, span_id, above.is_sampled)
-    return TraceParent(trace_id, span_id_of(trace_id, *path))
+class SessionSpans:
+    """The ids of a session's spans. `trace_id`: empty if the session is not sampled. `is_joined`:
+    some of its tasks belong to traces of their callers'."""
+
+    __slots__ = ("_base", "_header", "is_joined", "session_id", "trace_id")
+
+    def __init__(self, trace_id: str, session_id: int) -> None:
+        self.trace_id = trace_id
+        self.session_id = session_id
+        self.is_joined = False
+        self._base = _base(trace_id, session_id) if trace_id else 0
+        self._header = f"00-{trace_id}-"
+
+    @property
+    def session(self) -> TraceParent:
+        """The session's own span. Raises `ValueError` if it has none."""
+        if not self.trace_id:
+            raise ValueError(f"session {self.session_id} is not sampled")
+        return TraceParent(self.trace_id, f"{self._base:016x}")
+
+    def told(self, caller: str, task_id: int) -> str:
+        """What is told of a task's span to who computes it: `str` of `task`, or empty. Called for
+        each call that is traced."""
+        if not caller:
+            return self._header + f"{self._base ^ task_id:016x}-01" if self.trace_id else ""
+        span = self.task(caller, task_id)
+        self.is_joined |= span is not None and span.is_sampled
+        return str(span or "")
+
+    def task(self, caller: str, task_id: int) -> TraceParent | None:
+        """The span of a task: in its caller's trace, if that names one, or else in the session's.
+        None if neither is there."""
+        if not caller:
+            if not self.trace_id:
+                return None
+            return TraceParent(self.trace_id, f"{self._base ^ task_id:016x}")
+        above = TraceParent.parse(caller)
+        if above is None:
+            return self.task("", task_id)
+        base = _base(above.trace_id, self.session_id)
+        return above._replace(span_id=f"{base ^ task_id:016x}")
+
+
+def _base(trace_id: str, session_id: int) -> int:
+    """Of a session's spans in a trace; a task's differ from it by the task's number alone, since
+    they are made for each call."""
+    return int(span_id_of(trace_id, session_id), 16)
 
 
 def current_traceparent() -> str | None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,8 +53,9 @@ class Sending:
     def __init__(self, sink: OtelSink) -> None:
         self._sink = sink
 
-    def write(self, facts: Sequence[Any]) -> None:
-        self._sink.write(session_spans(orjson.loads(orjson.dumps(facts, default=list))))
+    def write(self, told: Sequence[Sequence[Any]]) -> None:
+        lines = [orjson.loads(orjson.dumps(facts, default=list)) for facts in told]
+        self._sink.write([session_spans(facts) for facts in lines])
 
     def close(self, timeout_s: float) -> None: ...
 
@@ -178,10 +180,24 @@ async def test_a_caller_that_does_not_sample_is_obeyed(caller: str) -> None:
     assert not traced.spans
 
 
+async def test_what_is_sampled_out_is_told_to_nobody_but_a_caller_that_samples_is_obeyed() -> None:
+    told: list[object] = []
+    for caller in (None, CALLER):
+        traced = Traced(otlp_sample_ratio=0.0)
+        send = traced.export.send
+        traced.export.send = lambda make, send=send: (told.append(make), send(make))  # type: ignore[method-assign]
+        await traced.run(caller)
+        assert len(traced.spans) == (0 if caller is None else 6)
+        assert len(told) == (0 if caller is None else 1)
+
+
 @pytest.mark.parametrize("is_sampled", [True, False])
-async def test_calls_of_vendors_clients_are_below_their_callers_spans(is_sampled: bool) -> None:
+@pytest.mark.parametrize("ratio", [1.0, 0.0])
+async def test_calls_of_vendors_clients_are_below_their_callers_spans(
+    is_sampled: bool, ratio: float
+) -> None:
     """In traces of their own, though they belong to one program, and so to one session."""
-    clock, traced = MonotonicClock(), Traced()
+    clock, traced = MonotonicClock(), Traced(otlp_sample_ratio=ratio)
     core = ServeCore(traced.core_config, clock=clock, observers=[Tracer(traced.export, clock)])
     callers = [f"00-{n:032x}-{'cd' * 8}-0{is_sampled:d}" for n in (1, 2)]
     async with over_http(core, EngineTracer(traced.engine_export, "e", "m")) as client:
@@ -198,7 +214,8 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(is_sampled
     await asyncio.to_thread(traced.close)
     names = sorted(span.name for span in traced.spans)
     calls = ["generate m"] * 2 + ["text_completion completion"] * 2
-    assert names == sorted([*(calls if is_sampled else ()), "invoke_workflow p"])
+    own = ["invoke_workflow p"] if ratio else []
+    assert names == sorted([*(calls if is_sampled else ()), *own])
     for span in traced.spans:
         if span.name.startswith("text_completion"):
             assert parent_id(span) == int("cd" * 8, 16)
@@ -267,7 +284,40 @@ def test_an_exporter_that_fails_is_logged_and_disturbs_nobody(
     for _ in range(3):
         export.send(lambda: [record("x")])
     export.close()
-    assert caplog.text.count("could not be exported") == 3
+    assert "nobody listens" in caplog.text
+
+
+def test_what_cannot_be_made_takes_nothing_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> list[SpanRecord]:
+        raise ValueError("no such span")
+
+    exporter = InMemorySpanExporter()
+    export = SpanExport(OtelSink(exporter, "parrot"))
+    for make in (lambda: [record("x")], broken, lambda: [record("y")]):
+        export.send(make)
+    export.close()
+    assert [span.name for span in exporter.get_finished_spans()] == ["x", "y"]
+    assert "no such span" in caplog.text
+
+
+def test_what_comes_too_fast_is_left_out_and_the_rest_written_many_at_once() -> None:
+    class Slow(Sending):
+        def __init__(self) -> None:
+            self.free, self.sizes = threading.Event(), list[int]()
+
+        def write(self, told: Sequence[Sequence[Any]]) -> None:
+            self.free.wait(60)
+            self.sizes.append(len(told))
+
+    sink = Slow()
+    export = SpanExport(sink)
+    for _ in range(1000):
+        export.send(lambda: ["fact"])
+    assert export.num_left_out > 0
+    sink.free.set()
+    export.close()
+    assert sum(sink.sizes) == 1000 - export.num_left_out
+    assert len(sink.sizes) <= 4
 
 
 def test_an_error_is_named() -> None:

@@ -121,9 +121,10 @@ class VendorEndpoint(Endpoint):
             return self._failed(InternalError("internal error"), request_id)
 
     async def _ask(self, request: Request, request_id: str) -> Response:
-        tenant, span = self._core.tenant(api_key_of(request)), request.headers.get("traceparent")
-        traceparent = str(TraceParent.parse(span) or "")
-        caller = Caller(tenant, _program(request), request_id, {}, traceparent)
+        tenant, span = self._core.tenant(api_key_of(request)), _span(request)
+        if span is not None and (sampler := self._core.sessions.sampler) is not None:
+            span = sampler.judged(span)
+        caller = Caller(tenant, _program(request), request_id, {}, str(span or ""))
         result = self._verb(**await self._arguments(request), caller=caller)
         if inspect.isawaitable(result):
             response = self._response(await run_until_disconnect(request, result))
@@ -166,6 +167,11 @@ def require_shallow(value: Any) -> None:
         orjson.dumps([[[[[[[[value]]]]]]]])
     except TypeError:
         raise InvalidRequest("the JSON is nested too deeply") from None
+
+
+def _span(request: Request) -> TraceParent | None:
+    """The caller's."""
+    return TraceParent.parse(request.headers.get("traceparent"))
 
 
 def _program(request: Request) -> str | None:
