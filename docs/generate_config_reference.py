@@ -32,6 +32,7 @@ from parrot.protocol.gate.access import Access, rules
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.registration import payloads as registration_api
 from parrot.protocol.sampling import CONSTRAINTS
+from parrot.protocol.streams import outputs
 from parrot.protocol.streams import payloads as streams_api
 from parrot.serve.api.app import create_app as core_app
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
@@ -51,7 +52,7 @@ FILLED_PAGES = ("rest.md", "engine_api.md")
 TABLE_PAGES = ("clients.md", "engines.md")
 MODELS: dict[str, type[BaseModel]] = {
     name: value
-    for module in (sampling, engine_api, registration_api, streams_api, public, graph_api)
+    for module in (sampling, engine_api, registration_api, streams_api, outputs, public, graph_api)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)
 }

@@ -101,12 +101,18 @@ class Heartbeat:
         the lease. Raises `DeviceLost`."""
         engine_id = terms.engine_id
         asked = self._clock.now()
+        told: dict[int, int] = {}
 
         async def beat() -> HeartbeatResponse:
-            nonlocal asked
+            nonlocal asked, told
             asked = self._clock.now()  # each attempt: the lease counts from the one that succeeds
-            runtime = self._service.runtime_info()
-            return await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
+            runtime = self._service.runtime_info(told)
+            reached = {part.context_id: part.end for part in runtime.outputs}
+            new = {"outputs": [part for part in runtime.outputs if part.ids]}
+            runtime = runtime.model_copy(update=new)
+            answer = await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
+            told = reached
+            return answer
 
         while True:
             await self._clock.sleep(self._interval_s)

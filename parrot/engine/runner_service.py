@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 
 from parrot.engine.config import EngineConfig
@@ -10,6 +10,7 @@ from parrot.engine.core.driver import Driver, ask, settle
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.fair.budgets import TenantShare
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, Response
+from parrot.engine.core.output import untold
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
 from parrot.engine.service import ServiceState
@@ -279,8 +280,11 @@ class RunnerService:
         ):  # otherwise there is nothing to forget, or soon will be
             await ask(self._driver, lambda core: core.requests.reset())
 
-    def runtime_info(self) -> RuntimeInfo:
-        return RuntimeInfo() if self._core is None else self._core.runtime_info()
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
+        info = RuntimeInfo() if self._core is None else self._core.runtime_info()
+        if told is not None and self._core is not None:
+            info.outputs = untold(self._core.requests.generations(), told)
+        return info
 
     def engine_info(self) -> EngineInfo:
         core, config = self._require_core(), self._config

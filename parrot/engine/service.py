@@ -1,6 +1,6 @@
 """The interface between the engine's HTTP server and an engine of any type."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -80,7 +80,11 @@ class EngineService(Protocol):
         next one hands out the same ids again. Cached KV stays."""
         ...
 
-    def runtime_info(self) -> RuntimeInfo: ...
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
+        """With the `outputs` under way that nobody takes as they come, behind the tokens that were
+        `told`: how many, by contexts. The newest may be left out. None of them if that is None, nor
+        of an engine of text."""
+        ...
 
     def engine_info(self) -> EngineInfo:
         """Return the facts to register with; valid after `start`."""

@@ -18,6 +18,7 @@ from parrot.protocol.gate.fields import (
     TokenIds,
 )
 from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
+from parrot.protocol.streams.outputs import OutputPart
 
 NO_PARENT = -1
 MAX_DRAFT_TEXTS = 16
@@ -324,6 +325,7 @@ class RuntimeInfo(InternalPayload):
     capabilities: Capabilities | None = Field(None, description="null: as it registered")
     host_tier: HostTierInfo | None = None
     prompt_tokens: PromptTokens = PromptTokens()
+    outputs: list[OutputPart] = Field([], description="what is new of those that are not streamed")
 
 
 class PingResponse(InternalPayload):

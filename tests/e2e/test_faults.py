@@ -107,7 +107,13 @@ async def test_killed_engine_costs_no_read_its_text(two_engines: Cluster) -> Non
         await asyncio.sleep(0.5)
         two_engines.kill(victim)
         values = await asyncio.wait_for(asyncio.gather(*reads), HANGS_S)
+        info = await session.client.session_info(session.session_id, session.session_auth)
     assert values == expected
+    # Those that were moved went on behind what heartbeats had told of their outputs.
+    sizes = {1: set[int](), 2: set[int]()}  # of what was to be computed or cached, by attempts
+    for call in info.calls:
+        sizes[call.attempts].add(call.cached_tokens + call.computed_tokens)
+    assert max(sizes[2]) > max(sizes[1])
     survivor = next(name for name in two_engines.engine_names if name != victim)
     await assert_engine_is_empty(two_engines, survivor)
 

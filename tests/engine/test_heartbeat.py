@@ -12,10 +12,11 @@ from parrot.engine.fence import Fence
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.engine_api import FillRequest
+from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
 from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
 from parrot.protocol.registration.payloads import HeartbeatResponse, LeaveResponse, RegisterResponse
+from parrot.protocol.streams.outputs import OutputPart
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.manual_clock import ManualClock
 
@@ -35,6 +36,7 @@ class FakeServeClient:
         self.beats: list[int] = []
         self.fence = Fence()
         self.left: list[tuple[int, float]] = []
+        self.outputs: list[list[OutputPart]] = []
 
     def _answer(self) -> None:
         self.times.append(self._clock.now())
@@ -52,6 +54,7 @@ class FakeServeClient:
     async def engine_heartbeat(
         self, engine_id, engine_name, runtime_info, core
     ) -> HeartbeatResponse:
+        self.outputs.append(runtime_info.outputs)
         self._answer()
         assert core == f"core{engine_id}"
         assert engine_name == "sim:9001"
@@ -122,6 +125,28 @@ async def test_it_leaves_where_it_is_registered_if_anybody_is_there(scene):
     client.error = Unavailable("nobody there")
     await client.leave(60.0)
     assert client.left == [(1, 60.0)]
+
+
+async def test_it_tells_of_outputs_that_nobody_takes_until_that_is_answered(scene):
+    client, clock, service = scene
+    client.start()
+    await clock.advance(0.0)
+    wanted = {"context_id": 4, "fills": [{"context_id": 4, "token_ids": [97] * 20}]}
+    request = GenerateRequest.model_validate(wanted | {"sampling_config": {"max_gen_length": 2000}})
+    generating = asyncio.ensure_future(service.generate(request))
+    await clock.advance(INTERVAL_S)
+    client.error = Unavailable("gone")
+    await clock.advance(INTERVAL_S)
+    client.error = None
+    await clock.advance(60.0)
+    whole = (await generating).generated_ids
+    first, lost, *later = [parts[0] for parts in client.outputs if parts]
+    assert first.start == 0
+    assert first.end == lost.start == later[0].start < lost.end < later[0].end
+    told = [i for part in (first, *later) for i in part.token_ids()]
+    assert len(told) > len(whole) // 2
+    assert told == whole[: len(told)]
+    assert not client.outputs[-1]
 
 
 async def test_it_waits_for_a_core_that_starts_later_ever_less_often(scene):

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,12 @@ from parrot.engine.core.plan import TokenScores
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import FinishReason, StreamChunk, TokenizerResponse
 from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.protocol.streams.outputs import OutputPart
 
 if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler
 
+_MAX_UNTOLD = 131_072  # tokens in one heartbeat
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
 # Special tokens of some tokenizers with which models call tools: part of an output's text.
 _CALL_MARKUP = frozenset(
@@ -288,6 +290,23 @@ class Generation:
             return "".join(self._pieces)
         ids = self.output_ids[: len(self.output_ids) - self._num_hidden]
         return decode(self._language.tokenizer, ids)
+
+
+def untold(
+    generations: Iterable[tuple[int, Generation]], told: Mapping[int, int]
+) -> list[OutputPart]:
+    """The tokens of each output that is not streamed, with its context, behind the `told` first
+    ones, but for the newest, which may turn out to be its last; a bounded number in all. May be
+    called from any thread."""
+    parts, room = [], _MAX_UNTOLD
+    for context_id, generation in generations:
+        if generation.is_streamed:
+            continue
+        start = told.get(context_id, 0)
+        ids = generation.output_ids[start:-1][:room]
+        room -= len(ids)
+        parts.append(OutputPart.of(context_id, start, ids))
+    return parts
 
 
 Follower = Callable[[StreamChunk | None], None]

@@ -121,6 +121,10 @@ class RequestTable:
             request.resumed_ids,
         )
 
+    def generations(self) -> list[tuple[int, Generation]]:
+        """The outputs under way, and their contexts. May be called from any thread."""
+        return [(s.context_id, s.generation) for s in list(self._requests.values()) if s.generation]
+
     def _generation_on(self, context_id: int) -> Generation | None:
         context = self._tree.get(context_id)
         jobs = () if context is None else context.jobs

@@ -168,7 +168,7 @@ class OpenAIService:
         await self._abort(set(self._jobs), Cancelled("the engine was reset"))
         await self.free_contexts([context.context_id for context in self._contexts])
 
-    def runtime_info(self) -> RuntimeInfo:
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
         capacity, used = self._contexts.capacity, self._contexts.num_chars
         return RuntimeInfo(
             num_cached_tokens=used,

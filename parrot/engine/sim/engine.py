@@ -1,5 +1,7 @@
 """The `sim` engine: the real core, scheduler and contexts over a runner that only takes time."""
 
+from collections.abc import Mapping
+
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
@@ -28,10 +30,10 @@ class SimService(RunnerService):
         """From its next step on, every step takes `factor` times what it costs."""
         self._sim_driver.slow_down(factor)
 
-    def runtime_info(self) -> RuntimeInfo:
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
         """Steps that run together are interrupted, so that the next look sees those that ended."""
         self._sim_driver.interrupt()
-        info = super().runtime_info()
+        info = super().runtime_info(told)
         if info.costs is None:  # not started yet
             return info
         slowdown = self._sim_driver.slowdown

@@ -282,7 +282,8 @@ class Dispatcher:
         self._wake()
 
     def _on_reported(self, engine: Engine) -> None:
-        """It says what its steps cost, what it can do, and what it keeps."""
+        """It says what its steps cost, what it can do, what it keeps, and what it generates."""
+        self._runs.heard(engine)
         able = engine.info.capabilities
         costs = None if engine.runtime is None else engine.runtime.costs
         self._scheduler.engines.reported(engine.id, costs, able.features)

@@ -26,6 +26,7 @@ from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
 from parrot.utils.tasks import TaskSet
 
+_BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
 _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
 
 
@@ -37,10 +38,12 @@ class Exchange:
         self._ledger = ledger
         self._draft_texts = DraftTexts()
         self._followers = TaskSet()
+        self._whole: dict[int, Attempt] = {}  # those under way, by their contexts
 
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
         What is streamed is given to those who wait for the run on the way."""
+        _deliver_heard(run, attempt)
         if not run.text:
             run.stats.logprobs = None
         parts = await self._encode(run, attempt)
@@ -57,9 +60,11 @@ class Exchange:
             response = await self._stream(run, attempt, request)
         else:
             attempt.is_whole = True
+            self._whole[request.context_id] = attempt
             try:
                 response = await attempt.engine.client.generate(request)
             finally:
+                del self._whole[request.context_id]
                 attempt.unfollow()
         outcome = _outcome(run, attempt, before, response)
         self._draft_texts.learn(run.completion, outcome)
@@ -73,6 +78,16 @@ class Exchange:
         if attempt is not None and attempt.is_whole and attempt.follower is None:
             name = f"follower of completion {run.completion.id}"
             attempt.follower = self._followers.spawn(_follow(run, attempt), name=name)
+
+    def heard(self, engine: Engine) -> None:
+        """Keep the tokens that the engine has told of, for the case that it is lost. What was told
+        before counts once; behind a gap nothing counts."""
+        for part in () if engine.runtime is None else engine.runtime.outputs:
+            attempt = self._whole.get(part.context_id)
+            if attempt is None or attempt.engine is not engine:
+                continue
+            if part.start <= len(attempt.heard) < part.end:
+                attempt.heard[part.start :] = part.token_ids()
 
     async def close(self) -> None:
         await self._followers.close()
@@ -167,6 +182,32 @@ def _take(run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
     run.num_streamed += max(len(chunk.ids), 1)
     run.stats.logprobs = appended(run.stats.logprobs, chunk.logprobs, attempt.tokenizer)
     run.append(chunk.text)
+
+
+def _deliver_heard(run: Run, attempt: Attempt) -> None:
+    """Deliver what was heard of an earlier attempt's output, up to where its text is certain, to go
+    on behind it. What cannot be told for sure, or not be continued here, begins anew."""
+    heard, run.heard = run.heard, None
+    sampling = run.completion.sampling
+    is_bound = sampling.constraint is not None or run.conversation is not None
+    if heard is None or (attempt.tokenizer is None and is_bound):
+        return
+    encoder = heard.tokenizer.encoder
+    if not stop_ids_of(sampling, heard.tokenizer).union(encoder.special_ids).isdisjoint(heard.ids):
+        return  # an engine may show some special tokens as text
+    for end in range(len(heard.ids), max(0, len(heard.ids) - _MAX_HELD_BACK), -1):
+        text = encoder.decode(heard.ids[:end])
+        if text.startswith(run.text) and _is_certain(text, sampling.stop_strings):
+            run.tokenizer_id = heard.tokenizer.tokenizer_id
+            run.ids, run.num_streamed = list(heard.ids[:end]), end
+            run.append(text[len(run.text) :])
+            return
+
+
+def _is_certain(text: str, stop_strings: Sequence[str]) -> bool:
+    """Whether it ends neither inside of a character nor with the beginning of a stop string."""
+    beginnings = (stop[:n] for stop in stop_strings for n in range(1, len(stop) + 1))
+    return not text.endswith((_BROKEN, *beginnings))
 
 
 async def _resume(run: Run, attempt: Attempt) -> None:

@@ -8,6 +8,7 @@ Identical deterministic completions wait for one run, as equals: whoever leaves 
 from the others."""
 
 import asyncio
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -33,7 +34,7 @@ from parrot.serve.graph.nodes import Completion, Objective, RunStats
 from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Units
-from parrot.serve.prompts.tokenizers import ModelTokenizer
+from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
 _MAX_LOST = 3
@@ -58,7 +59,8 @@ class Attempt:
     the engine's units, which goes behind the prompt, and `resumed_key` the prefix key of both;
     `num_delivered`: its tokens. `opened`: the contexts that were created, the one that it pins
     (`context`) last. `is_whole`: its engine was asked for the whole output, which `follower`
-    follows, once somebody wants it as it comes."""
+    follows, once somebody wants it as it comes; until then the engine tells now and then of its
+    tokens, which are `heard`."""
 
     task: CompletionTask
     engine: Engine
@@ -76,6 +78,7 @@ class Attempt:
     opened: list[Context] = field(default_factory=list)
     is_whole: bool = False
     follower: "asyncio.Task[None] | None" = None
+    heard: "array[int]" = field(default_factory=lambda: array("I"))
 
     def __post_init__(self) -> None:
         self.tokenizer = self.engine.tokenizer
@@ -92,6 +95,13 @@ class Attempt:
         self.is_whole = False
         if self.follower is not None:
             self.follower.cancel()
+
+
+class Heard(NamedTuple):
+    """Tokens of an output that nobody got as it came, from its beginning, by this tokenizer."""
+
+    tokenizer: ModelTokenizer
+    ids: Ids
 
 
 class Outcome(NamedTuple):
@@ -114,7 +124,7 @@ class Run(CompletionTask):
     was withdrawn. `num_lost` counts engines that died or failed with it, but for those that
     ServeCore lost since it stood still itself,
     `num_refused` refusals for want of memory or of a context, and `trouble` says why the last
-    attempt came to nothing."""
+    attempt came to nothing. What was `heard` of that is delivered when the next begins."""
 
     waiters: list[Completion] = field(default_factory=list)
     result_key: bytes | None = None
@@ -129,6 +139,7 @@ class Run(CompletionTask):
     num_streamed: int = 0
     num_counted: int = 0
     trouble: str = ""
+    heard: Heard | None = None
 
     @property
     def objective(self) -> Objective | None:
@@ -174,6 +185,30 @@ class Run(CompletionTask):
         """The engine that ran it is gone; not `counts`: it cannot be the cause."""
         self.num_lost += counts
         self.trouble = "the engine was lost"
+
+    def recall(self, attempt: Attempt) -> None:
+        """The attempt has come to nothing: the next goes on behind what is known of its output.
+        Log probabilities are not heard."""
+        if not attempt.heard or attempt.follower is not None or attempt.tokenizer is None:
+            return
+        if self.completion.sampling.logprobs is None:
+            before = [unit for unit in attempt.resumed if isinstance(unit, int)]
+            self.heard = Heard(attempt.tokenizer, (*before, *attempt.heard))
+
+    def count_response(self, attempt: Attempt, outcome: Outcome) -> None:
+        """Take over what the engine tells of the attempt's work."""
+        usage, stats = outcome.response.usage, self.stats
+        stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
+        num_prompt = usage.cached_tokens + usage.computed_tokens - attempt.num_delivered
+        stats.prompt_tokens = max(0, num_prompt)  # of a server that counts nothing
+        stats.output_tokens = (usage.output_tokens or outcome.num_units) + attempt.num_delivered
+        stats.used_tokens = self.count_used(stats.prompt_tokens + stats.output_tokens)
+        stats.drafted_tokens, stats.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
+        stats.decode_s = usage.decode_s if usage.steps else None
+        stats.finish_reason = outcome.response.finish_reason
+        stats.stop_string = outcome.response.stop_string
+        if usage.output_tokens:
+            self.used = (usage.computed_tokens, usage.output_tokens)
 
     def count_used(self, num_tokens: int) -> int:
         """How many of its first `num_tokens` tokens were not counted yet; they are now."""

@@ -160,6 +160,10 @@ class RunTable:
             self._run(run, attempt), name=f"run for completion {run.completion.id}"
         )
 
+    def heard(self, engine: Engine) -> None:
+        """The engine may have told of outputs that nobody gets as they come."""
+        self._exchange.heard(engine)
+
     def lose(self, engine: Engine) -> list[Run]:
         """The engine is gone: its runs go on elsewhere, but not for ever, since one of them may be
         the cause. Returns those that do not, for `fail`. Before the ledger forgets the engine."""
@@ -170,6 +174,7 @@ class RunTable:
                 continue
             attempt.stop()
             attempt.context = None
+            run.recall(attempt)
             run.lost_engine(counts=not self._fleet.stood_still(attempt.began))
             if run.may_run_again:
                 self._set_state(run, RunState.QUEUED)
@@ -358,29 +363,19 @@ class RunTable:
         if run.attempt is not attempt:
             return
         attempt.runner = None
-        usage, stats = outcome.response.usage, run.stats
-        stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
-        num_prompt = usage.cached_tokens + usage.computed_tokens - attempt.num_delivered
-        stats.prompt_tokens = max(0, num_prompt)  # of a server that counts nothing
-        stats.output_tokens = (usage.output_tokens or outcome.num_units) + attempt.num_delivered
-        stats.used_tokens = run.count_used(stats.prompt_tokens + stats.output_tokens)
-        stats.drafted_tokens, stats.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
-        stats.decode_s = usage.decode_s if usage.steps else None
-        stats.finish_reason = outcome.response.finish_reason
-        stats.stop_string = outcome.response.stop_string
-        if usage.output_tokens:
-            run.used = (usage.computed_tokens, usage.output_tokens)
+        run.count_response(attempt, outcome)
         self._exchange.keep(run, attempt, outcome, Source.of(run.completion))
         self._set_state(run, RunState.ENDED)
         self._on_done(run, attempt, outcome)
         for number, waiter in enumerate(self._take_waiters(run)):
-            own = reused(stats) if number else stats
+            own = reused(run.stats) if number else run.stats
             self._set_output(waiter, outcome.text, outcome.tokenized, own)
 
     def _attempt_failed(self, run: Run, attempt: Attempt, error: ParrotError) -> None:
         if run.attempt is not attempt:
             return
         attempt.runner = None
+        run.recall(attempt)
         self._exchange.abandon(attempt, with_parents=isinstance(error, NotFound))
         if not runs_again(run, attempt, error, counts=not self._fleet.stood_still(attempt.began)):
             self.fail(run, final_error(attempt.engine, error))

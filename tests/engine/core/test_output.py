@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from parrot.engine.core.output import Detokenizer, Generation, Language, StopStrings, decode
+from parrot.engine.core import output
+from parrot.engine.core.output import Detokenizer, Generation, Language, StopStrings, decode, untold
 from parrot.engine.sim.tokenizer import BOS_ID, EOS_ID, byte_tokenizer_response
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import SamplingConfig
@@ -100,6 +101,23 @@ def test_who_comes_late_gets_the_same_chunks_from_the_first_token(text, data):
         assert "".join(chunk.text for chunk in there) == out.text() == text + "A"
         assert [i for chunk in there for i in chunk.ids] == ids
         assert [i for c in there for i in c.logprobs.ids] == list(out.logprobs.ids)
+
+
+def test_what_nobody_takes_is_told_up_to_the_newest_token(monkeypatch):
+    whole, streamed, other = generation(), generation(stream=True), generation()
+    for out in (whole, streamed, other):
+        feed(out, b"abcdef")
+    outputs = [(1, whole), (2, streamed), (3, other)]
+    first = untold(outputs, {})
+    assert [(p.context_id, p.start, p.end) for p in first] == [(1, 0, 5), (3, 0, 5)]
+    assert bytes(first[0].token_ids().tolist()) == b"abcde"
+    feed(whole, b"g")
+    told = {part.context_id: part.end for part in first}
+    assert [(p.start, p.end) for p in untold(outputs, told)] == [(5, 6), (5, 5)]
+    monkeypatch.setattr(output, "_MAX_UNTOLD", 8)
+    assert [(p.start, p.end) for p in untold(outputs, {})] == [(0, 6), (0, 2)]
+    whole.stream()
+    assert [p.context_id for p in untold(outputs, {})] == [3]
 
 
 def test_the_rest_depends_on_the_text_before_it():

@@ -1,0 +1,151 @@
+"""Outputs that nobody gets as they come go on behind what heartbeats have told of them."""
+
+from typing import Any
+
+import pytest
+
+from parrot.protocol.engine_api import RuntimeInfo
+from parrot.protocol.errors import Unavailable
+from parrot.protocol.registration.payloads import HeartbeatRequest
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.streams.outputs import OutputPart
+from parrot.serve.graph.nodes import Completion
+from tests.serve.execution.test_dispatcher import World
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
+
+STUCK = Script(text=lambda _: "abcdef", hang_after=0)
+
+
+def tell(world: World, engine: FakeEngine, text: str, start: int = 0, engine_id: int = 0) -> None:
+    """Of the engine's last request, from token `start` on."""
+    tell_ids(world, engine, engine._encode(text), start, engine_id)
+
+
+def tell_ids(
+    world: World, engine: FakeEngine, ids: list[int], start: int = 0, engine_id: int = 0
+) -> None:
+    part = OutputPart.of(engine.requests[-1].context_id, start, ids)
+    runtime = RuntimeInfo(outputs=[part]).model_dump(mode="json")
+    name = engine.info.engine_name
+    fields = {"engine_id": engine_id, "engine_name": name, "runtime_info": runtime}
+    beat = HeartbeatRequest.model_validate(fields)
+    assert world.dispatcher.fleet.heartbeat(beat).state == "ok"
+
+
+async def begun(world: World, **options: Any) -> tuple[Completion, FakeEngine]:
+    """A call whose engine is stuck, and that engine."""
+    engine = fake_engine("one", script=STUCK)
+    await world.join(engine)
+    completion = world.submit("Go", **options)
+    await world.settle()
+    return completion, engine
+
+
+async def goes_on(world: World, completion: Completion, rest: str, **options: Any) -> FakeEngine:
+    """The engine is lost; wait for the output that another one ends, with this `rest`."""
+    second = fake_engine("two", script=Script(text=lambda _: rest), **options)
+    await world.join(second)
+    world.lose(0)
+    assert await completion.output.wait() == "abcdef"
+    return second
+
+
+async def test_a_whole_output_goes_on_elsewhere(world: World) -> None:
+    completion, first = await begun(world)
+    tell(world, first, "ab")
+    tell(world, first, "bc", start=1)  # the answer to the first was lost
+    tell(world, first, "xy", start=7)  # something is missing before
+    tell(world, first, "x", start=1)  # it came late
+    assert completion.output.partial_text == ""
+    second = await goes_on(world, completion, "def")
+    assert second.prompts == ["Goabc"]
+    assert second.requests[0].resumed_ids == first._encode("abc")
+    assert second.requests[0].sampling_config.max_gen_length == 20 - 3
+    assert completion.stats.output_tokens == 7  # with the one that ends it
+    assert completion.output.tokenized is not None
+    assert list(completion.output.tokenized.ids) == first._encode("abcdef")
+
+
+async def test_it_goes_on_again_and_when_only_its_connection_broke(world: World) -> None:
+    completion, first = await begun(world)
+    tell(world, first, "ab")
+    second = fake_engine("two", script=STUCK)
+    await world.join(second)
+    world.lose(0)
+    await world.settle()
+    tell(world, second, "c", engine_id=1)
+    second.script = Script(error=Unavailable("connection reset"))
+    third = fake_engine("three", script=Script(text=lambda _: "def"))
+    await world.join(third)
+    world.lose(1)
+    assert await completion.output.wait() == "abcdef"
+    assert third.prompts == ["Goabc"]
+
+
+async def test_who_streams_it_later_gets_what_was_heard(world: World) -> None:
+    completion, first = await begun(world)
+    tell(world, first, "abc")
+    second = fake_engine("two", script=STUCK)
+    await world.join(second)
+    world.lose(0)
+    await world.settle()
+    assert completion.output.partial_text == "abc"
+    completion.wants_stream = True
+    world.dispatcher.reprioritise(completion)
+    third = fake_engine("three", script=Script(text=lambda _: "def"))
+    await world.join(third)
+    world.lose(1)
+    assert await completion.output.wait() == "abcdef"
+
+
+@pytest.mark.parametrize(
+    ("told", "sampling", "prompt"),
+    [
+        ("ab<", {"stop_str": "<end>"}, "Goab"),
+        ("abc", {"json_schema": {"type": "object"}}, "Goabc"),
+        ("abc", {"logprobs": 1}, "Go"),
+        ("abc", {"stop_token_ids": [66]}, "Go"),  # c: it has ended
+    ],
+)
+async def test_only_what_is_certain_is_kept(
+    world: World, told: str, sampling: dict[str, Any], prompt: str
+) -> None:
+    completion, first = await begun(world, sampling=SamplingConfig(**sampling))
+    tell(world, first, told)
+    second = await goes_on(world, completion, "abcdef"[len(prompt) - 2 :])
+    assert second.prompts == [prompt]
+
+
+async def test_what_ends_inside_of_a_character_is_kept_up_to_that(world: World) -> None:
+    completion, first = await begun(world)
+    tell_ids(world, first, first._encode("abé")[:-1])
+    second = await goes_on(world, completion, "cdef")
+    assert second.prompts == ["Goab"]
+
+
+async def test_markup_begins_anew(world: World) -> None:
+    completion, first = await begun(world)
+    tell(world, first, "ab<|im_start|>")
+    second = await goes_on(world, completion, "abcdef")
+    assert second.prompts == ["Go"]
+
+
+async def test_an_engine_of_text_goes_on_behind_the_text(world: World) -> None:
+    completion, first = await begun(world)
+    tell(world, first, "abc")
+    second = await goes_on(world, completion, "def", text=True)
+    assert second.prompts == ["Goabc"]
+
+
+async def test_another_engine_s_word_counts_for_nothing(world: World) -> None:
+    completion, first = await begun(world)
+    liar = fake_engine("liar")
+    await world.join(liar)
+    liar.requests = first.requests
+    tell(world, liar, "xyz", engine_id=1)
+    world.lose(1)
+    second = fake_engine("two", script=Script(text=lambda _: "abcdef"))
+    await world.join(second)
+    world.lose(0)
+    assert await completion.output.wait() == "abcdef"
+    assert second.prompts == ["Go"]
