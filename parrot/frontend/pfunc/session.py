@@ -72,6 +72,7 @@ class Session:
         *,
         on_demand: bool = False,
         app: str | None = None,
+        restart_timeout_s: float | None = None,
     ) -> None:
         """Raises `Unavailable` if nobody answers there, `AuthenticationFailed` for a bad key."""
         self.loop = BackgroundLoop()
@@ -84,6 +85,10 @@ class Session:
         # Reads of trials wait for no others: in this order, each needs only those before it.
         self._trial_slots = asyncio.Semaphore(_NUM_TRIALS)
         self._registering = asyncio.Lock()
+        # Behind a first attempt whose connection broke.
+        self._retrying: dict[str, Any] = {"attempts": _NUM_ATTEMPTS - 1, "timeout": None}
+        if restart_timeout_s is not None:
+            self._retrying = {"attempts": None, "timeout": restart_timeout_s, "wait_max": 1.0}
         self._trials: dict[SemanticVariable, asyncio.Task[None]] = {}  # by what they are to set
         self._liveness = LivenessProbe(self._calls.health, _LIVENESS_INTERVAL_S)
         try:
@@ -312,9 +317,7 @@ class Session:
                 raise
         import stamina
 
-        return await stamina.AsyncRetryingCaller(attempts=_NUM_ATTEMPTS - 1, timeout=None)(
-            _is_broken_connection, attempt
-        )
+        return await stamina.AsyncRetryingCaller(**self._retrying)(_is_broken_connection, attempt)
 
     async def _leave(self) -> None:
         try:

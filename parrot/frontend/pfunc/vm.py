@@ -42,11 +42,14 @@ class VirtualMachine:
         api_key: str | None = None,
         on_demand: bool = False,
         app: str | None = None,
+        restart_timeout_s: float | None = None,
     ) -> None:
         """Nothing is sent yet. `core_http_addr`: with commas between, those of a ServeCore and of
         its standbys. `mode="debug"` logs every call. `on_demand`: only a reader makes a call run,
         unless its function says otherwise. `app`: the program's name, on the page, in metrics and
-        traces."""
+        traces. `restart_timeout_s`: for so long calls and reads wait for a ServeCore that does not
+        answer, and goes on with the session when it is there again (one with a journal); None:
+        three attempts."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
         # The address that OpenAI's clients are given is one of the same server.
@@ -56,6 +59,7 @@ class VirtualMachine:
         self._api_key = api_key
         self._on_demand = on_demand
         self._app = app
+        self._restart_timeout_s = restart_timeout_s
         self._session: Session | None = None
         self._num_scopes = 0
         self._lock = threading.Lock()
@@ -231,7 +235,11 @@ class VirtualMachine:
         with self._lock:
             if self._session is None:
                 self._session = Session(
-                    self.core_http_addr, self._api_key, on_demand=self._on_demand, app=self._app
+                    self.core_http_addr,
+                    self._api_key,
+                    on_demand=self._on_demand,
+                    app=self._app,
+                    restart_timeout_s=self._restart_timeout_s,
                 )
             self._num_scopes += 1
             return self._session

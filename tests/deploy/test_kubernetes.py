@@ -1,0 +1,153 @@
+"""The manifests: valid, of one piece, and what they run does run."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from parrot.cluster.ports import free_port
+from parrot.engine.config import engine_settings, parse_engine_config
+from tests.deploy.commands import DEPLOY, PARROT, SIM, running, wait_for
+
+FOLDER = DEPLOY / "kubernetes"
+VERSION = "1.37"
+ENTRYPOINTS = {"parrot-serve-core": "serve", "parrot-engine": "engine"}
+SECRETS = {"cluster_token": "secret-of-the-cluster"}
+Document = dict[str, Any]
+
+
+def documents(folder: Path = FOLDER) -> Iterator[Document]:
+    for name in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
+        if (folder / name).is_file():
+            yield from yaml.safe_load_all((folder / name).read_text())
+
+
+def of_kind(kind: str) -> dict[str, Document]:
+    return {d["metadata"]["name"]: d for d in documents() if d["kind"] == kind}
+
+
+def pod(stateful_set: Document) -> Document:
+    spec: Document = stateful_set["spec"]["template"]["spec"]
+    return spec
+
+
+def container(stateful_set: Document) -> Document:
+    (only,) = pod(stateful_set)["containers"]
+    return dict(only)
+
+
+def labels_match(selector: Mapping[str, str], workload: Document) -> bool:
+    return selector.items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+
+
+@pytest.mark.parametrize(
+    "document", list(documents()), ids=lambda d: f"{d['kind']} {d['metadata']}"
+)
+def test_each_document_is_valid(document: Document) -> None:
+    kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+def test_a_bad_document_would_be_found() -> None:
+    bad = of_kind("StatefulSet")["parrot-core"]
+    bad["spec"]["replicas"] = "two"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(bad, VERSION, strict=True)
+
+
+def test_every_file_belongs_to_the_whole() -> None:
+    files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
+    assert files == {*yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]}
+
+
+def test_what_documents_name_is_there() -> None:
+    sets, services, maps = of_kind("StatefulSet"), of_kind("Service"), of_kind("ConfigMap")
+    assert {*sets} == {*services} == {*maps}
+    images = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["images"]
+    assert {image["name"] for image in images} == {*ENTRYPOINTS}
+    for name, workload in sets.items():
+        assert workload["spec"]["serviceName"] == name
+        assert labels_match(workload["spec"]["selector"]["matchLabels"], workload)
+        assert labels_match(services[name]["spec"]["selector"], workload)
+        own = container(workload)
+        assert own["image"] in ENTRYPOINTS
+        volumes = pod(workload)["volumes"] + [
+            {"name": claim["metadata"]["name"]}
+            for claim in workload["spec"]["volumeClaimTemplates"]
+        ]
+        assert {mount["name"] for mount in own["volumeMounts"]} == {v["name"] for v in volumes}
+        for volume in volumes:
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in maps
+        ports = {port["name"] for port in own["ports"]}
+        probes = [own[f"{kind}Probe"]["httpGet"]["port"] for kind in ("startup", "liveness")]
+        assert {*probes, services[name]["spec"]["ports"][0]["targetPort"]} <= ports
+    for budget in of_kind("PodDisruptionBudget").values():
+        selector = budget["spec"]["selector"]["matchLabels"]
+        assert any(labels_match(selector, workload) for workload in sets.values())
+    for policy in of_kind("NetworkPolicy").values():
+        selector = policy["spec"]["podSelector"]["matchLabels"]
+        assert any(labels_match(selector, workload) for workload in sets.values())
+    (scaled,) = yaml.safe_load_all((FOLDER / "autoscaled" / "engines_by_queue.yaml").read_text())
+    assert scaled["spec"]["scaleTargetRef"]["name"] in sets
+
+
+def test_engines_find_servecore_and_have_time_to_drain() -> None:
+    maps, sets = of_kind("ConfigMap"), of_kind("StatefulSet")
+    core = yaml.safe_load(maps["parrot-core"]["data"]["core.yaml"])
+    for name, config in maps.items():
+        if name == "parrot-core":
+            continue
+        engine = yaml.safe_load(config["data"]["engine.yaml"])
+        assert engine["serve_core"]["host"] in of_kind("Service")
+        assert engine["serve_core"]["host"] in core["allowed_hosts"]
+        assert pod(sets[name])["terminationGracePeriodSeconds"] > engine["drain_timeout"]
+
+
+def runnable(name: str, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of a workload's container, with its files in `folder`."""
+    workload = of_kind("StatefulSet")[name]
+    own, config = container(workload), of_kind("ConfigMap")[name]["data"]
+    for file, text in config.items():
+        for place in ("/var/lib/parrot", "/etc/parrot/keys"):
+            text = text.replace(place, str(folder))
+        (folder / file).write_text(text)
+    env = {}
+    for variable in own["env"]:
+        source = variable["valueFrom"]
+        if "fieldRef" in source:
+            env[variable["name"]] = f"{name}-0"
+        elif (key := source["secretKeyRef"])["key"] in SECRETS:
+            env[variable["name"]] = SECRETS[key["key"]]
+        else:
+            assert key["optional"], variable
+    args = [arg.replace("/etc/parrot", str(folder)) for arg in own["args"]]
+    return [*PARROT, ENTRYPOINTS[own["image"]], *args, "--port", str(port)], env
+
+
+def test_the_containers_commands_run_answer_their_probes_and_end(tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text(json.dumps({"keys": [{"id": "a", "sha256": "0" * 64}]}))
+    core_port = free_port("127.0.0.1", set())
+    engine_port = free_port("127.0.0.1", {core_port})
+    core, core_env = runnable("parrot-core", tmp_path, core_port)
+    engine, engine_env = runnable("parrot-qwen3-8b", tmp_path, engine_port)
+    settings = engine_settings(tmp_path / "engine.yaml", {}, engine_env)
+    config = parse_engine_config(settings.payload, settings.blamed)
+    assert config.engine_name == "parrot-qwen3-8b-0"
+    engine_env |= SIM | {"PARROT_ENGINE__SERVE_CORE__PORT": str(core_port)}
+    sets = of_kind("StatefulSet")
+    with running(core, core_env, tmp_path / "core.log"):
+        probes = container(sets["parrot-core"])
+        for kind in ("startup", "liveness", "readiness"):
+            path = probes[f"{kind}Probe"]["httpGet"]["path"]
+            wait_for(core_port, path, tmp_path / "core.log")
+        with running(engine, engine_env, tmp_path / "engine.log"):
+            probes = container(sets["parrot-qwen3-8b"])
+            for kind in ("startup", "liveness", "readiness"):
+                path = probes[f"{kind}Probe"]["httpGet"]["path"]
+                wait_for(engine_port, path, tmp_path / "engine.log")
+            wait_for(core_port, "/ready", tmp_path / "core.log")
+    assert (tmp_path / "journal.db").exists()
