@@ -61,8 +61,8 @@ class SessionSpans:
         return TraceParent(self.trace_id, f"{self._base:016x}")
 
     def told(self, caller: str, task_id: int) -> str:
-        """What is told of a task's span to who computes it: `str` of `task`, or empty. Called for
-        each call that is traced."""
+        """The header that tells who computes a task of its span: `str` of `task`, or empty. Called
+        for each call that is traced."""
         if not caller:
             return self._header + f"{self._base ^ task_id:016x}-01" if self.trace_id else ""
         span = self.task(caller, task_id)
@@ -84,8 +84,8 @@ class SessionSpans:
 
 
 def _base(trace_id: str, session_id: int) -> int:
-    """Of a session's spans in a trace; a task's differ from it by the task's number alone, since
-    they are made for each call."""
+    """The number on which a session's span ids in a trace are based; a task's differ from it by
+    the task's number alone, since they are made for each call."""
     return int(span_id_of(trace_id, session_id), 16)
 
 
