@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from parrot.serve.contexts.index import Context, FreeReason, PrefixIndex
 from parrot.utils.heaps import LruDict
@@ -13,6 +14,13 @@ _MAX_GONE = 65536  # prefixes remembered after they were freed
 
 ELSEWHERE = "elsewhere"
 """Why tokens are computed again that another engine has now."""
+
+
+class Lost(NamedTuple):
+    """Tokens of a prompt that some context has or had, but none of its engine, and why."""
+
+    reason: str
+    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -58,18 +66,26 @@ class KvLog:
         if reason in EVICTIONS and self.on_evicted is not None:
             self.on_evicted(context, num_tokens)
 
-    def used(self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]) -> int:
+    def used(
+        self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]
+    ) -> Lost | None:
         """A prompt is about to be computed, and a context of the engine has its first `num_hit`
-        tokens. `missing`: the key and length of every longer beginning. Returns how many of the
-        tokens are computed again that some context has or had."""
-        reason, num_recomputed = None, 0
+        tokens. `missing`: the key and length of every longer beginning. Returns how many tokens
+        more some context has or had; None if there are none."""
+        for counts in (self.total, self._engines[engine_id]):
+            counts.hit += num_hit
         for key, length in reversed(missing):
             reason = ELSEWHERE if self._index.holders(key) else self._gone.peek(key)
             if reason is not None:
-                num_recomputed = length - num_hit
-                break
+                return Lost(reason, length - num_hit)
+        return None
+
+    def recomputed(self, engine_id: int, lost: Lost | None, most: int | None) -> int:
+        """A prompt was computed of which so much had been lost, but no more than `most`: an engine
+        may still have it in its cache. Returns how many of its tokens were computed again."""
+        if lost is None:
+            return 0
+        num_tokens = lost.num_tokens if most is None else min(lost.num_tokens, most)
         for counts in (self.total, self._engines[engine_id]):
-            counts.hit += num_hit
-            if reason is not None:
-                counts.recomputed[reason] += num_recomputed
-        return num_recomputed
+            counts.recomputed[lost.reason] += num_tokens
+        return num_tokens

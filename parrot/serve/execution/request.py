@@ -31,7 +31,7 @@ def open_request(
     if room == 0:
         return None
     missing = prompt.missing()
-    run.stats.recomputed_tokens = ledger.log.used(engine.id, prompt.length, missing)
+    attempt.lost = ledger.log.used(engine.id, prompt.length, missing)
     prompt.extend_constant()
     context = attempt.context = prompt.extend(run.owner, reserved=room)
     ledger.pin(context)

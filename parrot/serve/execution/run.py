@@ -29,6 +29,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.contexts.index import Context, Owner
+from parrot.serve.contexts.kv_log import Lost
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats
 from parrot.serve.graph.objective import strictest_objective
@@ -58,9 +59,10 @@ class Attempt:
     the length for which there is room. `resumed`: the text that earlier attempts have delivered, in
     the engine's units, which goes behind the prompt, and `resumed_key` the prefix key of both;
     `num_delivered`: its tokens. `opened`: the contexts that were created, the one that it pins
-    (`context`) last. `is_whole`: its engine was asked for the whole output, which `follower`
-    follows, once somebody wants it as it comes; until then the engine tells now and then of its
-    tokens, which are `heard`."""
+    (`context`) last. `lost`: what some context had of the prompt, but none of its engine.
+    `is_whole`: its engine was asked for the whole output, which `follower` follows, once somebody
+    wants it as it comes; until then the engine tells now and then of its tokens, which are
+    `heard`."""
 
     task: CompletionTask
     engine: Engine
@@ -76,6 +78,7 @@ class Attempt:
     num_delivered: int = 0
     context: Context | None = None
     opened: list[Context] = field(default_factory=list)
+    lost: Lost | None = None
     is_whole: bool = False
     follower: "asyncio.Task[None] | None" = None
     heard: "array[int]" = field(default_factory=lambda: array("I"))

@@ -364,6 +364,9 @@ class RunTable:
             return
         attempt.runner = None
         run.count_response(attempt, outcome)
+        most = None if attempt.tokenizer is None else run.stats.computed_tokens
+        log, engine_id = self._ledger.log, attempt.engine.id
+        run.stats.recomputed_tokens = log.recomputed(engine_id, attempt.lost, most)
         self._exchange.keep(run, attempt, outcome, Source.of(run.completion))
         self._set_state(run, RunState.ENDED)
         self._on_done(run, attempt, outcome)

@@ -320,12 +320,17 @@ def test_tokens_are_counted_by_what_became_of_them(book: Book) -> None:
     book.add_engine(8, 100)
     first = book.add("a", 60)
     first.mark_computed()
-    assert book.log.used(7, 0, [(b"x", 10)]) == 0
-    assert book.log.used(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 60
+    assert book.log.used(7, 0, [(b"x", 10)]) is None
+    assert book.log.recomputed(7, None, 10) == 0
+    lost = book.log.used(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)])
+    assert lost == ("elsewhere", 60)
+    assert book.log.recomputed(8, lost, None) == 60
     crowd(book, 60)
-    assert book.log.used(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)]) == 55
+    lost = book.log.used(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)])
+    assert lost == (FreeReason.ROOM, 55)
+    assert book.log.recomputed(7, lost, 50) == 50  # the engine had some of it after all
     assert book.log.total.hit == 5
-    assert book.log.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 55}
-    assert book.log.engine(7).recomputed.total() == 55
+    assert book.log.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 50}
+    assert book.log.engine(7).recomputed.total() == 50
     assert book.log.engine(7).evicted == 60
     assert book.log.engine(8).evicted == 0
