@@ -23,7 +23,7 @@ from tests.e2e.programs import Program
 from tests.e2e.test_journal import HANGS_S, SIM, begin_reads, map_reduce
 from tests.support.postgres import Server
 
-TAKEOVER_S = 5.0
+TAKEOVER_S = 30.0  # on a machine that is busy; benchmark/nemesis/bench_takeover.py measures it
 
 
 @contextmanager
@@ -77,30 +77,27 @@ async def serving(core: Cluster) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_standby_tells_its_health_and_refuses_all_else(postgres: Server) -> None:
+async def assert_refuses_all_but_health(standby: Cluster) -> None:
+    assert (await ask(f"{standby.core_url}/health"))[0] == 200
+    for method, path in {
+        "GET": "/ready",
+        "POST": "/v1/session",
+        "DELETE": "/v1/session/1",
+        "PATCH": "/no/such/path",
+    }.items():
+        status, body, retry_after = await ask(f"{standby.core_url}{path}", method)
+        assert (status, body["error"]["type"], retry_after) == (503, "standby", "1")
+    # As the clients of others expect errors to look.
+    _, body, _ = await ask(f"{standby.core_url}/v1/messages", "POST")
+    assert body["type"] == "error"
+
+
+async def test_a_standby_waits_and_takes_over_from_one_that_is_stopped(postgres: Server) -> None:
     with two_cores(postgres.database()) as (first, second):
         await serving(first)
-        assert (await ask(f"{second.core_url}/health"))[0] == 200
-        for method, path in {
-            "GET": "/ready",
-            "POST": "/v1/session",
-            "DELETE": "/v1/session/1",
-            "PATCH": "/no/such/path",
-        }.items():
-            status, body, retry_after = await ask(f"{second.core_url}{path}", method)
-            assert (status, body["error"]["type"], retry_after) == (503, "standby", "1")
+        await assert_refuses_all_but_health(second)
         _, ready, _ = await ask(f"{first.core_url}/ready")
         assert ready["error"]["type"] == "no_engine"
-        # As the clients of others expect errors to look.
-        _, body, _ = await ask(f"{second.core_url}/v1/messages", "POST")
-        assert body["type"] == "error"
-
-
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-async def test_a_standby_takes_over(how: str, postgres: Server) -> None:
-    loop = asyncio.get_running_loop()
-    with two_cores(postgres.database()) as (first, second):
-        await serving(first)
         async with HttpClient(first.core_url) as http:
             client = ServeClient(http)
             created = await client.create_session()
@@ -110,14 +107,9 @@ async def test_a_standby_takes_over(how: str, postgres: Server) -> None:
             client = ServeClient(http)
             with pytest.raises(Standby):
                 await client.create_session()
-            start = loop.time()
-            if how == "killed":
-                first.kill("core")
-            else:
-                await asyncio.to_thread(first.process("core").stop)
-            await serving(second)
-            limit_s = TAKEOVER_S if how == "killed" else 2.0
-            assert loop.time() - start < limit_s
+            await asyncio.to_thread(first.process("core").stop)
+            async with asyncio.timeout(TAKEOVER_S):
+                await serving(second)
             program = Program(client, created.session_id, created.session_auth)
             assert await program.get(var_id) == "text"
             first.restart("core")
@@ -128,19 +120,17 @@ async def test_a_standby_takes_over(how: str, postgres: Server) -> None:
 async def test_a_program_ends_as_if_nothing_had_happened(
     signum: signal.Signals, postgres: Server
 ) -> None:
-    loop = asyncio.get_running_loop()
     with two_cores(postgres.database(), 2) as (first, second):
         async with either(first, second) as client, either(first) as stale:
             expected, session, reads = await begin_reads(client)
             var_ids = list(reads)
             seen = {var_ids[0]: await reads[var_ids[0]]}
             os.killpg(first.process("core").pid, signum)
-            start = loop.time()
             late = asyncio.create_task(
                 Program(stale, session.session_id, session.session_auth).call("Too late: {{out}}")
             )
-            await serving(second)
-            assert loop.time() - start < TAKEOVER_S
+            async with asyncio.timeout(TAKEOVER_S):
+                await serving(second)
             async with asyncio.timeout(HANGS_S):
                 assert await asyncio.gather(*reads.values()) == expected
                 if signum == signal.SIGSTOP:

@@ -25,7 +25,7 @@ def answers() -> Answers:
 
 
 def test_a_round_breaks_no_promise(answers: Answers, tmp_path: Path) -> None:
-    plan = Plan.of(SEED, FAULTS_OF_CI, 4.0, concurrency=4)
+    plan = Plan.of(SEED, FAULTS_OF_CI, 3.0, concurrency=4)
     assert plan.row == MIXED
     outcome = asyncio.run(play(plan, answers, tmp_path))
     assert not outcome.violations, (outcome.violations, outcome.kept)
@@ -36,7 +36,7 @@ def test_a_round_breaks_no_promise(answers: Answers, tmp_path: Path) -> None:
 
 def test_with_a_standby_neither(answers: Answers, postgres: Server, tmp_path: Path) -> None:
     faults = ("kill-core", "stop-core", "kill-database", "core-database-stall")
-    plan = Plan.of(SEED, faults, 4.0, concurrency=4, standby_share=1.0)
+    plan = Plan.of(SEED, faults, 3.0, concurrency=4, standby_share=1.0)
     assert plan.has_standby
     outcome = asyncio.run(play(plan, answers, tmp_path, postgres))
     assert not outcome.violations, (outcome.violations, outcome.kept)

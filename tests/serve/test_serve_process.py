@@ -104,7 +104,7 @@ def test_an_idle_process_uses_next_to_nothing() -> None:
         time.sleep(0.5)
         before = cpu_seconds(process.pid)
         time.sleep(3)
-        assert cpu_seconds(process.pid) - before <= 0.03  # three ticks: 1%
+        assert cpu_seconds(process.pid) - before <= 0.05  # five ticks, where others use the caches
 
 
 def cpu_seconds(pid: int) -> float:

@@ -4,12 +4,13 @@ answers by a script."""
 import asyncio
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from struct import pack
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer
 
 from parrot.protocol.engine_api import (
@@ -81,6 +82,7 @@ class FakeEngine(EngineClient):
     contexts: dict[int, Contents] = field(default_factory=dict)
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     is_closed: bool = False
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
     num_aborted: int = 0
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     num_followed: int = 0
@@ -180,6 +182,7 @@ class FakeEngine(EngineClient):
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
         self.requests.append(request)
+        self.asked.set()
         script = self.scripts.pop(0) if self.scripts else self.script
         try:
             if script.error is not None:
@@ -205,6 +208,17 @@ class FakeEngine(EngineClient):
             self.num_aborted += 1
             self.aborted.set()
             raise
+
+    async def left_by(self, asking: Coroutine[Any, Any, object], num_requests: int = 1) -> None:
+        """Let who asks go away, once so many requests have come here."""
+        task = asyncio.create_task(asking)
+        until = len(self.requests) + num_requests
+        while len(self.requests) < until:
+            self.asked.clear()
+            await self.asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     async def all_aborted(self) -> None:
         """Wait until every request was aborted."""

@@ -284,12 +284,12 @@ def bomb(keyword: str) -> dict[str, Any]:
     "fields", [*HOSTILE, {"json_schema": nested(64)}], ids=lambda f: next(iter(f))
 )
 def test_what_is_wrong_or_too_much_is_refused_by_name(fields: dict[str, Any]) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(InvalidRequest) as caught:
         constraint_of(**fields)
     assert caught.value.param == next(iter(fields))
     assert len(caught.value.message) < 400
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_what_is_only_ugly_is_followed_or_refused_in_time(fields: dict[str, Any]
         assert "to compile" in error.message  # noqa: PT017 - on a machine that is busy
         return
     for place in range(20):
-        began = time.monotonic()
+        began = time.process_time()
         tokens = allowed(constraint, place)
-        assert time.monotonic() - began < 2
+        assert time.process_time() - began < 2
         if tokens is None:
             return
         try:

@@ -163,13 +163,13 @@ async def test_a_lease_that_is_given_back_is_free_at_once_else_it_runs_out(
     taking = asyncio.create_task(second.take())
     await asyncio.wait((taking,), timeout=LEASE_S + 1)
     assert not taking.done()  # it is renewed
+    start = time.monotonic()
     await first.close()
-    await asyncio.wait_for(taking, 1)
+    await asyncio.wait_for(taking, LEASE_S - 0.1)
     second._is_closing.set()  # it dies: the thread would have given the lease back
     second._until = 0.0
-    start = time.monotonic()
     async with taken(address):
-        assert LEASE_S - 1.5 < time.monotonic() - start < LEASE_S + 0.5
+        assert time.monotonic() - start > LEASE_S - 0.1
     await second.close()
 
 
