@@ -20,6 +20,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.ggml_blocks import FourBit
 from parrot.engine.models.gguf_file import GGUFFile
+from parrot.engine.models.parallel import Part, Shard
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
 from parrot.engine.models.tokenizers import (
@@ -45,7 +46,9 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
-    def get(self, name: str, device: torch.device) -> torch.Tensor: ...
+    def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
+        """A tensor, or a part of it; of one that has another size than the part says, all."""
+        ...
 
     def four_bit(self, name: str) -> FourBit | None: ...
 
@@ -67,20 +70,22 @@ class Checkpoint:
         with usable(self.source):
             return self.read_tokenizer()
 
-    def take(self, name: str, device: torch.device = _CPU) -> torch.Tensor:
-        tensor = self.tensors.get(name, device)
-        self._check(name, tensor)
+    def take(
+        self, name: str, device: torch.device = _CPU, part: Part | None = None
+    ) -> torch.Tensor:
+        tensor = self.tensors.get(name, device, part)
+        self._check(name, tensor, part)
         return tensor
 
-    def take_four_bit(self, name: str) -> FourBit | None:
+    def take_four_bit(self, name: str, part: Part | None = None) -> FourBit | None:
         """A matrix as the source keeps it, if its numbers have four bits."""
         matrix = self.tensors.four_bit(name)
         if matrix is not None:
             self._check(name, matrix.codes)
-        return matrix
+        return matrix if matrix is None or part is None else part.of_four_bit(matrix)
 
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        expected = self.shapes[name]
+    def _check(self, name: str, tensor: torch.Tensor, part: Part | None = None) -> None:
+        expected = self.shapes[name] if part is None else part.shape(self.shapes[name])
         if tuple(tensor.shape) != expected:
             raise ConfigError(
                 f"{self.source}: tensor {name!r} has shape {list(tensor.shape)}, "
@@ -113,10 +118,15 @@ class SafetensorsFolder:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def get(self, name: str, device: torch.device) -> torch.Tensor:
+    def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
         path = self._file_of[name]
         with usable(str(path)), safe_open(path, framework="pt", device=str(device)) as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+            tensor: torch.Tensor
+            if part is None or file.get_slice(name).get_shape()[part.dim] != part.size:
+                tensor = file.get_tensor(name)
+            else:
+                where = (slice(None),) * part.dim + (slice(part.start, part.stop),)
+                tensor = file.get_slice(name)[where].contiguous()
         return tensor
 
     def four_bit(self, name: str) -> None:
@@ -134,12 +144,14 @@ class RandomTensors:
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
 
-    def get(self, name: str, device: torch.device) -> torch.Tensor:
+    def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
         shape = self._shapes[name]
         if len(shape) == 1:
-            return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
-        generator = torch.Generator(device).manual_seed(self._seed ^ crc32(name.encode()))
-        return torch.empty(shape, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
+            whole = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
+        else:
+            generator = torch.Generator(device).manual_seed(self._seed ^ crc32(name.encode()))
+            whole = torch.empty(shape, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
+        return whole if part is None else part.of(whole)
 
     def four_bit(self, name: str) -> None:
         """Return nothing: all its tensors are whole numbers."""
@@ -283,33 +295,47 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_decoder(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, *, four_bit: bool = False
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    four_bit: bool = False,
+    shard: Shard | None = None,
 ) -> Decoder:
     """Read, convert and pack the weights, a layer per thread at a time. With `four_bit`, those that
-    the checkpoint keeps so are multiplied so where that is faster; `dtype` is then bfloat16."""
+    the checkpoint keeps so are multiplied so where that is faster; `dtype` is then bfloat16.
+    `shard`: only this part of them."""
+    spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
     if device.type == "cuda":
-        _require_room(checkpoint, dtype, device)
+        _require_room(checkpoint.source, spec, dtype, device)
+
+    def part(name: str) -> Part | None:
+        return None if shard is None else shard.part(name)
 
     def take(name: str) -> torch.Tensor:
-        return checkpoint.take(name, device).to(device=device, dtype=dtype)
+        return checkpoint.take(name, device, part(name)).to(device=device, dtype=dtype)
+
+    def take_four_bit(name: str) -> FourBit | None:
+        return checkpoint.take_four_bit(name, part(name)) if four_bit else None
 
     started = time.perf_counter()
     logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)
-    packed = [checkpoint.take_four_bit] if four_bit else []
     num_threads = torch.get_num_threads()
     loaders = max(1, min(4, os.cpu_count() or 1))
     with ThreadPoolExecutor(loaders, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        decoder = Decoder(checkpoint.spec, take, dtype, device, pool.map, *packed)
+        decoder = Decoder(spec, take, dtype, device, pool.map, take_four_bit, ranks)
     torch.set_num_threads(num_threads)  # it is also what later threads begin with
     logger.info("loaded in %.1f s", time.perf_counter() - started)
     return decoder
 
 
-def _require_room(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+def _require_room(
+    source: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+) -> None:
     free, total = torch.cuda.mem_get_info(device)
-    need = checkpoint.spec.num_weights * dtype.itemsize
+    need = spec.num_weights * dtype.itemsize
     if need > free:
         raise ConfigError(
-            f"{checkpoint.source} does not fit: its weights take {need / GIB:.1f} GiB as {dtype}, "
+            f"{source} does not fit: its weights take {need / GIB:.1f} GiB as {dtype}, "
             f"and of the {total / GIB:.1f} GiB of {device} {free / GIB:.1f} are free"
         )

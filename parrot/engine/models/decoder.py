@@ -19,6 +19,7 @@ from parrot.engine.models.layers import (
     make_linear,
     rotate_,
 )
+from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 from parrot.engine.models.spec import DecoderSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -61,7 +62,8 @@ class Layer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out, self.mlp.up, self.mlp.down
+        linears = self.qkv, self.out, self.mlp.up, self.mlp.down
+        return tuple(x.linear if isinstance(x, SummedLinear) else x for x in linears)
 
     def __call__(
         self,
@@ -104,13 +106,16 @@ class Decoder:
         device: torch.device,
         map_layers: Callable[[Callable[[int], Layer], range], Iterable[Layer]] = map,
         take_four_bit: TakeFourBit = lambda name: None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`map_layers` may build the layers in parallel."""
+        """`map_layers` may build the layers in parallel. `ranks`: those that the decoder is divided
+        among; `spec` has the heads and the inner width of one, and `take` gives its parts."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
         names = spec.names
-        self.embed = take(f"{names.embed}.weight")
+        self._vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
+        self.embed = self._of_vocabulary(take(f"{names.embed}.weight"))
         self._positions = take(f"{names.positions}.weight") if names.positions else None
         self._project_in = self._project_out = None
         if spec.embed_dim is not None:
@@ -118,18 +123,27 @@ class Decoder:
             self._project_out = make_linear(take(f"{names.project_out}.weight"), None)
         self._rope = Rope(spec.rope, spec.head_dim, device) if spec.rope is not None else None
         self.layers = list(
-            map_layers(lambda i: _build_layer(spec, take, take_four_bit, i), range(spec.num_layers))
+            map_layers(
+                lambda i: _build_layer(spec, take, take_four_bit, ranks, i), range(spec.num_layers)
+            )
         )
         self.norm = _build_norm(spec, take, names.final_norm) if spec.final_norm else None
-        head = self.embed if spec.tie_embeddings else take(f"{names.lm_head}.weight")
+        head = self.embed
+        if not spec.tie_embeddings:
+            head = self._of_vocabulary(take(f"{names.lm_head}.weight"))
         self.lm_head = make_linear(head, None)
+
+    def _of_vocabulary(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._vocabulary is None else self._vocabulary.padded(rows)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights. A tied embedding counts twice where its copy is packed, and so do
-        weights that are there with four bits, too."""
+        """Memory of the weights, of this rank's if there are several. A tied embedding counts twice
+        where its copy is packed, and so do weights that are there with four bits, too."""
+        is_tied, (num_tokens, width) = self.spec.tie_embeddings, self.embed.shape
         count = self.spec.num_weights
-        if self.spec.tie_embeddings and self.device.type == "cpu":
+        count -= (self.spec.vocab_size - num_tokens) * width * (1 if is_tied else 2)
+        if is_tied and self.device.type == "cpu":
             count += self.embed.numel()
         linears = [x for layer in self.layers for x in layer.linears]
         extra = sum(x.num_bytes for x in linears if isinstance(x, FourBitLinear))
@@ -144,7 +158,7 @@ class Decoder:
     ) -> torch.Tensor:
         """token_ids and positions [rows] -> the last layer's output [rows, hidden]. With `rows`,
         only theirs: of the others the last layer computes no more than their KV."""
-        x = F.embedding(token_ids, self.embed)
+        x = self.embedded(token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
         if self._positions is not None:
@@ -154,6 +168,11 @@ class Decoder:
             x = layer(x, angles, attend)
         return self.layers[-1](x, angles, attend, rows)
 
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._vocabulary is not None:
+            return self._vocabulary.embed(token_ids, self.embed)
+        return F.embedding(token_ids, self.embed)
+
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] as `forward` gives it -> the model's last states [rows, width]."""
         if self.norm is not None:
@@ -162,7 +181,11 @@ class Decoder:
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """states [rows, width] as `final` gives them -> logits float32 [rows, vocab]."""
-        return self.lm_head(states).float()
+        return self.gathered(self.lm_head(states)).float()
+
+    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """What `lm_head` gives -> the logits of the whole vocabulary."""
+        return logits if self._vocabulary is None else self._vocabulary.gather(logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""
@@ -170,9 +193,14 @@ class Decoder:
 
 
 def _build_layer(
-    spec: DecoderSpec, take: TakeTensor, take_four_bit: TakeFourBit, index: int
+    spec: DecoderSpec,
+    take: TakeTensor,
+    take_four_bit: TakeFourBit,
+    ranks: Ranks | None,
+    index: int,
 ) -> Layer:
     names = spec.names
+    adds_bias = ranks is None or ranks.rank == 0  # of the products that are summed
     prefix = names.layer.format(i=index)
 
     def linear(*parts: str, bias: bool) -> Linear:
@@ -183,13 +211,17 @@ def _build_layer(
             return FourBitLinear(whole, biases)
         return make_linear(torch.cat([take(name) for name in weights]), biases)
 
+    def summed(name: str, *, bias: bool) -> Linear:
+        own = linear(name, bias=bias and adds_bias)
+        return own if ranks is None else SummedLinear(own, ranks)
+
     ups = (names.gate, names.up) if spec.gated else (names.up,)
-    up, down = linear(*ups, bias=spec.mlp_bias), linear(names.down, bias=spec.mlp_bias)
+    up, down = linear(*ups, bias=spec.mlp_bias), summed(names.down, bias=spec.mlp_bias)
     return Layer(
         index=index,
         spec=spec,
         qkv=linear(names.q, names.k, names.v, bias=spec.qkv_bias),
-        out=linear(names.o, bias=spec.o_bias),
+        out=summed(names.o, bias=spec.o_bias),
         mlp=MLP(up, down, ACTIVATIONS[spec.activation], gated=spec.gated),
         attn_norm=_build_norm(spec, take, f"{prefix}.{names.attn_norm}"),
         mlp_norm=_build_norm(spec, take, f"{prefix}.{names.mlp_norm}"),

@@ -23,6 +23,7 @@ from parrot.engine.kernels.linear import (
 )
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
+from parrot.engine.models.parallel import Ranks, SummedLinear
 
 
 class Forward(Protocol):
@@ -97,13 +98,19 @@ Normed = torch.Tensor | UndividedRows
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
+    """`ranks`: those whose products are summed; None: this is all of it."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None
+    ranks: Ranks | None = None
 
     @classmethod
     def of(cls, linear: Linear) -> "_Weight":
+        ranks = None
+        if isinstance(linear, SummedLinear):
+            linear, ranks = linear.linear, linear.ranks
         assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
-        return cls(linear.weight, linear.bias)
+        return cls(linear.weight, linear.bias, ranks)
 
     def __call__(self, x: Normed) -> torch.Tensor:
         if isinstance(x, UndividedRows) or _is_few(x):
@@ -120,12 +127,13 @@ class _Weight:
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Normed:
         """residual += the product, in place; returns it normed."""
-        if _is_few(x) and x.dtype != torch.float16:
+        if self.ranks is None and _is_few(x) and x.dtype != torch.float16:
             return few_rows_add_and_norm(
                 x, self.weight, residual, norm.weight, norm.eps, bias=self.bias
             )
+        product = self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
         out = torch.empty_like(residual)
-        return add_rms_norm(self(x), residual, norm.weight, norm.eps, out)
+        return add_rms_norm(product, residual, norm.weight, norm.eps, out)
 
 
 def _rows(x: Normed) -> torch.Tensor:
@@ -174,7 +182,7 @@ class FusedDecoder:
         spec = model.spec
         assert spec.rope is not None
         assert isinstance(model.norm, RMSNorm)
-        self._embed = model.embed
+        self._embedded, self._gathered = model.embedded, model.gathered
         self._layers = [_FusedLayer.of(layer) for layer in model.layers]
         self._norm = model.norm
         self._lm_head = _Weight.of(model.lm_head)
@@ -190,15 +198,15 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """In the model's dtype. Of the last layer, rows that are not sampled need nothing but their
         KV: a prompt saves most of it."""
-        return self._lm_head(self._normed(token_ids, attention, plan, sample_rows)[0])
+        return self.head(self._normed(token_ids, attention, plan, sample_rows)[0])
 
     def states(
         self, token_ids: torch.Tensor, attention: TritonAttention, plan: TritonPlan
     ) -> torch.Tensor:
         return self._norm(self._normed(token_ids, attention, plan, None)[1])
 
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        return self._lm_head(states)
+    def head(self, states: Normed) -> torch.Tensor:
+        return self._gathered(self._lm_head(states))
 
     def _normed(
         self,
@@ -208,7 +216,7 @@ class FusedDecoder:
         sample_rows: torch.Tensor | None,
     ) -> tuple[Normed, torch.Tensor]:
         """The final states of the sampled rows (None: of all), and what they are the norm of."""
-        residual = F.embedding(token_ids, self._embed)
+        residual = self._embedded(token_ids)
         norm, out = self._layers[0].attn_norm, torch.empty_like(residual)
         normed: Normed = add_rms_norm(residual, residual, norm.weight, norm.eps, out, add=False)
         last = len(self._layers) - 1

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from parrot.engine.models.ggml_blocks import CutOff, FourBit, dequantise, four_bit
+from parrot.engine.models.parallel import Part
 from parrot.engine.models.spec import HFConfig
 from parrot.utils.config import ConfigError
 
@@ -146,9 +147,11 @@ class GGUFFile:
     def __contains__(self, name: str) -> bool:
         return _ggml_name(name) in self._tensors
 
-    def get(self, name: str, device: torch.device) -> torch.Tensor:
+    def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
         """A tensor on a device, in float32, in the layout of Hugging Face checkpoints."""
-        return self._ordered(name, self._dequantise(_ggml_name(name)).to(device))
+        whole = self._ordered(name, self._dequantise(_ggml_name(name)))
+        fits = part is not None and whole.shape[part.dim] == part.size
+        return (part.of(whole) if part is not None and fits else whole).to(device)
 
     def four_bit(self, name: str) -> FourBit | None:
         """A matrix as the file keeps it, in the layout of Hugging Face checkpoints, if its numbers

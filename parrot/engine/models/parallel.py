@@ -1,0 +1,179 @@
+"""A decoder divided among ranks, each of which holds a part of every large matrix.
+
+    split by outputs    q, k, v, gate, up     each rank has some heads, and some of the inner width
+    split by inputs     o, down               the ranks' products are summed
+    split by tokens     embedding, head       rows are summed, logits put side by side
+
+A KV head that several ranks need is on each of them. All else (norms, positions) is on every rank,
+and so are hidden states. A layer sums twice, a step once more for its embeddings, and its logits
+are gathered."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.models.ggml_blocks import BLOCK, FourBit
+from parrot.engine.models.layers import Linear
+from parrot.engine.models.spec import DecoderSpec
+from parrot.utils.config import ConfigError
+
+
+class Ranks(Protocol):
+    """The ranks of a decoder, as one of them sees them. All make the same calls in the same
+    order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' x, in x."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, columns] -> [rows, size * columns]: those of all ranks, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Entries [start, stop) of a tensor's dimension `dim`, which has `size` of them."""
+
+    dim: int
+    start: int
+    stop: int
+    size: int
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A copy, which keeps nothing of the whole."""
+        own = whole.narrow(self.dim, self.start, self.stop - self.start)
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def of_four_bit(self, whole: FourBit) -> FourBit | None:
+        """None if it would cut through blocks."""
+        if self.dim == 0:
+            return whole.map(self.of)
+        if self.start % BLOCK or self.stop % BLOCK:
+            return None
+        blocks = Part(1, self.start // BLOCK, self.stop // BLOCK, self.size // BLOCK)
+        return FourBit(self.of(whole.codes), blocks.of(whole.scales), blocks.of(whole.least))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a decoder that is one rank's. `spec`: of the whole."""
+
+    spec: DecoderSpec
+    ranks: Ranks
+
+    @cached_property
+    def local_spec(self) -> DecoderSpec:
+        """With the heads and the inner width of one rank."""
+        spec, size = self.spec, self.ranks.size
+        return replace(
+            spec,
+            num_heads=spec.num_heads // size,
+            num_kv_heads=max(1, spec.num_kv_heads // size),
+            intermediate_size=spec.intermediate_size // size,
+        )
+
+    def part(self, name: str) -> Part | None:
+        """The part of a tensor of the checkpoint; None: all of it."""
+        names, spec = self.spec.names, self.spec
+        module, _, kind = name.rpartition(".")
+        before, _, _ = names.layer.partition("{i}")
+        own = module.removeprefix(before).partition(".")[2]  # after the layer's number
+        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        if own == names.q:
+            return self._even(0, q_width)
+        if own in (names.k, names.v):
+            return self._kv_part(kv_width)
+        if own in (names.gate, names.up):
+            return self._even(0, spec.intermediate_size)
+        if own in (names.o, names.down) and kind == "weight":
+            return self._even(1, q_width if own == names.o else spec.intermediate_size)
+        if module in (names.embed, names.lm_head):
+            return self._vocabulary_part()
+        return None
+
+    def _even(self, dim: int, size: int) -> Part:
+        share = size // self.ranks.size
+        return Part(dim, self.ranks.rank * share, (self.ranks.rank + 1) * share, size)
+
+    def _kv_part(self, width: int) -> Part:
+        """The KV heads of this rank's query heads."""
+        heads = self.local_spec.num_kv_heads
+        first = self.ranks.rank * self.spec.num_kv_heads // self.ranks.size
+        head_dim = self.spec.head_dim
+        return Part(0, first * head_dim, (first + heads) * head_dim, width)
+
+    def _vocabulary_part(self) -> Part:
+        size, share = self.spec.vocab_size, _tokens_of_rank(self.spec, self.ranks)
+        first = min(self.ranks.rank * share, size)
+        return Part(0, first, min(first + share, size), size)
+
+
+def _tokens_of_rank(spec: DecoderSpec, ranks: Ranks) -> int:
+    return -(-spec.vocab_size // ranks.size)
+
+
+def require_divisible(spec: DecoderSpec, size: int, source: str) -> None:
+    """Raise `ConfigError`, with the sizes that would do, if `size` ranks cannot divide a decoder
+    among them."""
+    if _can_divide(spec, size):
+        return
+    fitting = [n for n in range(1, min(spec.num_heads, 64) + 1) if _can_divide(spec, n)]
+    raise ConfigError(
+        f"`instance.tensor_parallel`: {source} has {spec.num_heads} heads, {spec.num_kv_heads} KV "
+        f"heads and an inner width of {spec.intermediate_size}, which {size} ranks cannot divide "
+        f"among them; set it to {', '.join(map(str, fitting))}"
+    )
+
+
+def _can_divide(spec: DecoderSpec, size: int) -> bool:
+    divides_kv = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
+    return spec.num_heads % size == 0 and spec.intermediate_size % size == 0 and divides_kv
+
+
+class SummedLinear:
+    """A product whose inputs are divided among ranks: `linear` is this rank's, without residual."""
+
+    def __init__(self, linear: Linear, ranks: Ranks) -> None:
+        self.linear = linear
+        self.ranks = ranks
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = self.ranks.all_reduce(self.linear(x))
+        return out if residual is None else out.add_(residual)
+
+
+class VocabularyShard:
+    """The tokens whose embeddings, and logits, are this rank's."""
+
+    def __init__(self, spec: DecoderSpec, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._vocab_size = spec.vocab_size
+        self._share = _tokens_of_rank(spec, ranks)
+
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the embedding or the head, as many as every rank has."""
+        return F.pad(rows, (0, 0, 0, self._share - len(rows)))
+
+    def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """token_ids [tokens] -> [tokens, width]."""
+        own = token_ids - self._ranks.rank * self._share
+        is_other = (own < 0) | (own >= self._share)
+        found = F.embedding(own.masked_fill(is_other, 0), rows)
+        return self._ranks.all_reduce(found.masked_fill_(is_other.unsqueeze(1), 0))
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits [rows, share] -> all [rows, vocab]; a row's are contiguous."""
+        return self._ranks.all_gather(logits)[:, : self._vocab_size]

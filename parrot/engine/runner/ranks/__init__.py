@@ -1,0 +1,4 @@
+"""A runner divided among ranks: processes of one host that are one unit.
+
+Rank 0 is the engine's process, with the block pool, the scheduler and the sampler. The others run
+what it tells them of each step. If one of them ends, all do."""

@@ -1,0 +1,69 @@
+"""Collectives of a host's ranks, by gloo on CPUs and NCCL on CUDA devices."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(seconds=120)
+"""What a rank waits for another, which may compile kernels meanwhile."""
+
+_LOOPBACK = "127.0.0.1"
+
+
+class RankGroup:
+    """`Ranks` over a process group of its own. `store`: where the ranks find each other; it must be
+    private, since whoever can write to it takes part."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
+    ) -> None:
+        """Returns when all ranks are there."""
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._group = _make_group(store, rank, size, device, timeout)
+        self.least(0)  # connects, so that nothing is left to be set up in a captured graph
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = x.shape
+        found = x.new_empty((self.size * rows, columns))
+        self._group._allgather_base(found, x.contiguous()).wait()
+        return found.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite x with that of rank 0."""
+        self._group.broadcast([x]).wait()
+
+    def least(self, number: int) -> int:
+        """The least of the ranks' numbers."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        found = torch.tensor([number], device=self._device)
+        self._group.allreduce([found], options).wait()
+        return int(found.item())
+
+    def abort(self) -> None:
+        """Let those go that wait in a collective for a rank that is not there any more. They
+        raise."""
+        self._group.abort()
+
+
+def _make_group(
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where its ranks first meet
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, gloo)

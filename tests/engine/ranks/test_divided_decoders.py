@@ -1,0 +1,99 @@
+"""A decoder divided among ranks computes what it computes whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.parallel import Shard, require_divisible
+from parrot.engine.runner.ranks.group import RankGroup
+from parrot.utils.config import ConfigError
+from tests.support.rank_threads import on_ranks
+from tests.support.tiny_model import make_tiny_model
+
+CPU = torch.device("cpu")
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "mistral": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "opt": {"num_attention_heads": 4},
+}
+
+
+def attend_to_all(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Of every row to every row: as good as any other attention here."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_every_rank_has_the_logits_of_the_whole(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", family, overrides=SIZES[family])
+    checkpoint = open_checkpoint(str(folder))
+    tokens, positions = torch.tensor([0, 258, 77, 64, 65, 130]), torch.arange(6)
+    with torch.inference_mode():
+        whole = load_decoder(checkpoint, torch.float32, CPU)
+        want = whole.logits(whole.forward(tokens, positions, attend_to_all))
+
+    def compute(ranks: RankGroup) -> tuple[torch.Tensor, int]:
+        shard = Shard(checkpoint.spec, ranks)
+        model = load_decoder(checkpoint, torch.float32, CPU, shard=shard)
+        return model.logits(model.forward(tokens, positions, attend_to_all)), model.num_bytes
+
+    for size in (2, 4):
+        found = on_ranks(size, compute)
+        for logits, num_bytes in found:
+            torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-4)
+            assert num_bytes < whole.num_bytes * (0.5 / size + 0.5)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "dummy"])
+def test_parts_put_together_are_the_tensors(kind: str) -> None:
+    """Of a GGUF file, and of random numbers. Three KV heads go to three ranks."""
+    checkpoint = open_checkpoint(
+        "embedded" if kind == "embedded" else "qwen3-0.6b", dummy=kind == "dummy", seed=3
+    )
+    size = 3 if kind == "embedded" else 4
+    names = checkpoint.spec.names
+    layer = names.layer.format(i=1)
+    wholly = [(names.final_norm, None)]
+    by_rows = [(f"{layer}.{name}", 0) for name in (names.q, names.k, names.up)]
+    by_columns = [(f"{layer}.{name}", 1) for name in (names.o, names.down)]
+    for module, dim in [(names.embed, 0), *wholly, *by_rows, *by_columns]:
+        name = f"{module}.weight"
+        parts = [Shard(checkpoint.spec, FakeRanks(rank, size)).part(name) for rank in range(size)]
+        whole = checkpoint.take(name)
+        taken = [checkpoint.take(name, part=part) for part in parts]
+        assert torch.equal(whole, taken[0] if dim is None else torch.cat(taken, dim))
+        if dim is not None and (matrix := checkpoint.take_four_bit(name)) is not None:
+            packed = [checkpoint.take_four_bit(name, part) for part in parts]
+            numbers = [m.numbers() for m in packed if m is not None]
+            assert torch.equal(matrix.numbers(), torch.cat(numbers, dim))
+
+
+class FakeRanks(RankGroup):
+    """Nobody else is there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def test_a_kv_head_may_be_on_several_ranks() -> None:
+    spec = open_checkpoint("qwen3-0.6b", dummy=True).spec  # 8 KV heads of 128
+    parts = [
+        Shard(spec, FakeRanks(r, 16)).part("model.layers.0.self_attn.k_proj.weight")
+        for r in range(16)
+    ]
+    assert [part.start // 128 for part in parts if part] == [r // 2 for r in range(16)]
+    assert all(part.stop - part.start == 128 for part in parts if part)
+
+
+def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
+    spec = open_checkpoint("embedded").spec
+    require_divisible(spec, 3, "embedded")
+    with pytest.raises(ConfigError, match="9 heads, 3 KV heads .* set it to 1, 3"):
+        require_divisible(spec, 2, "embedded")

@@ -1,0 +1,40 @@
+"""Ranks as threads of one process, which meet over loopback."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from parrot.engine.runner.ranks.group import RankGroup
+
+T = TypeVar("T")
+PATIENCE = timedelta(seconds=60)
+
+
+def on_ranks(size: int, work: Callable[[RankGroup], T]) -> list[T]:
+    """What each rank's `work` returns."""
+    store = dist.HashStore()
+    outcomes = [start_rank(store, rank, size, work) for rank in range(size)]
+    return [outcome.result(PATIENCE.total_seconds()) for outcome in outcomes]
+
+
+def start_rank(
+    store: dist.Store, rank: int, size: int, work: Callable[[RankGroup], T]
+) -> "Future[T]":
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with torch.inference_mode():
+                outcome.set_result(
+                    work(RankGroup(store, rank, size, torch.device("cpu"), PATIENCE))
+                )
+        except BaseException as error:  # noqa: BLE001 - the result raises it
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name=f"rank-{rank}", daemon=True).start()
+    return outcome
