@@ -115,6 +115,17 @@ class BuiltinInstance(ConfigModel):
     shared_prefix: bool = True
     pooling: PoolingKind = _POOLING
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
+        1,
+        description="Processes of this host that the model is divided among, each with a GPU of "
+        "its own, those from `device` on.",
+    )
+
+    @model_validator(mode="after")
+    def _ranks_have_no_host_tier(self) -> "BuiltinInstance":
+        if self.host_kv_gb and self.tensor_parallel > 1:
+            raise ValueError("`host_kv_gb` needs `tensor_parallel` 1: set it to 0, or leave it out")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -30,9 +30,9 @@ def start_rank(
     def run() -> None:
         try:
             with torch.inference_mode():
-                outcome.set_result(
-                    work(RankGroup(store, rank, size, torch.device("cpu"), PATIENCE))
-                )
+                group = RankGroup(rank, size)
+                group.connect(store, torch.device("cpu"), PATIENCE)
+                outcome.set_result(work(group))
         except BaseException as error:  # noqa: BLE001 - the result raises it
             outcome.set_exception(error)
 

@@ -113,6 +113,7 @@ class Decoder:
         self.spec = spec
         self.dtype = dtype
         self.device = device
+        self.ranks = ranks
         names = spec.names
         self._vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
         self.embed = self._of_vocabulary(take(f"{names.embed}.weight"))

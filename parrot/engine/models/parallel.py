@@ -35,6 +35,10 @@ class Ranks(Protocol):
         """Return the sum of all ranks' x, in x."""
         ...
 
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite x with that of rank 0."""
+        ...
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, columns] -> [rows, size * columns]: those of all ranks, in order."""
         ...

@@ -21,8 +21,10 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.device import Reads, noticing_loss
-from parrot.engine.runner.inputs import InputBuilder, StepInputs
+from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
+from parrot.engine.runner.ranks.steps import RankStep
+from parrot.engine.runner.ranks.unit import Unit
 from parrot.engine.runner.sampling import sample
 from parrot.engine.runner.threads import StepThreads
 
@@ -48,6 +50,7 @@ class ModelRunner:
         quantised: bool = False,
         num_host_blocks: int = 0,
         max_threads: int | None = None,
+        unit: Unit | None = None,
     ) -> None:
         spec = model.spec
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
@@ -62,6 +65,7 @@ class ModelRunner:
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
         self._threads = None if max_threads is None else StepThreads(max_threads)
         self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
+        self._unit = unit
 
     @property
     def info(self) -> RunnerInfo:
@@ -74,35 +78,43 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan) -> StepResult:
         inputs = self._inputs.build(plan)
-        step = inputs.step
-        self._cache.prepare(plan.copies, step.fresh_pages(self._info.block_size))
-        if not inputs.num_tokens:
-            return StepResult({}, {})
-        with nullcontext() if self._threads is None else self._threads.step(inputs.num_tokens):
-            return self._compute(plan, inputs)
+        work = self.planner.plan(inputs.versions, inputs.step) if inputs.num_tokens else None
+        step = RankStep(plan.copies, inputs, work, Reads.of(plan.sequences))
+        if self._threads is None or work is None:
+            return self._sampled(step)
+        with self._threads.step(inputs.num_tokens):
+            return self._sampled(step)
 
-    def _compute(self, plan: StepPlan, inputs: StepInputs) -> StepResult:
-        step = inputs.step
-        work = self.planner.plan(inputs.versions, step)
+    def _sampled(self, step: RankStep) -> StepResult:
+        with nullcontext() if self._unit is None else self._unit.running(step):
+            logits = self.compute(step)
+        read = {} if step.reads is None else step.reads.landed()
+        if logits is None:
+            return StepResult({}, {}, read=read)
+        specs = [spec for spec in step.inputs.samples if spec is not None]
+        return replace(sample(logits, specs), read=read)
+
+    @torch.inference_mode()
+    def compute(self, step: RankStep) -> torch.Tensor | None:
+        """Do what every rank does for a step; returns the logits of the rows that are sampled,
+        float32 [rows, vocab], if any are. `step.reads` get what they want."""
+        inputs, rows, reads = step.inputs, step.inputs.step, step.reads
+        self._cache.prepare(step.copies, rows.fresh_pages(self._info.block_size))
+        if step.work is None:
+            return None
         asked = [row for row, spec in enumerate(inputs.samples) if spec is not None]
-        rows = self._tensor(inputs.logit_rows[asked])
-        reads = Reads.of(plan.sequences)
+        logit_rows = self._tensor(inputs.logit_rows[asked])
         needs_all = reads is not None or len(asked) == inputs.num_tokens
         hidden = self._model.forward(
             self._tensor(inputs.token_ids),
             self._tensor(inputs.positions),
-            partial(self._attention.run, plan=self._attention.plan(work, step)),
-            None if needs_all else rows,
+            partial(self._attention.run, plan=self._attention.plan(step.work, rows)),
+            None if needs_all else logit_rows,
         )
-        read = {}
         if reads is not None:
             reads.take(self._model.final(hidden), self._model.head)
-            read = reads.landed()
-            hidden = hidden.index_select(0, rows)
-        specs = [spec for spec in inputs.samples if spec is not None]
-        if not specs:
-            return StepResult({}, {}, read=read)
-        return replace(sample(self._model.logits(hidden), specs), read=read)
+            hidden = hidden.index_select(0, logit_rows)
+        return self._model.logits(hidden) if asked else None
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         self._copies.transfer(transfers)

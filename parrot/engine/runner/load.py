@@ -2,6 +2,7 @@
 
 import logging
 import os
+import weakref
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
+from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.models.checkpoint import (
     Checkpoint,
     load_decoder,
@@ -19,10 +21,13 @@ from parrot.engine.models.checkpoint import (
     resolve_dtype,
 )
 from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.parallel import Shard, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.memory import host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
+from parrot.engine.runner.ranks.processes import RankProcesses
+from parrot.engine.runner.ranks.unit import Seat, Unit
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 
@@ -39,13 +44,30 @@ _E4M3 = (8, 9)
 
 def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
     """Load what the config names; takes seconds to minutes, and raises `ConfigError` for anything
-    that cannot be served exactly."""
-    device = resolve_device(config.device)
+    that cannot be served exactly. With `tensor_parallel`, also starts the processes of the other
+    ranks, which end with the runner."""
+    if config.instance.tensor_parallel == 1:
+        return load_rank(config, None)
+    processes = RankProcesses(config)
+    try:
+        runner, tokenizer = load_rank(config, processes)
+    except BaseException:
+        processes.close()
+        raise
+    weakref.finalize(runner, processes.close)  # at the interpreter's end, too
+    return runner, tokenizer
+
+
+def load_rank(
+    config: BuiltinConfig, seat: Seat | None
+) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
+    """`seat`: among the ranks; None: there is one."""
+    device = _device(config, seat)
     instance = config.instance
     if instance.attn_func == "triton" and device.type == "cpu":
         raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
     if device.type == "cpu":
-        torch.set_num_threads(instance.num_threads or _default_threads())
+        torch.set_num_threads(instance.num_threads or _default_threads(instance.tensor_parallel))
     checkpoint = open_checkpoint(
         config.model, dummy=instance.load_format == "dummy", seed=config.random_seed
     )
@@ -58,18 +80,22 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             "contexts are limited to the model's sliding window of %d tokens", spec.max_seq_len
         )
     use_triton = device.type == "cuda" and _use_triton(instance, spec, device)
-    model = _load_decoder(config, checkpoint, device)
+    model = _load_decoder(config, checkpoint, device, seat)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
     quantised = instance.kv_cache_dtype == "fp8"
-    layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
+    layout = KVLayout.of(model.spec, block_size, model.dtype, quantised=quantised)
+    unit = None if seat is None else seat.join(device, with_tables=not use_triton)
     num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
+    if seat is not None:
+        num_blocks = seat.group.least(num_blocks)
     num_host_blocks = 0
-    if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
+    has_tier = use_triton and config.scheduler.prefix_caching and seat is None
+    if instance.host_kv_gb is not None or has_tier:
         num_host_blocks = host_slots(instance.host_kv_gb, layout.block_bytes, num_blocks)
-    adapts = device.type == "cpu" and not instance.num_threads
+    adapts = device.type == "cpu" and not instance.num_threads and seat is None
     runner: ModelRunner | CudaRunner
     if use_triton:
-        runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size)
+        runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size, unit)
         runner.warm_up()
     else:
         runner = ModelRunner(
@@ -82,26 +108,53 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
             quantised=quantised,
             num_host_blocks=num_host_blocks,
             max_threads=torch.get_num_threads() if adapts else None,
+            unit=unit,
         )
-    logger.info(
-        "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
-        "up to %d tokens",
-        num_blocks,
-        block_size,
-        runner.info.kv_dtype,
-        runner.info.cache_mem,
-        runner.info.num_host_blocks,
-        runner.info.model_mem,
-        runner.info.max_seq_len,
-    )
+    _log(runner.info)
     return runner, tokenizer
 
 
-def _load_decoder(config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device) -> Decoder:
+def _log(info: RunnerInfo) -> None:
+    logger.info(
+        "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
+        "up to %d tokens",
+        info.num_blocks,
+        info.block_size,
+        info.kv_dtype,
+        info.cache_mem,
+        info.num_host_blocks,
+        info.model_mem,
+        info.max_seq_len,
+    )
+
+
+def _device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
+    """The device of a rank: those of one host follow each other."""
+    device = resolve_device(config.device)
+    if seat is None or device.type == "cpu":
+        return device
+    first, size = device.index or 0, seat.group.size
+    if first + size > torch.cuda.device_count():
+        raise ConfigError(
+            f"`instance.tensor_parallel`: {size} ranks need as many CUDA devices from cuda:{first} "
+            f"on, and torch sees {torch.cuda.device_count()} in all"
+        )
+    device = torch.device("cuda", first + seat.group.rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _load_decoder(
+    config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device, seat: Seat | None
+) -> Decoder:
     """With the dtype that the config names. `auto` also multiplies weights as a file keeps them."""
+    shard = None
+    if seat is not None:
+        require_divisible(checkpoint.spec, seat.group.size, checkpoint.source)
+        shard = Shard(checkpoint.spec, seat.group)
     dtype = resolve_dtype(config.dtype, device)
     four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
-    return load_decoder(checkpoint, dtype, device, four_bit=four_bit)
+    return load_decoder(checkpoint, dtype, device, four_bit=four_bit, shard=shard)
 
 
 def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.device) -> bool:
@@ -132,7 +185,11 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _make_cuda_runner(
-    config: BuiltinConfig, model: Decoder, num_blocks: tuple[int, int], block_size: int
+    config: BuiltinConfig,
+    model: Decoder,
+    num_blocks: tuple[int, int],
+    block_size: int,
+    unit: Unit | None,
 ) -> "CudaRunner":
     """`num_blocks`: of the device, and of the host."""
     from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # imports triton
@@ -146,12 +203,13 @@ def _make_cuda_runner(
         quantised=config.instance.kv_cache_dtype == "fp8",
         num_host_blocks=num_blocks[1],
     )
-    return CudaRunner(model, num_blocks[0], block_size, options)
+    return CudaRunner(model, num_blocks[0], block_size, options, unit)
 
 
-def _default_threads() -> int:
-    """One for each physical core that this process may use; decoding is bound by memory, so two
-    on one core only wait for each other."""
+def _default_threads(num_ranks: int) -> int:
+    """One for each physical core that this process may use, divided among the ranks; decoding is
+    bound by memory, so two on one core only wait for each other."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     capabilities: dict[str, int] = getattr(torch.cpu, "get_capabilities", dict)()
-    return max(1, min(usable or 1, capabilities.get("num_physical_cores") or usable or 1))
+    num_cores = min(usable or 1, capabilities.get("num_physical_cores") or usable or 1)
+    return max(1, num_cores // num_ranks)

@@ -13,18 +13,20 @@ _LOOPBACK = "127.0.0.1"
 
 
 class RankGroup:
-    """`Ranks` over a process group of its own. `store`: where the ranks find each other; it must be
-    private, since whoever can write to it takes part."""
+    """`Ranks` over a process group of its own, once it is connected."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
-    ) -> None:
-        """Returns when all ranks are there."""
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+
+    def connect(
+        self, store: dist.Store, device: torch.device, timeout: timedelta = TIMEOUT
+    ) -> None:
+        """Return when all ranks are there. `store`: where they find each other; it must be private,
+        since whoever can write to it takes part."""
         self._device = device
-        self._group = _make_group(store, rank, size, device, timeout)
-        self.least(0)  # connects, so that nothing is left to be set up in a captured graph
+        self._group = _make_group(store, self.rank, self.size, device, timeout)
+        self.least(0)  # so that nothing is left to be set up in a graph
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._group.allreduce([x]).wait()
@@ -37,7 +39,6 @@ class RankGroup:
         return found.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Overwrite x with that of rank 0."""
         self._group.broadcast([x]).wait()
 
     def least(self, number: int) -> int:

@@ -1,0 +1,81 @@
+"""The process of a rank besides rank 0: `python -m parrot.engine.runner.ranks.follower FD`.
+
+FD is its end of a link. It loads its part of the model, then runs the steps that it is told, and
+ends when rank 0 does, however that ends."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.runner.load import load_rank
+from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.steps import StepReader
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class FollowerSeat:
+    """A `Seat` behind a link."""
+
+    def __init__(self, link: Link, group: RankGroup, store: str) -> None:
+        self.group = group
+        self._link = link
+        self._store = store
+
+    def join(self, device: torch.device, *, with_tables: bool) -> None:
+        self._link.send(json.dumps({"error": None}).encode())
+        self._link.receive()
+        self.group.connect(dist.FileStore(self._store, self.group.size), device)
+
+
+def follow(link: Link) -> NoReturn:
+    """Raises `EOFError` when rank 0 has ended, and whatever fails: then there is no going on."""
+    task = json.loads(link.receive())
+    seat = FollowerSeat(link, RankGroup(task["rank"], task["size"]), task["store"])
+    try:
+        runner, _ = load_rank(BuiltinConfig.model_validate(task["config"]), seat)
+    except ConfigError as error:
+        link.send(json.dumps({"error": str(error)}).encode())
+        raise
+    reader = StepReader()
+    while True:
+        runner.compute(reader.step(np.frombuffer(link.receive(), dtype=np.int32)))
+
+
+def main() -> None:
+    # Who stops the engine stops rank 0, which this rank follows.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+
+    def end_with_rank_0() -> None:
+        link.wait_for_end()
+        os._exit(0)  # whatever it waits for will not come
+
+    threading.Thread(target=end_with_rank_0, name="rank-0-watch", daemon=True).start()
+    try:
+        follow(link)
+    except EOFError:
+        os._exit(0)
+    except ConfigError:
+        sys.exit(1)
+    except Exception:
+        logger.exception("a rank ends")
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

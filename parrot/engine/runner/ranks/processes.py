@@ -1,0 +1,88 @@
+"""The processes of the ranks besides rank 0."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.plan import DeviceLost
+from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.unit import Unit
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MODULE = "parrot.engine.runner.ranks.follower"
+_GRACE_S = 5.0
+
+
+class RankProcesses:
+    """Rank 0's `Seat`; starts the others, which load at the same time."""
+
+    def __init__(self, config: BuiltinConfig) -> None:
+        size = config.instance.tensor_parallel
+        self.group = RankGroup(0, size)
+        self._folder = Path(tempfile.mkdtemp(prefix="parrot-ranks-"))  # nobody else may enter it
+        self._links: list[Link] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._unit: Unit | None = None
+        # The others serve nobody, so they need no token.
+        shared = config.model_dump(mode="json", exclude={"cluster_token"})
+        for rank in range(1, size):
+            self._start({"rank": rank, "size": size, "store": self._store, "config": shared})
+
+    @property
+    def _store(self) -> str:
+        return str(self._folder / "store")
+
+    def _start(self, task: dict[str, object]) -> None:
+        link, other = Link.pair()
+        with other:
+            command = [sys.executable, "-m", _MODULE, str(other.fileno())]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
+            )
+        self._links.append(link)
+        self._processes.append(process)
+        link.send(json.dumps(task).encode())
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    def join(self, device: torch.device, *, with_tables: bool) -> Unit:
+        for rank, link in enumerate(self._links, start=1):
+            try:
+                answer = json.loads(link.receive())
+            except EOFError:
+                raise DeviceLost(f"rank {rank} has ended while it loaded the model") from None
+            if (error := answer["error"]) is not None:
+                raise ConfigError(f"rank {rank}: {error}")
+        for link in self._links:
+            link.send(b"")
+        self.group.connect(dist.FileStore(self._store, self.group.size), device)
+        self._unit = Unit(self.group, self._links, with_tables=with_tables)
+        return self._unit
+
+    def close(self) -> None:
+        """End the others, and wait for that. May be called twice."""
+        if self._unit is not None:
+            self._unit.close()
+        else:
+            for link in self._links:
+                link.close()
+        for process in self._processes:
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)

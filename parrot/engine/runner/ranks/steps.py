@@ -1,0 +1,174 @@
+"""A step as rank 0 tells it to the others: everything but what its tokens are chosen by.
+
+A message is one array of int32: the lengths of its parts, then the parts. It is made of what rank 0
+has planned, so that nobody plans it again."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parrot.engine.attention.context_tree import IntArray
+from parrot.engine.attention.work_list import ITEM_FIELDS, StepRows, WorkList
+from parrot.engine.core.plan import BlockCopy, PoolSpec, SampleSpec, ScoreSpec
+from parrot.engine.runner.device import Reads
+from parrot.engine.runner.inputs import StepInputs
+from parrot.protocol.sampling import SamplingConfig
+
+_NUM_PARTS = 25
+_POOL, _SCORE = 0, 1
+_SOME_SAMPLE = SampleSpec(0, SamplingConfig(), 0, 0)
+_NONE: IntArray = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """A step without `work` has no tokens."""
+
+    copies: tuple[BlockCopy, ...]
+    inputs: StepInputs
+    work: WorkList | None
+    reads: Reads | None
+
+
+class StepWriter:
+    """Makes messages of steps; remembers the last work list, which many steps have in common.
+    `with_tables`: the others keep no block tables of their own."""
+
+    def __init__(self, *, with_tables: bool) -> None:
+        self._with_tables = with_tables
+        self._last: WorkList | None = None
+
+    def message(self, step: RankStep) -> IntArray:
+        inputs, work = step.inputs, step.work
+        is_known = work is None or work is self._last
+        self._last = work or self._last
+        asked = np.array([spec is not None for spec in inputs.samples], dtype=np.int32)
+        head = [work is not None, is_known, step.reads is not None]
+        parts: list[IntArray] = [
+            np.array(head, dtype=np.int32),
+            _ints([(c.source, c.target, c.num_tokens) for c in step.copies]),
+            inputs.rows,
+            inputs.step.tables.reshape(-1) if self._with_tables else _NONE,
+            inputs.step.starts,
+            inputs.step.q_lens,
+            inputs.token_ids,
+            inputs.positions,
+            inputs.table_rows,
+            inputs.logit_rows,
+            asked,
+            inputs.pending_at,
+            inputs.changed_at,
+            inputs.changed_to,
+            _reads(step.reads),
+            *([_NONE] * 10 if work is None or is_known else _work(work)),
+        ]
+        assert len(parts) == _NUM_PARTS, len(parts)
+        return np.concatenate([_ints([len(part) for part in parts]), *parts], dtype=np.int32)
+
+
+class StepReader:
+    """Makes steps of messages, all those of one writer in order."""
+
+    def __init__(self) -> None:
+        self._last: WorkList | None = None
+
+    def step(self, message: IntArray) -> RankStep:
+        """Its arrays are views of the message."""
+        ends = _NUM_PARTS + np.cumsum(message[:_NUM_PARTS])
+        parts = iter(np.split(message, [_NUM_PARTS, *ends.tolist()])[1:-1])
+        has_work, is_known, has_reads = next(parts).tolist()
+        copies = tuple(BlockCopy(*copy) for copy in next(parts).reshape(-1, 3).tolist())
+        inputs = _inputs(parts)
+        reads = _read_reads(next(parts), has_any=bool(has_reads))
+        if not is_known:
+            self._last = _read_work(list(parts))
+        return RankStep(copies, inputs, self._last if has_work else None, reads)
+
+
+def _ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> IntArray:
+    return np.array(values, dtype=np.int32).reshape(-1)
+
+
+def _inputs(parts: Iterator[IntArray]) -> StepInputs:
+    """What is only for the sampler is left out; `samples` tell where there are any."""
+    rows, tables, starts, q_lens = (next(parts) for _ in range(4))
+    token_ids, positions, table_rows, logit_rows = (next(parts) for _ in range(4))
+    asked, pending_at, changed_at, changed_to = (next(parts) for _ in range(4))
+    return StepInputs(
+        versions=(),
+        rows=rows,
+        step=StepRows(_table(tables, len(starts)), starts, q_lens),
+        token_ids=token_ids,
+        positions=positions,
+        table_rows=table_rows,
+        logit_rows=logit_rows,
+        samples=tuple(_SOME_SAMPLE if one else None for one in asked.tolist()),
+        sampled=(),
+        pending_at=pending_at,
+        pending=(),
+        changed_at=changed_at,
+        changed_to=changed_to,
+    )
+
+
+def _table(blocks: IntArray, num_rows: int) -> IntArray:
+    return blocks.reshape(num_rows, -1 if num_rows else 0)
+
+
+def _reads(reads: Reads | None) -> IntArray:
+    """The places of the states that are read; scores need logits, which all ranks compute."""
+    if reads is None:
+        return _NONE
+    pools = [(_POOL, first, spec.start, spec.end, 0) for first, spec in reads.pools]
+    scored = [(_SCORE, i, s.start, len(s.targets), s.num_top) for i, s in reads.scored]
+    return _ints([*pools, *scored])
+
+
+def _read_reads(rows: IntArray, *, has_any: bool) -> Reads | None:
+    if not has_any:
+        return None
+    reads = Reads()
+    for kind, first, start, count, num_top in rows.reshape(-1, 5).tolist():
+        if kind == _POOL:
+            reads.pools.append((first, PoolSpec(0, start, count)))
+        else:
+            reads.scored.append((first, ScoreSpec(0, start, [0] * count, num_top)))
+    return reads
+
+
+def _work(work: WorkList) -> list[IntArray]:
+    facts = (work.narrow_is_even, work.tile_rows, work.num_shared_tokens, work.hides_keys)
+    return [
+        _ints(facts),
+        work.narrow.reshape(-1),
+        work.shared.reshape(-1),
+        work.fills.reshape(-1),
+        work.converted_fills.reshape(-1),
+        work.converted_pages,
+        work.token_order,
+        work.slot_indptr,
+        work.slot_of,
+        _ints(work.dense),
+    ]
+
+
+def _read_work(parts: Sequence[IntArray]) -> WorkList:
+    facts, *items, converted_pages, token_order, slot_indptr, slot_of, dense = parts
+    is_even, tile_rows, num_shared_tokens, hides_keys = facts.tolist()
+    narrow, shared, fills, converted_fills = (x.reshape(-1, ITEM_FIELDS) for x in items)
+    return WorkList(
+        narrow=narrow,
+        narrow_is_even=bool(is_even),
+        shared=shared,
+        fills=fills,
+        converted_fills=converted_fills,
+        converted_pages=converted_pages,
+        tile_rows=tile_rows,
+        token_order=token_order,
+        slot_indptr=slot_indptr,
+        slot_of=slot_of,
+        dense=tuple((first, count) for first, count in dense.reshape(-1, 2).tolist()),
+        num_shared_tokens=num_shared_tokens,
+        hides_keys=bool(hides_keys),
+    )

@@ -1,0 +1,104 @@
+"""Rank 0's view of the ranks besides it: what it tells them, and that it ends with any of them."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from parrot.engine.core.plan import DeviceLost
+from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.steps import RankStep, StepWriter
+
+logger = logging.getLogger(__name__)
+
+
+class Seat(Protocol):
+    """A process's place among the ranks, while its runner is loaded."""
+
+    @property
+    def group(self) -> RankGroup:
+        """Connected once it has joined."""
+        ...
+
+    def join(self, device: torch.device, *, with_tables: bool) -> "Unit | None":
+        """Say that the weights are loaded, and return when all ranks say so: on rank 0 the unit.
+        Raises what kept another rank from it."""
+        ...
+
+
+class Unit:
+    """Whatever fails while the ranks run a step leaves them at different places, so it is the end
+    of all: `DeviceLost` then, and from then on."""
+
+    def __init__(self, group: RankGroup, links: Sequence[Link], *, with_tables: bool) -> None:
+        """`links` to rank 1, 2, and so on. `with_tables`: see `StepWriter`."""
+        self._group = group
+        self._links = links
+        self._writer = StepWriter(with_tables=with_tables)
+        self._lost: str | None = None
+        self._when_lost: list[Callable[[], None]] = []
+        for rank, link in enumerate(links, start=1):
+            watch = threading.Thread(
+                target=self._watch, args=(rank, link), name=f"rank-{rank}-watch", daemon=True
+            )
+            watch.start()
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    @property
+    def group(self) -> RankGroup:
+        return self._group
+
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        """Call `tell`, from any thread, once a rank has ended."""
+        self._when_lost.append(tell)
+        if self._lost is not None:
+            tell()
+
+    def tell(self, step: RankStep) -> None:
+        """Let the others run a step. This one must, too."""
+        message = self._writer.message(step).tobytes()
+        for link in self._links:
+            link.send(message)
+
+    @contextmanager
+    def running(self, step: RankStep) -> Iterator[None]:
+        """Tell the step; this rank runs it inside."""
+        with self.together():
+            self.tell(step)
+            yield
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run inside what all ranks do. Raises `DeviceLost` for anything that fails."""
+        if self._lost is not None:
+            raise DeviceLost(self._lost)
+        try:
+            yield
+        except DeviceLost:
+            raise
+        except Exception as error:
+            self._lost = self._lost or f"a step failed on rank 0: {error}"
+            raise DeviceLost(self._lost) from error
+
+    def close(self) -> None:
+        """Let the other ranks end."""
+        self._lost = self._lost or "the ranks are closed"
+        for link in self._links:
+            link.end()
+
+    def _watch(self, rank: int, link: Link) -> None:
+        link.wait_for_end()
+        if self._lost is None:
+            self._lost = f"rank {rank} has ended"
+            logger.critical("%s, so the others end, too", self._lost)
+        for tell in self._when_lost:
+            tell()
+        self._group.abort()
+        link.close()

@@ -1,0 +1,166 @@
+"""A runner divided among ranks gives, token for token, what one rank gives."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from parrot.engine.core.plan import DeviceLost, PoolSpec, ScoreSpec
+from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
+from parrot.engine.models.parallel import Shard
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.steps import StepReader
+from parrot.engine.runner.ranks.unit import Unit
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.runner_driver import Driver
+from tests.support.kernel_cases import SHARE_ALL
+from tests.support.rank_threads import PATIENCE, start_rank
+from tests.support.tiny_model import make_tiny_model
+
+CPU = torch.device("cpu")
+BLOCKS, SIZE = 128, 4
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2},
+    "opt": {"num_attention_heads": 4},
+}
+Outcome = list[Any]
+
+
+@contextmanager
+def divided(checkpoint: Checkpoint, size: int, **options: Any) -> Iterator[ModelRunner]:
+    """Rank 0's runner; the others are threads."""
+    store = dist.HashStore()
+    links = [Link.pair() for _ in range(1, size)]
+
+    def runner(ranks: RankGroup, unit: Unit | None = None) -> ModelRunner:
+        model = load_decoder(checkpoint, torch.float32, CPU, shard=Shard(checkpoint.spec, ranks))
+        return ModelRunner(model, BLOCKS, SIZE, unit=unit, **options)
+
+    def follow(ranks: RankGroup) -> None:
+        own, reader = runner(ranks), StepReader()
+        link = Link(links[ranks.rank - 1][1])
+        try:
+            while True:
+                own.compute(reader.step(np.frombuffer(link.receive(), dtype=np.int32)))
+        except EOFError:
+            link.close()
+
+    def lead(ranks: RankGroup) -> ModelRunner:
+        unit = Unit(ranks, [link for link, _ in links], with_tables=True)
+        return runner(ranks, unit)
+
+    leading = start_rank(store, 0, size, lead)
+    following = [start_rank(store, rank, size, follow) for rank in range(1, size)]
+    leader = leading.result(PATIENCE.total_seconds())
+    assert leader._unit is not None
+    try:
+        yield leader
+    finally:
+        leader._unit.close()
+        for one in following:
+            one.result(PATIENCE.total_seconds())
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    def make(family: str) -> Checkpoint:
+        folder = tmp_path_factory.mktemp(family) / "model"
+        return open_checkpoint(str(make_tiny_model(folder, family, overrides=FAMILIES[family])))
+
+    return make
+
+
+def alone(checkpoint: Checkpoint, **options: Any) -> ModelRunner:
+    return ModelRunner(load_decoder(checkpoint, torch.float32, CPU), BLOCKS, SIZE, **options)
+
+
+def outputs(runner: ModelRunner) -> Outcome:
+    """A batch of prompts in chunks, forks inside and at blocks, and samplings of all kinds."""
+    driver = Driver(runner)
+    prompts = [[1, 2, 3], [250, 4], [7] * 21]
+    found: Outcome = [driver.generate([driver.context(p) for p in prompts], 8, chunk=5)]
+    parent = driver.context([i * 7 % 250 for i in range(22)])
+    driver.step([(parent, 22)])
+    children = [driver.fork(parent, length) for length in (22, 20, 9)]
+    for i, child in enumerate(children):
+        child.tokens += [100 + i]
+    found.append(driver.generate(children, 6))
+    for sampling in (
+        SamplingConfig(temperature=1.3, seed=5),
+        SamplingConfig(temperature=0.9, top_p=0.8, top_k=40),
+        SamplingConfig(temperature=1.0, presence_penalty=1.5, repetition_penalty=1.3),
+        SamplingConfig(temperature=0.0, logit_bias={17: 3.0, 258: -100.0}),
+    ):
+        found.append(driver.generate([driver.context(p) for p in prompts], 5, sampling=sampling))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_one_rank(
+    checkpoint_of: Callable[[str], Checkpoint], family: str
+) -> None:
+    checkpoint = checkpoint_of(family)
+    want = outputs(alone(checkpoint, gate=SHARE_ALL))
+    for size in (2, 4):
+        with divided(checkpoint, size, gate=SHARE_ALL) as runner:
+            assert outputs(runner) == want
+
+
+def test_log_probabilities_and_states_are_those_of_one_rank(
+    checkpoint_of: Callable[[str], Checkpoint],
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    scored = SamplingConfig(temperature=0.7, logprobs=5, seed=3)
+
+    def read(runner: ModelRunner) -> Outcome:
+        driver = Driver(runner)
+        contexts = [driver.context([9, 8, 7, 6, 5, 4]) for _ in range(3)]
+        pool, score = PoolSpec(1, 0, 6), ScoreSpec(2, 1, (8, 7, 6), 3)
+        result = driver.step([(c, 6) for c in contexts], scored, {1: pool, 2: score})
+        likely = result.scores[3]
+        unit = result.read[1].unit()  # type: ignore[union-attr]
+        assert unit is not None
+        logprobs = result.read[2]
+        ids = [result.tokens, list(likely.ids), list(logprobs.ids)]  # type: ignore[union-attr]
+        values = [*likely.values, *logprobs.values, *np.frombuffer(unit, "<f4")]  # type: ignore[union-attr]
+        return [ids, values]
+
+    ids, values = read(alone(checkpoint))
+    with divided(checkpoint, 2) as runner:
+        found_ids, found_values = read(runner)
+    assert found_ids == ids
+    np.testing.assert_allclose(found_values, values, rtol=1e-3, atol=1e-4)
+
+
+def test_quantised_kv_is_divided_too(checkpoint_of: Callable[[str], Checkpoint]) -> None:
+    checkpoint = checkpoint_of("llama")
+    want = outputs(alone(checkpoint, quantised=True))
+    with divided(checkpoint, 2, quantised=True) as runner:
+        assert outputs(runner) == want
+        whole = alone(checkpoint, quantised=True).info
+        assert runner.info.cache_mem == whole.cache_mem / 2
+
+
+def test_a_rank_that_ends_is_the_end_of_the_unit(
+    checkpoint_of: Callable[[str], Checkpoint],
+) -> None:
+    told = threading.Event()
+    with divided(checkpoint_of("llama"), 2) as runner:
+        driver, unit = Driver(runner), runner._unit
+        assert unit is not None
+        driver.generate([driver.context([1, 2])], 2)
+        unit.when_lost(told.set)
+        unit._links[0].end()  # what the kernel does for a process that is killed
+        assert told.wait(30)
+        with pytest.raises(DeviceLost, match="rank 1 has ended"):
+            driver.generate([driver.context([1, 2])], 1)
