@@ -3,6 +3,7 @@
 import gc
 import logging
 import time
+from collections.abc import Callable
 
 from parrot.engine.config import (
     AnyEngineConfig,
@@ -14,7 +15,7 @@ from parrot.engine.config import (
 from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import Runner
+from parrot.engine.core.plan import DividedRunner, Runner
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import TokenizerResponse
@@ -37,11 +38,12 @@ def create_service(config: AnyEngineConfig) -> EngineService:
         from parrot.engine.openai.service import OpenAIService
 
         return OpenAIService(config)
-    driver = ThreadDriver(lambda: _load(config))
+    driver = ThreadDriver(lambda: _load(config, driver.lose))
     return RunnerService(config, driver, warm_up=True, pooling=config.instance.pooling)
 
 
-def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
+def _load(config: BuiltinConfig | HuggingFaceConfig, lose: Callable[[], None]) -> EngineCore:
+    """`lose` is called, from any thread, if the model is lost later."""
     began = time.monotonic()
     logger.info("loading %s (device %s, dtype %s)", config.model, config.device, config.dtype)
     gc.disable()  # nearly all that importing and loading make stays; looking for garbage among it
@@ -50,6 +52,8 @@ def _load(config: BuiltinConfig | HuggingFaceConfig) -> EngineCore:
     finally:
         gc.freeze()  # takes a fifth of the time, and collections during steps need not do it either
         gc.enable()
+    if isinstance(runner, DividedRunner):
+        runner.when_lost(lose)
     info = runner.info
     logger.info(
         "loaded %s in %.1f s: %.0f MiB of weights, %.0f MiB of KV for %d tokens",

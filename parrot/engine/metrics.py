@@ -130,6 +130,7 @@ def _gauges(info: RuntimeInfo) -> dict[str, tuple[str, float]]:
         "cached_tokens": ("Tokens of the blocks in use.", info.num_cached_tokens),
         "cache_bytes": ("Memory of the KV pool.", info.cache_mem * _MIB),
         "model_bytes": ("Memory of the weights.", info.model_mem * _MIB),
+        "ranks": ("Processes that the model is divided among.", info.num_ranks),
         "step_seconds": ("Recent average of a step.", info.recent_average_latency * _NS),
     }
 

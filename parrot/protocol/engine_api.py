@@ -324,6 +324,9 @@ class RuntimeInfo(InternalPayload):
     costs: StepCosts | None = Field(None, description="as measured; null: not known")
     capabilities: Capabilities | None = Field(None, description="null: as it registered")
     host_tier: HostTierInfo | None = None
+    num_ranks: int = Field(
+        1, description="processes that the model is divided among; memory is that of one"
+    )
     prompt_tokens: PromptTokens = PromptTokens()
     outputs: list[OutputPart] = Field([], description="what is new of those that are not streamed")
 

@@ -112,6 +112,10 @@ class ThreadDriver:
             self._inbox.append(verb)
             self._wake.notify()
 
+    def lose(self) -> None:
+        """Say, from any thread, that no step can be run any more."""
+        self.is_lost = True
+
     async def close(self) -> None:
         with self._wake:
             self._is_closing = True

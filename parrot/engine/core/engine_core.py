@@ -93,8 +93,7 @@ class EngineCore:
         self.requests = RequestTable(
             config, self._tree, self._scheduler, language, limits, clock, self._totals
         )
-        self._latency_ns = 0.0
-        self._last_step_ended = 0.0
+        self._latency_ns = self._last_step_ended = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -391,6 +390,7 @@ class EngineCore:
             num_steps=self._totals.num_steps,
             costs=self._found.with_copies(self._costs.costs()),
             host_tier=self._found.host_info(),
+            num_ranks=self.info.num_ranks,
             prompt_tokens=self.requests.prompts.payload(),
         )
 

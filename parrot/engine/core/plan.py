@@ -10,7 +10,7 @@ Some are named tuples because hundreds are made in each step, and frozen datacla
 as long.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -216,7 +216,8 @@ class RunnerInfo:
     """The runner's limits and costs, for the control half. Memory in MiB. `costs` None: they are to
     be measured. `draft_sizes`: see `DraftCosts`; if there are none, sequences may have no drafts.
     `kv_dtype`: the type of the pool's numbers; empty: there is no pool. `num_host_blocks`: how many
-    blocks of `block_bytes` its host tier holds."""
+    blocks of `block_bytes` its host tier holds. `num_ranks`: processes that it is divided among, of
+    one of which memory and costs are."""
 
     num_blocks: int
     block_size: int
@@ -229,6 +230,7 @@ class RunnerInfo:
     kv_dtype: str = ""
     num_host_blocks: int = 0
     block_bytes: int = 0
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +278,15 @@ class Runner(Protocol):
     def info(self) -> RunnerInfo: ...
 
     def run(self, plan: StepPlan) -> StepResult: ...
+
+
+@runtime_checkable
+class DividedRunner(Runner, Protocol):
+    """A runner that may be divided among processes."""
+
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        """Call `tell`, from any thread, if one of them ends: no step can be run any more."""
+        ...
 
 
 @runtime_checkable

@@ -329,9 +329,7 @@ def load_decoder(
     return decoder
 
 
-def _require_room(
-    source: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
-) -> None:
+def _require_room(source: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
     free, total = torch.cuda.mem_get_info(device)
     need = spec.num_weights * dtype.itemsize
     if need > free:

@@ -4,7 +4,7 @@ Between the matrix products there are three kernels a layer besides attention: r
 RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul. Of few
 rows the products do all of this themselves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -106,11 +106,10 @@ class _Weight:
 
     @classmethod
     def of(cls, linear: Linear) -> "_Weight":
-        ranks = None
         if isinstance(linear, SummedLinear):
-            linear, ranks = linear.linear, linear.ranks
+            return replace(cls.of(linear.linear), ranks=linear.ranks)
         assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
-        return cls(linear.weight, linear.bias, ranks)
+        return cls(linear.weight, linear.bias)
 
     def __call__(self, x: Normed) -> torch.Tensor:
         if isinstance(x, UndividedRows) or _is_few(x):

@@ -1,7 +1,6 @@
 """Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +23,7 @@ from parrot.engine.runner.device import Reads, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks.steps import RankStep
-from parrot.engine.runner.ranks.unit import Unit
+from parrot.engine.runner.ranks.unit import Unit, together
 from parrot.engine.runner.sampling import sample
 from parrot.engine.runner.threads import StepThreads
 
@@ -71,6 +70,10 @@ class ModelRunner:
     def info(self) -> RunnerInfo:
         return self._info
 
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        if self._unit is not None:
+            self._unit.when_lost(tell)
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         with noticing_loss(self._model.device):
@@ -86,7 +89,9 @@ class ModelRunner:
             return self._sampled(step)
 
     def _sampled(self, step: RankStep) -> StepResult:
-        with nullcontext() if self._unit is None else self._unit.running(step):
+        with together(self._unit):
+            if self._unit is not None:
+                self._unit.tell(step)
             logits = self.compute(step)
         read = {} if step.reads is None else step.reads.landed()
         if logits is None:

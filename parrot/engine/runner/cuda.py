@@ -1,6 +1,6 @@
 """Runs the steps of the builtin engine with the Triton kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 
@@ -22,10 +22,12 @@ from parrot.engine.core.plan import (
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
 from parrot.engine.runner.device import Landing, Mark, Reads, noticing_loss
-from parrot.engine.runner.draws import DrawBuilder, Scored
+from parrot.engine.runner.draws import NO_DRAWS, DrawBuilder, Scored
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
+from parrot.engine.runner.ranks.steps import RankStep
+from parrot.engine.runner.ranks.unit import Unit, together
 from parrot.engine.runner.sampling import results
 from parrot.engine.runner.step_computer import PlannedStep, Sources, StepComputer, WatchedAttention
 from parrot.engine.runner.warm_up import SyntheticPlans
@@ -61,13 +63,14 @@ class Launched:
     due: Mark
     device: torch.device
     reads: Reads | None
+    unit: Unit | None
 
     def wait_until_due(self) -> None:
         wait((self.tokens,))
         self.due.wait()
 
     def wait(self) -> StepResult:
-        with noticing_loss(self.device):
+        with noticing_loss(self.device), together(self.unit):
             tokens = self.landing.wait(len(self.tokens.result()))
         pairs = zip(self.inputs.samples, tokens, strict=True)
         chosen = [(spec, token) for spec, token in pairs if spec is not None]
@@ -99,8 +102,14 @@ class CudaRunner:
     launches them one behind the other."""
 
     def __init__(
-        self, model: Decoder, num_blocks: int, block_size: int, options: CudaOptions | None = None
+        self,
+        model: Decoder,
+        num_blocks: int,
+        block_size: int,
+        options: CudaOptions | None = None,
+        unit: Unit | None = None,
     ) -> None:
+        """`unit`: on rank 0 of several, the others."""
         options = options or CudaOptions()
         spec, device = model.spec, model.device
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
@@ -118,6 +127,7 @@ class CudaRunner:
         )
         max_seq_len, max_rows = self._info.max_seq_len, 2 * options.max_rows
         self._device = device
+        self._unit = unit
         self._overlap = options.overlap
         self._inputs = InputBuilder(max_rows, -(-max_seq_len // block_size), block_size)
         self._draws = DrawBuilder(max_rows)
@@ -139,6 +149,7 @@ class CudaRunner:
             SyntheticPlans(shape, options.gate, split, options.max_tokens, max_seq_len),
             (max_rows, self._inputs.width),
             options.max_tokens,
+            model.ranks,
         )
         if options.use_graphs:
             sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
@@ -153,6 +164,10 @@ class CudaRunner:
     @property
     def info(self) -> RunnerInfo:
         return self._info
+
+    def when_lost(self, tell: Callable[[], None]) -> None:
+        if self._unit is not None:
+            self._unit.when_lost(tell)
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them."""
@@ -172,10 +187,11 @@ class CudaRunner:
 
         Raises `OutOfMemory` when the device has no room for the step; the next may succeed."""
         try:
-            with noticing_loss(self._device):
+            with noticing_loss(self._device), together(self._unit):
                 if plan.num_tokens:
                     return self._launch(plan, None).wait()
                 self._copies.guard(plan)
+                self._tell(RankStep(plan.copies, self._inputs.build(plan), None, None))
                 self._cache.prepare(plan.copies)
                 return StepResult({}, {})
         except torch.OutOfMemoryError:
@@ -191,7 +207,7 @@ class CudaRunner:
         if not self._overlap:
             return None
         try:
-            with noticing_loss(self._device):
+            with noticing_loss(self._device), together(self._unit):
                 return self._launch(plan, previous)
         except BaseException:
             self._inputs.forget()
@@ -214,5 +230,19 @@ class CudaRunner:
         landed = previous.landed if isinstance(previous, Launched) else dict
         draws, reads = self._draws.build(inputs, landed), Reads.of(plan.sequences)
         step = PlannedStep(inputs, draws, work, sources, reads)
+        self._tell(RankStep(plan.copies, inputs, work, reads))
         self._launching = self.computer.launch(step, landing)
-        return Launched(inputs, draws.scored, self._launching, landing, due, self._device, reads)
+        launched = (self._launching, landing, due, self._device)
+        return Launched(inputs, draws.scored, *launched, reads, self._unit)
+
+    def _tell(self, step: RankStep) -> None:
+        if self._unit is not None:
+            self._unit.tell(step)
+
+    @torch.inference_mode()
+    def compute(self, step: RankStep) -> None:
+        """Launch what the ranks besides rank 0 do for a step."""
+        self._cache.prepare(step.copies)
+        if step.work is not None:
+            planned = PlannedStep(step.inputs, NO_DRAWS, step.work, None, step.reads)
+            self.computer.compute(planned)

@@ -144,6 +144,9 @@ class Draws:
     scored: Scored = _NOT_SCORED
 
 
+NO_DRAWS = Draws(0, np.empty(0, dtype=np.int32), None, lambda: None)
+
+
 @dataclass(slots=True)
 class _Choice:
     """The bits of a configuration, and its entries for one job once logits are adjusted."""

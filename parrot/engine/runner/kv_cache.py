@@ -176,4 +176,5 @@ def runner_info(
         kv_dtype=cache.layout.dtype_name,
         num_host_blocks=num_host_blocks,
         block_bytes=cache.layout.block_bytes,
+        num_ranks=1 if model.ranks is None else model.ranks.size,
     )

@@ -18,6 +18,7 @@ from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
 from parrot.engine.models.fused import Forward
+from parrot.engine.models.parallel import Ranks
 from parrot.engine.runner.device import Landing, Mark, Reads, Stage
 from parrot.engine.runner.draws import Draws
 from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
@@ -91,8 +92,10 @@ class StepComputer:
         synthetic: SyntheticPlans,
         table_size: tuple[int, int],
         max_tokens: int,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`table_size`: rows and columns of the block table."""
+        """`table_size`: rows and columns of the block table. `ranks`: those that compute each step
+        together; only rank 0 has the tokens of the step before."""
         rows, width = table_size
         device = attention.device
         self._device = device
@@ -103,7 +106,10 @@ class StepComputer:
         self._tables = torch.zeros(table_size, dtype=torch.int32, device=device)
         self._stage = Stage(4 * max_tokens + rows * (2 * width + NUM_SETTINGS + 8) + 1024, device)
         self._chooser = TokenChooser(device)
-        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="launcher")
+        self._ranks = ranks
+        self._launcher = ThreadPoolExecutor(
+            1, thread_name_prefix="launcher", initializer=_use, initargs=(device,)
+        )
 
     def launch(self, step: PlannedStep, landing: Landing) -> "Future[torch.Tensor]":
         """Compute a step; its tokens also go to `landing`. The result is there once all kernels
@@ -117,8 +123,7 @@ class StepComputer:
 
     @torch.inference_mode()
     def _compute(self, step: PlannedStep, size: StepSize | None, landing: Landing) -> torch.Tensor:
-        found = None if size is None else self._run_graph(step, size)
-        decoded, sent = found or self._run_eagerly(step)
+        decoded, sent = self._decoded(step, size)
         count = len(step.inputs.samples)
         tokens, scores = self._chooser.choose(
             decoded.logits[:count],
@@ -133,6 +138,14 @@ class StepComputer:
         )
         landing.receive(tokens, scores)
         return tokens
+
+    def compute(self, step: PlannedStep) -> None:
+        """Launch a step without choosing its tokens: what ranks besides rank 0 do."""
+        self._decoded(step, None if step.reads is not None else self._graph_size(step.inputs))
+
+    def _decoded(self, step: PlannedStep, size: StepSize | None) -> tuple[Decoded, _Sent]:
+        found = None if size is None else self._run_graph(step, size)
+        return found or self._run_eagerly(step)
 
     def _run_eagerly(self, step: PlannedStep) -> tuple[Decoded, _Sent]:
         inputs = step.inputs
@@ -199,6 +212,8 @@ class StepComputer:
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
+        if self._ranks is not None and len(inputs.pending_at):
+            self._ranks.broadcast(sent[0])
         adjusted = draws.adjustments
         adjustments = None if adjusted is None else self._chooser.send(adjusted)
         return _Sent(sent, settings, scored, adjustments)
@@ -254,6 +269,12 @@ class StepComputer:
         positions = np.arange(num_tokens, dtype=np.int32) % self._synthetic.max_seq_len
         tokens, none = _pad(_NONE, num_tokens, 0), _pad(_NONE, num_tokens, -1)
         return self._stage.send([tokens, positions, none, _pad(_NONE, num_logits, 0)])
+
+
+def _use(device: torch.device) -> None:
+    """Launch the kernels of this thread on a device."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
 
 
 _NONE: IntArray = np.empty(0, dtype=np.int32)

@@ -90,5 +90,5 @@ def test_a_kv_head_may_be_on_several_ranks() -> None:
 def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
     spec = open_checkpoint("embedded").spec
     require_divisible(spec, 3, "embedded")
-    with pytest.raises(ConfigError, match="9 heads, 3 KV heads .* set it to 1, 3"):
+    with pytest.raises(ConfigError, match=r"9 heads, 3 KV heads .* set it to 1, 3"):
         require_divisible(spec, 2, "embedded")

@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.runner.load import load_rank
@@ -37,7 +36,7 @@ class FollowerSeat:
     def join(self, device: torch.device, *, with_tables: bool) -> None:
         self._link.send(json.dumps({"error": None}).encode())
         self._link.receive()
-        self.group.connect(dist.FileStore(self._store, self.group.size), device)
+        self.group.connect_by_file(self._store, device)
 
 
 def follow(link: Link) -> NoReturn:

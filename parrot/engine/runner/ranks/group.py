@@ -2,9 +2,13 @@
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 TIMEOUT = timedelta(seconds=120)
 """What a rank waits for another, which may compile kernels meanwhile."""
@@ -19,14 +23,17 @@ class RankGroup:
         self.rank = rank
         self.size = size
 
-    def connect(
-        self, store: dist.Store, device: torch.device, timeout: timedelta = TIMEOUT
-    ) -> None:
+    def connect(self, store: "Store", device: torch.device, timeout: timedelta = TIMEOUT) -> None:
         """Return when all ranks are there. `store`: where they find each other; it must be private,
         since whoever can write to it takes part."""
         self._device = device
         self._group = _make_group(store, self.rank, self.size, device, timeout)
         self.least(0)  # so that nothing is left to be set up in a graph
+
+    def connect_by_file(self, path: str, device: torch.device) -> None:
+        """`connect` through a file in a folder that nobody else may enter."""
+        store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]
+        self.connect(store, device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         self._group.allreduce([x]).wait()
@@ -44,7 +51,7 @@ class RankGroup:
     def least(self, number: int) -> int:
         """The least of the ranks' numbers."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         found = torch.tensor([number], device=self._device)
         self._group.allreduce([found], options).wait()
         return int(found.item())
@@ -56,15 +63,16 @@ class RankGroup:
 
 
 def _make_group(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta
-) -> dist.ProcessGroup:
+    store: "Store", rank: int, size: int, device: torch.device, timeout: timedelta
+) -> Any:
+    """A backend; torch's type of it has no collectives."""
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where its ranks first meet
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
     gloo._timeout = timeout
     return dist.ProcessGroupGloo(store, rank, size, gloo)

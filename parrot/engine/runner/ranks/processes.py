@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import DeviceLost
@@ -47,9 +46,7 @@ class RankProcesses:
         link, other = Link.pair()
         with other:
             command = [sys.executable, "-m", _MODULE, str(other.fileno())]
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()]
-            )
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[other.fileno()])
         self._links.append(link)
         self._processes.append(process)
         link.send(json.dumps(task).encode())
@@ -68,7 +65,7 @@ class RankProcesses:
                 raise ConfigError(f"rank {rank}: {error}")
         for link in self._links:
             link.send(b"")
-        self.group.connect(dist.FileStore(self._store, self.group.size), device)
+        self.group.connect_by_file(self._store, device)
         self._unit = Unit(self.group, self._links, with_tables=with_tables)
         return self._unit
 

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -40,20 +40,13 @@ class Unit:
         self._links = links
         self._writer = StepWriter(with_tables=with_tables)
         self._lost: str | None = None
+        self._is_closed = False
         self._when_lost: list[Callable[[], None]] = []
         for rank, link in enumerate(links, start=1):
             watch = threading.Thread(
                 target=self._watch, args=(rank, link), name=f"rank-{rank}-watch", daemon=True
             )
             watch.start()
-
-    @property
-    def size(self) -> int:
-        return self._group.size
-
-    @property
-    def group(self) -> RankGroup:
-        return self._group
 
     def when_lost(self, tell: Callable[[], None]) -> None:
         """Call `tell`, from any thread, once a rank has ended."""
@@ -62,17 +55,10 @@ class Unit:
             tell()
 
     def tell(self, step: RankStep) -> None:
-        """Let the others run a step. This one must, too."""
+        """Let the others run a step. This rank must, too, `together` with them."""
         message = self._writer.message(step).tobytes()
         for link in self._links:
             link.send(message)
-
-    @contextmanager
-    def running(self, step: RankStep) -> Iterator[None]:
-        """Tell the step; this rank runs it inside."""
-        with self.together():
-            self.tell(step)
-            yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -89,16 +75,21 @@ class Unit:
 
     def close(self) -> None:
         """Let the other ranks end."""
-        self._lost = self._lost or "the ranks are closed"
+        self._is_closed = True
         for link in self._links:
             link.end()
 
     def _watch(self, rank: int, link: Link) -> None:
         link.wait_for_end()
-        if self._lost is None:
-            self._lost = f"rank {rank} has ended"
-            logger.critical("%s, so the others end, too", self._lost)
-        for tell in self._when_lost:
-            tell()
+        if not self._is_closed:
+            self._lost = self._lost or f"rank {rank} has ended"
+            logger.critical("rank %d has ended: no step can be run any more", rank)
+            for tell in self._when_lost:
+                tell()
         self._group.abort()
         link.close()
+
+
+def together(unit: Unit | None) -> AbstractContextManager[None]:
+    """See `Unit`; nothing if there is only one rank."""
+    return nullcontext() if unit is None else unit.together()
