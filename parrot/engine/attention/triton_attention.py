@@ -7,7 +7,8 @@ import torch
 from parrot.engine.attention.converted_pages import ConvertedPages
 from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
-from parrot.engine.attention.tree_attention import TreeAttention, dense_attention
+from parrot.engine.attention.tree_attention import TreeAttention, dense_attention, split_for
+from parrot.engine.attention.work_list import SplitConfig
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV
 
@@ -60,6 +61,12 @@ class TritonAttention:
     @property
     def max_slots(self) -> int:
         return len(self._kernels.partial_out)
+
+    def split_config(self) -> SplitConfig:
+        """The cuts that suit the device and this pool."""
+        num_pages = 0 if self.converted is None else len(self.converted)
+        dtype = self._pool.dtype
+        return split_for(self.shape, dtype, self.device, converted_pages=num_pages)
 
     def sibling(self, max_slots: int) -> "TritonAttention":
         """Attention over the same memory, with partial results of its own."""

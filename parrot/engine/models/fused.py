@@ -27,7 +27,9 @@ from parrot.engine.models.parallel import Ranks, SummedLinear
 
 
 class Forward(Protocol):
-    """A forward pass over a step's tokens."""
+    """A forward pass over a step's tokens. `ranks`: those that make it together, if several do."""
+
+    ranks: Ranks | None
 
     def __call__(
         self,
@@ -71,6 +73,7 @@ class PlainDecoder:
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
+        self.ranks = model.ranks
 
     def __call__(
         self,
@@ -181,6 +184,7 @@ class FusedDecoder:
         spec = model.spec
         assert spec.rope is not None
         assert isinstance(model.norm, RMSNorm)
+        self.ranks = model.ranks
         self._embedded, self._gathered = model.embedded, model.gathered
         self._layers = [_FusedLayer.of(layer) for layer in model.layers]
         self._norm = model.norm

@@ -22,8 +22,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.device import Reads, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
-from parrot.engine.runner.ranks.steps import RankStep
-from parrot.engine.runner.ranks.unit import Unit, together
+from parrot.engine.runner.ranks import RankStep, Unit, together
 from parrot.engine.runner.sampling import sample
 from parrot.engine.runner.threads import StepThreads
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.tree_attention import split_for
 from parrot.engine.attention.work_planner import WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
@@ -26,8 +25,7 @@ from parrot.engine.runner.draws import NO_DRAWS, DrawBuilder, Scored
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
-from parrot.engine.runner.ranks.steps import RankStep
-from parrot.engine.runner.ranks.unit import Unit, together
+from parrot.engine.runner.ranks import RankStep, Unit, together
 from parrot.engine.runner.sampling import results
 from parrot.engine.runner.step_computer import PlannedStep, Sources, StepComputer, WatchedAttention
 from parrot.engine.runner.warm_up import SyntheticPlans
@@ -139,9 +137,7 @@ class CudaRunner:
             layer_weights=layer_weights,
         )
         shape = self._attention.shape
-        converted = self._attention.converted
-        room = 0 if converted is None else len(converted)
-        split = split_for(shape, model.dtype, device, converted_pages=room)
+        split = self._attention.split_config()
         self.planner = WorkPlanner(shape, options.gate, split)
         self.computer = StepComputer(
             make_forward(model, max_seq_len),
@@ -149,7 +145,6 @@ class CudaRunner:
             SyntheticPlans(shape, options.gate, split, options.max_tokens, max_seq_len),
             (max_rows, self._inputs.width),
             options.max_tokens,
-            model.ranks,
         )
         if options.use_graphs:
             sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]

@@ -26,8 +26,7 @@ from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.memory import host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
-from parrot.engine.runner.ranks.processes import RankProcesses
-from parrot.engine.runner.ranks.unit import Seat, Unit
+from parrot.engine.runner.ranks import RankProcesses, Seat, Unit
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 

@@ -18,7 +18,6 @@ from parrot.engine.kernels.linear import FEW_ROWS
 from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
 from parrot.engine.models.fused import Forward
-from parrot.engine.models.parallel import Ranks
 from parrot.engine.runner.device import Landing, Mark, Reads, Stage
 from parrot.engine.runner.draws import Draws
 from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
@@ -92,10 +91,8 @@ class StepComputer:
         synthetic: SyntheticPlans,
         table_size: tuple[int, int],
         max_tokens: int,
-        ranks: Ranks | None = None,
     ) -> None:
-        """`table_size`: rows and columns of the block table. `ranks`: those that compute each step
-        together; only rank 0 has the tokens of the step before."""
+        """`table_size`: rows and columns of the block table."""
         rows, width = table_size
         device = attention.device
         self._device = device
@@ -106,7 +103,6 @@ class StepComputer:
         self._tables = torch.zeros(table_size, dtype=torch.int32, device=device)
         self._stage = Stage(4 * max_tokens + rows * (2 * width + NUM_SETTINGS + 8) + 1024, device)
         self._chooser = TokenChooser(device)
-        self._ranks = ranks
         self._launcher = ThreadPoolExecutor(
             1, thread_name_prefix="launcher", initializer=_use, initargs=(device,)
         )
@@ -212,8 +208,8 @@ class StepComputer:
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
-        if self._ranks is not None and len(inputs.pending_at):
-            self._ranks.broadcast(sent[0])
+        if self._forward.ranks is not None and len(inputs.pending_at):
+            self._forward.ranks.broadcast(sent[0])  # only rank 0 has the step before's
         adjusted = draws.adjustments
         adjustments = None if adjusted is None else self._chooser.send(adjusted)
         return _Sent(sent, settings, scored, adjustments)
