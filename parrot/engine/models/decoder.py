@@ -185,7 +185,7 @@ class Decoder:
         return self.gathered(self.lm_head(states)).float()
 
     def gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """What `lm_head` gives -> the logits of the whole vocabulary."""
+        """Put what each rank's `lm_head` gives together: the logits of the whole vocabulary."""
         return logits if self._vocabulary is None else self._vocabulary.gather(logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

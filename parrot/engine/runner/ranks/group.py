@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TIMEOUT = timedelta(seconds=120)
-"""What a rank waits for another, which may compile kernels meanwhile."""
+"""How long a rank waits for another, which may compile kernels meanwhile."""
 
 _LOOPBACK = "127.0.0.1"
 

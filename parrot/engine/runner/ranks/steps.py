@@ -91,7 +91,7 @@ def _ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> IntArray:
 
 
 def _inputs(parts: Iterator[IntArray]) -> StepInputs:
-    """What is only for the sampler is left out; `samples` tell where there are any."""
+    """The inputs without what is only for the sampler; `samples` tell where there are any."""
     rows, tables, starts, q_lens = (next(parts) for _ in range(4))
     token_ids, positions, table_rows, logit_rows = (next(parts) for _ in range(4))
     asked, pending_at, changed_at, changed_to = (next(parts) for _ in range(4))
