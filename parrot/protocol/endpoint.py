@@ -20,6 +20,7 @@ from parrot.protocol.server import (
     EventStream,
     bearer_token,
     has_long_list,
+    idempotency_key_of,
     json_in_turns,
     json_response,
     parse_payload,
@@ -53,7 +54,8 @@ class Endpoint:
     client goes away.
 
     The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
-    for the field `bearer` if that is not given, and the header `traceparent` for that field.
+    for the field `bearer` if that is not given, and the headers `traceparent` and `Idempotency-Key`
+    for those fields.
     `access`: who may use it, and `check` what says so, if the verb does not. `body`: which bodies
     are read. `durable` is awaited before the answer is sent.
     `errors` (statuses that it may fail with, besides 400 and 422), `about` and `may_stream` (it
@@ -91,7 +93,9 @@ class Endpoint:
         self.may_stream = may_stream
         self._verb = verb
         self._wants_request = request is not None
-        self._is_traced = self.takes is not None and "traceparent" in self.takes.model_fields
+        fields = {} if self.takes is None else self.takes.model_fields
+        self._is_traced = "traceparent" in fields
+        self._is_repeatable = "idempotency_key" in fields
         self._bearer = bearer
         self._check = check
         self._body = body
@@ -145,6 +149,8 @@ class Endpoint:
             given = request.headers.get("traceparent")
             if TraceParent.parse(given) is not None:
                 fields["traceparent"] = given
+        if self._is_repeatable and fields.get("idempotency_key") is None:
+            fields["idempotency_key"] = idempotency_key_of(request)
         return fields
 
     def _response(self, result: object) -> Response:

@@ -45,6 +45,7 @@ _REFUSAL_S = 10.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _JSON = "application/json"
 _MAX_FIELDS = 64
+_MAX_KEY = 256  # characters of a client's for a request
 _TURN_BYTES = 2**16
 _TURN_ITEMS = 4096  # of a list in an answer
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
@@ -175,6 +176,15 @@ def bearer_token(request: Request) -> str | None:
 def api_key_of(request: Request) -> str | None:
     """The Bearer token, or the header `x-api-key` (Anthropic's)."""
     return bearer_token(request) or request.headers.get("x-api-key")
+
+
+def idempotency_key_of(request: Request) -> str | None:
+    """The header `Idempotency-Key`. Raises `InvalidRequest` for one that is too long."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and len(key) > _MAX_KEY:
+        text = f"`Idempotency-Key` has more than {_MAX_KEY} characters"
+        raise InvalidRequest(text, param="Idempotency-Key")
+    return key or None
 
 
 def knows_cluster_token(request: Request, expected: str | None) -> bool:

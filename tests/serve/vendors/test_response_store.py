@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from parrot.protocol.errors import NotFound
+from parrot.protocol.errors import Conflict, NotFound
 from parrot.serve.api.vendors.responses.items import Item, MessageItem
-from parrot.serve.api.vendors.responses.store import Record, ResponseStore
+from parrot.serve.api.vendors.responses.store import Once, Record, ResponseStore
 
 MAX_BYTES = 80_000
 
@@ -28,19 +28,31 @@ class StoreMachine(RuleBasedStateMachine):
         self.begun: list[Record] = []
         self.contexts: dict[str, list[str]] = {}
 
-    @rule(data=st.data(), tenant=st.sampled_from("ab"), size=st.sampled_from([0, 9_000, 90_000]))
-    def make(self, data: st.DataObject, tenant: str, size: int) -> None:
+    @rule(
+        data=st.data(),
+        tenant=st.sampled_from("ab"),
+        size=st.sampled_from([0, 9_000, 90_000]),
+        key=st.sampled_from([None, "k", "l"]),
+    )
+    def make(self, data: st.DataObject, tenant: str, size: int, key: str | None) -> None:
         """As a request does: what it continues is found first, and may go before it ends."""
+        once = None if key is None else Once(key, "the same")
+        if once is not None and (known := self.store.find_once(tenant, once)) is not None:
+            assert known.once == once
+            assert known.tenant == tenant
+            with pytest.raises(Conflict):
+                self.store.find_once(tenant, Once(once.key, "another"))
+            return
         own = [r for r in self.records if r.tenant == tenant and self.is_found(r)]
         previous = data.draw(st.sampled_from([None, *own[-8:]]))
         text = f"{len(self.records)} {'x' * size}"
         name = f"resp_{len(self.records)}"
-        record = Record(name, tenant, previous, [message(text)])
+        record = Record(name, tenant, previous, [message(text)], once=once)
         before = [] if previous is None else [*self.contexts[previous.id], f"says {previous.id}"]
         self.contexts[record.id] = [*before, text]
         self.records.append(record)
         self.begun.append(record)
-        if data.draw(st.booleans()):
+        if once is not None or data.draw(st.booleans()):
             self.store.begin(record)
 
     @rule(data=st.data())

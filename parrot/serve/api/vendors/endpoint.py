@@ -19,6 +19,7 @@ from parrot.protocol.gate.answer import error_headers
 from parrot.protocol.server import (
     EventStream,
     api_key_of,
+    idempotency_key_of,
     read_json,
     run_until_disconnect,
 )
@@ -39,13 +40,15 @@ ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
 
 class Caller(NamedTuple):
     """Who asks. `program`: what a header calls it, if one does. `headers` of the answer may be
-    added to. `traceparent`: the caller's span; empty: none."""
+    added to. `traceparent`: the caller's span; empty: none. `idempotency_key`: what is made with it
+    is made once, where that is kept."""
 
     tenant: str
     program: str | None
     request_id: str
     headers: dict[str, str]
     traceparent: str = ""
+    idempotency_key: str | None = None
 
     def tell(self, turn: Turn) -> None:
         """Say in a header what the turn's prompt shares with the one before it."""
@@ -124,7 +127,8 @@ class VendorEndpoint(Endpoint):
         tenant, span = self._core.tenant(api_key_of(request)), _span(request)
         if span is not None and (sampler := self._core.sessions.sampler) is not None:
             span = sampler.judged(span)
-        caller = Caller(tenant, _program(request), request_id, {}, str(span or ""))
+        key = idempotency_key_of(request)
+        caller = Caller(tenant, _program(request), request_id, {}, str(span or ""), key)
         result = self._verb(**await self._arguments(request), caller=caller)
         if inspect.isawaitable(result):
             response = self._response(await run_until_disconnect(request, result))

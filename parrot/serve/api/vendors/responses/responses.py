@@ -1,5 +1,6 @@
 """`/v1/responses`: turns whose items are kept, in OpenAI's format."""
 
+import hashlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
@@ -8,6 +9,7 @@ import orjson
 
 from parrot.protocol.errors import (
     Cancelled,
+    Conflict,
     InternalError,
     InvalidRequest,
     NotFound,
@@ -39,8 +41,14 @@ from parrot.serve.api.vendors.responses.items import (
     output_items,
     template_messages,
 )
-from parrot.serve.api.vendors.responses.store import Fields, KeptResponses, Record, ResponseStore
-from parrot.serve.api.vendors.responses.writer import Ended, ResponseWriter
+from parrot.serve.api.vendors.responses.store import (
+    Fields,
+    KeptResponses,
+    Once,
+    Record,
+    ResponseStore,
+)
+from parrot.serve.api.vendors.responses.writer import Ended, ResponseWriter, told_again
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import AnswerParser
@@ -64,7 +72,13 @@ class Responses:
         self, request: ResponseRequest, caller: Caller
     ) -> bytes | Awaitable[bytes] | AsyncGenerator[Events]:
         request.require_support()
+        once = None
+        if caller.idempotency_key is not None and request.is_kept:
+            once = Once(caller.idempotency_key, _fingerprint(request))
+            if (known := self._store.find_once(caller.tenant, once)) is not None:
+                return _given_again(known, request)
         record = self._record(request, caller.tenant)
+        record.once = once
         asked = Asked(request, program_of(request, caller), caller.traceparent)
         turn, parser = self._submit(asked, record)
         caller.tell(turn)
@@ -195,16 +209,25 @@ class Responses:
     async def _whole(
         self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
     ) -> bytes:
-        (value,) = await read_all([turn])
-        ended = Ended(value, int(time.time()))
-        for part in (await likelihoods(turn), *parser.feed(value.content), *parser.finish(), ended):
-            for _ in writer.write(part):
-                pass
-        self._end(turn, writer, record)
+        with self._store.making(record):
+            (value,) = await read_all([turn])
+            said = (await likelihoods(turn), *parser.feed(value.content), *parser.finish())
+            for part in (*said, Ended(value, int(time.time()))):
+                for _ in writer.write(part):
+                    pass
+            self._end(turn, writer, record)
         await self.kept.durable(is_stored=bool(record.body))
         return orjson.dumps(writer.response)
 
     async def _events(
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+    ) -> AsyncGenerator[Events]:
+        with self._store.making(record):
+            async with aclosing(self._told(turn, parser, writer, record)) as events:
+                async for some in events:
+                    yield some
+
+    async def _told(
         self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
     ) -> AsyncGenerator[Events]:
         has_begun = False
@@ -304,6 +327,23 @@ def _interrupted(frame: Json) -> bytes:
     for _ in writer.write(Unavailable("ServeCore was restarted while the response was made")):
         pass
     return orjson.dumps(writer.response)
+
+
+def _fingerprint(request: ResponseRequest) -> str:
+    return hashlib.sha256(request.model_dump_json(exclude={"stream"}).encode()).hexdigest()
+
+
+def _given_again(record: Record, request: ResponseRequest) -> bytes | AsyncGenerator[Events]:
+    """The answer to a request that was repeated. Raises `Conflict` while the first is made."""
+    if record.job is not None:
+        return record.job.events() if request.stream else record.body or record.job.body()
+    if not record.body:
+        raise Conflict("the response to this key is being made: try again", param="Idempotency-Key")
+    return _repeated(record.body) if request.stream else record.body
+
+
+async def _repeated(body: bytes) -> AsyncGenerator[Events]:
+    yield [(event["type"], event) for event in told_again(orjson.loads(body))]
 
 
 def _messages(request: ResponseRequest, record: Record) -> list[Json]:

@@ -7,11 +7,12 @@ Their bytes are bounded. When there is no room, those go that nothing continues,
 used of the tenant that keeps the most: here r3 or r4, then r2. Whatever lives can be continued."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from parrot.protocol.errors import NotFound
+from parrot.protocol.errors import Conflict, NotFound
 from parrot.serve.api.vendors.responses.background import Background
 from parrot.serve.api.vendors.responses.items import Item, output_items
 from parrot.serve.journal.journal import Journal
@@ -24,6 +25,14 @@ _PART_BYTES = 160  # of a part of an answer that can be streamed again
 _KEPT = "response"
 _DELETED = "response_deleted"  # nobody finds it, but others continue it
 Fields = Mapping[str, Any]
+
+
+class Once(NamedTuple):
+    """The key with which a client asks for a response so that it is made once, and a digest of what
+    it asks for."""
+
+    key: str
+    fingerprint: str
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +51,7 @@ class Record:
     is_kept: bool = False
     is_deleted: bool = False
     has_variables: bool = False
+    once: Once | None = None
     num_successors: int = field(default=0, repr=False)
 
     def context(self) -> list[Item]:
@@ -76,6 +86,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._by_id: dict[str, Record] = {}
         self._tenants: dict[str, _Tenant] = {}
+        self._by_key: dict[tuple[str, str], Record] = {}  # by tenant and key
         self._largest: LazyHeap[str, float] = LazyHeap()  # tenants with leaves, by bytes negated
 
     def find(self, response_id: str, tenant: str, *, param: str | None = None) -> Record:
@@ -96,9 +107,28 @@ class ResponseStore:
                 return item
         raise NotFound(f"no item `{item_id}` is kept here", param=param)
 
+    def find_once(self, tenant: str, once: Once) -> Record | None:
+        """The response that is kept, or being made, for this key. Raises `Conflict` if it is
+        another."""
+        record = self._by_key.get((tenant, once.key))
+        if record is not None and record.once != once:
+            raise Conflict("the key was used for another request", param="Idempotency-Key")
+        return record
+
+    @contextmanager
+    def making(self, record: Record) -> Iterator[None]:
+        """For the block in which it is made: if it is not kept then, its key is free again."""
+        self._claim(record)
+        try:
+            yield
+        finally:
+            if not record.is_kept:
+                self._release(record)
+
     def begin(self, record: Record) -> None:
         """It is being made, and can be found. It counts for nothing until it is kept."""
         self._by_id[record.id] = record
+        self._claim(record)
 
     def keep(self, record: Record) -> None:
         """It has ended, and does not change any more. Nothing happens if it was removed, and one
@@ -117,6 +147,7 @@ class ResponseStore:
             record.previous.num_successors += 1
             tenant.leaves.pop(record.previous.id)
         self._by_id[record.id] = record
+        self._claim(record)
         tenant.leaves.put(record.id, record)
         self._count(record.tenant, record.num_bytes)
         while self.num_bytes > self._max_bytes:
@@ -130,6 +161,7 @@ class ResponseStore:
         """It can be found no more. Those that continue it keep its items."""
         record.is_deleted = True
         self._by_id.pop(record.id, None)
+        self._release(record)
         if not record.is_kept:
             self.on_dropped(record)
             return
@@ -170,6 +202,19 @@ class ResponseStore:
         for record in kept.values():
             assert record.num_successors == successors[record.id], record.id
             assert record.is_deleted == (record.id not in self._by_id), record.id
+            if record.once is not None and not record.is_deleted:
+                assert self._by_key[record.tenant, record.once.key] is record, record.id
+        assert not any(record.is_deleted for record in self._by_key.values())
+
+    def _claim(self, record: Record) -> None:
+        if record.once is not None:
+            self._by_key[record.tenant, record.once.key] = record
+
+    def _release(self, record: Record) -> None:
+        if record.once is not None:
+            place = record.tenant, record.once.key
+            if self._by_key.get(place) is record:
+                del self._by_key[place]
 
     def _count(self, name: str, num_bytes: int) -> None:
         """The tenant's leaves or bytes have changed. One with bytes has leaves, too."""
@@ -234,6 +279,7 @@ class KeptResponses:
             "body": record.body.decode(),
             "has_variables": record.has_variables,
             "work": work,
+            "once": None if record.once is None else list(record.once),
         }
         self._journal.append(record.id, _KEPT, fields)
 
@@ -271,6 +317,7 @@ class KeptResponses:
             None if fields["output"] is None else output_items(fields["output"]),
             fields["body"].encode(),
             has_variables=fields["has_variables"],
+            once=None if (once := fields.get("once")) is None else Once(*once),
         )
         if (work := fields.get("work")) is not None:
             self._store.begin(record)

@@ -94,6 +94,16 @@ class ResponseWriter:
         elif part.text:
             yield from self._text(part.text)
 
+    def end_as(self, response: Json) -> Iterator[Json]:
+        """End like a response that is there, whose items were written."""
+        if response["status"] == "cancelled":
+            yield from self._fail(Cancelled("the response was cancelled"))
+            return
+        yield from self._close_reasoning(response["status"])
+        yield from self._close_message(response["status"])
+        self.response = response
+        yield self._state(f"response.{response['status']}")
+
     def _reason(self, delta: str) -> Iterator[Json]:
         if not self._is_reasoning:
             self._is_reasoning = True
@@ -227,6 +237,28 @@ class ResponseWriter:
     def _event(self, kind: str, **fields: object) -> Json:
         number, self._number = self._number, self._number + 1
         return {"type": kind, "sequence_number": number} | fields
+
+
+def told_again(response: Json) -> Iterator[Json]:
+    """The events of a response that has ended, with one delta for all of a text."""
+    begun = {"status": "in_progress", "usage": None, "completed_at": None, "error": None}
+    writer = ResponseWriter(response | begun | {"incomplete_details": None})
+    yield from writer.begin()
+    for item in response["output"]:
+        for part in _parts_of(item):
+            yield from writer.write(part)
+    yield from writer.end_as(response)
+
+
+def _parts_of(item: Json) -> Iterator[Part]:
+    if item["type"] == "function_call":
+        yield ToolCall(item["name"], item["arguments"], item["call_id"])
+    for content in item.get("content", ()):
+        if item["type"] == "reasoning":
+            yield ReasoningDelta(content["text"])
+        else:
+            yield Likelihoods(content.get("logprobs", []))
+            yield TextDelta(content["text"])
 
 
 def _text_part(text: str, entries: Sequence[Entry] = ()) -> Json:
