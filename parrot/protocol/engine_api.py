@@ -328,7 +328,9 @@ class RuntimeInfo(InternalPayload):
         1, description="processes that the model is divided among; memory is that of one"
     )
     prompt_tokens: PromptTokens = PromptTokens()
-    outputs: list[OutputPart] = Field([], description="what is new of those that are not streamed")
+    outputs: list[OutputPart] = Field(
+        [], max_length=65536, description="what is new of those that are not streamed"
+    )
 
 
 class PingResponse(InternalPayload):

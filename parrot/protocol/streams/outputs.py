@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from pydantic import Base64UrlBytes, BaseModel, ConfigDict, Field, field_validator
 
+from parrot.protocol.gate.fields import Amount
+
 _ID_BYTES = array("I").itemsize
 
 
@@ -14,9 +16,9 @@ class OutputPart(BaseModel):
 
     model_config = ConfigDict(extra="ignore", defer_build=True)
 
-    context_id: int
-    start: int = Field(ge=0)
-    ids: Base64UrlBytes
+    context_id: Amount
+    start: Amount
+    ids: Base64UrlBytes = Field(max_length=2**16)  # more fit in no heartbeat
 
     @field_validator("ids")
     @classmethod
