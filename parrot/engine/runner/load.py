@@ -11,7 +11,7 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
-from parrot.engine.core.plan import RunnerInfo
+from parrot.engine.kernels.cpu.native import start_loading
 from parrot.engine.models.checkpoint import (
     Checkpoint,
     load_decoder,
@@ -92,6 +92,7 @@ def load_rank(
     if instance.host_kv_gb is not None or has_tier:
         num_host_blocks = host_slots(instance.host_kv_gb, layout.block_bytes, num_blocks)
     adapts = device.type == "cpu" and not instance.num_threads and seat is None
+    is_compiled = device.type == "cpu" and instance.attn_func == "auto" and seat is None
     runner: ModelRunner | CudaRunner
     if use_triton:
         runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size, unit)
@@ -108,12 +109,14 @@ def load_rank(
             num_host_blocks=num_host_blocks,
             max_threads=torch.get_num_threads() if adapts else None,
             unit=unit,
+            kernels=start_loading(model.dtype) if is_compiled else None,
         )
-    _log(runner.info)
+    _log(runner)
     return runner, tokenizer
 
 
-def _log(info: RunnerInfo) -> None:
+def _log(runner: "ModelRunner | CudaRunner") -> None:
+    info = runner.info
     logger.info(
         "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
         "up to %d tokens",

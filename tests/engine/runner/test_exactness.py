@@ -20,6 +20,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Runner, StepPlan, StepResult
+from parrot.engine.kernels.cpu.native import start_loading
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.cpu import ModelRunner
@@ -61,7 +62,19 @@ def model(checkpoint: Checkpoint) -> Decoder:
 
 @pytest.fixture(scope="module")
 def runner(model: Decoder) -> ModelRunner:
-    return ModelRunner(model, 200, 16, gate=cpu_gate(torch.float32))
+    """With compiled kernels from the first step on."""
+    kernels = start_loading(torch.float32)
+    assert kernels is not None
+    kernels.result()
+    return ModelRunner(model, 200, 16, gate=cpu_gate(torch.float32), kernels=kernels)
+
+
+@pytest.fixture(scope="module", params=["torch", "compiled"])
+def any_runner(model: Decoder, request: pytest.FixtureRequest) -> ModelRunner:
+    if request.param == "torch":
+        return ModelRunner(model, 200, 16, gate=cpu_gate(torch.float32))
+    runner: ModelRunner = request.getfixturevalue("runner")
+    return runner
 
 
 @pytest.fixture(scope="module")
@@ -87,28 +100,28 @@ def golden(checkpoint: Checkpoint) -> Golden:
     return Golden(prompts, made.sequences[:, PROMPT_LENGTH:].tolist(), logits)
 
 
-def test_alone(runner: ModelRunner, golden: Golden) -> None:
+def test_alone(any_runner: ModelRunner, golden: Golden) -> None:
     for prompt, want in zip(golden.prompts[:2], golden.outputs, strict=False):
-        driver = Driver(runner)
+        driver = Driver(any_runner)
         assert driver.generate([driver.context(prompt)], NUM_TOKENS) == [want]
 
 
-def test_in_a_batch_of_16(runner: ModelRunner, golden: Golden) -> None:
-    driver = Driver(runner)
+def test_in_a_batch_of_16(any_runner: ModelRunner, golden: Golden) -> None:
+    driver = Driver(any_runner)
     chosen = [*range(6), *range(6), 0, 3, 5, 1]
     contexts = [driver.context(golden.prompts[i]) for i in chosen]
     assert driver.generate(contexts, NUM_TOKENS) == [golden.outputs[i] for i in chosen]
 
 
-def test_filled_in_chunks_of_7(runner: ModelRunner, golden: Golden) -> None:
-    driver = Driver(runner)
+def test_filled_in_chunks_of_7(any_runner: ModelRunner, golden: Golden) -> None:
+    driver = Driver(any_runner)
     contexts = [driver.context(prompt) for prompt in golden.prompts]
     assert driver.generate(contexts, NUM_TOKENS, chunk=7) == golden.outputs
 
 
-def test_forked_from_a_shared_context(runner: ModelRunner, golden: Golden) -> None:
+def test_forked_from_a_shared_context(any_runner: ModelRunner, golden: Golden) -> None:
     """A fork of each prompt's context: near its beginning, in the middle, or all but a token."""
-    driver = Driver(runner)
+    driver = Driver(any_runner)
     contexts = []
     lengths = itertools.cycle((2, PROMPT_LENGTH // 2, PROMPT_LENGTH - 1))
     for prompt, length in zip(golden.prompts, lengths, strict=False):
@@ -140,9 +153,9 @@ def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
     assert outputs[0] == outputs[1]
 
 
-def test_after_a_preemption(runner: ModelRunner, golden: Golden) -> None:
+def test_after_a_preemption(any_runner: ModelRunner, golden: Golden) -> None:
     """Half of the contexts lose their KV in the middle and are computed again from their tokens."""
-    driver = Driver(runner)
+    driver = Driver(any_runner)
     contexts = [driver.context(prompt) for prompt in golden.prompts]
     first = driver.generate(contexts, 9)
     for context in contexts[::2]:

@@ -1,0 +1,158 @@
+"""Attention over pages of few rows on a CPU: the compiled kernel's arguments.
+
+Turning the heads of queries and keys and writing new KV is part of it. What is computed for a row
+depends on nothing but its own context: not on other rows of the step, nor on the threads."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from parrot.engine.attention.quantised import PooledKV
+from parrot.engine.attention.work_list import StepRows
+from parrot.engine.kernels.cpu import layout
+from parrot.engine.kernels.cpu.native import Kernels
+
+HEAD_DIM_MULTIPLE = 32
+
+_LEAST_PARALLEL = 1 << 18  # bytes of KV that are worth waking other threads in every layer
+
+Array = npt.NDArray[np.generic]
+
+
+def address_of(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [head_dim] of the RMSNorm of each head of q and of k."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+
+class PagedAttention:
+    """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim] that is not
+    quantised, of the type of the kernels."""
+
+    def __init__(
+        self,
+        pool: PooledKV,
+        num_heads: int,
+        frequencies: torch.Tensor,
+        norms: Sequence[HeadNorms | None],
+        kernels: Kernels,
+        max_rows: int,
+    ) -> None:
+        """`frequencies` float32 [head_dim / 2]: radians per position of dimensions i and
+        i + head_dim / 2; `norms`: by layer."""
+        _, _, kv_heads, pages, page_size, head_dim = pool.numbers.shape
+        assert pool.numbers.is_contiguous(), pool.numbers.stride()
+        assert pool.exponents is None
+        assert head_dim % HEAD_DIM_MULTIPLE == 0, head_dim
+        self._attend = kernels.attend
+        self._num_heads, self._head_dim = num_heads, head_dim
+        self._frequencies = frequencies.numpy()
+        self._span = -(-layout.CHUNK // page_size) * page_size
+        self._token_bytes = 2 * kv_heads * head_dim * pool.numbers.itemsize
+        self._kept: dict[int, Array] = {}  # what is in the block by address
+        self._block = np.zeros(layout.STEP_FIELDS, dtype=np.int64)
+        self._address = address_of(self._block)
+        self._out = pool.numbers.new_empty(max_rows, num_heads * head_dim)
+        self._angles = np.empty((max_rows, head_dim), dtype=np.float32)
+        self._put(layout.ANGLES, self._angles)
+        self._put(layout.QUERIES, np.empty(self._out.shape, dtype=np.float32))
+        self._set(
+            {
+                layout.OUT: self._out.data_ptr(),
+                layout.HEADS: num_heads,
+                layout.KV_HEADS: kv_heads,
+                layout.HEAD_DIM: head_dim,
+                layout.PAGE_SIZE: page_size,
+                layout.PAGES: pages,
+                layout.SCORES_WIDTH: -(-self._span // 16) * 16,
+                layout.PARALLEL: kernels.parallel,
+                layout.ATTEND_PART: kernels.attend_part,
+            }
+        )
+        scale = head_dim**-0.5 * math.log2(math.e)
+        self._block.view(np.float32)[2 * layout.QUERY_SCALE] = scale
+        self._layers = [
+            _layer_block(numbers, norm) for numbers, norm in zip(pool.numbers, norms, strict=True)
+        ]
+        self._addresses = [address_of(block) for block, _ in self._layers]
+
+    def prepare(self, step: StepRows) -> None:
+        """Take in the step that `run` is for."""
+        starts, q_lens = step.starts, step.q_lens
+        positions = step.positions
+        num_rows = len(positions)
+        num_chunks = (starts + q_lens - 1) // self._span + 1
+        pairs = np.repeat(np.arange(len(starts), dtype=np.int32), num_chunks)
+        firsts = np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+        most_chunks = int(num_chunks.max())
+        num_bytes = int((starts + q_lens).sum()) * self._token_bytes
+        is_parallel = self._block[layout.PARALLEL] and num_bytes >= _LEAST_PARALLEL
+        threads = torch.get_num_threads() if is_parallel else 1
+        self._set(
+            {
+                layout.ROWS: num_rows,
+                layout.PAIRS: len(pairs),
+                layout.THREADS: threads,
+                layout.MOST_CHUNKS: most_chunks,
+                layout.TABLE_WIDTH: step.tables.shape[1],
+            }
+        )
+        self._put(layout.PAIR_SEQUENCES, pairs)
+        self._put(layout.PAIR_CHUNKS, (np.arange(len(pairs)) - firsts).astype(np.int32))
+        self._put(layout.FIRST_ROWS, np.append(step.q_first, num_rows).astype(np.int32))
+        self._put(layout.STARTS, starts)
+        self._put(layout.ROW_SEQUENCES, step.requests)
+        self._put(layout.TABLES, step.tables)
+        self._turn(positions)
+        partials = num_rows * most_chunks * self._num_heads
+        self._make_room(layout.PARTIALS, partials * self._head_dim)
+        self._make_room(layout.STATISTICS, partials * 2)
+        self._make_room(layout.SCORES, threads * 4 * int(self._block[layout.SCORES_WIDTH]))
+
+    def run(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Write the new KV and attend: qkv [rows, (heads + 2 * kv_heads) * head_dim], as the
+        product gives it -> [rows, heads * head_dim], which the next call overwrites."""
+        self._attend(qkv.data_ptr(), self._address, self._addresses[layer])
+        return self._out[: len(qkv)]
+
+    def _turn(self, positions: npt.NDArray[np.int32]) -> None:
+        half = len(self._frequencies)
+        angles = np.multiply.outer(positions.astype(np.float32), self._frequencies)
+        np.cos(angles, out=self._angles[: len(positions), :half])
+        np.sin(angles, out=self._angles[: len(positions), half:])
+
+    def _set(self, values: dict[int, int]) -> None:
+        for field, value in values.items():
+            self._block[field] = value
+
+    def _put(self, field: int, array: Array) -> None:
+        self._kept[field] = array = np.ascontiguousarray(array)
+        self._block[field] = address_of(array)
+
+    def _make_room(self, field: int, size: int) -> None:
+        if field not in self._kept or self._kept[field].size < size:
+            self._put(field, np.empty(size * 5 // 4, dtype=np.float32))
+
+
+def _layer_block(numbers: torch.Tensor, norms: HeadNorms | None) -> tuple[Array, object]:
+    """A layer's block for its keys and values [2, ...], and what that names by address."""
+    block = np.zeros(layout.LAYER_FIELDS, dtype=np.int64)
+    block[layout.K_POOL], block[layout.V_POOL] = (part.data_ptr() for part in numbers)
+    if norms is None:
+        return block, None
+    weights = norms.q.float().contiguous(), norms.k.float().contiguous()
+    block[layout.Q_NORM], block[layout.K_NORM] = (weight.data_ptr() for weight in weights)
+    block.view(np.float32)[2 * layout.NORM_EPS] = norms.eps
+    return block, weights
