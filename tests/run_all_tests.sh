@@ -4,7 +4,8 @@
 #
 #     bash tests/run_all_tests.sh [PYTEST ARGUMENTS]
 #
-# A worker per core, four at most, each of which takes a file of tests at a time (`-n 0`: none).
+# Three workers for two cores, four at most, each of which takes a file of tests at a time (`-n 0`:
+# none): a fifth of the time tests wait for processes, connections and leases.
 # A test that fails is run once more, since hundreds of them drive real processes against real time
 # on machines that others use too. What passes only then is listed as RERUN: a defect to look into.
 # Coverage is measured on request (`--cov --cov-report=term:skip-covered`), since tracing makes the
@@ -15,5 +16,6 @@ source sample_configs/launch/bootstrap.sh
 bootstrap dev
 # One compute thread per test process: with more, they fight over the few cores there are.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PYTHON" -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+workers=$("$PYTHON" -c 'import os; print(max(1, min(4, 3 * (os.cpu_count() or 1) // 2)))')
+exec "$PYTHON" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder \
     --reruns 1 -rR --durations=15 "$@"
