@@ -10,9 +10,9 @@ from typing import NamedTuple
 from benchmark.nemesis.history import CLOCK_STEP, DISK_FULL
 from benchmark.nemesis.link import Link
 from benchmark.nemesis.servers import Server
-from benchmark.nemesis.service import Service
+from benchmark.nemesis.service import CORES, Service
 
-CORE, DATABASE = "serve-core", "database"
+DATABASE = "database"
 
 
 class Fault(NamedTuple):
@@ -55,7 +55,7 @@ async def kill_engine(service: Service, draw: random.Random) -> str:
 
 
 async def kill_core(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORE):
+    async with _held(service, CORES):
         server = service.core
         await _kill(service, draw, server)
     return server.name
@@ -63,13 +63,13 @@ async def kill_core(service: Service, draw: random.Random) -> str:
 
 async def kill_cores(service: Service, draw: random.Random) -> str:
     """The one that serves and its standby at once."""
-    async with _held(service, CORE):
+    async with _held(service, CORES):
         await _kill(service, draw, *service.cores)
-    return CORE
+    return CORES
 
 
 async def kill_standby(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORE):
+    async with _held(service, CORES):
         server = service.cores[1 - service.serving]
         await _kill(service, draw, server)
     return server.name
@@ -77,9 +77,9 @@ async def kill_standby(service: Service, draw: random.Random) -> str:
 
 async def kill_both(service: Service, draw: random.Random) -> str:
     name = _pick(service, draw)
-    async with _held(service, name, CORE):
+    async with _held(service, name, CORES):
         await _kill(service, draw, service.core, service.engines[name])
-    return f"{CORE}, {name}"
+    return f"{CORES}, {name}"
 
 
 async def _freeze(server: Server, draw: random.Random) -> None:
@@ -98,7 +98,7 @@ async def stop_engine(service: Service, draw: random.Random) -> str:
 
 
 async def stop_core(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORE):
+    async with _held(service, CORES):
         server = service.core
         await _freeze(server, draw)
     return server.name
@@ -130,7 +130,7 @@ async def twin_engine(service: Service, draw: random.Random) -> str:
 
 
 async def restart_core(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORE):
+    async with _held(service, CORES):
         server = service.core
         await server.stop()
         server.start()
@@ -198,7 +198,7 @@ def _to_core(service: Service, draw: random.Random) -> tuple[str, Link]:
 
 
 async def disk_full(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORE):
+    async with _held(service, CORES):
         service.core.fill_disk(draw.choice([0, 1000, 20_000]))
         await asyncio.sleep(draw.uniform(0.2, 1.5))
         if draw.random() < 0.5:
@@ -207,7 +207,7 @@ async def disk_full(service: Service, draw: random.Random) -> str:
             await service.kill(service.core)
         if not service.core.is_alive:  # the limit is gone with its process
             service.core.start()
-    return CORE
+    return CORES
 
 
 async def clock_step(service: Service, draw: random.Random) -> str:

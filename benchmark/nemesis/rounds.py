@@ -18,7 +18,7 @@ from benchmark.nemesis.database import Database, running_database
 from benchmark.nemesis.faults import FAULTS
 from benchmark.nemesis.history import Disturbance, History, Life
 from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
-from benchmark.nemesis.service import EMBEDDED, QUEUE, SIM, TENANTS, Service
+from benchmark.nemesis.service import CORES, EMBEDDED, QUEUE, SIM, TENANTS, Service
 from parrot.protocol.errors import ParrotError
 
 LIMIT_S = 60.0  # of a program, whatever happens
@@ -143,10 +143,11 @@ class Round:
         """Ask for the accounts; then let all sessions that nobody could end expire."""
         service = self._service
         accounts = await service.settled(_PATIENCE_S, without_sessions=False)
-        await asyncio.gather(*(core.stop() for core in service.cores))
-        for core in service.cores:
-            core.config["session_life_span"] = _SHORT_LIFE_S
-            core.start()
+        async with service.lock(CORES):
+            await asyncio.gather(*(core.stop() for core in service.cores))
+            for core in service.cores:
+                core.config["session_life_span"] = _SHORT_LIFE_S
+                core.start()
         await service.ready()
         accounts += await service.settled(_PATIENCE_S, without_sessions=True)
         self.history.accounts += accounts

@@ -15,6 +15,8 @@ from benchmark.nemesis.link import Link
 from benchmark.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
 from parrot.cluster.ports import ask, free_port
 
+CORES = "serve-core"
+"""The lock of the ServeCores, and the name of the first."""
 TENANTS = ("tenant-a", "tenant-b")
 QUEUE = 16  # tasks: so few that tenants are refused when engines are gone
 CORE: dict[str, Any] = {
@@ -46,6 +48,7 @@ TAKEOVER_S = 8.0
 """In which a standby serves, on a machine that is busy with much else."""
 _READY_S = 120.0
 _LOOK_S = 0.02
+_RESTART_S = 1.0
 
 
 class EngineLinks:
@@ -129,14 +132,35 @@ class Service:
                 for server in (*self.cores, *self.engines.values()):
                     server.start()
                 await self.ready()
-                yield
+                async with self._managed():
+                    yield
             finally:
                 for server in (*self.cores, *self.engines.values()):
                     await server.kill()
 
+    @asynccontextmanager
+    async def _managed(self) -> AsyncIterator[None]:
+        """Start a ServeCore again that has ended by itself, as a service manager does: one that
+        finds no database when it starts does so. Faults hold the lock while one is gone."""
+
+        async def manage() -> None:
+            while True:
+                await asyncio.sleep(_RESTART_S)
+                async with self.lock(CORES):
+                    for server in self.cores:
+                        if not server.is_alive:
+                            server.start()
+
+        manager = asyncio.create_task(manage())
+        try:
+            yield
+        finally:
+            manager.cancel()
+            await asyncio.gather(manager, return_exceptions=True)
+
     async def _make_cores(self, stack: AsyncExitStack, config: Mapping[str, Any]) -> None:
         """One, or one and its standby, each with its own link to the database."""
-        names, address = ["serve-core"], str(self.folder / "journal")
+        names, address = [CORES], str(self.folder / "journal")
         if self.database is not None:
             names.append("serve-core-standby")
             address = await asyncio.to_thread(self.database.database)
