@@ -9,6 +9,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,6 +35,8 @@ PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {SCHEMA};
 """
 _ROWS = "seq, at, subject, kind, payload, checksum"
+_ROW = "(?, ?, ?, ?, ?, ?)"
+_MAX_ROWS = 64  # of a statement; for each one the thread has to wait for the interpreter's lock
 
 
 class JournalFile(NotedEnds):
@@ -116,12 +119,13 @@ class JournalFile(NotedEnds):
     def write(self, records: Sequence[Record]) -> None:
         """All of them or none."""
         with self._database as database:
+            if self._is_epoch_due or len(records) > _MAX_ROWS:
+                database.execute("BEGIN")  # a statement alone is a transaction
             if self._is_epoch_due:
                 self._write_epoch()
-            database.executemany(
-                f"INSERT INTO records ({_ROWS}) VALUES (?, ?, ?, ?, ?, ?)",
-                [(*record, record.checksum) for record in records],
-            )
+            for start in range(0, len(records), _MAX_ROWS):
+                rows = [(*record, record.checksum) for record in records[start : start + _MAX_ROWS]]
+                database.execute(_insert(len(rows)), list(chain.from_iterable(rows)))
         self._is_epoch_due = False
         for record in records:
             self._seqs[record.subject].append(record.seq)
@@ -132,8 +136,10 @@ class JournalFile(NotedEnds):
         subject = next(iter(self._ended))
         seqs = self._seqs[subject]
         with self._database as database:
-            removed = [(seq,) for seq in seqs[:_TRIMMED]]
-            database.executemany("DELETE FROM records WHERE seq = ?", removed)
+            database.execute(
+                "DELETE FROM records WHERE seq IN (SELECT value FROM json_each(?))",
+                (str(seqs[:_TRIMMED].tolist()),),
+            )
         del seqs[:_TRIMMED]
         if not seqs:
             del self._ended[subject], self._seqs[subject]
@@ -144,7 +150,7 @@ class JournalFile(NotedEnds):
         self._lock.close()
 
     def _open(self, path: Path) -> sqlite3.Connection:
-        database = sqlite3.connect(path, check_same_thread=False)
+        database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             if not database.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 database.executescript(f"BEGIN; {_TABLES} COMMIT;")
@@ -189,7 +195,6 @@ class JournalFile(NotedEnds):
             self._is_epoch_due = True
 
     def _write_epoch(self) -> None:
-        """In the open transaction."""
         self._database.execute("INSERT OR REPLACE INTO facts VALUES ('epoch', ?)", (self.epoch,))
 
     def _facts(self) -> list[tuple[str, int]]:
@@ -222,8 +227,9 @@ class JournalFile(NotedEnds):
         for leftover in _files(draft):
             leftover.unlink(missing_ok=True)
         with closing(self._open(draft)) as copy, copy:
+            copy.execute("BEGIN")
             copy.executemany(
-                f"INSERT INTO records ({_ROWS}) VALUES (?, ?, ?, ?, ?, ?)",
+                _insert(1),
                 self._database.execute(
                     f"SELECT {_ROWS} FROM records NOT INDEXED WHERE seq <= ? ORDER BY seq", (last,)
                 ),
@@ -239,6 +245,10 @@ class JournalFile(NotedEnds):
         index.unlink(missing_ok=True)
         draft.rename(self._path)
         self._database = self._open(self._path)
+
+
+def _insert(num_rows: int) -> str:
+    return f"INSERT INTO records ({_ROWS}) VALUES {', '.join([_ROW] * num_rows)}"
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:

@@ -2,7 +2,7 @@
 that have gathered in one transaction.
 
     append, append, ...     in a turn of the event loop; can be taken back until it ends
-          |                 at its end
+          |                 when the loop has nothing else to do, or some milliseconds later
           v
     the thread: write ---> `durable` goes on
 """
@@ -30,6 +30,10 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 1.0  # between attempts to write what could not be written
 _CLOSE_S = 5.0
 _BYTES_PER_WRITE = 8 * 2**20
+# A transaction costs as much as dozens of records. So it takes what comes while the event loop is
+_IDLE_S = 0.0003  # busy, that is, while its turns take longer than this,
+_GATHER_S = 0.005  # for so long at most; and
+_LAZY_S = 0.02  # what nobody waits for goes with what comes within this
 
 
 class Journal:
@@ -53,6 +57,9 @@ class Journal:
         self._max_wait_s = max_wait_s
         self._failure = self._delay = ""  # why nothing can be written
         self._turn: list[Record] = []
+        self._ready: list[Record] = []  # of turns that have ended
+        self._is_gathering = False  # somebody waits for what is ready
+        self._lazy: asyncio.TimerHandle | None = None  # while something is ready
         self._seq = self._num_flushed = self._num_written = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._writable = asyncio.Event()  # set, and another, when it can be written again
@@ -89,8 +96,8 @@ class Journal:
             self.clock.show(None)
 
     def append(self, subject: str, kind: str, fields: Payload) -> None:
-        """It is written soon, and either with all that is appended in this turn of the event loop
-        or, like them, not at all."""
+        """It is written soon, sooner if somebody waits for it, and either with all that is
+        appended in this turn of the event loop or, like them, not at all."""
         assert self._loop is not None, "the journal was not read"
         payload = orjson.dumps(fields)
         if not self._turn:
@@ -134,6 +141,8 @@ class Journal:
         assert self._loop is not None
         waiter = self._loop.create_future()
         self._waiters.append((self._seq, waiter))
+        if not self._turn:
+            self._hasten()
         await waiter
 
     async def published(self) -> None:
@@ -144,6 +153,7 @@ class Journal:
     async def close(self) -> None:
         """Write what is left, for a few seconds at most. Who still waits then is refused."""
         self._flush()
+        self._hand_over()
         if not self._file.is_ours():
             self._refuse("it is another's")
         if self._watch is not None:
@@ -160,12 +170,44 @@ class Journal:
     def _flush(self) -> None:
         if not self._turn:
             return
-        self._num_flushed = self._turn[-1].seq
-        self._batches.put(self._turn)
-        self._turn = []
         assert self._loop is not None
+        if self._lazy is None:
+            self._lazy = self._loop.call_later(_LAZY_S, self._hand_over)
+        self._num_flushed = self._turn[-1].seq
+        self._ready += self._turn
+        self._turn = []
         self._unwritten.append((self._num_flushed, self._loop.time()))
         self._set_watch()
+        if self._waiters:
+            self._hasten()
+
+    def _hasten(self) -> None:
+        """Somebody waits for what is ready: it is handed over as soon as a turn of the event loop
+        has nothing else to do."""
+        if self._ready and not self._is_gathering:
+            self._is_gathering = True
+            assert self._loop is not None
+            now = self._loop.time()
+            self._loop.call_soon(self._gather_more, now, now)
+
+    def _gather_more(self, since: float, turn_began: float) -> None:
+        assert self._loop is not None
+        now = self._loop.time()
+        if now - turn_began < _IDLE_S or now - since >= _GATHER_S:
+            self._hand_over()
+        else:
+            self._loop.call_soon(self._gather_more, since, now)
+
+    def _hand_over(self) -> None:
+        """Let the thread write what is ready."""
+        self._is_gathering = False
+        if self._lazy is not None:
+            self._lazy.cancel()
+            self._lazy = None
+        if not self._ready:
+            return
+        self._batches.put(self._ready)
+        self._ready = []
         if self._thread is None:  # until now the event loop has had the file for itself
             self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
             self._thread.start()

@@ -264,6 +264,48 @@ async def test_appended_is_durable_in_order_and_in_groups(tmp_path: Path) -> Non
     assert not [t for t in threading.enumerate() if t.name == "journal"]
 
 
+async def test_what_nobody_waits_for_is_written_all_the_same(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j")
+    written, write = threading.Event(), journal._file.write
+
+    def note(records: Sequence[Record]) -> None:
+        write(records)
+        written.set()
+
+    journal._file.write = note  # type: ignore[method-assign]
+    journal.append("1", "call", {})
+    assert await asyncio.to_thread(written.wait, 60)
+    await journal.close()
+    assert [r.subject for r in read(tmp_path / "j")] == ["1"]
+
+
+async def test_what_comes_while_the_loop_is_busy_goes_in_one_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many turns it takes: no program could go on sooner."""
+    monkeypatch.setattr("parrot.serve.journal.journal._IDLE_S", -1.0)  # every turn is a busy one
+    monkeypatch.setattr("parrot.serve.journal.journal._GATHER_S", 3600.0)
+    monkeypatch.setattr("parrot.serve.journal.journal._LAZY_S", 3600.0)
+    journal = await opened(tmp_path / "j")
+    groups, write = list[int](), journal._file.write
+
+    def note(records: Sequence[Record]) -> None:
+        groups.append(len(records))
+        write(records)
+
+    journal._file.write = note  # type: ignore[method-assign]
+    waiting = []
+    for i in range(100):
+        journal.append(str(i), "call", {})
+        waiting.append(asyncio.create_task(journal.durable()))
+        await asyncio.sleep(0)
+    monkeypatch.setattr("parrot.serve.journal.journal._IDLE_S", 3600.0)
+    await asyncio.gather(*waiting)
+    assert groups == [100]
+    await journal.close()
+    assert len(read(tmp_path / "j")) == 100
+
+
 async def test_the_event_loop_has_the_file_until_something_is_written(tmp_path: Path) -> None:
     """What an earlier process left to be trimmed is not trimmed while facts are looked up."""
     journal = await opened(tmp_path / "j")
