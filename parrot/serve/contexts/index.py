@@ -1,14 +1,17 @@
 """Contexts, and the index that finds one by the prompt it begins with."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 from parrot.serve.contexts.think_time import Source
+from parrot.utils.heaps import LruDict
 
 if TYPE_CHECKING:
     from parrot.serve.contexts.kept import Kept
+
+_MAX_CACHED = 65_536  # prompts that engines are believed to have
 
 Owner = int | str  # a session's id, or a tenant's name
 
@@ -98,6 +101,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
         self._entries: dict[bytes, dict[int, tuple[Context, Boundary]]] = {}
+        self._cached: LruDict[bytes, frozenset[int]] = LruDict(_MAX_CACHED)
 
     def __len__(self) -> int:
         return sum(len(holders) for holders in self._entries.values())
@@ -114,9 +118,22 @@ class PrefixIndex:
         """The engines that have the prompt of this key."""
         return self._entries.get(key)
 
+    def remember(self, engine_id: int, keys: Iterable[bytes]) -> None:
+        """The engine is believed to have the prompts of these keys in its cache, though no context
+        of it has."""
+        for key in keys:
+            self._cached.put(key, (self._cached.peek(key) or frozenset()) | {engine_id})
+
+    def likely_holders(self, key: bytes) -> Collection[int] | None:
+        """The engines that have the prompt of this key, or are believed to have it cached."""
+        there, cached = self._entries.get(key), self._cached.peek(key)
+        return there if cached is None else cached.union(there or ())
+
     def publish(self, context: Context, boundary: Boundary) -> None:
         context.boundaries.append(boundary)
         self._entries.setdefault(boundary.key, {})[context.engine_id] = (context, boundary)
+        if (cached := self._cached.pop(boundary.key)) and (rest := cached - {context.engine_id}):
+            self._cached.put(boundary.key, rest)
 
     def unpublish(self, context: Context) -> None:
         """Nobody will find the context any more. It keeps its boundaries."""

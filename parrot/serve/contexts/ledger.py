@@ -134,12 +134,15 @@ class ContextLedger:
             account.residence = Residence(capacity, account.size)
         self._accounts[engine_id] = account
 
-    def forget_engine(self, engine_id: int) -> None:
-        """The engine is gone, and its contexts with it."""
-        for context in self._accounts.pop(engine_id).contexts.values():
+    def forget_engine(self, engine_id: int) -> list[bytes]:
+        """The engine is gone, and its contexts with it. Returns the keys of the prompts that they
+        had, the latest last."""
+        contexts = self._accounts.pop(engine_id).contexts.values()
+        for context in contexts:
             self._forget(context, FreeReason.ENGINE)
         self.index.kept.pop(engine_id, None)
         self.log.forget_engine(engine_id)
+        return [boundary.key for context in contexts for boundary in context.boundaries]
 
     def usage(self, engine_id: int) -> tuple[int, int]:
         """The number of the engine's contexts, and their tokens."""

@@ -1,19 +1,25 @@
-"""Whether anybody serves a run: engines that are to get no more calls, and how long a run waits
-for an engine with its models."""
+"""Whether anybody serves a run: engines that are to get no more calls, how long a run waits for an
+engine with its models, and for those that come back."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from parrot.protocol.errors import NotFound
 from parrot.protocol.registration.payloads import LeaveRequest, LeaveResponse
+from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.execution.events import EventKind
-from parrot.serve.execution.fleet import Fleet
+from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import Run, RunState
 from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
+from parrot.utils.heaps import LruDict
 from parrot.utils.timers import Timer, TimerQueue
+
+_GATHER_S = 3.0  # a heartbeat
+_MAX_KEYS = 8192  # of an engine: some milliseconds
+_MAX_LEFT = 65_536  # of all
 
 
 class Grace:
@@ -66,6 +72,56 @@ class Grace:
                 self._give_up(run)
         if later:
             self._give(models, min(later))
+
+
+class Returns:
+    """Engines that come back: they have freed their contexts, but are believed to have cached what
+    was in them. So calls are placed there.
+
+    After a restart of ServeCore, calls wait for the engines that they ran on, since all would go to
+    the first that joins; but not for long after that."""
+
+    def __init__(self, clock: Clock, index: PrefixIndex) -> None:
+        self._clock = clock
+        self._index = index
+        self._engines: dict[str, Engine] = {}  # by name
+        self._left: LruDict[str, list[bytes]] = LruDict(_MAX_LEFT, weigh=len)  # by incarnation
+        self._awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
+        self._end: float | None = None  # of waiting
+
+    def lost(self, engine: Engine, keys: Sequence[bytes]) -> None:
+        """An engine is gone whose contexts had the prompts of these keys, the latest last."""
+        name, incarnation = engine.info.engine_name, engine.info.incarnation
+        before = self._left.peek(incarnation) or []
+        self._left.put(incarnation, list(dict.fromkeys([*before, *keys]))[-_MAX_KEYS:])
+        if self._engines.get(name) is engine:
+            del self._engines[name]
+
+    def joined(self, engine: Engine) -> None:
+        if self._end is None:
+            self._end = self._clock.now() + _GATHER_S
+        self._engines[engine.info.engine_name] = engine
+        had = self._left.get(engine.info.incarnation) or []
+        self._index.remember(engine.id, had + self._awaited.pop(engine.info.engine_name, []))
+
+    def queued(self, run: Run) -> None:
+        """A run is queued, of whose call an earlier one may have been placed."""
+        if (name := run.stats.engine_name) is None:
+            return
+        if (engine := self._engines.get(name)) is not None:
+            self._index.remember(engine.id, run.keys)
+        elif self._end is None or self._clock.now() < self._end:
+            awaited = self._awaited.setdefault(name, [])
+            awaited += run.keys[: _MAX_KEYS - len(awaited)]
+
+    def awaited_until(self) -> float | None:
+        """When the calls will wait no longer; None: they do not wait now."""
+        if self._end is None or not self._awaited:
+            return None
+        if self._clock.now() < self._end:
+            return self._end
+        self._awaited.clear()
+        return None
 
 
 class Drains:

@@ -20,7 +20,7 @@ from parrot.protocol.errors import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.availability import Drains, Grace
+from parrot.serve.execution.availability import Drains, Grace, Returns
 from parrot.serve.execution.fleet import Connect, Engine, Fleet
 from parrot.serve.execution.prefetch import Prefetcher
 from parrot.serve.execution.result_cache import ResultCache
@@ -98,6 +98,7 @@ class Dispatcher:
             self._scheduler,
             lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
         )
+        self._returns = Returns(clock, self._ledger.index)
         self.drains = Drains(
             clock, self._timers, self.fleet, self._scheduler, self._grace, self._wake
         )
@@ -135,6 +136,7 @@ class Dispatcher:
             stats=completion.stats,
         )
         self._runs.add(run)
+        self._returns.queued(run)
         if lacking := self._scheduler.engines.lacking(run):
             self._runs.fail(run, _unsupported(run.models, min(lacking)))
 
@@ -216,7 +218,8 @@ class Dispatcher:
                 self._runs.fail(run, _DEFECT, is_scheduled=False)
 
     def _advance(self) -> None:
-        for placement in self._scheduler.schedule():
+        waits_until = self._returns.awaited_until()
+        for placement in self._scheduler.schedule() if waits_until is None else ():
             engine = self.fleet.get(placement.engine_id)
             assert engine is not None, placement
             self._runs.place(placement, engine)
@@ -226,7 +229,8 @@ class Dispatcher:
         expiry = self._ledger.expire()
         self._prefetch.pump()
         self.drains.review()
-        for when in (expiry, self._scheduler.next_change()):
+        next_change = self._scheduler.next_change() if waits_until is None else waits_until
+        for when in (expiry, next_change):
             self._wake_at(when)
 
     def _wake_at(self, when: float | None) -> None:
@@ -278,6 +282,7 @@ class Dispatcher:
             info.costs,
         )
         self._on_reported(engine)
+        self._returns.joined(engine)
         self._grace.engine_joined()
         self._wake()
 
@@ -295,7 +300,7 @@ class Dispatcher:
     def _on_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)
         self._prefetch.forget_engine(engine.id)
-        self._ledger.forget_engine(engine.id)
+        self._returns.lost(engine, self._ledger.forget_engine(engine.id))
         self._scheduler.engines.remove(engine.id)
         was_deaf = self.fleet.stood_still(engine.last_seen)  # it may be back in a moment
         self._grace.engine_lost(self._clock.now() if was_deaf else engine.last_seen)

@@ -152,7 +152,7 @@ class PredictedSeconds(Placer):
         self._blocks.check_integrity(queued)
 
     def _find(self, task: CompletionTask) -> Beginnings:
-        cached = None if self._index is None else self._index.holders
+        cached = None if self._index is None else self._index.likely_holders
         return Beginnings(task, self._running.holders, cached, self._with_running)
 
     def _candidates(self, task: CompletionTask, count: int, known: Beginnings) -> list[EngineLoad]:

@@ -19,9 +19,9 @@ class User:
         self.scope = scope
 
     @classmethod
-    async def of(cls, cluster: SimCluster) -> "User":
+    async def of(cls, cluster: SimCluster, api_key: str | None = None) -> "User":
         client = cluster.client()
-        return cls(client, (await client.create_session()).model_dump())
+        return cls(client, (await client.create_session(api_key)).model_dump())
 
     async def ask(self, question: str, length: int) -> str:
         sampling = {"max_gen_length": length, "ignore_tokenizer_eos": True}

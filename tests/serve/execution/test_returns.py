@@ -1,0 +1,115 @@
+"""Engines that come back have what they had computed as cache, and calls are placed there."""
+
+import pytest
+
+from parrot.serve.graph.nodes import Completion, CompletionState
+from parrot.simulation import SimCluster, run_virtual
+from tests.serve.execution.test_dispatcher import World
+from tests.serve.execution.test_runs_simulated import DOCUMENT, User
+from tests.support.fake_engine import Script, fake_engine
+
+
+def ran_before(world: World, text: str, engine_name: str) -> Completion:
+    """A call that ServeCore had placed there before it was started again."""
+    completion = world.completion(text)
+    completion.stats.attempts, completion.stats.engine_name = 1, engine_name
+    world.dispatcher.submit(completion)
+    return completion
+
+
+def placed(*completions: Completion) -> list[str | None]:
+    return [
+        c.stats.engine_name if c.state is CompletionState.RUNNING else None for c in completions
+    ]
+
+
+async def test_calls_wait_for_the_engines_that_they_ran_on(world: World) -> None:
+    texts = [letter * 400 for letter in "abc"]
+    calls = [ran_before(world, t, n) for t, n in zip(texts, ("one", "two", "two"), strict=True)]
+    engines = [fake_engine(name, script=Script(hang_after=0)) for name in ("two", "one")]
+    await world.join(engines[0])
+    await world.settle()
+    assert placed(*calls) == [None] * 3
+    await world.join(engines[1])
+    await world.settle()
+    assert placed(*calls) == ["one", "two", "two"]
+    late = ran_before(world, "d" * 400, "three")  # it is read from the journal later
+    await world.settle()
+    assert placed(late) == [None]
+    for engine in engines:
+        engine.resume.set()
+    await world.clock.advance(3.0)
+    await late.output.wait()
+
+
+async def test_they_do_not_wait_for_long(world: World) -> None:
+    lost = ran_before(world, "a" * 400, "gone")
+    await world.clock.advance(20.0)
+    await world.join(fake_engine("one"))
+    await world.settle()
+    assert placed(lost) == [None]
+    await world.clock.advance(3.0)
+    assert await lost.output.wait()
+    again = ran_before(world, "b" * 400, "gone")
+    assert await again.output.wait()
+
+
+async def test_nobody_waits_where_nothing_was_lost(world: World) -> None:
+    fresh = world.submit("a")
+    await world.join(fake_engine("one"))
+    assert await fresh.output.wait()
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_what_an_engine_had_is_expected_where_it_registers_again(
+    world: World, is_same: bool
+) -> None:
+    engines = [fake_engine(name) for name in ("one", "two")]
+    for engine in engines:
+        await world.join(engine)
+    first = world.submit("s" * 400)
+    await first.output.wait()
+    (name,) = {first.stats.engine_name}
+    index = ("one", "two").index(name or "")
+    world.lose(index)
+    back = engines[index] if is_same else fake_engine(name or "")
+    await world.join(back)
+    key = world.dispatcher._ledger.prefixes.prompt(first)[1][-1]
+    likely = world.dispatcher._ledger.index.likely_holders(key)
+    assert world.dispatcher._ledger.index.holders(key) is None
+    assert likely == ({2} if is_same else None)
+    again = world.submit("s" * 400, session=2)
+    await again.output.wait()
+    if is_same:
+        assert again.stats.engine_name == name
+        assert list(world.dispatcher._ledger.index.likely_holders(key) or ()) == [2]
+        assert not len(world.dispatcher._ledger.index._cached)
+
+
+def test_a_silent_engine_that_comes_back_has_its_prompts() -> None:
+    """ServeCore takes it for dead, and it goes on: its cache is found, and by its tenant only."""
+
+    async def main() -> None:
+        async with SimCluster(2) as cluster:
+            user = await User.of(cluster)
+            await user.reading(await user.ask("first", 5))
+            (call,) = (await user.client.session_info(**user.scope)).calls
+            assert call.engine is not None
+            there = cluster.engines[call.engine]
+            for _ in range(100):
+                engine = cluster.core.fleet.get(there.engine_id)
+                assert engine is not None
+                cluster.core.fleet.lose(engine, "a test")
+                await there.come_back(cluster.core)
+            await user.reading(await user.ask("first and more", 5))
+            _, again = (await user.client.session_info(**user.scope)).calls
+            assert again.engine == call.engine
+            assert again.cached_tokens > len(DOCUMENT) > again.computed_tokens
+            assert again.recomputed_tokens <= again.computed_tokens
+            stranger = await User.of(cluster, api_key="another")
+            await stranger.reading(await stranger.ask("first and more", 5))
+            (foreign,) = (await stranger.client.session_info(**stranger.scope)).calls
+            assert foreign.cached_tokens == 0
+            cluster.check_integrity()
+
+    run_virtual(main())
