@@ -65,7 +65,7 @@ class ServeCore:
             sandbox,
             self._metrics,
             self._observers,
-            lambda session_id: self.sessions.find(session_id),
+            lambda session_id: self.sessions.find_owner(session_id),
         )
         self.require_room, self.meters = self._runner.require_room, self._runner.meters
         self.sessions = SessionRegistry(
@@ -225,6 +225,7 @@ class ServeCore:
         for session in self.sessions:
             session.follow(None)  # the journal has it, for the next process
             self._end(session, Unavailable("ServeCore is shutting down"))
+        self.sessions.backlog.finish()
 
     async def close(self) -> None:
         self.shut_down()
@@ -242,12 +243,17 @@ class ServeCore:
         self._end(session, SessionGone(text))
 
     def _end(self, session: Session, error: ParrotError) -> None:
+        """Nobody finds it any more; what it was to make and keeps goes in the backlog."""
         if session.history is not None:
             session.history.ended()
             session.follow(None)
-        session.graph.close(error)
-        self._dispatcher.release_session(session.id)
+        self.sessions.retire(session)
+        self.turns.forget(session)
+        self.sessions.backlog.add(session.id, self._ending(session, error))
+
+    def _ending(self, session: Session, error: ParrotError) -> Iterator[int]:
+        yield from session.graph.close(error)
+        yield from self._dispatcher.release_session(session.id)
         self.sessions.remove(session)
         self._metrics.session_ended(session, self.clock.now() - session.created_at)
-        self.turns.forget(session)
         self._observers.tell(lambda one: one.session_ended(session))

@@ -21,7 +21,7 @@ from parrot.protocol.errors import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.graph import SessionGraph, not_written
-from parrot.serve.graph.ids import GraphIds, SessionIds
+from parrot.serve.graph.ids import SessionIds, Shared
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState
@@ -148,6 +148,8 @@ class SessionRegistry:
     `dormant` has those that a journal tells of, by their ids, and what restores each: whoever finds
     one has it restored first, and who looks at all sees them as they began.
 
+    One that is ending is none of them, but what it keeps counts for its tenant until it has ended.
+
     A session ends when it has been idle for its life span. Activity moves no timer: a timer that
     comes too early is set again for the time that holds by then."""
 
@@ -162,8 +164,8 @@ class SessionRegistry:
         expire: Callable[[Session, str], None],
         first_id: int = 0,
     ) -> None:
-        """`expire` ends a session for a reason, which includes `remove`. Raises `ConfigError` if
-        the environment names a sampler that nobody knows."""
+        """`expire` ends a session for a reason, which includes `retire` and, in time, `remove`.
+        Raises `ConfigError` if the environment names a sampler that nobody knows."""
         self.journal: Journal | None = None
         self.dormant: dict[int, Callable[[], None]] = {}
         self.is_closing = False
@@ -178,8 +180,10 @@ class SessionRegistry:
         self._predictor = predictor
         self._expire = expire
         self.numbers = SessionNumbers(first_id)
-        self._graph_ids = GraphIds()
+        self._shared = Shared()
+        self.backlog = self._shared.backlog
         self._sessions: dict[int, Session] = {}
+        self._ending: dict[int, Session] = {}
         self._auths: set[str] = set()
         # A tenant's account lives as long as one of its sessions, whose accounts refer to it.
         self._tenants: WeakValueDictionary[str, Account] = WeakValueDictionary()
@@ -237,7 +241,7 @@ class SessionRegistry:
     def replaying(self, session: Session) -> Iterator[None]:
         """For the block in which all that happened to a session is done once more, though others
         have gone on: nothing of it is written down or counts as active, and no id comes again."""
-        history, last_active, ids = session.history, session.last_active, self._graph_ids
+        history, last_active, ids = session.history, session.last_active, self._shared
         numbers = ids.tasks.upcoming, ids.requests.upcoming
         session.follow(None)
         try:
@@ -288,7 +292,8 @@ class SessionRegistry:
             runner=self._runner,
             predictor=self._predictor,
             clock=self._clock,
-            ids=SessionIds(self._graph_ids, begun.auth),
+            ids=SessionIds(self._shared, begun.auth),
+            backlog=self.backlog,
         )
         session = Session(
             begun.id, begun.auth, begun.tenant, tuple(begun.apps), graph, account, now, now
@@ -333,6 +338,10 @@ class SessionRegistry:
             self.dormant.pop(session_id)()
         return self._sessions.get(session_id)
 
+    def find_owner(self, session_id: int) -> Session | None:
+        """The session, which may be ending."""
+        return self.find(session_id) or self._ending.get(session_id)
+
     def num_of(self, tenant: str) -> int:
         """The tenant's live sessions."""
         account = self._tenants.get(tenant)
@@ -343,12 +352,17 @@ class SessionRegistry:
         now = self._clock.now()
         return session.expires_at(now, self._config.session_life_span) - now
 
-    def remove(self, session: Session) -> None:
+    def retire(self, session: Session) -> None:
+        """It ends: nobody may ask for anything in it any more."""
         self.dormant.pop(session.id, None)
-        del self._sessions[session.id]
+        self._ending[session.id] = self._sessions.pop(session.id)
         self._auths.remove(session.auth)
         if session.expiry is not None:
             session.expiry.cancel()
+
+    def remove(self, session: Session) -> None:
+        """It has ended: its tenant has room again for what it kept."""
+        del self._ending[session.id]
         session.account.close()
 
     def check_integrity(self) -> None:
@@ -357,6 +371,7 @@ class SessionRegistry:
         totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for session in self:
             session.graph.check_integrity()
+        for session in (*self, *self._ending.values()):
             totals[session.tenant].update(session.account.used)
         for tenant, total in totals.items():
             assert self._tenants[tenant].used == total, (tenant, self._tenants[tenant].used, total)

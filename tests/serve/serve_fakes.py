@@ -26,7 +26,7 @@ from parrot.serve.execution.events import EventLog
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.ids import GraphIds, SessionIds
+from parrot.serve.graph.ids import SessionIds, Shared
 from parrot.serve.graph.nodes import (
     Completion,
     CompletionState,
@@ -44,6 +44,7 @@ from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.task import Decision
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.ids import IdCounter
+from parrot.utils.tasks import Backlog
 from tests.support.manual_clock import ManualClock
 
 
@@ -130,6 +131,7 @@ def make_graph(
     predictor: Predictor | None = None,
     *,
     on_demand: bool = False,
+    backlog: Backlog | None = None,
 ) -> SessionGraph:
     return SessionGraph(
         7,
@@ -139,7 +141,8 @@ def make_graph(
         runner=runner or FakeRunner(),
         predictor=predictor or Estimates(LoadIndex().pace),
         clock=clock or ManualClock(),
-        ids=SessionIds(GraphIds(IdCounter(100), IdCounter(1)), "secret"),
+        ids=SessionIds(Shared(IdCounter(100), IdCounter(1)), "secret"),
+        backlog=backlog or Backlog(per_slice=10**9),  # all at once
     )
 
 
@@ -274,8 +277,9 @@ class FakeDispatcher(FakeRunner):
     async def engine_leaves(self, request: LeaveRequest) -> LeaveResponse:
         return LeaveResponse(num_calls=0)
 
-    def release_session(self, session_id: int) -> None:
+    def release_session(self, session_id: int) -> Iterator[int]:
         self.released.append(session_id)
+        yield 1
 
     @property
     def num_queued(self) -> int:

@@ -49,6 +49,7 @@ async def test_ids_are_never_reused_and_the_past_is_told_from_the_unknown(
     world: World,
 ) -> None:
     first = world.create()
+    world.registry.retire(first)
     world.registry.remove(first)
     second = world.create()
     assert second.id > first.id
@@ -63,6 +64,7 @@ async def test_ids_are_never_reused_and_the_past_is_told_from_the_unknown(
 @pytest.mark.parametrize("wrong", [None, "", "x", "é", "\ud800"])
 async def test_a_wrong_auth_is_refused(world: World, wrong: str | None) -> None:
     session, gone = world.create(), world.create()
+    world.registry.retire(gone)
     world.registry.remove(gone)
     for session_id in (session.id, gone.id, gone.id + 1):  # nobody can tell which are there
         with pytest.raises(NotFound if wrong else AuthenticationFailed):
@@ -78,6 +80,7 @@ async def test_the_number_of_sessions_is_limited(world: World) -> None:
     sessions = [world.create() for _ in range(3)]
     with pytest.raises(QuotaExceeded):
         world.create()
+    world.registry.retire(sessions[1])
     world.registry.remove(sessions[1])
     world.create()
     assert len(world.registry) == 3
@@ -128,6 +131,8 @@ async def test_an_open_read_keeps_a_session_until_its_deadline(world: World) -> 
 
 
 async def test_a_session_that_was_removed_does_not_expire(world: World) -> None:
-    world.registry.remove(world.create())
+    session = world.create()
+    world.registry.retire(session)
+    world.registry.remove(session)
     await world.clock.advance(100)
     assert world.expired == []

@@ -194,8 +194,9 @@ class ReadyPrefixes:
             assert completion.state is CompletionState.WAITING, completion
             fresh = self._begin(completion, prefix.forecast)
             fresh.grow(completion)
-            assert fresh.segments == prefix.segments, (completion, prefix)
-            assert fresh.keys == prefix.keys, (completion, prefix)
+            if not _is_late(completion):
+                assert fresh.segments == prefix.segments, (completion, prefix)
+                assert fresh.keys == prefix.keys, (completion, prefix)
             assert prefix.forecast() >= 0, completion
             counts.update(prefix.keys)
         return counts
@@ -240,6 +241,11 @@ class ReadyPrefixes:
                 link = link_of(completions[0], end)
             known[completions[-1]] = link
         return link
+
+
+def _is_late(completion: Completion) -> bool:
+    """Whether it has yet to hear of an input that is settled."""
+    return completion.missing > sum(not variable.is_settled for variable in completion.inputs)
 
 
 def _at_once() -> float:

@@ -11,7 +11,7 @@ or below it, is never evicted. A *retired* context is found by nobody any more; 
 or has forked it goes on, and it is freed with the last of them."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -240,11 +240,13 @@ class ContextLedger:
                 self.index.unpublish(link)
             self._rest(link, recent=True)
 
-    def release_session(self, session_id: int) -> None:
-        """Free the session's contexts, those in use as soon as that ends."""
+    def release_session(self, session_id: int) -> Iterator[int]:
+        """Free the session's contexts, one with each step, those in use as soon as that ends."""
         self.think_times.session_ended(session_id)
         for context in reversed(self.owners.of_session(session_id)):
-            self.retire(context, FreeReason.SESSION)
+            if self.owners.is_of(context, session_id):  # still
+                self.retire(context, FreeReason.SESSION)
+                yield 1
 
     # Room
 

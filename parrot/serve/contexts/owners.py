@@ -38,6 +38,9 @@ class Owners:
         """The session's contexts in the order in which they became its."""
         return list(self._by_session.get(session_id, {}).values())
 
+    def is_of(self, context: Context, session_id: int) -> bool:
+        return context.id in self._by_session.get(session_id, {})
+
     def touch(self, context: Context) -> None:
         """If it is a tenant's, it is the last to expire."""
         if isinstance(context.owner, str):

@@ -121,7 +121,8 @@ class ProgramSessions:
             self._by_name[session.tenant, name] = session.id
 
     def _end_oldest(self, tenant: str, *, only_own: bool) -> bool:
-        """End an idle session, one of the tenant's own if there is one or it must be."""
+        """End an idle session, one of the tenant's own if there is one or it must be. False if
+        there is none, or if it is so large that its tenant has room only later."""
         sessions = (self._registry.find(session_id) for session_id in self._programs)
         oldest: Session | None = None
         for session in sessions:
@@ -135,7 +136,7 @@ class ProgramSessions:
         if oldest is None:
             return False
         self._end(oldest, SessionGone(f"session {oldest.id} made room for another"))
-        return True
+        return not (only_own and self._registry.find_owner(oldest.id))
 
 
 def _is_idle(session: Session) -> bool:

@@ -8,7 +8,7 @@ submit -> RunTable.add -> Scheduler ... pump: Scheduler.schedule -> RunTable.pla
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from parrot.protocol.errors import (
@@ -170,11 +170,11 @@ class Dispatcher:
     def progressed(self, session_id: int, remaining_s: float) -> None:
         self._scheduler.progressed(session_id, remaining_s)
 
-    def release_session(self, session_id: int) -> None:
-        """Free every context of the session, those in use when their run ends. Contexts of its
-        tenant stay."""
-        self._runs.forget_session(session_id)
-        self._ledger.release_session(session_id)
+    def release_session(self, session_id: int) -> Iterator[int]:
+        """Free every context of the session, one with each step, those in use when their run ends.
+        Contexts of its tenant stay."""
+        yield from self._runs.forget_session(session_id)
+        yield from self._ledger.release_session(session_id)
         self._scheduler.forget_session(session_id)
 
     # Checks and the end

@@ -37,10 +37,7 @@ from parrot.utils.tasks import TaskSet
 logger = logging.getLogger(__name__)
 
 # What those who wait for a live run are told of it.
-_LIVE = {
-    RunState.QUEUED: CompletionState.QUEUED,
-    RunState.PLACED: CompletionState.RUNNING,
-}
+_LIVE = {RunState.QUEUED: CompletionState.QUEUED, RunState.PLACED: CompletionState.RUNNING}
 
 
 class RunTable:
@@ -118,7 +115,7 @@ class RunTable:
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective, or what its readers want, has changed."""
-        if (run := self._run_of.get(completion.id)) is not None:
+        if run := self._run_of.get(completion.id):
             self._update(run)
 
     def follow(self, completion: Completion) -> None:
@@ -139,10 +136,11 @@ class RunTable:
         if self._leave(completion, comes_back=True):
             completion.state = CompletionState.IDLE
 
-    def forget_session(self, session_id: int) -> None:
-        """Nobody will want its withdrawn runs again."""
+    def forget_session(self, session_id: int) -> Iterator[int]:
+        """Nobody will want its withdrawn runs again: a step ends one."""
         for run in self._withdrawn.pop(session_id, {}).values():
             self._set_state(run, RunState.ENDED)
+            yield 1
 
     # Runs
 

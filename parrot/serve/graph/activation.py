@@ -1,8 +1,7 @@
 """Activation: start what somebody wants, and what that needs; stop what nobody wants any more."""
 
-from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from math import inf, isclose
 from operator import attrgetter
 
@@ -13,15 +12,16 @@ from parrot.serve.graph.objective import (
     objective_of,
     predict,
     predict_again,
-    relax_deadlines,
+    push,
+    ready_at,
+    relax,
     tighten,
 )
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.utils.clock import Clock
+from parrot.utils.tasks import Backlog
 
-_MAX_DEPTH = 4  # tasks above that are asked in turn; beyond, the prediction of activation holds
-_MAX_LOOK = 64  # inputs looked at for the first that is missing
 _MAX_WOKEN = 512  # tasks that are woken in one turn of the event loop
 
 
@@ -33,20 +33,32 @@ class Activation:
     read. A task stops to be held when a reader leaves it, when the program `release`s it, or when
     the last task that was read and needed it is cancelled or left.
 
-    Walks are loops, not recursion: a session may be one chain of 10,000 calls. What answers teach
-    reaches a task's objective when its inputs are complete, and all objectives after the session's
-    1st, 2nd, 4th, 8th ... finished task: O(log n) predictions for each of n tasks."""
+    A task's producers hear that it is wanted when it becomes so, and it does when its turn comes:
+    walks are loops, not recursion, and those through many tasks go in the backlog, since a session
+    may be one chain of 65,536 calls. What answers teach reaches a task's objective when its inputs
+    are complete, and all objectives after the session's 1st, 2nd, 4th, 8th ... task that is done:
+    O(log n) predictions for each of n tasks."""
 
-    def __init__(self, clock: Clock, runner: Runner, predictor: Predictor) -> None:
+    def __init__(
+        self, clock: Clock, runner: Runner, predictor: Predictor, backlog: Backlog
+    ) -> None:
         self._clock = clock
         self._runner = runner
         self._predictor = predictor
+        self._backlog = backlog
         self.num_started = 0
+        self._is_closed = False
         self._asleep: deque[Task] = deque()  # held, but not woken yet, the oldest first
+        self._changed: deque[Task] = deque()  # those that may have become wanted, or unwanted
+        self._revised: OrderedDict[Task, None] = (
+            OrderedDict()
+        )  # what they ask of others has changed
+        self._is_walking = False
         self._wanted: dict[Task, float] = {}  # with the work in the sum below
         self._remaining_s = 0.0
-        self._num_finished = 0
+        self._num_done = 0
         self._next_prediction = 1
+        self._is_learning = False
 
     def add_reader(self, reader: Reader) -> None:
         """Want an unsettled variable, whether or not it has a producer yet."""
@@ -57,12 +69,11 @@ class Activation:
         changed = self._update_delivery(producer)
         producer.demand += 1
         producer.asked += 1
-        if producer.demand == 1:
-            self._activate([producer])
-        else:
-            if producer.asked == 1:
-                changed |= self._ask_above([producer])
-            self._update(changed | tighten(producer, reader.criteria, reader.deadline))
+        if producer.is_wanted and tighten(producer, reader.criteria, reader.deadline):
+            changed.add(producer)
+            self._revised[producer] = None
+        self._update(changed)
+        self._walk(producer)
 
     def remove_reader(self, reader: Reader) -> None:
         """The reader has its value or has gone. Work that nobody else asks for is withdrawn, and
@@ -74,9 +85,13 @@ class Activation:
         if producer is None or producer.is_finished:
             return
         self._update(self._update_delivery(producer))
-        if producer.asked == 1:
+        producer.demand -= 1
+        producer.asked -= 1
+        if not producer.asked:
             self._release_consumers(producer)
-        self._lower([producer], was_asked=True)
+        if reader.deadline is not None:
+            self._revised[producer] = None
+        self._walk(producer)
 
     def wake(self, until: float = inf) -> bool:
         """Run in the background what the program holds and has submitted `until` then: every call
@@ -93,7 +108,7 @@ class Activation:
                 task.is_woken = True
                 task.demand += 1
                 woken.append(task)
-        self._activate([task for task in woken if task.demand == 1])
+        self._walk(*woken)
         return bool(self._asleep)
 
     def release(self, variable: SemanticVariable) -> None:
@@ -103,18 +118,15 @@ class Activation:
         if task is None or task.asked or task.is_finished:
             return
         self._release_consumers(task)
-        was_woken = task.is_woken
-        task.is_held = task.is_woken = False
-        if was_woken:
-            self._lower([task], was_asked=False)
+        self._let_go(task)
+        self._walk(task)
 
     def add_producer(self, task: Task) -> None:
         """A task was linked; its outputs may have been wanted before it came."""
         task.demand, task.asked = self._count_demand(task)
         if task.is_held:
             self._asleep.append(task)
-        if task.demand:
-            self._activate([task])
+        self._walk(task)
 
     def input_settled(self, task: Task) -> None:
         """One of its inputs got its value (or failed: then the caller fails the task)."""
@@ -137,16 +149,25 @@ class Activation:
             self.num_started -= 1
         else:
             self._unexpect(task)
-        if task.missing and task.demand:
-            self._lower(list(task.producers()), was_asked=task.asked > 0)
+        self._tell_producers(task, wants=False, asks=False)
         if task in self._wanted:
             self._discount(task)
-            self._learn()
+            if task.state is CompletionState.DONE:
+                self._learn()
             self._report(task)
+        self._walk()
+
+    def close(self) -> None:
+        """Nothing starts any more."""
+        self._is_closed = True
+        self._asleep.clear()
+        self._changed.clear()
+        self._revised.clear()
 
     def check_integrity(self, tasks: Iterable[Task]) -> None:
         """Recount demand; `tasks` are all of the graph's."""
         num_started = 0
+        is_walking = self in self._backlog
         for task in tasks:
             num_started += task.is_started
             if task.is_finished:
@@ -157,7 +178,9 @@ class Activation:
             assert task.is_wanted == (task.objective is not None), task
             assert task.is_wanted == (task in self._wanted), task
             assert task.is_started == (task.is_wanted and not task.missing), task
-            if task.is_wanted:
+            if not is_walking:
+                assert (task.wants, task.asks) == (task.demand > 0, task.asked > 0), task
+            if task.is_wanted and not is_walking:
                 assert task.deadline == earliest_deadline(task), (task, task.deadline)
         assert self.num_started == num_started, (self.num_started, num_started)
         remaining_s = sum(self._wanted.values())
@@ -168,37 +191,49 @@ class Activation:
         """Number of those who want the task, and of those who ask for it."""
         num_readers = sum(1 for _ in task.readers())
         consumers = list(task.wanted_consumers())
-        num_asking = num_readers + sum(consumer.asked > 0 for consumer in consumers)
+        num_asking = num_readers + sum(consumer.asks for consumer in consumers)
         return num_readers + len(consumers) + task.is_woken, num_asking
 
-    def _activate(self, roots: Sequence[Task]) -> None:
-        """The roots have just become wanted, and so has all that they need. Either all of them are
-        asked for or none is."""
-        if not roots:
+    def _walk(self, *tasks: Task) -> None:
+        """Look at these tasks, and at all that changes by that."""
+        if self._is_closed:
             return
-        now = self._clock.now()
-        is_asked = roots[0].asked > 0
-        activated = list(roots)
-        risen: list[Task] = []
-        for task in activated:
-            task.state = CompletionState.WAITING
-            task.times.activated = now
-            task.num_awaited = task.missing
-            for producer in task.producers():
-                if producer.is_finished:
-                    continue
-                producer.demand += 1
-                producer.asked += is_asked
-                if producer.demand == 1:
-                    activated.append(producer)
-                elif is_asked and producer.asked == 1:
-                    risen.append(producer)
-        changed = self._ask_above(risen) | deduce(activated, self._predictor)
-        for task in activated:
-            self._count(task)
-            task.objective = objective_of(task)
-        self._report(roots[0])
-        self._update(changed)
+        self._changed.extend(tasks)
+        if (self._changed or self._revised) and not self._is_walking:
+            self._is_walking = True
+            self._backlog.add(self, self._walking())
+
+    def _walking(self) -> Iterator[int]:
+        try:
+            while self._changed or self._revised:
+                yield self._step()
+        finally:
+            self._is_walking = False
+
+    def _step(self) -> int:
+        """Let a slice of tasks become wanted or unwanted, as they are, and tell their producers.
+        Then those start whose inputs are there. Returns how many were looked at."""
+        activated: dict[Task, None] = {}
+        changed: set[Task] = set()
+        task, count = None, 0
+        while self._changed and count < self._backlog.per_slice:
+            task = self._changed.popleft()
+            count += 1
+            if not task.is_finished:
+                self._look_at(task, activated, changed)
+        if activated:
+            longer = deduce(list(activated), self._predictor)
+            changed |= longer
+            self._revised.update(dict.fromkeys(longer))
+            for new in activated:
+                self._count(new)
+                new.objective = objective_of(new)
+        if task is not None:
+            self._report(task)
+        while self._revised and count < self._backlog.per_slice:
+            changed |= self._revise()
+            count += 1
+        self._update(changed - activated.keys())
         for task in sorted(activated, key=attrgetter("id")) if len(activated) > 1 else activated:
             if task.state is not CompletionState.WAITING:
                 continue
@@ -206,22 +241,57 @@ class Activation:
                 self._expect(task)
             else:
                 self._start(task)
+        return count
 
-    def _ask_above(self, risen: Iterable[Task]) -> set[Task]:
-        """These tasks were wanted in the background and are asked for now, and so is all that they
-        need. Returns every task that rose so."""
-        stack = list(risen)
-        found = set(stack)
-        while stack:
-            for producer in stack.pop().producers():
-                producer.asked += 1
-                if producer.asked == 1:
-                    found.add(producer)
-                    stack.append(producer)
-        return found
+    def _look_at(self, task: Task, activated: dict[Task, None], changed: set[Task]) -> None:
+        """Let it be what its demand says. One that nobody asks for any more is not held either."""
+        if task.asks and not task.asked and task.demand == task.is_woken:
+            self._let_go(task)
+        is_wanted, is_asked = task.demand > 0, task.asked > 0
+        if is_wanted and not task.wants:
+            task.state = CompletionState.WAITING
+            task.times.activated = self._clock.now()
+            task.num_awaited = task.missing
+            activated[task] = None
+        elif task.wants and not is_wanted:
+            activated.pop(task, None)
+            self._stop(task)
+        elif task.asks != is_asked:
+            changed.add(task)
+        self._tell_producers(task, wants=is_wanted, asks=is_asked)
+
+    def _tell_producers(self, task: Task, *, wants: bool, asks: bool) -> None:
+        more, more_asked = wants - task.wants, asks - task.asks
+        task.wants, task.asks = wants, asks
+        if not more and not more_asked:
+            return
+        for producer in task.producers():
+            if producer.is_finished:
+                continue
+            producer.demand += more
+            producer.asked += more_asked
+            if producer.wants != (producer.demand > 0) or producer.asks != (producer.asked > 0):
+                self._changed.append(producer)
+            if producer.deadline is not None:  # which may have been this task's
+                self._revised[producer] = None
+
+    def _revise(self) -> set[Task]:
+        """Let one task ask of its producers what holds now. Returns all whose deduction changed."""
+        task, _ = self._revised.popitem(last=False)
+        if not task.is_wanted:
+            return set()
+        changed = set(push(task))
+        above = list(changed)
+        if relax(task):
+            changed.add(task)
+            above = [producer for producer in task.producers() if producer.is_wanted]
+        self._revised.update(dict.fromkeys(above))
+        return changed
 
     def _update(self, changed: Iterable[Task]) -> None:
         for task in sorted(changed, key=attrgetter("id")):
+            if not task.is_wanted:
+                continue
             task.objective = objective_of(task)
             if task.is_started and isinstance(task, Completion):
                 self._runner.reprioritise(task)
@@ -235,64 +305,35 @@ class Activation:
 
     def _expect(self, task: Task) -> None:
         if isinstance(task, Completion):
-            self._runner.expect(task, lambda: _ready_at(task, self._clock.now()))
+            self._runner.expect(task, lambda: ready_at(task, self._clock.now()))
 
     def _unexpect(self, task: Task) -> None:
         if isinstance(task, Completion):
             self._runner.unexpect(task)
 
-    def _lower(self, tasks: Sequence[Task], *, was_asked: bool) -> None:
-        """Each of `tasks` lost one who wanted it, or asked for it. Those without any other stop.
-        What nobody asks for any more is not held on its own account either."""
-        if not tasks:
-            return
-        unasked: set[Task] = set()
-        stack = list(tasks) if was_asked else []
-        while stack:
-            task = stack.pop()
-            task.asked -= 1
-            if not task.asked and not task.is_finished:
-                unasked.add(task)
-                stack.extend(task.producers())
-        kept: set[Task] = set()
-        stack = list(tasks)
-        while stack:
-            task = stack.pop()
-            task.demand -= 1
-            if task.is_finished:
-                continue
-            if task in unasked and task.demand == task.is_woken:
-                task.is_held = task.is_woken = False
-                task.demand = 0
-            if task.demand:
-                kept.add(task)
-            else:
-                self._stop(task)
-                stack.extend(task.producers())
-        relaxed = relax_deadlines(t for t in kept if t.is_wanted and t.deadline is not None)
-        self._update(relaxed | {task for task in unasked if task.is_wanted})
-        self._report(tasks[0])
-
     def _release_consumers(self, task: Task) -> None:
         """Make nothing of the task, directly or not, in the background: now, and after the next
         `wake`, which would want what is asleep."""
-        below: dict[Task, None] = {}
-        stack = [task]
-        for other in stack:
+        if next(task.open_consumers(), None) is not None and not self._is_closed:
+            self._backlog.add(self, self._releasing(task))
+
+    def _releasing(self, task: Task) -> Iterator[int]:
+        below, found = [task], {task}
+        for other in below:
             for consumer in other.open_consumers():
-                if consumer.asked or consumer in below:
-                    continue
-                if self._asleep or consumer.is_wanted:
-                    below[consumer] = None
-                    stack.append(consumer)
-        stopped = [consumer for consumer in below if consumer.is_wanted]
-        for consumer in below:
-            consumer.is_held = consumer.is_woken = False
-        for consumer in stopped:
-            consumer.demand = 0
-            self._stop(consumer)
-        lost = [p for consumer in stopped for p in consumer.producers() if p not in below]
-        self._lower(lost, was_asked=False)
+                is_new = not consumer.asked and consumer not in found
+                if is_new and (self._asleep or consumer.demand):
+                    found.add(consumer)
+                    below.append(consumer)
+                    self._let_go(consumer)
+                    self._changed.append(consumer)
+                yield 1
+        self._walk()
+
+    def _let_go(self, task: Task) -> None:
+        """The program holds it no more."""
+        task.demand -= task.is_woken
+        task.is_held = task.is_woken = False
 
     def _stop(self, task: Task) -> None:
         """Nobody wants it any more."""
@@ -326,43 +367,31 @@ class Activation:
         self._wanted[task] = task.work_s
 
     def _discount(self, task: Task) -> None:
-        self._remaining_s -= self._wanted.pop(task)
+        self._remaining_s -= self._wanted.pop(task, 0.0)
         if not self._wanted:
             self._remaining_s = 0.0  # no rounding errors are left over
 
     def _learn(self) -> None:
-        """Another task has finished. Answers of the same functions change most after the first."""
-        self._num_finished += 1
-        if self._num_finished < self._next_prediction:
-            return
-        self._next_prediction *= 2
-        changed = predict_again(self._wanted, self._predictor)
-        for task in self._wanted:
-            self._count(task)
-        self._update(changed)
+        """Another task is done. Answers of the same functions change most after the first."""
+        self._num_done += 1
+        if self._num_done >= self._next_prediction and not self._is_learning:
+            self._next_prediction *= 2
+            self._is_learning = True
+            self._backlog.add(self, self._learning())
+
+    def _learning(self) -> Iterator[int]:
+        wanted = sorted(self._wanted, key=attrgetter("depth"))  # consumers before producers
+        size = self._backlog.per_slice
+        for start in range(0, len(wanted), size):
+            tasks = [task for task in wanted[start : start + size] if task in self._wanted]
+            changed = predict_again(tasks, self._predictor)
+            for task in tasks:
+                self._count(task)
+            self._update(changed)
+            for task in tasks[:1]:
+                self._report(task)
+            yield len(tasks)
+        self._is_learning = False
 
     def _report(self, task: Task) -> None:
         self._runner.progressed(task.session_id, self._remaining_s)
-
-
-def _ready_at(task: Task, now: float, depth: int = _MAX_DEPTH) -> float:
-    """When a wanted task that waits will have its inputs, on the clock's scale: the latest of
-    - what was predicted when it became wanted, by the longest path above it;
-    - when the rest of its inputs will be there, if they come as fast as those that have come;
-    - when the task that makes its first missing input will be done, if that waits, too.
-    Infinite if nothing but the program can give that input."""
-    activated = task.times.activated
-    assert activated is not None, task
-    when = max(now, activated + task.ready_in_s)
-    num_come = task.num_awaited - task.missing
-    if num_come > 0:
-        when = max(when, now + (now - activated) * task.missing / num_come)
-    missing = next((v for v in islice(task.inputs, _MAX_LOOK) if not v.is_settled), None)
-    if missing is None:
-        return when
-    above = missing.producer
-    if above is None:
-        return inf
-    if depth and above.missing:
-        when = max(when, _ready_at(above, now, depth - 1) + above.duration_s)
-    return when

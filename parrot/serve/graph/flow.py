@@ -1,7 +1,7 @@
 """The consequences of a settled variable: its consumers become ready, or fail with it."""
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 
 from parrot.protocol.errors import ParrotError
 from parrot.serve.graph.activation import Activation
@@ -9,11 +9,14 @@ from parrot.serve.graph.nodes import CompletionState, Task
 from parrot.serve.graph.runner import Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
+from parrot.utils.tasks import Backlog
 
 
 class Flow:
-    """Handles settled variables one after the other, in a loop and not by recursion: settling one
-    may settle thousands that depend on it."""
+    """Handles settled variables: those who make them hear of it at once, those who take them one
+    after the other, by way of the backlog, since settling one may settle thousands that depend on
+    it. A consumer that has not heard yet is as if the value had not come; it may be cancelled,
+    become wanted, or be given up meanwhile."""
 
     def __init__(
         self,
@@ -21,6 +24,7 @@ class Flow:
         runner: Runner,
         activation: Activation,
         on_settled: Callable[[SemanticVariable], None],
+        backlog: Backlog,
     ) -> None:
         """`on_settled` hears of each variable before what follows from it."""
         self.num_settled = dict.fromkeys(VariableState, 0)
@@ -28,20 +32,20 @@ class Flow:
         self._clock = clock
         self._runner = runner
         self._activation = activation
-        self._waiting: deque[SemanticVariable] = deque()
-        self._is_draining = False
+        self._backlog = backlog
+        self._is_closed = False
+        self._untold: dict[SemanticVariable, deque[Task]] = {}
 
     def settled(self, variable: SemanticVariable) -> None:
         """Handle a variable that was set or has failed just now."""
-        self._waiting.append(variable)
-        if self._is_draining:
-            return
-        self._is_draining = True
-        try:
-            while self._waiting:
-                self._handle(self._waiting.popleft())
-        finally:
-            self._is_draining = False
+        self.num_settled[variable.state] += 1
+        variable.readers.clear()
+        if variable.producer is not None:
+            self._finish(variable.producer, variable)
+        self._on_settled(variable)
+        if variable.consumers and not self._is_closed:  # those that come later find it settled
+            self._untold[variable] = deque(variable.consumers)
+            self._backlog.add(self._activation, self._tell(variable))
 
     def enter(self, task: Task) -> None:
         """A task was linked: it fails at once with a failed input, or may be wanted already."""
@@ -57,16 +61,45 @@ class Flow:
             self._runner.cancel(task, error)
         self._fail_outputs(task, CompletionState.CANCELLED, error)
 
-    def _handle(self, variable: SemanticVariable) -> None:
-        self.num_settled[variable.state] += 1
-        variable.readers.clear()
-        if variable.producer is not None:
-            self._finish(variable.producer, variable)
-        self._on_settled(variable)
-        for consumer in variable.consumers:
+    def close(
+        self, tasks: Iterable[Task], variables: Iterable[SemanticVariable], error: ParrotError
+    ) -> Iterator[int]:
+        """The graph ends: nothing of it starts any more. A step cancels one of the tasks, or fails
+        one of the variables, if it is not settled."""
+        self._is_closed = True
+        self._activation.close()
+        self._untold.clear()
+        self._backlog.drop(self._activation)
+        return self._closing(tasks, variables, error)
+
+    def check_integrity(self, tasks: Iterable[Task]) -> None:
+        """Recount what the tasks wait for."""
+        untold = Counter(consumer for waiting in self._untold.values() for consumer in waiting)
+        for task in tasks:
+            num_unsettled = sum(not variable.is_settled for variable in task.inputs)
+            assert self._is_closed or task.missing == num_unsettled + untold[task], task
+            assert task.is_finished == all(variable.is_settled for variable in task.outputs), task
+
+    def _closing(
+        self, tasks: Iterable[Task], variables: Iterable[SemanticVariable], error: ParrotError
+    ) -> Iterator[int]:
+        for task in tasks:
+            self.cancel(task, error)
+            yield 1
+        for variable in variables:
+            if not variable.is_settled:
+                variable.fail(error)
+            yield 1
+
+    def _tell(self, variable: SemanticVariable) -> Iterator[int]:
+        """Tell its consumers, one with each step."""
+        while untold := self._untold.get(variable):
+            consumer = untold.popleft()
             self._activation.input_settled(consumer)
             if variable.error is not None:
                 self._fail(consumer, variable)
+            yield 1
+        self._untold.pop(variable, None)
 
     def _finish(self, task: Task, output: SemanticVariable) -> None:
         """`output`, one of the task's, is settled. The task is finished with the last one."""

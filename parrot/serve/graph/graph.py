@@ -30,6 +30,7 @@ from parrot.serve.graph.replays import Replays
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
+from parrot.utils.tasks import Backlog
 from parrot.utils.traces.traceparent import SessionSpans
 
 CallRequest = SemanticCallRequest | NativeCallRequest
@@ -75,19 +76,21 @@ class SessionGraph:
         predictor: Predictor,
         clock: Clock,
         ids: SessionIds,
+        backlog: Backlog,
     ) -> None:
+        """`backlog` is given the walks through the graph."""
         self.session_id = session_id
         self.spans = SessionSpans(trace_id, session_id)
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
-        self.activation = Activation(clock, runner, predictor)
+        self.activation = Activation(clock, runner, predictor, backlog)
         self.replays = Replays()
         self._tenant = tenant
         self.cache_salt = cache_salt
         self._on_demand = on_demand
         self._clock = clock
         self.ids = ids
-        self._flow = Flow(clock, runner, self.activation, lambda one: self.on_settled(one))
+        self._flow = Flow(clock, runner, self.activation, lambda one: self.on_settled(one), backlog)
         self.on_settled: Callable[[SemanticVariable], None] = not_written
 
     def num_variables(self, state: VariableState) -> int:
@@ -191,22 +194,17 @@ class SessionGraph:
         for task in reversed(self._call(request_id).tasks):
             self._flow.cancel(task, error)
 
-    def close(self, error: ParrotError) -> None:
-        """The session ends: stop all work, fail every variable that is not settled."""
-        for call in reversed(self.calls.values()):
-            for task in reversed(call.tasks):
-                self._flow.cancel(task, error)
-        for variable in self.variables.values():
-            if not variable.is_settled:
-                variable.fail(error)
+    def close(self, error: ParrotError) -> Iterator[int]:
+        """The session ends, and nothing of it starts any more. The steps stop all work, and fail
+        every variable that is not settled."""
+        tasks = (task for call in reversed(self.calls.values()) for task in reversed(call.tasks))
+        return self._flow.close(tasks, self.variables.values(), error)
 
     def check_integrity(self) -> None:
         """Recount what is kept incrementally. Only between events of the loop."""
         tasks = [task for call in self.calls.values() for task in call.tasks]
         self.activation.check_integrity(tasks)
-        for task in tasks:
-            assert task.missing == sum(not variable.is_settled for variable in task.inputs), task
-            assert task.is_finished == all(variable.is_settled for variable in task.outputs), task
+        self._flow.check_integrity(tasks)
         for state in VariableState:
             count = sum(variable.state is state for variable in self.variables.values())
             assert count == self.num_variables(state), (state, count)

@@ -162,7 +162,9 @@ class Node:
     outputs plus its wanted consumers (one for each of their unsettled inputs that it produces),
     plus the program if that holds the task and was woken. `asked` counts, of these, the readers and
     the consumers that are asked for themselves: a wanted task that nobody asks for is background
-    work. `is_held`: it may run in the background; `is_woken`: the program wants it to.
+    work. `wants` and `asks`: whether its producers count it so; where many tasks change, some hear
+    of it in a later turn of the event loop. `is_held`: it may run in the background; `is_woken`:
+    the program wants it to.
     `is_started`: it is with the dispatcher or the sandbox now; `is_ended`: its end was handled. The
     last group of fields belongs to deduction, which makes the objective of it, and means something
     only while the task is wanted."""
@@ -180,6 +182,8 @@ class Node:
     missing: int = 0
     demand: int = 0
     asked: int = 0
+    wants: bool = False
+    asks: bool = False
     is_held: bool = True
     is_woken: bool = False
     is_started: bool = False
@@ -206,7 +210,7 @@ class Node:
 
     @property
     def is_wanted(self) -> bool:
-        return self.demand > 0 and not self.state.is_final
+        return self.wants and not self.state.is_final
 
     def producers(self) -> "Iterator[Task]":
         """Yield the tasks that make its unsettled inputs, once for each input."""
@@ -222,7 +226,7 @@ class Node:
 
     def wanted_consumers(self) -> "Iterator[Task]":
         """Yield those of them that are wanted."""
-        return (consumer for consumer in self.open_consumers() if consumer.demand > 0)
+        return (consumer for consumer in self.open_consumers() if consumer.wants)
 
     def readers(self) -> Iterator[Reader]:
         for variable in self.outputs:

@@ -19,8 +19,10 @@ program that reads again and again with short timeouts must not leave the first 
 functions touch nothing but the deduced fields of the nodes.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import islice
+from math import inf
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.nodes import Objective, Task
@@ -29,6 +31,9 @@ from parrot.serve.graph.runner import Predictor
 # A task that is already wanted hears of a longer path below it when that grew by this factor, so a
 # chain that keeps growing while it waits costs O(log n) per task and not O(n).
 _GROWTH = 1.1
+
+_MAX_DEPTH = 4  # tasks above that are asked in turn; beyond, the prediction of activation holds
+_MAX_LOOK = 64  # inputs looked at for the first that is missing
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
@@ -69,7 +74,7 @@ def objective_of(node: Task) -> Objective:
 
 def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
     """Deduce tasks that have just become wanted. Returns those, among all that were wanted before,
-    that this made stricter or longer."""
+    that this made stricter or longer, and which have yet to `push`."""
     if len(activated) == 1 and not activated[0].missing:
         _place(activated[0], predictor)
         activated[0].ready_in_s = 0.0
@@ -80,24 +85,19 @@ def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
     for node in order:
         _place(node, predictor)
     for node in reversed(order):
-        above = (p.ready_in_s + p.duration_s for p in node.producers())
+        above = (p.ready_in_s + p.duration_s for p in _wanted_producers(node))
         node.ready_in_s = max(above, default=0.0)
     changed: set[Task] = set()
-    _grow(deque((p, node) for node in order for p in node.producers() if p not in new), changed)
     for node in order:
         _pull_urgency(node, new)
-        changed.update(p for p in _push_urgency(node) if p not in new)
-    _spread_urgency(changed)
-    return changed - new
-
-
-def tighten(node: Task, criteria: PerformanceCriteria, deadline: float | None) -> set[Task]:
-    """A further reader of a wanted task. Returns every task that this made stricter."""
-    if not _apply(node, criteria, deadline):
-        return set()
-    changed = {node}
-    _spread_urgency(changed)
+        changed.update(p for p in push(node) if p not in new)
     return changed
+
+
+def tighten(node: Task, criteria: PerformanceCriteria, deadline: float | None) -> bool:
+    """A further reader of a wanted task. Returns whether that made it stricter, so that it has to
+    `push`."""
+    return _apply(node, criteria, deadline)
 
 
 def earliest_deadline(node: Task) -> float | None:
@@ -107,19 +107,37 @@ def earliest_deadline(node: Task) -> float | None:
     return min((when for when in asked if when is not None), default=None)
 
 
-def relax_deadlines(tasks: Iterable[Task]) -> set[Task]:
-    """Drop the deadlines of those who wanted these tasks and have gone, here and above. Returns
-    every task whose deadline this changed."""
-    changed: set[Task] = set()
-    waiting = deque(tasks)
-    while waiting:
-        node = waiting.popleft()
-        deadline = earliest_deadline(node)
-        if deadline != node.deadline:
-            node.deadline = deadline
-            changed.add(node)
-            waiting.extend(producer for producer in node.producers() if producer.is_wanted)
-    return changed
+def relax(node: Task) -> bool:
+    """Drop the deadline of those who wanted the task and have gone. Returns whether that changed
+    its deadline, so that its producers' may change."""
+    deadline = earliest_deadline(node)
+    if deadline != node.deadline:
+        node.deadline = deadline
+        return True
+    return False
+
+
+def ready_at(task: Task, now: float, depth: int = _MAX_DEPTH) -> float:
+    """When a wanted task that waits will have its inputs, on the clock's scale: the latest of
+    - what was predicted when it became wanted, by the longest path above it;
+    - when the rest of its inputs will be there, if they come as fast as those that have come;
+    - when the task that makes its first missing input will be done, if that waits, too.
+    Infinite if nothing but the program can give that input."""
+    activated = task.times.activated
+    assert activated is not None, task
+    when = max(now, activated + task.ready_in_s)
+    num_come = task.num_awaited - task.missing
+    if num_come > 0:
+        when = max(when, now + (now - activated) * task.missing / num_come)
+    missing = next((v for v in islice(task.inputs, _MAX_LOOK) if not v.is_settled), None)
+    if missing is None:
+        return when
+    above = missing.producer
+    if above is None:
+        return inf
+    if depth and above.missing and above.is_wanted:  # else it is about to be
+        when = max(when, ready_at(above, now, depth - 1) + above.duration_s)
+    return when
 
 
 def predict_again(wanted: Iterable[Task], predictor: Predictor) -> set[Task]:
@@ -164,36 +182,41 @@ def _place(node: Task, predictor: Predictor) -> None:
     node.deadline = None
 
 
-def _grow(edges: deque[tuple[Task, Task]], changed: set[Task]) -> None:
-    """Pass longer paths up through tasks that were wanted before."""
-    while edges:
-        node, consumer = edges.popleft()
-        path_s, depth = node.duration_s + consumer.path_s, consumer.depth + 1
-        if path_s <= node.path_s * _GROWTH and depth <= node.depth * _GROWTH:
-            continue
-        node.path_s = max(node.path_s, path_s)
-        node.depth = max(node.depth, depth)
-        changed.add(node)
-        edges.extend((producer, node) for producer in node.producers())
-
-
 def _pull_urgency(node: Task, new: set[Task]) -> None:
     """Apply what its readers ask, and the consumers that were wanted before (new ones push)."""
     for reader in node.readers():
         _apply(node, reader.criteria, reader.deadline)
     for consumer in node.wanted_consumers():
         if consumer not in new:
-            in_stage = any(p is not node and p.depth == node.depth for p in consumer.producers())
+            others = (p for p in consumer.producers() if p is not node and p.is_wanted)
+            in_stage = any(p.depth == node.depth for p in others)
             _relay(consumer, node, in_stage)
 
 
-def _push_urgency(consumer: Task) -> Iterable[Task]:
-    """Tell its producers what it asks of them. Yields those that got stricter."""
-    producers = set(consumer.producers())
+def push(consumer: Task) -> list[Task]:
+    """Tell its producers what it asks of them, and how long the path below them is. Returns those
+    that this made stricter or longer, which have to `push` in turn."""
+    producers = _wanted_producers(consumer)
+    longer = [producer for producer in producers if _lengthen(producer, consumer)]
     stages = Counter(producer.depth for producer in producers)
     for producer in producers:
         if _relay(consumer, producer, stages[producer.depth] > 1):
-            yield producer
+            longer.append(producer)
+    return longer
+
+
+def _lengthen(node: Task, consumer: Task) -> bool:
+    path_s, depth = node.duration_s + consumer.path_s, consumer.depth + 1
+    if path_s <= node.path_s * _GROWTH and depth <= node.depth * _GROWTH:
+        return False
+    node.path_s = max(node.path_s, path_s)
+    node.depth = max(node.depth, depth)
+    return True
+
+
+def _wanted_producers(node: Task) -> list[Task]:
+    """Those that are wanted, once each. Others hear of what is asked when they become so."""
+    return [producer for producer in dict.fromkeys(node.producers()) if producer.is_wanted]
 
 
 def _relay(consumer: Task, producer: Task, in_stage: bool) -> bool:
@@ -215,12 +238,3 @@ def _apply(node: Task, criteria: PerformanceCriteria, deadline: float | None) ->
         node.deadline = deadline
         changed = True
     return changed
-
-
-def _spread_urgency(changed: set[Task]) -> None:
-    """Pass stricter demands up from the tasks in `changed`, adding whom they reach."""
-    waiting = deque(changed)
-    while waiting:
-        for producer in _push_urgency(waiting.popleft()):
-            changed.add(producer)
-            waiting.append(producer)

@@ -24,8 +24,11 @@ from parrot.utils.clock import Clock
 
 
 def replay_settled(graph: SessionGraph, fields: Payload) -> SemanticVariable:
-    """Settle a variable as it was, with all that follows."""
+    """Settle a variable as it was, with all that follows. One that was cancelled while an input's
+    failure was on its way may have failed by that."""
     variable = graph.variable(fields["variable"])
+    if variable.is_settled:
+        return variable
     task = variable.producer
     if task is not None:
         if isinstance(task, Completion):

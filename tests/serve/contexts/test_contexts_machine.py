@@ -105,7 +105,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(session=st.sampled_from([1, 2, 3]))
     def release(self, session: int) -> None:
-        self.book.release_session(session)
+        list(self.book.release_session(session))
         left = self.book.owners.of_session(session)
         assert all(context.retired for context in left)
 
@@ -151,7 +151,7 @@ class Histories(RuleBasedStateMachine):
         for context in self.running:
             self.book.unpin(context)
         for session in (1, 2, 3):
-            self.book.release_session(session)
+            list(self.book.release_session(session))
         for engine_id in ENGINES:
             self.book.evict_idle(engine_id)
             assert self.book.usage(engine_id) == (0, 0)

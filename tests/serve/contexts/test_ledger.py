@@ -161,15 +161,15 @@ def test_a_session_takes_its_contexts_but_not_those_in_use(book: Book) -> None:
     idle, busy = book.add("i", 10, constant), book.add("b", 10, constant)
     other = book.add("o", 5, idle, owner=2)  # another session continues it
     book.pin(busy)
-    book.release_session(1)
+    list(book.release_session(1))
     assert freed(book) == []
     assert book.index.match(7, [b"c", b"i"]) == (1, constant, Boundary(b"c", 10, 0))
     book.check_integrity({busy.id: 1}, Counter())
     book.unpin(busy)
     assert freed(book) == [busy.id]
-    book.release_session(2)
+    list(book.release_session(2))
     assert freed(book) == [other.id, idle.id]
-    book.release_session(2)
+    list(book.release_session(2))
     book.check_integrity({}, Counter())
     assert book.usage(7)[0] == 1
 
@@ -180,7 +180,7 @@ def test_constants_expire_unless_used(book: Book) -> None:
     leaf = book.add("l", 5, busy)
     book.later(60)
     book.add("m", 1, constant)
-    book.release_session(1)
+    list(book.release_session(1))
     assert set(freed(book)) == {leaf.id, leaf.id + 1}
     book.later(50)  # 110 after the first use, 50 after the second
     book.expire()
@@ -215,7 +215,7 @@ def test_a_lost_engine_takes_everything(book: Book) -> None:
     assert book.index.match(7, [b"r"]) is None
     assert len(book.index) == 0
     book.check_integrity({}, Counter())
-    book.release_session(1)
+    list(book.release_session(1))
 
 
 def test_evict_idle(any_book: Book) -> None:
@@ -231,7 +231,7 @@ def test_a_shared_context_outlives_the_session_that_opened_it(book: Book) -> Non
     idle, busy = book.add("i", 10), book.add("b", 10)
     book.pin(busy)
     book.owners.share(busy, "acme")
-    book.release_session(1)
+    list(book.release_session(1))
     assert freed(book) == [idle.id]
     book.check_integrity({busy.id: 1}, Counter())
     book.settle(busy, 15, None, SOURCE)

@@ -619,7 +619,7 @@ async def test_what_a_session_has_withdrawn_goes_with_it(world: World) -> None:
     world.withdraw(completion)
     await world.clock.advance(0.1)
     assert engine.freed == []
-    world.dispatcher.release_session(1)
+    list(world.dispatcher.release_session(1))
     await world.clock.advance(0.1)
     assert engine.freed == [engine.requests[0].context_id]
 
@@ -1011,7 +1011,7 @@ async def test_runs_that_fork_an_unfinished_context_survive_its_cancellation(
     third = world.submit("Shared beginning. ", value("three"), session=3)
     await third.output.wait()
     assert engine.requests[2].fills[0].parent_context_id == -1  # it may never have been computed
-    world.dispatcher.release_session(2)
+    list(world.dispatcher.release_session(2))
     await world.clock.advance(0.1)
     assert shared in engine.freed
 
@@ -1023,11 +1023,11 @@ async def test_releasing_a_session_frees_its_contexts_in_one_request(world: Worl
     other = world.submit("T: ", value("x"), session=2)
     for completion in [*mine, other]:
         await completion.output.wait()
-    world.dispatcher.release_session(1)
+    list(world.dispatcher.release_session(1))
     await world.settle()
     assert len(engine.freed) == 5
     assert engine.free_batches == 1
-    world.dispatcher.release_session(2)
+    list(world.dispatcher.release_session(2))
     await world.clock.advance(0.1)
     assert len(engine.contexts) == 1  # the tenant's constant beginning
     await world.clock.advance(20)
@@ -1043,7 +1043,7 @@ async def test_frees_are_sent_until_the_engine_acknowledges_them(world: World) -
     engine_id = await world.join(engine)
     await world.submit("T: ", value("x")).output.wait()
     engine.free_error = Unavailable("busy")
-    world.dispatcher.release_session(1)
+    list(world.dispatcher.release_session(1))
     for _ in range(20):
         await world.clock.advance(10)
         world.dispatcher.fleet.heartbeat(beat(engine_id, "fake", None))
@@ -1062,7 +1062,7 @@ async def test_a_free_that_fails_is_sent_again(world: World) -> None:
     await world.join(engine)
     await world.submit("T: ", value("x")).output.wait()
     engine.free_error = InternalError("hiccup")
-    world.dispatcher.release_session(1)
+    list(world.dispatcher.release_session(1))
     await world.settle()
     assert engine.free_batches == 1
     engine.free_error = None
@@ -1084,7 +1084,7 @@ async def test_constant_beginnings_expire_one_after_the_other(world: World) -> N
 
     for number, constant in enumerate(("First. ", "Second. ", "Third. ")):
         await world.submit(constant, value("x"), session=number).output.wait()
-        world.dispatcher.release_session(number)
+        list(world.dispatcher.release_session(number))
         await spend(20)
     shared = [request.fills[0].context_id for request in engine.requests]
     await spend(530)

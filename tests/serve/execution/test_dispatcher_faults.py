@@ -177,7 +177,7 @@ class History:
             case 5 if self.completions:
                 self.withdraw(self.rng.choice(self.completions))
             case 6:
-                self.dispatcher.release_session(self.rng.randrange(3))
+                list(self.dispatcher.release_session(self.rng.randrange(3)))
             case 7 if self.engines:
                 engine = self.rng.choice(list(self.engines.values()))
                 engine.script = self.script()
@@ -223,7 +223,7 @@ class History:
             if completion.id not in self.withdrawn or completion.output.is_settled:
                 self.check(completion)
         for session in range(3):
-            self.dispatcher.release_session(session)
+            list(self.dispatcher.release_session(session))
         self.dispatcher.check_integrity()
         assert self.dispatcher.fleet.views() == []
         assert self.dispatcher.num_queued == 0

@@ -300,7 +300,7 @@ def test_closing_ends_everything(graph: SessionGraph, runner: FakeRunner) -> Non
     empty = graph.add_variable("empty")
     x = link_call(graph, "x", [])
     y = link_call(graph, "y", [x, empty.id], output_criteria="latency")
-    graph.close(SessionGone("the session has expired"))
+    list(graph.close(SessionGone("the session has expired")))
     for var_id in (x, y, empty.id):
         assert isinstance(graph.variable(var_id).error, SessionGone)
     assert runner.started == []
@@ -558,7 +558,7 @@ def test_cancellation_and_the_end_stop_background_work(
     graph.cancel_call(response.request_id)
     graph.cancel_variable(b)
     assert runner.names() == ["c"]
-    graph.close(SessionGone("the session has expired"))
+    list(graph.close(SessionGone("the session has expired")))
     assert runner.names() == []
     assert graph.activation.num_started == 0
 

@@ -1,0 +1,201 @@
+"""What concerns thousands of calls of a session is done in slices: nobody waits for all of it, and
+nobody sees half of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+
+from parrot.protocol.errors import SessionGone
+from parrot.protocol.graph_api import GraphRequest
+from parrot.protocol.public import SessionCreateRequest, VarGetRequest
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.nodes import CompletionState
+from parrot.serve.sessions import Session
+from parrot.utils.clock import MonotonicClock
+
+NUM_CALLS = 1536
+AT_ONCE = 512
+MANY_TURNS = 20
+
+
+class Large:
+    """A session of many calls, all of which take the first variable, or each that of the one
+    before. No engine serves them."""
+
+    def __init__(self, core: ServeCore, *, is_chain: bool) -> None:
+        self.core = core
+        self.scope = core.create_session(SessionCreateRequest())
+        session = core.sessions.find(self.scope.session_id)
+        assert session is not None
+        self.session: Session = session
+        self.first = self.last = self.create("v")
+        for _ in range(NUM_CALLS // AT_ONCE):
+            given = self.last if is_chain else self.first
+            calls = [
+                {
+                    "template": "{{a}}{{b}}",
+                    "parameters": [
+                        {"name": "a", "var": f"v{n}"}
+                        if is_chain and n
+                        else {"name": "a", "var_id": given},
+                        {"name": "b", "is_output": True, "var": f"v{n + 1}"},
+                    ],
+                }
+                for n in range(AT_ONCE)
+            ]
+            asked = {**self.scope.model_dump(), "calls": calls}
+            answer = core.programs.submit_graph(GraphRequest.model_validate(asked))
+            self.last = answer.variables[f"v{AT_ONCE}"]
+
+    def create(self, name: str) -> str:
+        return self.core.programs.create_var(*self._ids(), name, None)
+
+    def cancel(self, var_id: str) -> None:
+        self.core.programs.cancel_var(*self._ids(), var_id)
+
+    def set(self, var_id: str, text: str) -> None:
+        self.core.programs.set_var(*self._ids(), var_id, text)
+
+    def read(self, var_id: str) -> "asyncio.Task[object]":
+        request = VarGetRequest(**self.scope.model_dump())
+        return asyncio.create_task(self.core.programs.read(request, var_id))
+
+    def end(self) -> None:
+        self.core.delete_session(*self._ids())
+
+    def count(self, *states: CompletionState) -> int:
+        tasks = [task for call in self.session.graph.calls.values() for task in call.tasks]
+        return sum(task.state in states for task in tasks)
+
+    def _ids(self) -> tuple[int, str]:
+        return self.scope.session_id, self.scope.session_auth
+
+
+@asynccontextmanager
+async def large_session(*, is_chain: bool) -> AsyncIterator[Large]:
+    core = ServeCore(CoreConfig(), clock=MonotonicClock())
+    yield Large(core, is_chain=is_chain)
+    core.check_integrity()
+    await core.close()
+
+
+async def slices(large: Large, count: Callable[[], int]) -> list[int]:
+    """By how many `count` grows in each turn of the event loop in which it does. The books balance
+    in between."""
+    grown, before = [], count()
+    for _ in range(MANY_TURNS):
+        await asyncio.sleep(0)
+        if (now := count()) != before:
+            grown.append(now - before)
+            before = now
+            large.core.check_integrity()
+    return grown
+
+
+@contextmanager
+def at_most_a_slice(large: Large, count: Callable[[], int]) -> Iterator[None]:
+    before = count()
+    yield
+    assert 0 < count() - before <= AT_ONCE
+
+
+async def test_a_session_ends() -> None:
+    async with large_session(is_chain=True) as large:
+
+        def num_ended() -> int:
+            return large.count(CompletionState.CANCELLED)
+
+        reading = large.read(large.last)
+        await asyncio.sleep(0)
+        with at_most_a_slice(large, num_ended):
+            large.end()
+        with pytest.raises(SessionGone):
+            large.create("w")
+        assert large.session not in list(large.core.sessions)
+        grown = await slices(large, num_ended)
+        assert len(grown) >= NUM_CALLS // AT_ONCE - 1
+        assert max(grown) <= AT_ONCE
+        assert num_ended() == NUM_CALLS
+        assert large.core.sessions.num_of(large.session.tenant) == 0
+        with pytest.raises(SessionGone):
+            await reading
+
+
+async def test_a_variable_of_many_consumers_fails() -> None:
+    async with large_session(is_chain=False) as large:
+
+        def num_failed() -> int:
+            return large.count(CompletionState.FAILED)
+
+        reading = large.read(large.last)
+        await asyncio.sleep(0)
+        with at_most_a_slice(large, num_failed):
+            large.cancel(large.first)
+        assert max(await slices(large, num_failed)) <= AT_ONCE
+        assert num_failed() == NUM_CALLS
+        with pytest.raises(Exception, match="was cancelled"):
+            await reading
+
+
+async def test_a_session_ends_while_a_failure_spreads() -> None:
+    async with large_session(is_chain=True) as large:
+        reading = large.read(large.last)
+        await asyncio.sleep(0)
+        large.cancel(large.first)
+        large.end()
+        await slices(large, lambda: large.count(CompletionState.FAILED))
+        assert large.count(CompletionState.CANCELLED, CompletionState.FAILED) == NUM_CALLS
+        assert large.count(CompletionState.CANCELLED)
+        with pytest.raises(SessionGone):
+            await reading
+
+
+async def test_what_is_cancelled_while_its_input_fails_stays_cancelled() -> None:
+    async with large_session(is_chain=True) as large:
+        large.cancel(large.first)
+        large.cancel(large.last)
+        await slices(large, lambda: large.count(CompletionState.FAILED))
+        assert large.count(CompletionState.FAILED) == NUM_CALLS - 1
+        assert large.count(CompletionState.CANCELLED) == 1
+
+
+async def test_a_variable_of_many_consumers_is_set() -> None:
+    async with large_session(is_chain=False) as large:
+        readings = [large.read(large.last)]
+        await asyncio.sleep(0)
+        activation = large.session.graph.activation
+        while activation.wake():
+            pass
+        await slices(large, lambda: large.count(CompletionState.WAITING))
+        with at_most_a_slice(large, lambda: activation.num_started):
+            large.set(large.first, "text")
+        assert max(await slices(large, lambda: activation.num_started)) <= AT_ONCE
+        assert activation.num_started == NUM_CALLS
+        large.end()
+        await asyncio.gather(*readings, return_exceptions=True)
+
+
+async def test_the_end_of_a_chain_is_read_and_left() -> None:
+    async with large_session(is_chain=True) as large:
+
+        def num_wanted() -> int:
+            return large.count(CompletionState.WAITING)
+
+        reading = large.read(large.last)
+        assert 0 < max(await slices(large, num_wanted)) <= AT_ONCE
+        assert num_wanted() == NUM_CALLS
+        reading.cancel()
+        assert 0 > min(await slices(large, num_wanted)) >= -AT_ONCE
+        assert num_wanted() == 0
+
+
+async def test_the_end_of_a_chain_is_left_before_all_of_it_is_wanted() -> None:
+    async with large_session(is_chain=True) as large:
+        reading = large.read(large.last)
+        await asyncio.sleep(0)
+        reading.cancel()
+        await slices(large, lambda: large.count(CompletionState.WAITING))
+        assert large.count(CompletionState.IDLE) == NUM_CALLS
