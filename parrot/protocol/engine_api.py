@@ -15,6 +15,7 @@ from parrot.protocol.gate.fields import (
     Path,
     Positive,
     Quantity,
+    Text,
     TokenIds,
 )
 from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
@@ -22,6 +23,7 @@ from parrot.protocol.streams.outputs import OutputPart
 
 NO_PARENT = -1
 MAX_DRAFT_TEXTS = 16
+MAX_TOKENIZER = 2**27  # characters of its definition
 MAX_DRAFT_TOKENS = 131_072
 
 ContextId = Amount
@@ -342,13 +344,13 @@ class SpecialIds(InternalPayload):
     """`add_bos`: the model wants `bos` once, before the first token of a prompt."""
 
     bos: int | None = None
-    eos: list[int] = []
+    eos: list[int] = Field([], max_length=4096)
     add_bos: bool = False
 
 
 class TokenizerResponse(InternalPayload):
-    tokenizer_json: str
-    chat_template: str | None = None
+    tokenizer_json: str = Field(max_length=MAX_TOKENIZER)
+    chat_template: Text | None = None
     special_ids: SpecialIds
     vocab_size: int
 

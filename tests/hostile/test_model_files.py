@@ -159,6 +159,8 @@ CONFIGS: list[dict[str, Any]] = [
     {"rope_theta": "x"},
     {"rms_norm_eps": {}},
     {"hidden_act": ["silu"]},
+    {"quantization_config": {"quant_method": "own"}},
+    {"quantization_config": [1]},
 ]
 
 
@@ -253,7 +255,12 @@ def with_canaries(folder: Path, flag: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": auto}))
     settings = {"auto_map": auto, "tokenizer_class": "MyTokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(module + "def generate(): ...\n")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "./elsewhere", "auto_mapping": auto}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
     pickled = pickle.dumps(Canary(flag))
+    (folder / "adapter_model.bin").write_bytes(pickled)
     for name in ("pytorch_model.bin", "model.pt", "vocab.pkl", "tokenizer.model", "vocab.txt"):
         (folder / name).write_bytes(pickled)
     return folder
@@ -263,12 +270,19 @@ def huggingface(folder: str) -> None:
     load_runner(HuggingFaceConfig(model=folder, device="cpu"))
 
 
-@pytest.mark.parametrize("what", ["all", "no weights", "no tokenizer", "own type"])
+@pytest.mark.parametrize(
+    "what", ["all", "no weights", "an index of pickles", "no tokenizer", "own type"]
+)
 def test_no_code_of_a_model_runs(tmp_path: Path, what: str) -> None:
     flag = tmp_path / "ran"
     folder = with_canaries(make_tiny_model(tmp_path / "m"), flag)
-    if what == "no weights":
+    if what in ("no weights", "an index of pickles"):
         (folder / "model.safetensors").unlink()
+    if what == "an index of pickles":
+        pickles = {"model.norm.weight": "pytorch_model.bin", "lm_head.weight": "../model.pt"}
+        index = json.dumps({"metadata": {"total_size": 1}, "weight_map": pickles})
+        (folder / "model.safetensors.index.json").write_text(index)
+        (folder.parent / "model.pt").write_bytes((folder / "model.pt").read_bytes())
     if what == "no tokenizer":
         (folder / "tokenizer.json").unlink()
     if what == "own type":
@@ -280,6 +294,21 @@ def test_no_code_of_a_model_runs(tmp_path: Path, what: str) -> None:
         except ConfigError:
             assert what != "all"
         assert not flag.exists(), load
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a/..", "../a", "a/b/../../c", "a\0/b", "-/-", "a/b.gguf", "https://x/a", "a//b", "~x/y"],
+)
+def test_a_name_is_a_folder_a_file_or_the_id_of_a_hub_model(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the hub being asked for it."""
+    monkeypatch.setattr("socket.getaddrinfo", None)
+    for load in (open_checkpoint, open_tokenizer):
+        with pytest.raises(ConfigError) as refusal:
+            load(name)
+        assert "NoneType" not in str(refusal.value)
 
 
 def test_a_pickle_is_no_gguf_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from parrot.cluster import Cluster, ClusterError
 from parrot.engine.http_server import main as engine_main
+from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.protocol.errors import AuthenticationFailed, Conflict, InvalidRequest, Unavailable
 from parrot.protocol.gate.cluster_token import kept_token
 from parrot.protocol.http import HttpClient
@@ -151,6 +153,31 @@ async def test_one_that_does_not_answer_is_replaced() -> None:
     first.ping_error = Unavailable("gone")
     assert await fleet.register(second.info) != first_id
     assert [view.info.incarnation for view in fleet.views()] == [second.info.incarnation]
+    await fleet.close()
+
+
+UNUSABLE = {
+    "nothing": "",
+    "nested": "[" * 200_000,
+    "no model": "{}",
+    "a wrong id": '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
+    "a merge of nothing": '{"model": {"type": "BPE", "vocab": {"a": 1}, "merges": ["b c"]}}',
+    "a file elsewhere": '{"model": {"type": "BPE", "vocab": "/etc/hosts", "merges": "/etc/hosts"}}',
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+async def test_a_tokenizer_that_is_none_is_refused(name: str) -> None:
+    engine, text = fake_engine("odd"), UNUSABLE[name]
+    digest = sha256(text.encode()).hexdigest()
+    engine.info = engine.info.model_copy(update={"tokenizer_id": digest})
+    engine.tokenizer_response = TokenizerResponse.model_construct(
+        tokenizer_json=text, chat_template=None, special_ids=SpecialIds(), vocab_size=1
+    )
+    fleet = Dispatcher(CoreConfig(), ManualClock(0.0), lambda info: engine).fleet
+    with pytest.raises(InvalidRequest, match="tokenizer"):
+        await fleet.register(engine.info)
+    assert not fleet.views()
     await fleet.close()
 
 

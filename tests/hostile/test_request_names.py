@@ -1,0 +1,133 @@
+"""Names and texts of requests are no paths, no addresses and no templates: no file is looked at, no
+code of them runs, and nobody is asked for what they name."""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parrot.serve.config import CoreConfig
+from tests.serve.prompts.test_transcript import HERMES
+from tests.serve.vendors.conftest import MODEL, Site, serve
+from tests.support.fake_engine import fake_engine
+
+CANARY = "canary-of-a-name"
+NAMES = [
+    f"../../../../etc/{CANARY}",
+    f"/etc/{CANARY}",
+    f"~/{CANARY}",
+    f"file:///etc/{CANARY}",
+    f"http://169.254.169.254/{CANARY}",
+    f"organisation/{CANARY}",
+    f"{MODEL}/../{CANARY}",
+    f"{CANARY}\x00.gguf",
+    f"{{{{ {CANARY} }}}}",
+]
+USER = {"messages": [{"role": "user", "content": "Hi"}]}
+ROUTES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": USER,
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/messages": USER | {"max_tokens": 5},
+    "/v1/messages/count_tokens": USER,
+    "/v1/responses": {"input": "Hi"},
+    "/v1/responses/input_tokens": {"input": "Hi"},
+    "/v1/embeddings": {"input": "Hi"},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1]},
+}
+_touched: list[str] = []
+_WATCHED = ("open", "os.listdir", "os.scandir", "socket.getaddrinfo", "socket.connect", "import")
+
+
+def _watch(event: str, args: tuple[object, ...]) -> None:
+    if event in _WATCHED and CANARY in str(args):
+        _touched.append(f"{event} {args}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def watched() -> None:
+    sys.addaudithook(_watch)  # it stays
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    _touched.clear()
+    yield
+    assert not _touched
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with serve(CoreConfig(), fake_engine("e0", model=MODEL, chat_template=HERMES)) as site:
+        yield site
+
+
+def test_the_canary_sings() -> None:
+    with pytest.raises(OSError, match=CANARY):
+        Path(f"/nowhere/{CANARY}").read_bytes()
+    assert _touched
+    _touched.clear()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_model_is_one_that_is_served_or_none(site: Site, path: str) -> None:
+    for name in NAMES:
+        status, answer = await site.send(path, ROUTES[path] | {"model": name})
+        assert status == 404, (name, answer)
+        assert not site.engine.requests
+
+
+async def test_a_model_in_a_path_or_of_a_call_is_one_too(site: Site) -> None:
+    scope = await site.post("/v1/session", {})
+    for name in NAMES:
+        quoted = name.replace("/", "%2F").replace("{", "%7B").replace("\x00", "%00")
+        async with site.http.get(f"/v1/models/{quoted}") as answer:
+            assert answer.status in (400, 404), name
+        call = {
+            "template": "Say {{out}}",
+            "models": [name],
+            "parameters": [{"name": "out", "is_output": True}],
+        }
+        status, said = await site.send("/v1/semantic_call", scope | call)
+        assert status == 200, said  # it may be served later
+        var_id = said["param_info"][0]["var_id"]
+        read = scope | {"timeout": "0.01"}
+        async with site.http.get(f"/v1/semantic_var/{var_id}", params=read) as answer:
+            assert answer.status == 504, await answer.text()
+    assert not site.engine.requests
+
+
+TEMPLATES = [
+    "{{ 7 * 7 }}",
+    "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+]
+
+
+@pytest.mark.parametrize("text", TEMPLATES)
+async def test_a_template_in_a_text_is_text(site: Site, text: str) -> None:
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
+    tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {}}}
+    await site.post("/v1/chat/completions", chat)
+    await site.post("/v1/chat/completions", chat | {"tools": [tool]})
+    await site.post("/v1/chat/completions", chat | {"chat_template_kwargs": {"extra": text}})
+    assert all(text in prompt for prompt in site.engine.prompts)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+async def test_no_request_brings_a_template(site: Site, path: str) -> None:
+    given = ROUTES[path] | {"model": MODEL, "chat_template": "{{ messages }}"}
+    status, answer = await site.send(path, given)
+    assert status == 400
+    assert "chat_template" in str(answer)
+
+
+async def test_what_an_image_s_address_names_is_not_fetched(site: Site) -> None:
+    url = f"http://{CANARY}.example/x.png"
+    part = {"type": "image_url", "image_url": {"url": url}}
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
+    status, answer = await site.send("/v1/chat/completions", chat)
+    assert status == 400
+    assert "image_url" in str(answer)
