@@ -326,7 +326,7 @@ class RuntimeInfo(InternalPayload):
     costs: StepCosts | None = Field(None, description="as measured; null: not known")
     capabilities: Capabilities | None = Field(None, description="null: as it registered")
     host_tier: HostTierInfo | None = None
-    num_ranks: int = Field(
+    num_ranks: Positive = Field(
         1, description="processes that the model is divided among; memory is that of one"
     )
     prompt_tokens: PromptTokens = PromptTokens()

@@ -48,8 +48,8 @@ Address = tuple[str, str, int]
 class Engine:
     """A registered engine, alive until it is lost. `tokenizer` is None if its contexts are text.
     `last_progress`: the last heartbeat by which it had done something, or had nothing to do.
-    `review`: when it is looked at next; `ping`: the one under way. `direct`: requests that are no
-    runs, which end with it."""
+    `is_unharmed`: it was lost, though its process lives on. `review`: when it is looked at next;
+    `ping`: the one under way. `direct`: requests that are no runs, which end with it."""
 
     id: int
     info: EngineInfo
@@ -59,6 +59,7 @@ class Engine:
     last_progress: float
     runtime: RuntimeInfo | None = None
     is_alive: bool = True
+    is_unharmed: bool = False
     review: Timer | None = None
     ping: "asyncio.Task[bool] | None" = None
     direct: "set[asyncio.Task[Any]]" = field(default_factory=set)
@@ -158,6 +159,7 @@ class Fleet:
             await client.close()
             raise
         if (old := self._by_address.get(_address(info))) is not None:
+            old.is_unharmed = bool(info.incarnation) and info.incarnation == old.info.incarnation
             self.lose(old, "it registered again")
         now = self._clock.now()
         engine = Engine(next(self._ids), info, client, tokenizer, now, now)

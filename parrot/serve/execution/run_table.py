@@ -173,7 +173,8 @@ class RunTable:
             attempt.stop()
             attempt.context = None
             run.recall(attempt)
-            run.lost_engine(counts=not self._fleet.stood_still(attempt.began))
+            is_harmless = engine.is_unharmed or self._fleet.stood_still(attempt.began)
+            run.lost_engine(counts=not is_harmless)
             if run.may_run_again:
                 self._set_state(run, RunState.QUEUED)
             else:

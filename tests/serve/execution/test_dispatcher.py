@@ -485,6 +485,29 @@ async def test_what_is_lost_since_servecore_stood_still_is_not_the_calls_fault(
     assert await completion.output.wait() == "ab"
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_an_engine_that_comes_back_alive_was_harmed_by_no_call(
+    world: World, is_same: bool
+) -> None:
+    """It had no answer for its lease: a link was cut. One that was started anew has died."""
+    engine = fake_engine("one", script=Script(text=lambda _: "ab", hang_after=0))
+    await world.join(engine)
+    completion = world.submit("Go")
+    for number in range(5):
+        await world.settle()
+        assert len(engine.requests) == (number + 1 if is_same else min(number + 1, 3))
+        if not is_same:
+            engine.info = engine.info.model_copy(update={"incarnation": str(number)})
+            engine.ping_error = Unavailable("the one before is gone")
+        await world.join(engine)
+    if is_same:
+        engine.script.hang_after = None
+        engine.resume.set()
+        assert await completion.output.wait() == "ab"
+    else:
+        assert isinstance(await error_of(completion), EngineFailed)
+
+
 async def test_a_stream_goes_on_with_another_tokenizer(world: World) -> None:
     first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
     await world.join(first)
