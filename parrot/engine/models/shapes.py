@@ -10,6 +10,20 @@ _LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
 }
 
+_LLAMA_3 = _LLAMA | {
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
 _QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "head_dim": 128,
@@ -32,20 +46,13 @@ KNOWN_SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 4096,
     },
-    "llama-3.1-8b": _LLAMA
+    "llama-3.1-8b": _LLAMA_3 | {"intermediate_size": 14336},
+    "llama-3.1-70b": _LLAMA_3
     | {
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-        "rope_theta": 500000.0,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "intermediate_size": 28672,
     },
     "qwen3-0.6b": _QWEN3
     | {

@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
 import torch
@@ -63,8 +63,7 @@ class Unit:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run inside what all ranks do. Raises `DeviceLost` for anything that fails."""
-        if self._lost is not None:
-            raise DeviceLost(self._lost)
+        self._require_all()
         try:
             yield
         except DeviceLost:
@@ -72,6 +71,11 @@ class Unit:
         except Exception as error:
             self._lost = self._lost or f"a step failed on rank 0: {error}"
             raise DeviceLost(self._lost) from error
+        self._require_all()  # sums that were given up come without an error
+
+    def _require_all(self) -> None:
+        if self._lost is not None:
+            raise DeviceLost(self._lost)
 
     def close(self) -> None:
         """Let the other ranks end."""
@@ -86,7 +90,8 @@ class Unit:
             logger.critical("rank %d has ended: no step can be run any more", rank)
             for tell in self._when_lost:
                 tell()
-        self._group.abort()
+        with suppress(RuntimeError):  # of a backend that cannot: its collectives fail on their own
+            self._group.abort()
         link.close()
 
 

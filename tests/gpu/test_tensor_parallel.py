@@ -1,0 +1,136 @@
+"""A model on two GPUs gives what it gives on one."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.plan import DeviceLost
+from parrot.engine.engine_types import create_service
+from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.load import load_rank
+from parrot.engine.runner.ranks import RankProcesses
+from parrot.protocol.engine_api import GenerateRequest
+from parrot.protocol.sampling import SamplingConfig
+from parrot.testing.runner_driver import Driver
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "opt": {"hidden_size": 64, "word_embed_proj_dim": 64, "num_attention_heads": 4},
+}
+
+
+def config(folder: Path, ranks: int) -> BuiltinConfig:
+    return BuiltinConfig.model_validate(
+        {
+            "model": str(folder),
+            "dtype": "float32",
+            "device": "cuda",
+            "scheduler": {"max_batch_size": 8, "max_num_batched_tokens": 256},
+            "instance": {
+                "num_kv_cache_blocks": 128,
+                "host_kv_gb": 0,
+                "tensor_parallel": ranks,
+            },
+        }
+    )
+
+
+@contextmanager
+def two_ranks(folder: Path) -> Iterator[tuple[CudaRunner, RankProcesses]]:
+    settings = config(folder, 2)
+    processes = RankProcesses(settings)
+    try:
+        runner, _ = load_rank(settings, processes)
+        assert isinstance(runner, CudaRunner)
+        yield runner, processes
+    finally:
+        processes.close()
+
+
+def outputs(runner: CudaRunner) -> list[Any]:
+    """Decodes in graphs, prompts of several lengths, a fork, and drawn tokens."""
+    driver = Driver(runner)
+    prompts = [[1, 2, 3], [7] * 30, [i * 7 % 250 for i in range(200)]]
+    found: list[Any] = [driver.generate([driver.context(p) for p in prompts], 12, chunk=64)]
+    parent = driver.context([i * 5 % 250 for i in range(150)])
+    driver.step([(parent, 150)])
+    children = [driver.fork(parent, length) for length in (150, 128, 70)]
+    for i, child in enumerate(children):
+        child.tokens += [100 + i]
+    found.append(driver.generate(children, 8))
+    drawn = SamplingConfig(temperature=1.2, top_p=0.9, seed=3)
+    found.append(driver.generate([driver.context(p) for p in prompts], 8, sampling=drawn))
+    return found
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_tokens_are_those_of_one_gpu(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_model(tmp_path / "model", family, overrides=SIZES[family])
+    alone, _ = load_rank(config(folder, 1), None)
+    assert isinstance(alone, CudaRunner)
+    want = outputs(alone)
+    with two_ranks(folder) as (runner, _):
+        replays = runner.computer.graphs
+        assert outputs(runner) == want
+        assert replays is not None
+        assert replays.num_replays > 0
+
+
+async def test_requests_that_are_launched_ahead_get_the_tokens_of_one_gpu(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+
+    async def answers(ranks: int) -> list[list[int]]:
+        service = create_service(config(folder, ranks))
+        await service.start()
+        requests = [
+            GenerateRequest.model_validate(
+                {
+                    "context_id": i,
+                    "fills": [{"context_id": i, "token_ids": [5 + i] * (10 + 40 * i)}],
+                    "sampling_config": {
+                        "temperature": i % 2,
+                        "seed": i,
+                        "max_gen_length": 40,
+                        "ignore_tokenizer_eos": True,
+                    }
+                    | ({"regex": "[a-z ]{40}"} if i == 3 else {}),
+                }
+            )
+            for i in range(6)
+        ]
+        try:
+            found = await asyncio.gather(*(service.generate(request) for request in requests))
+            service.check_integrity()
+            return [answer.generated_ids for answer in found]
+        finally:
+            await service.close()
+
+    assert await answers(2) == await answers(1)
+
+
+def test_a_killed_rank_ends_the_unit(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+    with two_ranks(folder) as (runner, processes):
+        driver = Driver(runner)
+        driver.generate([driver.context([1, 2, 3])], 3)
+        os.kill(processes.pids[0], signal.SIGKILL)
+        with pytest.raises(DeviceLost):
+            driver.generate([driver.context([1, 2, 3])], 400)
