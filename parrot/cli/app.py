@@ -75,6 +75,10 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option("--tensor-parallel", min=1, help="GPUs that each engine divides it among."),
+    ] = None,
     core_config: Annotated[
         Path | None, typer.Option("--core_config", help="A config file of ServeCore.")
     ] = None,
@@ -98,6 +102,7 @@ def up(
         insecure=insecure,
         log_dir=log_dir,
         ready_timeout_s=ready_timeout,
+        tensor_parallel=tensor_parallel,
     )
     serve_model(model, options)
 

@@ -254,6 +254,13 @@ def _check_engine(engine: Config) -> Iterator[Finding]:
             f"{model} is to run on {engine['device']}, and there is no GPU",
             "set `device` to cpu, or run this where a GPU is",
         )
+    ranks, gpus = engine.get("instance", {}).get("tensor_parallel", 1), visible_gpus(os.environ)
+    if 0 < gpus < ranks and engine.get("device", "auto") != "cpu":
+        yield Finding(
+            "wrong",
+            f"{model} is to be divided among {ranks} GPUs, and there are {gpus}",
+            "set `instance.tensor_parallel` to fewer, or run this where more are",
+        )
     if engine.get("instance", {}).get("load_format") == "dummy" or model == "embedded":
         return
     path = Path(model).expanduser()

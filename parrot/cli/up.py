@@ -46,6 +46,7 @@ class UpOptions:
     insecure: bool
     log_dir: Path
     ready_timeout_s: float
+    tensor_parallel: int | None = None
 
 
 def up(model: str, options: UpOptions) -> None:
@@ -91,27 +92,31 @@ def _is_taken(host: str, port: int) -> bool:
 def plan_engines(
     model: str, options: UpOptions, environ: Mapping[str, str], gpus: int
 ) -> list[Config]:
-    """A config for each engine: one on each GPU or, without, one that takes all cores. Raises
-    `ConfigError` that says what to do."""
+    """A config for each engine: one on each GPU, or on as many as its model is divided among;
+    without GPUs, one that takes all cores. Raises `ConfigError` that says what to do."""
     given = _given(device=options.device, dtype=options.dtype)
+    if options.tensor_parallel is not None:
+        given["instance"] = {"tensor_parallel": options.tensor_parallel}
     settings = engine_settings(layer(_engine_for(model), model), given, environ)
     parse_engine_config(settings.payload, settings.blamed)
     config = settings.payload
     device = config.get("device", "auto")
     runs_model = config.get("engine_type", "builtin") in ("builtin", "huggingface")
     on_gpus = runs_model and gpus > 0 and device in ("auto", "cuda")
-    num_engines = options.engines or (gpus if on_gpus else 1)
+    ranks = config.get("instance", {}).get("tensor_parallel", 1)
+    num_engines = options.engines or (max(1, gpus // ranks) if on_gpus else 1)
     if num_engines > 1:
         config = {key: value for key, value in config.items() if key not in _OF_ONE_ENGINE}
-    if on_gpus and num_engines > gpus:
+    if on_gpus and num_engines * ranks > gpus:
+        each = "a GPU" if ranks == 1 else f"{ranks} GPUs"
         raise ConfigError(
-            f"{num_engines} engines need a GPU each, and there are {gpus}: fewer --engines, or "
-            "--device cpu"
+            f"{num_engines} engines need {each} each, and there are {gpus}: fewer --engines, a "
+            "smaller --tensor-parallel, or --device cpu"
         )
     if on_gpus and num_engines > 1:
-        return [{**config, "device": f"cuda:{number}"} for number in range(num_engines)]
+        return [{**config, "device": f"cuda:{number * ranks}"} for number in range(num_engines)]
     if runs_model and num_engines > 1 and device in ("auto", "cpu"):
-        return [_with_share_of_cores(config, num_engines)] * num_engines
+        return [_with_share_of_cores(config, num_engines * ranks)] * num_engines
     return [config] * num_engines
 
 
@@ -119,10 +124,10 @@ def _given(**options: Any) -> dict[str, Any]:
     return {key: value for key, value in options.items() if value is not None}
 
 
-def _with_share_of_cores(config: Config, num_engines: int) -> Config:
+def _with_share_of_cores(config: Config, num_processes: int) -> Config:
     if config.get("engine_type", "builtin") != "builtin":
         return config
-    threads = max(1, (os.cpu_count() or 1) // num_engines)
+    threads = max(1, (os.cpu_count() or 1) // num_processes)
     return {**config, "instance": {"num_threads": threads, **config.get("instance", {})}}
 
 

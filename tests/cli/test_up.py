@@ -89,6 +89,17 @@ def test_more_engines_than_gpus() -> None:
         plan_engines("org/name", replace(ANY, device="tpu"), {}, 0)
 
 
+def test_engines_that_divide_a_model_have_several_gpus_each() -> None:
+    engines = plan_engines("org/name", replace(ANY, tensor_parallel=2), {}, 5)
+    assert [engine["device"] for engine in engines] == ["cuda:0", "cuda:2"]
+    assert all(engine["instance"]["tensor_parallel"] == 2 for engine in engines)
+    parse_engine_config(engines[0], "planned")
+    (engine,) = plan_engines("embedded", replace(ANY, tensor_parallel=3), {}, 0)
+    assert engine["instance"]["tensor_parallel"] == 3
+    with pytest.raises(ConfigError, match="1 engines need 4 GPUs each, and there are 2"):
+        plan_engines("org/name", replace(ANY, tensor_parallel=4), {}, 2)
+
+
 def test_only_gpus_that_cuda_would_offer() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0

@@ -5,6 +5,7 @@ has planned, so that nobody plans it again."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -75,8 +76,8 @@ class StepReader:
 
     def step(self, message: IntArray) -> RankStep:
         """Its arrays are views of the message."""
-        ends = _NUM_PARTS + np.cumsum(message[:_NUM_PARTS])
-        parts = iter(np.split(message, [_NUM_PARTS, *ends.tolist()])[1:-1])
+        places = accumulate(message[:_NUM_PARTS].tolist(), initial=_NUM_PARTS)
+        parts = iter([message[first:end] for first, end in pairwise(places)])
         has_work, is_known, has_reads = next(parts).tolist()
         copies = tuple(BlockCopy(*copy) for copy in next(parts).reshape(-1, 3).tolist())
         inputs = _inputs(parts)
