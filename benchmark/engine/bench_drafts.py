@@ -1,6 +1,6 @@
 """What drafts bring: tokens of edited files and of new text, with drafts and without, in turns.
 
-    python -m benchmark.engine.edit_pairs PAIRS.json
+    python -m benchmark.engine.drafting.edit_pairs PAIRS.json
     python -m benchmark.engine.bench_drafts PAIRS.json --model llama-3.1-8b \\
         --output benchmark/results/drafts_h200.json
 
@@ -31,8 +31,8 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmark.engine.drafting.device import SimulatedDevice
+from benchmark.engine.drafting.edit_pairs import EditPair, read_pairs
 from benchmark.engine.drafting.texts import APPLICATIONS, Round, Targets, Task, tasks_of
-from benchmark.engine.edit_pairs import EditPair, read_pairs
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
@@ -279,7 +279,7 @@ def _response(outcome: Sequence[Any]) -> Any:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pairs", type=Path, help="made by benchmark.engine.edit_pairs")
+    parser.add_argument("pairs", type=Path, help="made by benchmark.engine.drafting.edit_pairs")
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument(
         "--tokenizer", type=Path, help="a tokenizer.json; default: the embedded model's"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
-from benchmark.engine.edit_pairs import EditPair
+from benchmark.engine.drafting.edit_pairs import EditPair
 from parrot.engine.core.plan import SampleSpec, StepPlan, StepResult, sample_specs
 from parrot.engine.runner.sampling import results
 

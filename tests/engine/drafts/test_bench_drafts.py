@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch")
 
 from benchmark.engine import bench_drafts
-from benchmark.engine.edit_pairs import EditPair
+from benchmark.engine.drafting.edit_pairs import EditPair
 
 LENGTH = 120
 

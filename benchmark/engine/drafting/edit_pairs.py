@@ -1,5 +1,5 @@
 """Pairs of texts before and after a real edit, from a repository's history: commits that change one
-file. A command: `python -m benchmark.engine.edit_pairs OUT.json`."""
+file. A command: `python -m benchmark.engine.drafting.edit_pairs OUT.json`."""
 
 import argparse
 import json
