@@ -62,10 +62,11 @@ def create_base_app(
     allowed_hosts: Sequence[str] = (ANY_HOST,),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     error_form: ErrorForm = own_form,
+    around: Callable[[ASGIApp], ASGIApp] | None = None,
 ) -> FastAPI:
     """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors, in
     the form that `error_form` gives it. It answers under the names of `host` and `allowed_hosts`
-    (see `HostGuard`)."""
+    (see `HostGuard`). `around`: what stands between its errors and its routes."""
     app = _App(
         title=title,
         lifespan=lifespan,
@@ -75,6 +76,7 @@ def create_base_app(
     )
     app.state.body_budget = BodyBudget(max_body_memory)
     app.error_form = error_form
+    app.around = around
     app.add_middleware(BodyLimit, max_body_size=max_body_size, error_form=error_form)
     app.add_middleware(HostGuard, bound=host, others=allowed_hosts, error_form=error_form)
     return app
@@ -85,9 +87,11 @@ class _App(FastAPI):
     work on a call and do nothing for plain routes."""
 
     error_form: ErrorForm
+    around: Callable[[ASGIApp], ASGIApp] | None
 
     def build_middleware_stack(self) -> ASGIApp:
-        app: ASGIApp = ErrorBoundary(self.router, self.error_form)
+        routes: ASGIApp = self.router if self.around is None else self.around(self.router)
+        app: ASGIApp = ErrorBoundary(routes, self.error_form)
         for layer, args, options in reversed(self.user_middleware):
             app = layer(app, *args, **options)
         return app

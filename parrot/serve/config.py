@@ -1,11 +1,13 @@
 """ServeCore's configuration: the keys of its file, their defaults and bounds."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from parrot.protocol.gate.config import ConnectionLimits, HostNames, Secret
+from parrot.serve.shards.shard import ALONE, Shard
 from parrot.utils.config import ConfigModel
 from parrot.utils.settings import ConfigFile, Settings, read_settings
 
@@ -17,6 +19,36 @@ KvEviction = Literal["next_use", "lru"]
 PlacementName = Literal["predicted", "round_robin", "prefix_aware"]
 PrefixRepair = Literal["off", "report", "on"]
 OrderName = Literal["critical_path", "las", "app_fifo", "fcfs"]
+
+
+class ShardsConfig(ConfigModel):
+    """Several ServeCores that share sessions out among them, by their ids. Each has engines and a
+    journal of its own, and hands on requests for what another has (docs/shards.md)."""
+
+    index: int = Field(ge=0, lt=64, description="Which of `cores` this one is.")
+    cores: tuple[str, ...] = Field(
+        min_length=2,
+        max_length=64,
+        strict=False,
+        description="The addresses of all, as `http://HOST:PORT`, in the same order everywhere.",
+    )
+
+    @field_validator("cores")
+    @classmethod
+    def _are_addresses(cls, cores: tuple[str, ...]) -> tuple[str, ...]:
+        for core in cores:
+            parts = urlsplit(core)
+            if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
+                raise ValueError(f"{core!r} is no address like http://HOST:PORT")
+        if len(set(cores)) < len(cores):
+            raise ValueError("two have the same address")
+        return cores
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Self:
+        if self.index >= len(self.cores):
+            raise ValueError(f"`index` {self.index} is none of {len(self.cores)} `cores`")
+        return self
 
 
 class GlobalSchedulerConfig(ConfigModel):
@@ -252,6 +284,7 @@ class CoreConfig(ConfigModel):
         description="What waits for the journal's disk for longer gets 507, until the disk has "
         "caught up.",
     )
+    shards: ShardsConfig | None = Field(None, description="Null: this ServeCore is the only one.")
     trace_path: str | None = Field(
         None,
         min_length=1,
@@ -279,6 +312,11 @@ class CoreConfig(ConfigModel):
         "span above it is sent if that is. null: as `OTEL_TRACES_SAMPLER` says in the environment, "
         "else all.",
     )
+
+    @property
+    def shard(self) -> Shard:
+        own = self.shards
+        return ALONE if own is None else Shard(own.index, len(own.cores))
 
     @property
     def needs_keys(self) -> bool:

@@ -179,7 +179,8 @@ class SessionRegistry:
         self._runner = runner
         self._predictor = predictor
         self._expire = expire
-        self.numbers = SessionNumbers(first_id)
+        self.shard = config.shard
+        self.numbers = SessionNumbers(first_id, self.shard)
         self._shared = Shared()
         self.backlog = self._shared.backlog
         self._sessions: dict[int, Session] = {}
@@ -281,7 +282,7 @@ class SessionRegistry:
         assert account.parent is not None
         account.add(sessions=1, text_bytes=num_bytes(begun.apps))
         self._tenants[begun.tenant] = account.parent
-        self.numbers.next = max(self.numbers.next, begun.id + 1)
+        self.numbers.taken(begun.id)
         now = self._clock.now()
         graph = SessionGraph(
             begun.id,
@@ -315,9 +316,10 @@ class SessionRegistry:
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
         """The live session, which counts as active now. Raises `AuthenticationFailed` without an
         auth, `NotFound` if that is not the session's, `SessionGone`, and `Unavailable` when the
-        service is going down."""
+        service is going down, and `ElsewhereError` if another shard has it."""
         if not session_auth:
             raise AuthenticationFailed("missing session_auth (`Authorization: Bearer`)")
+        self.shard.require_session(session_id)
         session = self.find(session_id)
         if session is None and self.is_closing:  # a journal may have it
             raise Unavailable("ServeCore is shutting down")

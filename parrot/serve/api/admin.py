@@ -87,6 +87,7 @@ def admin_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
 
 
 def _find(core: ServeCore, session_id: int) -> Session:
+    core.sessions.shard.require_session(session_id)
     session = core.sessions.find(session_id)
     if session is None:
         raise NotFound(f"no live session {session_id}")

@@ -277,6 +277,7 @@ def _known(core: ServeCore) -> BodyRules:
 
     def admits(request: Request) -> bool:
         credential = bearer_token(request) or request.query_params.get("session_auth", "")
+        core.sessions.shard.require_token(credential)
         return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
 
     return BodyRules(admits=admits)

@@ -17,6 +17,7 @@ from parrot.serve.graph.nodes import CallOptions, Completion, Piece, RunStats, T
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import RESERVED, Kind, Payload
+from parrot.serve.shards.shard import ALONE, Shard
 from parrot.utils.ids import derived_token, tokens_equal
 
 LOGPROBS: TypeAdapter[Logprobs] = TypeAdapter(WireLogprobs)
@@ -36,8 +37,9 @@ class SessionNumbers:
     before the first is given out. A session's auth follows from its id and a secret, which is the
     journal's: so whoever has it can be told of a session that has ended, and nobody else."""
 
-    def __init__(self, first: int) -> None:
-        self.next = self._end = first
+    def __init__(self, first: int, shard: Shard = ALONE) -> None:
+        self.shard = shard
+        self.next = self._end = shard.aligned(first)
         self._subject = ""  # the journal's, of the last block
         self._secret = secrets.token_bytes(32)
 
@@ -46,7 +48,11 @@ class SessionNumbers:
 
     def auth(self, session_id: int) -> str:
         """The `session_auth` of a session that begins."""
-        return derived_token(self._secret, session_id)
+        return derived_token(self._secret, session_id) + self.shard.mark
+
+    def taken(self, session_id: int) -> None:
+        """The next is greater than this one."""
+        self.next = max(self.next, self.shard.aligned(session_id + 1))
 
     def is_auth(self, given: str, session_id: int, known: str | None) -> bool:
         """Whether `given` is the session's, which is `known` if the session is live."""
@@ -58,14 +64,14 @@ class SessionNumbers:
             return
         if self._subject:
             journal.end(self._subject)
-        self._end = self.next + _RESERVED
+        self._end = self.next + _RESERVED * self.shard.step
         self._subject = f"ids below {self._end}"
         journal.append(self._subject, RESERVED, {"end": self._end})
 
     def restore(self, subject: str, fields: Payload) -> None:
         """All of a block may have been given out."""
         self._subject = subject
-        self._end = self.next = max(self.next, fields["end"])
+        self._end = self.next = self.shard.aligned(max(self.next, fields["end"]))
 
 
 class History:

@@ -12,7 +12,7 @@ from parrot.protocol.app_server import AppServer
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import Standby
 from parrot.protocol.gate.access import Access
-from parrot.serve.api.app import empty_app
+from parrot.serve.api.empty_app import empty_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.process.assembly import Serving, serving
 from parrot.utils.config import ConfigError

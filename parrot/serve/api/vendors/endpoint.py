@@ -25,6 +25,7 @@ from parrot.protocol.server import (
 )
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.core import ServeCore
+from parrot.serve.shards.shard import ElsewhereError
 from parrot.utils.traces.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,8 @@ class VendorEndpoint(Endpoint):
             return await self._ask(request, request_id)
         except ParrotError as error:
             return self._failed(error, request_id)
+        except ElsewhereError:
+            raise
         except Exception:
             logger.exception("unhandled error on %s", self.path)
             return self._failed(InternalError("internal error"), request_id)

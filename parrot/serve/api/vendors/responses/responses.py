@@ -49,19 +49,19 @@ from parrot.serve.api.vendors.responses.store import (
     ResponseStore,
 )
 from parrot.serve.api.vendors.responses.writer import Ended, ResponseWriter, told_again
+from parrot.serve.config import CoreConfig
 from parrot.serve.conversations.turn import Turn, TurnRequest
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.prompts.answers import AnswerParser
-from parrot.utils.ids import new_token
 from parrot.utils.tasks import TaskSet
 
 
 class Responses:
     """Close when done: it owns the work of background responses."""
 
-    def __init__(self, turns: Turns, max_bytes: int) -> None:
+    def __init__(self, turns: Turns, config: CoreConfig) -> None:
         self._turns = turns
-        self._store = ResponseStore(max_bytes)
+        self._store = ResponseStore(config.responses_size, config.shard)
         self.kept = KeptResponses(self._store)
         self._tasks = TaskSet()
 
@@ -187,7 +187,7 @@ class Responses:
             if previous.has_variables:
                 text = f"response `{previous.id}` has variables in its prompt: send its items"
                 raise InvalidRequest(text, param=param)
-        token = new_token()
+        token = self._store.new_token()
         items = list(self._items(request, tenant, token))
         has_variables = request.parrot is not None and bool(request.parrot.inputs)
         return Record(f"resp_{token}", tenant, previous, items, has_variables=has_variables)

@@ -17,7 +17,9 @@ from parrot.serve.api.vendors.responses.background import Background
 from parrot.serve.api.vendors.responses.items import Item, output_items
 from parrot.serve.journal.journal import Journal
 from parrot.serve.quotas import num_bytes
+from parrot.serve.shards.shard import ALONE, Shard
 from parrot.utils.heaps import LazyHeap, LruDict
+from parrot.utils.ids import new_token
 
 _RECORD_BYTES = 4096  # what a record takes beside its texts
 _ITEM_BYTES = 1024
@@ -80,17 +82,24 @@ class ResponseStore:
     """`on_dropped` hears of each that was removed: when it can be found no more, and, if others
     continue it, again when it is not kept any more either."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, shard: Shard = ALONE) -> None:
         self.on_dropped: Callable[[Record], None] = _nobody_hears
         self.num_bytes = 0
         self._max_bytes = max_bytes
+        self._shard = shard
         self._by_id: dict[str, Record] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._by_key: dict[tuple[str, str], Record] = {}  # by tenant and key
         self._largest: LazyHeap[str, float] = LazyHeap()  # tenants with leaves, by bytes negated
 
+    def new_token(self) -> str:
+        """The token of the ids of a new response and its items."""
+        return new_token() + self._shard.mark
+
     def find(self, response_id: str, tenant: str, *, param: str | None = None) -> Record:
-        """Counts as a use. Raises `NotFound`, also for another tenant's."""
+        """Counts as a use. Raises `NotFound`, also for another tenant's, and `ElsewhereError` if
+        another shard has it."""
+        self._shard.require_token(response_id)
         record = self._by_id.get(response_id)
         if record is None or record.tenant != tenant:
             raise NotFound(f"no response `{response_id}` is kept here", param=param)

@@ -1,0 +1,160 @@
+"""The way of requests to the shard that has what they ask for."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+
+import aiohttp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from yarl import URL
+
+from parrot.protocol.errors import MisdirectedRequest, Unavailable
+from parrot.protocol.failover.liveness import LivenessProbe
+from parrot.serve.shards.shard import ElsewhereError
+
+FORWARDED = "x-parrot-forwarded"
+_CONNECT_S = 5.0
+_PROBE_S = 10.0
+_OWN = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"})
+"""Headers of a connection, not of what goes over it."""
+_ANSWERS_OWN = _OWN | {b"date", b"server", b"x-request-id", b"request-id"}
+"""The same, and those that each server adds to every answer."""
+_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+class Forwarding:
+    """Answers what `app` has, and hands on to another shard what that has, unchanged in both
+    directions, streams as they come.
+
+    A request that was handed on once is not again: then the shards disagree, and it gets
+    `MisdirectedRequest`. One to a shard that does not answer gets `Unavailable`."""
+
+    def __init__(self, app: ASGIApp, urls: Sequence[str]) -> None:
+        """`urls`: of all shards, in order."""
+        self._app = app
+        self._urls = urls
+        self._probes = [LivenessProbe(partial(self._ask, url), _PROBE_S) for url in urls]
+        self._http: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _Body(receive)
+        try:
+            await self._app(scope, body.receive, body.until_answered(send))
+        except ElsewhereError as error:
+            if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
+                text = f"shard {error.shard} should have it: this server's `shards` are not its"
+                raise MisdirectedRequest(text) from None
+            await self._forward(error.shard, scope, body, send)
+
+    async def _forward(self, shard: int, scope: Scope, body: "_Body", send: Send) -> None:
+        exchange = self._probes[shard].guard(self._exchange(shard, scope, body, send))
+        working = asyncio.ensure_future(exchange)
+        leaving = asyncio.ensure_future(body.left())
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            working.cancel()
+            leaving.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def _exchange(self, shard: int, scope: Scope, body: "_Body", send: Send) -> None:
+        target = scope["raw_path"]
+        if scope["query_string"]:
+            target += b"?" + scope["query_string"]
+        url = URL(self._urls[shard] + target.decode("latin-1"), encoded=True)
+        given = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in scope["headers"]]
+        replaced = _OWN | {b"x-request-id"}
+        headers = [(n, v) for n, v in given if n.encode("latin-1") not in replaced]
+        headers += [(FORWARDED, "1"), ("x-request-id", scope["request_id"])]
+        has_begun = False
+        try:
+            async with self._session().request(
+                scope["method"],
+                url,
+                headers=headers,
+                data=body.whole() if body.is_whole else body.pieces(),
+                skip_auto_headers=_ADDED,
+                allow_redirects=False,
+            ) as answer:
+                kept = [(n, v) for n, v in answer.raw_headers if n.lower() not in _ANSWERS_OWN]
+                has_begun = True
+                begin = {"type": "http.response.start", "status": answer.status, "headers": kept}
+                await send(begin)
+                async for piece in answer.content.iter_any():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if has_begun:
+                raise
+            raise Unavailable(f"shard {shard} does not answer: {error or type(error)}") from error
+
+    async def _ask(self, url: str) -> None:
+        """Raises `Unavailable` if the shard does not tell its health."""
+        try:
+            async with asyncio.timeout(_CONNECT_S), self._session().get(f"{url}/health"):
+                pass
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Unavailable(f"{url} does not answer: {error or type(error)}") from error
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),  # the server's own limits hold
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._http
+
+
+class _Body:
+    """A request's body, of which what was read is kept until an answer begins."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._read: list[bytes] = []
+        self.is_whole = False
+        self._ended = asyncio.Event()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._read.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                self.is_whole = True
+                self._ended.set()
+        return message
+
+    def until_answered(self, send: Send) -> Send:
+        async def sending(message: Message) -> None:
+            self._read.clear()
+            await send(message)
+
+        return sending
+
+    def whole(self) -> bytes | None:
+        return b"".join(self._read) or None
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield what was read, and the rest as it comes. Raises `ConnectionError` if the client
+        leaves."""
+        for piece in self._read:
+            yield piece
+        while not self.is_whole:
+            self._read.clear()
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionError("the client left")
+            yield self._read[-1]
+
+    async def left(self) -> None:
+        """Wait until the client has left."""
+        await self._ended.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
