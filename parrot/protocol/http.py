@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from parrot.protocol.errors import Unavailable
+from parrot.protocol.errors import InternalError, Unavailable
 from parrot.protocol.gate.names import is_metadata
 from parrot.protocol.transport import (
     IDLE_TIMEOUT_S,
@@ -30,6 +30,7 @@ from parrot.utils.traces.traceparent import TraceParent
 if TYPE_CHECKING:
     import aiohttp
 
+_MAX_ANSWER = 2**28  # bytes; a tokenizer, or thousands of embeddings
 _LARGE_BODY = 2**20  # aiohttp sends larger ones in pieces, so that the event loop stays free
 
 
@@ -149,8 +150,22 @@ class HttpClient:
             )
         return self._session
 
+    async def _read(self, response: "aiohttp.ClientResponse") -> bytes:
+        """The body of the answer. Raises `InternalError` for one that is too large, also when it is
+        unpacked."""
+        size = response.content_length
+        if size is not None and size <= _MAX_ANSWER and "Content-Encoding" not in response.headers:
+            return await response.read()
+        raw = bytearray()
+        async for chunk in response.content.iter_any():
+            raw += chunk
+            if len(raw) > _MAX_ANSWER:
+                text = f"{self.base_url} answered with more than {_MAX_ANSWER} bytes"
+                raise InternalError(text)
+        return bytes(raw)
+
     async def _decode(self, response: "aiohttp.ClientResponse") -> Any:
-        raw = await response.read()
+        raw = await self._read(response)
         return decode_answer(
             raw, response.status, response.headers, self.base_url, self._read_error
         )

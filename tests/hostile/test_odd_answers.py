@@ -2,6 +2,7 @@
 an error like any other, for whoever asked, and nothing that went on ends by it."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from parrot.engine.config import SimConfig
@@ -73,6 +74,8 @@ class Odd:
 
     async def _answer(self, request: Request) -> Response:
         self.asked.set()
+        if isinstance(self.answer, Response):
+            return self.answer
         if isinstance(self.answer, bytes):
             return Response(self.answer, media_type="text/event-stream")
         return Response(json.dumps(self.answer), media_type="application/json")
@@ -109,6 +112,35 @@ async def test_clients_raise_errors_of_the_tree(odd: tuple[Odd, str], answer: An
         for verb in verbs:
             with suppress(InternalError):
                 await verb  # some of these are an answer to some
+
+
+ZEROS = b"0" * 2**20
+
+
+async def pieces() -> AsyncIterator[bytes]:
+    for _ in range(16):
+        yield ZEROS[: 2**16]
+
+
+LARGE = {
+    "whole": lambda: Response(ZEROS),
+    "in pieces": lambda: StreamingResponse(pieces()),
+    "packed": lambda: Response(gzip.compress(ZEROS), headers={"Content-Encoding": "gzip"}),
+    "an error": lambda: Response(ZEROS, 500),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_an_answer_is_read_up_to_a_bound(
+    odd: tuple[Odd, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parrot.protocol.http._MAX_ANSWER", 2**18)
+    async with HttpClient(odd[1]) as http:
+        odd[0].answer = LARGE[name]()
+        with pytest.raises(InternalError, match="more than 262144 bytes"):
+            await http.request("GET", "/")
+        odd[0].answer = Response(gzip.compress(b"[7]"), headers={"Content-Encoding": "gzip"})
+        assert await http.request("GET", "/") == [7]
 
 
 @pytest.mark.parametrize("events", ODD_EVENTS, ids=str)
