@@ -109,7 +109,7 @@ def load_rank(
             num_host_blocks=num_host_blocks,
             max_threads=torch.get_num_threads() if adapts else None,
             unit=unit,
-            kernels=start_loading(model.dtype) if is_compiled else None,
+            kernels=start_loading(layout.dtype_name) if is_compiled else None,
         )
     _log(runner)
     return runner, tokenizer

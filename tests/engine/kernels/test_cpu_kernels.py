@@ -202,16 +202,16 @@ def test_norms_and_gates(kernels: dict[torch.dtype, Kernels], dtype: torch.dtype
 
 def test_kept_code_is_read_only_if_it_is_whole_and_ours(tmp_path: Path) -> None:
     path, code = tmp_path / "folder" / "kernels.o", b"machine code"
-    assert native._read(path) is None
-    native._keep(path, code)
-    assert native._read(path) == code
+    assert native.kept(path) is None
+    native.keep(path, code)
+    assert native.kept(path) == code
     assert [child.name for child in path.parent.iterdir()] == ["kernels.o"]
     path.chmod(0o666)
-    assert native._read(path) is None
+    assert native.kept(path) is None
     path.chmod(0o600)
     path.write_bytes(hashlib.sha256(code).digest() + code[:-1])
-    assert native._read(path) is None
-    native._keep(tmp_path / "folder" / "kernels.o" / "no folder" / "x.o", code)  # says so only
+    assert native.kept(path) is None
+    native.keep(tmp_path / "folder" / "kernels.o" / "no folder" / "x.o", code)  # says so only
 
 
 def test_a_compiler_that_fails_is_told_to_who_waits(
@@ -220,13 +220,13 @@ def test_a_compiler_that_fails_is_told_to_who_waits(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     failed = subprocess.CompletedProcess([], 1, b"", b"Traceback\nImportError: no LLVM\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
-    future = native.start_loading(torch.float32)
+    future = native.start_loading("float32")
     assert future is not None
     with pytest.raises(RuntimeError, match="ImportError: no LLVM"):
         future.result(timeout=60)
 
 
 def test_there_are_none_without_numba_or_for_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert native.start_loading(torch.float16) is None
+    assert native.start_loading("float16") is None
     monkeypatch.setattr(native, "find_spec", lambda name: None)
-    assert native.start_loading(torch.float32) is None
+    assert native.start_loading("float32") is None

@@ -63,7 +63,7 @@ def model(checkpoint: Checkpoint) -> Decoder:
 @pytest.fixture(scope="module")
 def runner(model: Decoder) -> ModelRunner:
     """With compiled kernels from the first step on."""
-    kernels = start_loading(torch.float32)
+    kernels = start_loading("float32")
     assert kernels is not None
     kernels.result()
     return ModelRunner(model, 200, 16, gate=cpu_gate(torch.float32), kernels=kernels)

@@ -1,16 +1,23 @@
 """Compile the kernels of a CPU to an object file: a process of its own, since the compiler would
-keep others of its process from running for seconds.
+keep others of its process from running for seconds. It goes on if nobody waits for it any more, and
+waits for another one of its kind, so that many engines that start together compile once.
 
-    python -m parrot.engine.kernels.cpu.build DTYPE > FILE
+    python -m parrot.engine.kernels.cpu.build DTYPE FILE
+
+writes the file, if it is not there, and what is in it to standard output.
 """
 # mypy: disable-error-code="no-untyped-call"
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import llvmlite.binding as llvm
 from numba import types
 
+from parrot.engine.kernels.cpu.native import keep, kept
 from parrot.engine.kernels.cpu.step_kernels import kernels_of
 
 _NICENESS = 19  # who serves meanwhile goes first
@@ -55,7 +62,29 @@ def compile_kernels(dtype: str) -> bytes:
     return bytes(machine.emit_object(module))
 
 
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """No other process makes this file inside, where that can be had."""
+    try:
+        import fcntl
+
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("w")
+    except (ImportError, OSError):
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 if __name__ == "__main__":
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
-    sys.stdout.buffer.write(compile_kernels(sys.argv[1]))
+    dtype, path = sys.argv[1], Path(sys.argv[2])
+    with _alone(path):
+        code = kept(path)
+        if code is None:
+            code = compile_kernels(dtype)
+            keep(path, code)
+    sys.stdout.buffer.write(code)

@@ -17,8 +17,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
-
 logger = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float32")
@@ -46,16 +44,15 @@ class Kernels:
     """Owns the machine code."""
 
 
-def start_loading(dtype: torch.dtype) -> "Future[Kernels] | None":
+def start_loading(dtype: str) -> "Future[Kernels] | None":
     """Load the kernels in the background. None: there are none for this type, or no compiler."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES or not all(find_spec(module) for module in ("numba", "llvmlite")):
+    if dtype not in DTYPES or not all(find_spec(module) for module in ("numba", "llvmlite")):
         return None
     future: Future[Kernels] = Future()
 
     def run() -> None:
         try:
-            future.set_result(load(name))
+            future.set_result(load(dtype))
         except Exception as error:  # noqa: BLE001 - steps go on without
             logger.warning("steps run without compiled kernels, more slowly: %s", error)
             future.set_exception(error)
@@ -71,11 +68,8 @@ def load(dtype: str) -> Kernels:
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parrot" / "kernels"
     path = folder / f"{_key(dtype, llvm.get_host_cpu_name(), llvm.get_host_cpu_features())}.o"
-    code = _read(path)
-    if code is None:
-        code = _compile(dtype)
-        _keep(path, code)
-    return _link(dtype, code)
+    code = kept(path)
+    return _link(dtype, _compile(dtype, path) if code is None else code)
 
 
 def _key(dtype: str, cpu: str, features: dict[str, bool]) -> str:
@@ -88,7 +82,7 @@ def _key(dtype: str, cpu: str, features: dict[str, bool]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _read(path: Path) -> bytes | None:
+def kept(path: Path) -> bytes | None:
     """The code that was kept there, if it is whole and nobody else could have written it."""
     try:
         with path.open("rb") as file:
@@ -101,7 +95,7 @@ def _read(path: Path) -> bytes | None:
     return code if hashlib.sha256(code).digest() == digest else None
 
 
-def _keep(path: Path, code: bytes) -> None:
+def keep(path: Path, code: bytes) -> None:
     """Keep machine code for the next process, if the folder can be written."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -113,8 +107,8 @@ def _keep(path: Path, code: bytes) -> None:
         logger.info("compiled kernels are not kept: %s", error)
 
 
-def _compile(dtype: str) -> bytes:
-    command = [sys.executable, "-m", "parrot.engine.kernels.cpu.build", dtype]
+def _compile(dtype: str, path: Path) -> bytes:
+    command = [sys.executable, "-m", "parrot.engine.kernels.cpu.build", dtype, str(path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         command, env=environment, capture_output=True, timeout=_COMPILE_LIMIT_S, check=False
