@@ -48,7 +48,8 @@ async def try_over_http(trace: Trace) -> Tried:
             checker = Checker(trace.setup, session.books)
             checker.check()
             for following in session.followings:
-                checker.check_following(following)
+                if following.asked.ask.number in session.books.asked:
+                    checker.check_following(following)
             tried.counts.requests = len(session.books.asked)
             tried.num_compared, tried.num_rounded = checker.num_compared, checker.num_rounded
     except Exception:  # noqa: BLE001 - whatever it is, it was found
