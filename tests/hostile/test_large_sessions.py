@@ -7,18 +7,18 @@ from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 
-from parrot.protocol.errors import SessionGone
+from parrot.protocol.errors import CyclicGraph, SessionGone
 from parrot.protocol.graph_api import GraphRequest
 from parrot.protocol.public import SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.sessions import Session
-from parrot.utils.clock import MonotonicClock
+from tests.support.manual_clock import ManualClock
 
 NUM_CALLS = 1536
 AT_ONCE = 512
-MANY_TURNS = 20
+MANY_TURNS = 64
 
 
 class Large:
@@ -76,7 +76,7 @@ class Large:
 
 @asynccontextmanager
 async def large_session(*, is_chain: bool) -> AsyncIterator[Large]:
-    core = ServeCore(CoreConfig(), clock=MonotonicClock())
+    core = ServeCore(CoreConfig(), clock=ManualClock())
     yield Large(core, is_chain=is_chain)
     core.check_integrity()
     await core.close()
@@ -199,3 +199,38 @@ async def test_the_end_of_a_chain_is_left_before_all_of_it_is_wanted() -> None:
         reading.cancel()
         await slices(large, lambda: large.count(CompletionState.WAITING))
         assert large.count(CompletionState.IDLE) == NUM_CALLS
+
+
+async def test_a_cycle_of_thousands_is_told_in_short() -> None:
+    async with large_session(is_chain=True) as large:
+        call = {
+            "template": "{{a}}{{b}}",
+            "parameters": [
+                {"name": "a", "var_id": large.last},
+                {"name": "b", "is_output": True, "var_id": large.first},
+            ],
+        }
+        asked = {**large.scope.model_dump(), "calls": [call]}
+        with pytest.raises(CyclicGraph, match=f"{NUM_CALLS - 30} more") as caught:
+            large.core.programs.submit_graph(GraphRequest.model_validate(asked))
+        assert len(str(caught.value)) < 1000
+
+
+async def test_nobody_serves_thousands_of_calls() -> None:
+    async with large_session(is_chain=False) as large:
+
+        def num_failed() -> int:
+            return large.count(CompletionState.FAILED)
+
+        readings = [large.read(large.last)]
+        await asyncio.sleep(0)
+        while large.session.graph.activation.wake():
+            pass
+        large.set(large.first, "text")
+        await slices(large, lambda: large.session.graph.activation.num_started)
+        clock = large.core.clock
+        assert isinstance(clock, ManualClock)
+        advancing = asyncio.create_task(clock.advance(large.core.config.unserved_timeout_s))
+        assert max(await slices(large, num_failed)) <= AT_ONCE
+        assert num_failed() == NUM_CALLS
+        await asyncio.gather(advancing, *readings, return_exceptions=True)

@@ -2,7 +2,7 @@
 engine with its models, and for those that come back."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from parrot.protocol.errors import NotFound
@@ -15,6 +15,7 @@ from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
+from parrot.utils.tasks import Backlog
 from parrot.utils.timers import Timer, TimerQueue
 
 _GATHER_S = 3.0  # a heartbeat
@@ -37,6 +38,7 @@ class Grace:
         self._grace_s = grace_s
         self._scheduler = scheduler
         self._give_up = give_up
+        self._backlog = Backlog()
         self._pending: dict[Models, Timer] = {}
 
     def queued(self, models: Models, now: float) -> None:
@@ -61,15 +63,22 @@ class Grace:
 
     def _end(self, models: Models, since: float) -> None:
         del self._pending[models]
+        self._backlog.add(models, self._ending(models, since))
+
+    def _ending(self, models: Models, since: float) -> Iterator[int]:
         later: list[float] = []
         for run in self._scheduler.queued(models):
             assert isinstance(run, Run), run
+            if self._scheduler.engines.num_members(models):
+                return  # an engine has joined meanwhile
             if run.state is not RunState.QUEUED:
                 continue  # withdrawn when one before it failed
             if run.arrived > since:
                 later.append(run.arrived)
             else:
+                size = len(run.waiters)
                 self._give_up(run)
+                yield size
         if later:
             self._give(models, min(later))
 

@@ -36,6 +36,7 @@ from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
+_MAX_WAITERS = 64  # of one run: all of them hear of what happens to it in one turn of the loop
 # What those who wait for a live run are told of it.
 _LIVE = {RunState.QUEUED: CompletionState.QUEUED, RunState.PLACED: CompletionState.RUNNING}
 
@@ -88,7 +89,7 @@ class RunTable:
         """Let it wait for a run that makes its result already, or go on with its own one that was
         withdrawn. False if there is neither."""
         run = None if result_key is None else self._shared.get(result_key)
-        if run is not None:
+        if run is not None and len(run.waiters) < _MAX_WAITERS:
             self._forget(completion)
         elif (run := self._take_withdrawn(completion)) is None:
             return False
@@ -205,8 +206,9 @@ class RunTable:
         assert len(queued) == self._scheduler.num_queued, queued
         tenants = Counter(run.completion.options.tenant for run in queued)
         assert tenants == self.queued_by_tenant, (tenants, self.queued_by_tenant)
-        shared = {run.result_key: run for run in self if run.result_key is not None}
-        assert self._shared == shared, (self._shared, shared)
+        for key, run in self._shared.items():
+            assert run in self._live, run
+            assert run.result_key == key, run
         for run in self:
             assert run.waiters, run
             assert run.state in _LIVE, run
@@ -268,11 +270,11 @@ class RunTable:
     def _index(self, run: Run) -> None:
         if run.state in _LIVE:
             self._live[run] = None
-            if run.result_key is not None:
-                self._shared[run.result_key] = run
+            if run.result_key is not None and len(run.waiters) < _MAX_WAITERS:
+                self._shared[run.result_key] = run  # the last of those with room
         elif run in self._live:
             del self._live[run]
-            if run.result_key is not None:
+            if run.result_key is not None and self._shared.get(run.result_key) is run:
                 del self._shared[run.result_key]
 
     def _tell(self, run: Run, waiter: Completion) -> None:

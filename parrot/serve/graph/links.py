@@ -1,11 +1,13 @@
 """Links tasks to their variables, unless that would close a cycle."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 
 from parrot.protocol.errors import CyclicGraph
 from parrot.serve.graph.nodes import Task
 from parrot.serve.graph.variable import SemanticVariable
+
+_MAX_NAMED = 16  # of each end of a cycle
 
 
 def link(tasks: Sequence[Task]) -> None:
@@ -21,20 +23,24 @@ def link(tasks: Sequence[Task]) -> None:
 
 def link_all(tasks: Sequence[Task]) -> list[Task]:
     """Link the tasks of many calls, or none of them and raise `CyclicGraph`. Returns them with
-    producers before consumers. Looks once at each task below them."""
+    producers before consumers. Where a path leads from one of them to another through tasks that
+    were there, looks once at each task below them."""
     for task in tasks:
         _link(task)
     below: TopologicalSorter[Task] = TopologicalSorter()
+    new = set(tasks)
+    through_others = _are_connected(new)
     reached = dict.fromkeys(tasks)
     stack = list(tasks)
     for task in stack:
         below.add(task)
         for consumer in _neighbours(task, down=True):
+            if not through_others and consumer not in new:
+                continue
             below.add(consumer, task)
             if consumer not in reached:
                 reached[consumer] = None
                 stack.append(consumer)
-    new = set(tasks)
     try:
         return [task for task in below.static_order() if task in new]
     except CycleError as found:
@@ -53,7 +59,10 @@ def _link(task: Task) -> None:
 
 
 def _cyclic(path: Sequence[SemanticVariable]) -> CyclicGraph:
-    names = " -> ".join(f"`{variable.name}`" for variable in [*path, path[0]])
+    found = [f"`{variable.name}`" for variable in [*path, path[0]]]
+    if len(found) > 2 * _MAX_NAMED:
+        found[_MAX_NAMED:-_MAX_NAMED] = [f"... ({len(found) - 2 * _MAX_NAMED} more)"]
+    names = " -> ".join(found)
     return CyclicGraph(f"the call would close a cycle: {names}")
 
 
@@ -73,7 +82,21 @@ def _is_cyclic(task: Task) -> bool:
     the usual case, costs nothing."""
     if not any(output.consumers for output in task.outputs):
         return False
-    searches = (_search(task, down=True), _search(task, down=False))
+    return _either_finds(_search([task], {task}, down=True), _search([task], {task}, down=False))
+
+
+def _are_connected(new: Set[Task]) -> bool:
+    """Whether a path leads from one of the tasks, which are linked, to one of them, through others
+    alone. All others are acyclic, so again the cost is that of the smaller side."""
+    sides = []
+    for down in (True, False):
+        nearest = {other for task in new for other in _neighbours(task, down=down)}
+        sides.append(_search(nearest - new, new, down=down))
+    return _either_finds(*sides)
+
+
+def _either_finds(*searches: Iterator[bool]) -> bool:
+    """Whether the first search that ends, of all that go on in turns, has found something."""
     while True:
         for search in searches:
             is_found = next(search, None)
@@ -81,15 +104,15 @@ def _is_cyclic(task: Task) -> bool:
                 return is_found is True
 
 
-def _search(start: Task, *, down: bool) -> Iterator[bool]:
-    """One step a task: True when it has come back to `start`."""
+def _search(starts: Iterable[Task], goals: Set[Task], *, down: bool) -> Iterator[bool]:
+    """One step a task: True when it has come to one of `goals`."""
     seen: set[Task] = set()
-    stack = [start]
+    stack = list(starts)
     while stack:
         for other in _neighbours(stack.pop(), down=down):
-            if other is start:
+            if other in goals:
                 yield True
-            if other not in seen:
+            elif other not in seen:
                 seen.add(other)
                 stack.append(other)
         yield False

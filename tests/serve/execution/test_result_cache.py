@@ -116,6 +116,23 @@ async def test_in_flight_one_run_has_many_readers(world: World) -> None:
     assert b"parrot_calls_reused_total 5.0" in b"".join(world.core.metrics())
 
 
+async def test_a_run_has_so_many_readers_and_further_ones_another(world: World) -> None:
+    """All of them hear of its end in one turn of the event loop."""
+    engine = await world.join(script=Script(hang_after=0))
+    program = world.program()
+    calls = [program.call() for _ in range(130)]
+    reads = [program.read(call) for call in calls]
+    await world.settle()
+    assert len(engine.requests) == 3
+    reads[0].cancel()  # the first has room again
+    await world.settle()
+    reads.append(program.read(program.call()))
+    await world.settle()
+    assert len(engine.requests) == 3
+    engine.resume.set()
+    assert len(set(await asyncio.gather(*reads[1:]))) == 1
+
+
 async def test_a_result_that_is_there_is_taken_at_once(world: World) -> None:
     engine = await world.join()
     first, second = world.program(), world.program()
