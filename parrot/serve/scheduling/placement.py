@@ -32,8 +32,16 @@ Costs = dict[int, float | None]
 """Predicted seconds on each engine that was considered; None where the task does not fit."""
 
 
-MaySqueeze = Callable[[EngineLoad, int], bool]
-"""Whether a task may be squeezed in on an engine, with so many tokens of its own there."""
+class Held(NamedTuple):
+    """The tasks that a tenant has on an engine, and their tokens."""
+
+    num_tasks: int
+    num_tokens: int
+
+
+MaySqueeze = Callable[[EngineLoad, int], Held | None]
+"""Whether a task may be squeezed in on an engine, with so many tokens of its own there: then what
+its tenant has there, else None."""
 
 
 class Place(NamedTuple):
@@ -118,9 +126,8 @@ class PredictedSeconds(Placer):
         best, best_cost = None, (inf, -1)
         for load in found:
             new_prompt = task.prompt_len - known.shared_len(load.id)
-            if may(load, new_prompt + load.room_for(task)):
-                cost_s = self._cost_s(task, load, now, known, squeezes=True)
-                assert cost_s is not None, task
+            if (held := may(load, new_prompt + load.room_for(task))) is not None:
+                cost_s = self._own_cost_s(task, load, now, known, held)
                 if (cost_s, load.id) < best_cost:
                     best, best_cost = load, (cost_s, load.id)
         return None if best is None else _place(task, best, known)
@@ -176,17 +183,11 @@ class PredictedSeconds(Placer):
     # One task
 
     def _cost_s(
-        self,
-        task: CompletionTask,
-        load: EngineLoad,
-        now: float,
-        known: Beginnings,
-        *,
-        squeezes: bool = False,
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
     ) -> float | None:
         """Predicted seconds, of which those that others lose count by their weights over the
-        task's; None if the task cannot be placed on this engine now, unless it is squeezed in."""
-        growth_s = self._growth_s(task, load, now, known, squeezes=squeezes)
+        task's; None if the task cannot be placed on this engine now."""
+        growth_s = self._growth_s(task, load, now, known)
         if growth_s is None:
             return None
         output, outlook = task.expected_output, load.outlook(now)
@@ -194,6 +195,17 @@ class PredictedSeconds(Placer):
         cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s + self._copy_s(task, load)
         cost_s += outlook.steps_s(output) + output * growth_s + self._loss_s(task, load, now)
         return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight_of(task)
+
+    def _own_cost_s(
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings, held: Held
+    ) -> float:
+        """Predicted seconds where others' work is bound, by what its tenant has there. Those others
+        count nothing: a chat that went to the least crowded engine would leave its prompt."""
+        output = task.expected_output
+        num_read = held.num_tokens + task.prompt_len - known.shared_len(load.id) + output // 2
+        prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
+        cost_s = _WORK_WEIGHT * prefill_s + self._copy_s(task, load) + self._loss_s(task, load, now)
+        return cost_s + output * load.costs.decode_step_s(held.num_tasks + 1, num_read)
 
     def _copy_s(self, task: CompletionTask, load: EngineLoad) -> float:
         """Seconds in which the engine brings back what it has on its host of the prompt. Nobody
@@ -217,18 +229,12 @@ class PredictedSeconds(Placer):
         return _LOSS_WEIGHT * lost * task.tokens_per_char * load.costs.prefill_s
 
     def _growth_s(
-        self,
-        task: CompletionTask,
-        load: EngineLoad,
-        now: float,
-        known: Beginnings,
-        *,
-        squeezes: bool = False,
+        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
     ) -> float | None:
         """Seconds by which the task lengthens a step; None if it cannot be placed on this engine
-        now, and is not squeezed in."""
+        now."""
         new_prompt = task.prompt_len - known.shared_len(load.id)
-        if not squeezes and not load.fits(task, new_prompt):
+        if not load.fits(task, new_prompt):
             return None
         num_read = new_prompt + task.expected_output // 2
         growth_s = load.costs.sequence_s + num_read * load.costs.token_s

@@ -217,7 +217,7 @@ class Scheduler:
         few and others many: they take the places, and if need be the KV, of those."""
         placements: list[Placement] = []
         for task in queue.firsts():
-            may = partial(self._held.has_share, task)
+            may = partial(self._held.share, task)
             place = self._placer.squeeze(task, now, may) if task.is_latency else None
             if place is not None:
                 queue.remove(task)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.protocol.engine_api import StepCosts
+from parrot.serve.contexts.index import Boundary, Context
 from parrot.serve.scheduling.fair.counters import Counters, service_s
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
@@ -227,6 +228,27 @@ def test_small_calls_of_one_tenant_do_not_keep_out_a_large_one_of_another() -> N
         num_ended += 1
         assert num_ended < 100, "it starves"
     assert num_ended > 10
+
+
+def test_a_chat_beside_a_crowd_stays_where_its_prompt_is() -> None:
+    """The crowd's work there is bound for it: it wins nothing by going where there is less."""
+    bench = Bench()
+    for length in (4000, 10):  # the first engine has the long prompts
+        bench.engines(1, slots=8)
+        bench.add(*(bench.task(tenant="a", prefix_len=length, output=800) for _ in range(8)))
+        while bench.run():
+            pass
+    bench.later(10.0)
+    crowded, other = bench.scheduler.engines
+    assert crowded.num_tasks == other.num_tasks == 8
+    assert crowded.step_s > 1.1 * other.step_s
+    bench.add(*(bench.task(tenant="a", output=800) for _ in range(50)))
+    assert bench.run() == {}
+    chat = bench.task("conversation", tenant="b", prefix_len=1000, output=400)
+    context = Context(1, crowded.id, "b", None, 0, 1000, 0, 0.0, 0.0)
+    bench.index.publish(context, Boundary(chat.keys[0], 1000, 0))
+    bench.add(chat)
+    assert bench.run() == {chat: crowded.id}
 
 
 def test_many_idle_tenants_are_forgotten_in_the_end() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from parrot.serve.scheduling.engine_load import EngineLoad
+from parrot.serve.scheduling.placement import Held
 from parrot.serve.scheduling.task import CompletionTask
 
 _MOST = 2  # times as many tasks on an engine as it has places
@@ -58,17 +59,20 @@ class HeldByTenants:
         most = max(h.num_tasks / h.weight for name, h in there.items() if name != tenant)
         return most > num_tasks / weight
 
-    def has_share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> bool:
-        """Whether the task, with so many tokens, is within its tenant's part of the engine, by the
-        weights of those who are there, and others have more."""
+    def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
+        """What the task's tenant has there, if the task, with so many tokens, is within its part of
+        the engine, by the weights of those who are there, and others have more."""
         if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
-            return False
+            return None
         there, tenant = self._engines[load.id], task.tenant
         weight = self._weight_of(tenant)
         own = there.get(tenant) or _Held(weight)
         part = weight / (weight + sum(h.weight for name, h in there.items() if name != tenant))
-        is_place = own.num_tasks + 1 <= part * load.max_tasks
-        return is_place and own.num_tokens + num_tokens <= part * load.max_tokens
+        if own.num_tasks + 1 > part * load.max_tasks:
+            return None
+        if own.num_tokens + num_tokens > part * load.max_tokens:
+            return None
+        return Held(own.num_tasks, own.num_tokens)
 
     def check_integrity(self, loads: list[EngineLoad]) -> None:
         """Recount by the placed tasks. Raises AssertionError with what differs."""
