@@ -62,6 +62,7 @@ class Context:
     awaiting: tuple[Source, float] | None = None
     on_host: bool = False  # its KV would have to be brought back
     function: str = ""  # whose call computes it; empty: one without a name
+    tenant: str = ""  # whose call opened it
 
     def num_on_host(self, length: int) -> int:
         """The number of its first `length` tokens that are on its engine's host."""

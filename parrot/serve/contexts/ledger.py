@@ -23,6 +23,7 @@ from parrot.serve.contexts.kept import Kept
 from parrot.serve.contexts.kv_log import KvLog
 from parrot.serve.contexts.owners import Owners
 from parrot.serve.contexts.residence import Residence
+from parrot.serve.contexts.shares import IdleByTenant, WeightOf
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
@@ -38,7 +39,7 @@ class Account:
 
     capacity: int
     block_size: int
-    idle: EvictionOrder
+    idle: IdleByTenant
     contexts: dict[int, Context] = field(default_factory=dict)
     used: int = 0
     residence: Residence | None = None
@@ -69,6 +70,7 @@ class Account:
         assert self.used == used, (self.used, used)
         idle = {context.id for context in contexts if not context.pins and not context.children}
         assert set(self.idle.context_ids()) == idle, (self.idle, idle)
+        self.idle.check_integrity({context: self.size(context) for context in contexts})
         for context in contexts:
             _check_links(context, self.contexts)
         if self.residence is not None:
@@ -98,6 +100,7 @@ class ContextLedger:
     ) -> None:
         """`on_free` is called with the ids of engine and context when a live engine may forget a
         context."""
+        self.weigh: WeightOf = lambda tenant: 1.0
         self._clock = clock
         self._constant_timeout_s = config.constant_prefix_var_timeout
         self._eviction = config.global_scheduler.kv_eviction
@@ -124,9 +127,10 @@ class ContextLedger:
     ) -> None:
         """`has_server`: one behind it decides what it keeps, see `index.kept`."""
         predict = partial(next_use, self.expectations, self.think_times)
-        idle: EvictionOrder = LeastRecentlyUsed()
+        order: Callable[[], EvictionOrder] = LeastRecentlyUsed
         if self._eviction == "next_use":
-            idle = FarthestNextUse(predict, self._clock)
+            order = partial(FarthestNextUse, predict, self._clock)
+        idle = IdleByTenant(capacity + host_capacity, order, lambda t: self.weigh(t), self._clock)
         account = Account(capacity + host_capacity, block_size, idle)
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
@@ -162,16 +166,20 @@ class ContextLedger:
         parent: Context | None = None,
         parent_len: int = 0,
         function: str = "",
+        tenant: str = "",
     ) -> Context:
-        """A new context, forked at `parent_len`. Nothing is evicted for it: see `make_room`."""
+        """A new context of a tenant, forked at `parent_len`. Nothing is evicted for it: see
+        `make_room`."""
         now = self._clock.now()
         context = Context(
             self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
         )
-        context.function = function
+        context.function, context.tenant = function, tenant
         account = self._accounts[engine_id]
         account.contexts[context.id] = context
-        account.used += account.size(context)
+        size = account.size(context)
+        account.used += size
+        account.idle.opened(context, size)
         self.owners.add(context)
         if parent is not None:
             assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
@@ -216,9 +224,11 @@ class ContextLedger:
         `source`: whose output it is; None if that is not whole."""
         context.awaiting = None if source is None else (source, self._clock.now())
         account = self._accounts[context.engine_id]
-        account.used -= account.size(context)
+        old_size = account.size(context)
         context.length, context.reserved = length, 0
-        account.used += account.size(context)
+        added = account.size(context) - old_size
+        account.used += added
+        account.idle.resized(context, added)
         account.use(context)
         context.mark_computed()
         if boundary is not None and context.retired is None:
@@ -250,21 +260,22 @@ class ContextLedger:
 
     # Room
 
-    def make_room(self, engine_id: int) -> bool:
-        """Evict until the engine's contexts fit its capacity; False: they still do not."""
+    def make_room(self, engine_id: int, tenant: str = "") -> bool:
+        """Evict for the tenant until the engine's contexts fit its capacity; False: they still do
+        not, since the rest is in use, or other tenants' parts."""
         account = self._accounts[engine_id]
         account.trim()
-        while account.used > account.capacity and (first := account.idle.first()) is not None:
+        while account.used > account.capacity and (first := account.idle.first(tenant)) is not None:
             self._evict(first, FreeReason.ROOM)
         return account.used <= account.capacity
 
-    def make_spare_room(self, engine_id: int, num_tokens: int) -> bool:
+    def make_spare_room(self, engine_id: int, num_tokens: int, tenant: str = "") -> bool:
         """Evict what nobody is known to want until so many more tokens fit, with some to spare;
         False: they do not."""
         account = self._accounts[engine_id]
         limit = _SPARE * account.capacity
         while account.used + num_tokens > limit:
-            first = account.idle.first()
+            first = account.idle.first(tenant)
             if first is None or first.num_forks or self._is_wanted(first):
                 return False
             self._evict(first, FreeReason.ROOM)
@@ -364,9 +375,10 @@ class ContextLedger:
         account = self._accounts[context.engine_id]
         assert not context.children, context
         assert not context.pins, context
-        account.used -= account.size(context)
+        size = account.size(context)
+        account.used -= size
         del account.contexts[context.id]
-        account.idle.discard(context)
+        account.idle.freed(context, size)
         if account.residence is not None:
             account.residence.forget(context)
         if account.kept is not None:

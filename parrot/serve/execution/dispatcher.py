@@ -63,6 +63,7 @@ class Dispatcher:
             config.global_scheduler, clock, self._ledger.index, order, placer
         )
         self.shares = self._scheduler.counters
+        self._ledger.weigh = self.shares.weight
         self.fleet = Fleet(
             config,
             clock,

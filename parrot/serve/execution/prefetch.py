@@ -211,7 +211,8 @@ class Prefetcher:
         block_size = engine.info.block_size
         if num_missing < _MIN_BLOCKS * block_size:
             return 0
-        has_room = self._ledger.make_spare_room(engine.id, num_missing + 2 * block_size)
+        wanted = num_missing + 2 * block_size
+        has_room = self._ledger.make_spare_room(engine.id, wanted, task.tenant)
         return num_missing if has_room else 0
 
     async def _run(self, ahead: _Ahead, attempt: Attempt) -> None:

@@ -35,7 +35,7 @@ def open_request(
     prompt.extend_constant()
     context = attempt.context = prompt.extend(run.owner, reserved=room)
     ledger.pin(context)
-    ledger.make_room(engine.id)
+    ledger.make_room(engine.id, completion.options.tenant)
     return GenerateRequest.model_construct(
         session_id=completion.session_id,
         task_id=completion.id,
@@ -150,6 +150,7 @@ class _Prompt:
             parent=self.parent,
             parent_len=self.length,
             function=given_name(self.attempt.task.completion),
+            tenant=self.attempt.task.tenant,
         )
         self.attempt.opened.append(context)
         self.fills.append(

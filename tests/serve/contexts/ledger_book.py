@@ -40,6 +40,7 @@ class Book(ContextLedger):
         at: int | None = None,
         owner: Owner = 1,
         reserved: int = 0,
+        tenant: str = "",
     ) -> Context:
         parent_len = 0 if parent is None else parent.length if at is None else at
         length = parent_len + size
@@ -52,4 +53,5 @@ class Book(ContextLedger):
             reserved=reserved,
             parent=parent,
             parent_len=parent_len,
+            tenant=tenant,
         )

@@ -56,9 +56,16 @@ class Histories(RuleBasedStateMachine):
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
         size=st.integers(1, 60),
         reserved=st.integers(0, 40),
+        tenant=st.sampled_from(["acme", "rival", "other"]),
     )
     def start(
-        self, engine_id: int, owner: Owner, keys: list[bytes], size: int, reserved: int
+        self,
+        engine_id: int,
+        owner: Owner,
+        keys: list[bytes],
+        size: int,
+        reserved: int,
+        tenant: str,
     ) -> None:
         book = self.book
         match = book.index.match(engine_id, keys)
@@ -74,12 +81,24 @@ class Histories(RuleBasedStateMachine):
             reserved=reserved,
             parent=parent,
             parent_len=parent_len,
+            tenant=tenant,
         )
         self.opened.add(context.id)
         book.pin(context)
-        if not book.make_room(engine_id):
-            assert not book._accounts[engine_id].idle.context_ids()
+        if not book.make_room(engine_id, tenant):
+            self.all_left_are_others_parts(engine_id, tenant)
         self.running.append(context)
+
+    def all_left_are_others_parts(self, engine_id: int, asking: str) -> None:
+        account = self.book._accounts[engine_id]
+        tenants = {context.tenant for context in account.contexts.values()}
+        used: Counter[str] = Counter()
+        for context in account.contexts.values():
+            used[context.tenant] += account.size(context)
+        for context_id in account.idle.context_ids():
+            owner = account.contexts[context_id].tenant
+            assert owner != asking
+            assert used[owner] <= account.capacity / len(tenants)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), output=st.integers(1, 50), key=st.sampled_from(KEYS))
