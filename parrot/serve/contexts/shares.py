@@ -92,7 +92,7 @@ class IdleByTenant:
         return self._of_absent() or self._of_largest() or self._of_any(asking)
 
     def _of_absent(self) -> Context | None:
-        """Of those who have not been there for long."""
+        """The first of those who have not been there for long."""
         end = self._clock.now() - _PRESENT_S
         for tenant in islice(self._tenants.values(), _MAX_LOOKS):
             if tenant.seen > end:
@@ -102,7 +102,7 @@ class IdleByTenant:
         return None
 
     def _of_largest(self) -> Context | None:
-        """Of those who have more than their part."""
+        """The first of those who have more than their part."""
         part = self._capacity / self._weight
         for name in self._largest.smallest(_MAX_LOOKS):
             tenant = self._tenants[name]
@@ -113,6 +113,7 @@ class IdleByTenant:
         return None
 
     def _of_any(self, asking: str | None) -> Context | None:
+        """The first of the tenant that asks, or, without one, of anybody."""
         if asking is not None:
             tenant = self._tenants.get(asking)
             return None if tenant is None else tenant.idle.first()

@@ -60,8 +60,8 @@ class HeldByTenants:
         return most > num_tasks / weight
 
     def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
-        """What the task's tenant has there, if the task, with so many tokens, is within its part of
-        the engine, by the weights of those who are there, and others have more."""
+        """The tasks that its tenant has there, if this one, with so many tokens, is within its part
+        of the engine, by the weights of those who are there, and others have more."""
         if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
             return None
         there, tenant = self._engines[load.id], task.tenant
