@@ -3,7 +3,6 @@
 import gc
 import logging
 import time
-from collections.abc import Callable
 
 from parrot.engine.config import (
     AnyEngineConfig,
@@ -38,12 +37,11 @@ def create_service(config: AnyEngineConfig) -> EngineService:
         from parrot.engine.openai.service import OpenAIService
 
         return OpenAIService(config)
-    driver = ThreadDriver(lambda: _load(config, driver.lose))
+    driver = ThreadDriver(lambda: _load(config, driver))
     return RunnerService(config, driver, warm_up=True, pooling=config.instance.pooling)
 
 
-def _load(config: BuiltinConfig | HuggingFaceConfig, lose: Callable[[], None]) -> EngineCore:
-    """`lose` is called, from any thread, if the model is lost later."""
+def _load(config: BuiltinConfig | HuggingFaceConfig, driver: ThreadDriver) -> EngineCore:
     began = time.monotonic()
     logger.info("loading %s (device %s, dtype %s)", config.model, config.device, config.dtype)
     gc.disable()  # nearly all that importing and loading make stays; looking for garbage among it
@@ -53,7 +51,8 @@ def _load(config: BuiltinConfig | HuggingFaceConfig, lose: Callable[[], None]) -
         gc.freeze()  # takes a fifth of the time, and collections during steps need not do it either
         gc.enable()
     if isinstance(runner, DividedRunner):
-        runner.when_lost(lose)
+        runner.when_lost(driver.lose)
+        driver.at_end(runner.close)
     info = runner.info
     logger.info(
         "loaded %s in %.1f s: %.0f MiB of weights, %.0f MiB of KV for %d tokens",

@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from parrot.cluster import Cluster
+from tests.support.processes import children, is_running, needs_proc
 from tests.support.tiny_model import make_tiny_model
 
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks for children in /proc"),
-]
+pytestmark = [pytest.mark.timeout(300), needs_proc]
 PATIENCE_S = 60.0
 NO_REUSE = {"global_scheduler": {"reuse_cache_size": 0}}
 
@@ -29,20 +27,6 @@ def eventually(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def children(pid: int) -> list[int]:
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
-    return found
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def complete(cluster: Cluster) -> str:

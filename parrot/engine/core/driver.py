@@ -94,6 +94,7 @@ class ThreadDriver:
         self._is_closing = False
         self._thread: threading.Thread | None = None
         self._is_loaded = False
+        self._at_end: list[Callable[[], None]] = []
         self.is_lost = False
 
     async def start(self) -> EngineCore:
@@ -115,6 +116,10 @@ class ThreadDriver:
     def lose(self) -> None:
         """Say, from any thread, that no step can be run any more."""
         self.is_lost = True
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call in the core's thread when it ends. For `load` to use."""
+        self._at_end.append(call)
 
     async def close(self) -> None:
         with self._wake:
@@ -139,6 +144,8 @@ class ThreadDriver:
             apply_verbs(self._inbox, core)
             core.fail_everything(Unavailable("the engine is shutting down"))
             self._deliver(core, loop)
+            for call in self._at_end:
+                call()
 
     def _serve(self, core: EngineCore, loop: asyncio.AbstractEventLoop) -> None:
         may_step = False

@@ -288,6 +288,10 @@ class DividedRunner(Runner, Protocol):
         """Call `tell`, from any thread, if one of them ends: no step can be run any more."""
         ...
 
+    def close(self) -> None:
+        """End the others. No step may follow."""
+        ...
+
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):

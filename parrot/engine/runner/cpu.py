@@ -85,6 +85,10 @@ class ModelRunner:
         if self._unit is not None:
             self._unit.when_lost(tell)
 
+    def close(self) -> None:
+        if self._unit is not None:
+            self._unit.close()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         with noticing_loss(self._model.device):

@@ -164,6 +164,10 @@ class CudaRunner:
         if self._unit is not None:
             self._unit.when_lost(tell)
 
+    def close(self) -> None:
+        if self._unit is not None:
+            self._unit.close()
+
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them."""
         self.computer.warm_up()

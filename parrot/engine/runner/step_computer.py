@@ -137,8 +137,13 @@ class StepComputer:
 
     def compute(self, step: PlannedStep) -> None:
         """Launch a step without choosing its tokens: what ranks besides rank 0 do."""
-        self._decoded(step, None if step.reads is not None else self._graph_size(step.inputs))
+        size = None if step.reads is not None else self._graph_size(step.inputs)
+        if size is None:
+            self._launcher.submit(self._decoded, step, size).result()  # it has cuDNN's plans
+        else:
+            self._decoded(step, size)
 
+    @torch.inference_mode()
     def _decoded(self, step: PlannedStep, size: StepSize | None) -> tuple[Decoded, _Sent]:
         found = None if size is None else self._run_graph(step, size)
         return found or self._run_eagerly(step)

@@ -66,16 +66,21 @@ class RankProcesses:
         for link in self._links:
             link.send(b"")
         self.group.connect_by_file(self._store, device)
-        self._unit = Unit(self.group, self._links, with_tables=with_tables)
+        self._unit = Unit(
+            self.group, self._links, with_tables=with_tables, wait_for_others=self._wait
+        )
         return self._unit
 
     def close(self) -> None:
         """End the others, and wait for that. May be called twice."""
         if self._unit is not None:
             self._unit.close()
-        else:
-            for link in self._links:
-                link.close()
+            return
+        for link in self._links:
+            link.close()
+        self._wait()
+
+    def _wait(self) -> None:
         for process in self._processes:
             try:
                 process.wait(_GRACE_S)

@@ -34,8 +34,17 @@ class Unit:
     """Whatever fails while the ranks run a step leaves them at different places, so it is the end
     of all: `DeviceLost` then, and from then on."""
 
-    def __init__(self, group: RankGroup, links: Sequence[Link], *, with_tables: bool) -> None:
-        """`links` to rank 1, 2, and so on. `with_tables`: see `StepWriter`."""
+    def __init__(
+        self,
+        group: RankGroup,
+        links: Sequence[Link],
+        *,
+        with_tables: bool,
+        wait_for_others: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`links` to rank 1, 2, and so on. `with_tables`: see `StepWriter`. `wait_for_others`
+        returns when they have ended, once the links have."""
+        self._wait_for_others = wait_for_others
         self._group = group
         self._links = links
         self._writer = StepWriter(with_tables=with_tables)
@@ -78,10 +87,11 @@ class Unit:
             raise DeviceLost(self._lost)
 
     def close(self) -> None:
-        """Let the other ranks end."""
+        """End the other ranks, and wait for that. May be called twice."""
         self._is_closed = True
         for link in self._links:
             link.end()
+        self._wait_for_others()
 
     def _watch(self, rank: int, link: Link) -> None:
         link.wait_for_end()

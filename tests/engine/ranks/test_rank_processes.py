@@ -1,0 +1,139 @@
+"""An engine whose ranks are processes, as a whole."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.engine_types import create_service
+from parrot.engine.runner.load import load_runner
+from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import ServiceState
+from parrot.protocol.engine_api import GenerateRequest, ScoreRequest, ScoreResponse
+from parrot.protocol.errors import Unavailable
+from parrot.testing.runner_driver import Driver
+from parrot.utils.config import ConfigError
+from tests.support.processes import LOOPBACK, children, needs_proc, own_addresses
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.timeout(300), needs_proc]
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2}
+TEXT = "one two three four five six "
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.1, "seed": 4, "logprobs": 3},
+    {"temperature": 0.8, "top_p": 0.9, "frequency_penalty": 1.0},
+    {"temperature": 1.0, "regex": "[a-z]{3} [0-9]{4}"},
+    {"temperature": 0, "json_schema": {"type": "object", "properties": {"a": {"enum": [1, 2]}}}},
+]
+
+
+def config(folder: Path, ranks: int, **instance: Any) -> BuiltinConfig:
+    return BuiltinConfig.model_validate(
+        {
+            "model": str(folder),
+            "dtype": "float32",
+            "device": "cpu",
+            "cluster_token": "that nobody else is to know",
+            "instance": {"num_kv_cache_blocks": 64, "num_threads": 1, "tensor_parallel": ranks}
+            | instance,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", overrides=SIZES)
+
+
+@asynccontextmanager
+async def engine(config: BuiltinConfig) -> AsyncIterator[RunnerService]:
+    service = create_service(config)
+    assert isinstance(service, RunnerService)
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+def requests() -> Iterator[GenerateRequest]:
+    """Two on forks of one context among them; the first repeats a text, and so is drafted."""
+    for i, sampling in enumerate(SAMPLINGS):
+        text = TEXT * 3 if i == 0 else f"{TEXT}{i}"
+        yield GenerateRequest.model_validate(
+            {
+                "context_id": 10 + i,
+                "fills": [{"context_id": 10 + i, "text": text}],
+                "sampling_config": {"max_gen_length": 24, "ignore_tokenizer_eos": True} | sampling,
+                "drafts": {"texts": [[*b"three four five six one"]]} if i == 0 else None,
+            }
+        )
+    for child, length in ((30, 20), (31, 9)):
+        yield GenerateRequest.model_validate(
+            {
+                "context_id": child,
+                "parent_context_id": 10,
+                "parent_len": length,
+                "fills": [],
+                "sampling_config": {"temperature": 0, "max_gen_length": 6},
+            }
+        )
+
+
+async def outputs(service: RunnerService) -> list[Any]:
+    answers = [await service.generate(request) for request in requests()]
+    scored = await service.read(ScoreRequest(inputs=[TEXT], num_top=2))
+    assert isinstance(scored, ScoreResponse)
+    service.check_integrity()
+    ids = [(answer.generated_ids, answer.finish_reason) for answer in answers]
+    (row,) = scored.logprobs
+    return [ids, row.ids]
+
+
+async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -> None:
+    async with engine(config(folder, 1)) as alone:
+        want = await outputs(alone)
+    before = {*children(os.getpid())}
+    async with engine(config(folder, 2)) as divided:
+        assert divided.runtime_info().num_ranks == 2
+        assert await outputs(divided) == want
+        (rank,) = {*children(os.getpid())} - before
+        assert own_addresses(rank) == {LOOPBACK}, "others than this machine reach it"
+        told = threading.Event()
+        divided._require_core()._runner._runner.when_lost(told.set)  # type: ignore[attr-defined]
+        os.kill(rank, signal.SIGKILL)
+        assert await asyncio.to_thread(told.wait, 60), "it is lost without a step"
+        assert divided.state() is ServiceState.LOST
+        with pytest.raises(Unavailable):
+            await divided.generate(next(requests()))
+    assert {*children(os.getpid())} == before
+
+
+def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -> None:
+    before = children(os.getpid())
+    with pytest.raises(ConfigError, match="which 3 ranks cannot divide among them; set it to 1, 2"):
+        load_runner(config(folder, 3))
+    assert children(os.getpid()) == before
+    with pytest.raises(ValidationError, match="`host_kv_gb` needs `tensor_parallel` 1"):
+        config(folder, 2, host_kv_gb=1.0)
+
+
+@pytest.mark.slow
+def test_three_ranks_run_the_embedded_model() -> None:
+    prompt = [1, 4093, 198, 2683, 359, 253, 5356]
+    found = []
+    for ranks in (1, 3):
+        runner, _ = load_runner(config(Path("embedded"), ranks))
+        driver = Driver(runner)
+        found.append(driver.generate([driver.context(prompt), driver.context(prompt[:3])], 16))
+        runner.close()
+    assert found[0] == found[1]
