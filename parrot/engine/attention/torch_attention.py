@@ -21,6 +21,7 @@ from parrot.engine.attention.attend import (
     merge,
 )
 from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.prompt_attention import PromptAttention
 from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
 from parrot.engine.attention.work_list import (
     KV_END,
@@ -108,7 +109,8 @@ class TorchPlan:
 
 
 class TorchAttention:
-    """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim]."""
+    """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim]. `prompts` computes
+    what it takes, once it is there."""
 
     def __init__(self, pool: PooledKV, num_heads: int) -> None:
         _, _, num_kv_heads, _, block_size, head_dim = pool.numbers.shape
@@ -118,6 +120,7 @@ class TorchAttention:
         self._blocks = [layer.flatten(3).flatten(0, 1) for layer in pool.numbers]
         self._device = pool.numbers.device
         self._gathered = torch.empty(0, dtype=pool.numbers.dtype, device=self._device)
+        self.prompts: PromptAttention | None = None
 
     def plan(self, work: WorkList, step: StepRows) -> TorchPlan:
         size = self.shape.page_size
@@ -247,6 +250,11 @@ class TorchAttention:
         n, rows, (heads, d) = call.num_items, call.num_rows, q.shape[1:]
         kv_heads, group = self.shape.num_kv_heads, self.shape.group
         picked = q if call.rows is None else q.index_select(0, call.rows)
+        if call.causal is not None and self.prompts is not None:
+            num_keys = call.causal.num_keys
+            if self.prompts.takes(picked, num_keys):
+                kv = self._read(call, layer).view(2, kv_heads, -1, d)
+                return self.prompts.run(picked, kv, num_keys, with_lse=with_lse)
         picked = picked.view(n, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4)
         picked = picked.reshape(kv_heads * n, rows * group, d).to(call.dtype)
         kv = self._read(call, layer).view(2, kv_heads * n, -1, d).to(call.dtype)

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.prompt_attention import PromptAttention
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import WorkList
 from parrot.engine.attention.work_planner import WorkPlanner
@@ -42,8 +43,8 @@ class ModelRunner:
 
     `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
     `quantised`: keep KV in e4m3. `max_threads`: adapt the number of threads, up to so many, to what
-    else runs on the machine; None: leave it as it is. `kernels`: for steps of few rows, of the
-    model's type, from when they are there on; a model that they do not fit runs without."""
+    else runs on the machine; None: leave it as it is. `kernels`: for steps of few rows and for
+    prompts, of the model's type, from when they are there on; what they do not fit runs without."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class ModelRunner:
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
         self._threads = None if max_threads is None else StepThreads(max_threads)
-        self._kernels = kernels if fits(model, self._cache.pooled) else None
+        self._kernels = kernels
         self._few_rows: FewRowsDecoder | None = None
         self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
         self._unit = unit
@@ -136,21 +137,24 @@ class ModelRunner:
     ) -> torch.Tensor:
         """The last layer's output for `rows`, or for all."""
         token_ids, step = self._tensor(inputs.token_ids), inputs.step
-        few_rows = self._for_few_rows(inputs.num_tokens)
+        self._take_kernels()
+        few_rows = self._few_rows if inputs.num_tokens <= MAX_ROWS else None
         if few_rows is not None and work.num_shared_tokens <= _MUCH_SHARED:
             hidden = few_rows.forward(token_ids, step)
             return hidden if rows is None else hidden.index_select(0, rows)
         attend = partial(self._attention.run, plan=self._attention.plan(work, step))
         return self._model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
 
-    def _for_few_rows(self, num_rows: int) -> FewRowsDecoder | None:
-        """None if there are too many, or no kernels yet."""
-        if self._kernels is not None and self._kernels.done():
-            if self._kernels.exception() is None:
-                kernels = self._kernels.result()
-                self._few_rows = FewRowsDecoder(self._model, self._cache.pooled, kernels)
-            self._kernels = None
-        return self._few_rows if num_rows <= MAX_ROWS else None
+    def _take_kernels(self) -> None:
+        """Use the kernels from now on, if they are there now."""
+        if self._kernels is None or not self._kernels.done():
+            return
+        if self._kernels.exception() is None:
+            kernels, pool = self._kernels.result(), self._cache.pooled
+            self._attention.prompts = PromptAttention(kernels)
+            if fits(self._model, pool):
+                self._few_rows = FewRowsDecoder(self._model, pool, kernels)
+        self._kernels = None
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         self._copies.transfer(transfers)

@@ -18,6 +18,7 @@ import llvmlite.binding as llvm
 from numba import types
 
 from parrot.engine.kernels.cpu.native import keep, kept
+from parrot.engine.kernels.cpu.prompt_kernels import KERNELS
 from parrot.engine.kernels.cpu.step_kernels import kernels_of
 
 _NICENESS = 19  # who serves meanwhile goes first
@@ -38,8 +39,12 @@ def compile_kernels(dtype: str) -> bytes:
     """An object file for this CPU with the kernels by their names."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    llvm.initialize_native_asmparser()
     module = llvm.parse_assembly("")
-    for name, kernel in kernels_of(dtype).items():
+    kernels = kernels_of(dtype)
+    if dtype == "bfloat16" and llvm.get_host_cpu_features().get("avx512bf16"):
+        kernels |= KERNELS
+    for name, kernel in kernels.items():
         count = kernel.py_func.__code__.co_argcount
         signature = (types.int64,) * count
         kernel.compile(signature)

@@ -16,23 +16,31 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float32")
 
-_SOURCES = ("build.py", "layout.py", "simd.py", "step_kernels.py")
+_SOURCES = (
+    *("build.py", "layout.py", "simd.py", "step_kernels.py"),
+    *("prompt_kernels.py", "prompt_layout.py", "tiles.py"),
+)
 _COMPILE_LIMIT_S = 600.0
 _DIGEST_BYTES = 32
 
 Kernel = Callable[[int, int, int], None]
 """(x, step, layer): addresses, see `layout`."""
 
+PromptKernel = Callable[[int], None]
+"""(task): the address of a block, see `prompt_layout`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """`parallel` and `attend_part` are addresses for `layout.PARALLEL` and `ATTEND_PART`;
-    `parallel` is 0 where torch's threads cannot be used."""
+    `parallel` is 0 where torch's threads cannot be used. `attend_prompt` None: the CPU or the type
+    has none."""
 
     dtype: str
     add_rms_norm: Kernel
@@ -40,6 +48,7 @@ class Kernels:
     attend: Kernel
     attend_part: int
     parallel: int
+    attend_prompt: PromptKernel | None
     code: object
     """Owns the machine code."""
 
@@ -138,8 +147,17 @@ def _link(dtype: str, code: bytes) -> Kernels:
         attend=long(engine.get_function_address("attend")),
         attend_part=engine.get_function_address("attend_part"),
         parallel=_parallel(),
+        attend_prompt=_prompt_kernel(engine),
         code=engine,
     )
+
+
+def _prompt_kernel(engine: Any) -> PromptKernel | None:
+    kernel, part = map(engine.get_function_address, ("attend_prompt", "attend_prompt_part"))
+    if not kernel:
+        return None
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(kernel)
+    return lambda task: function(task, part)
 
 
 def _parallel() -> int:
