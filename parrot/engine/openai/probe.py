@@ -10,6 +10,8 @@ from parrot.protocol.http import HttpClient
 
 PROBE_TIMEOUT_S = 5.0
 _MAX_METRICS = 2**22  # bytes
+_MAX_DIGITS = 16
+_MAX_VERSION = 256  # characters
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -36,7 +38,7 @@ async def ask_server(http: HttpClient, dialect: Dialect) -> Told:
     if dialect is LLAMA_CPP:
         props = await _json(http, "/props")
         slots = _count(props.get("total_slots"))
-        return Told(str(props.get("build_info", "")), kept_prompts=slots or None)
+        return Told(_text(props.get("build_info")), kept_prompts=slots or None)
     return Told()
 
 
@@ -46,10 +48,10 @@ def _of_vllm(version: dict[str, Any], metrics: str) -> Told:
     kept = _count(cache.get("kv_cache_size_tokens"))
     if kept is None:
         num_blocks, size = _count(cache.get("num_gpu_blocks")), _count(cache.get("block_size"))
-        kept = num_blocks * size if num_blocks is not None and size is not None else None
+        kept = _count(num_blocks * size) if num_blocks is not None and size is not None else None
     if cache.get("enable_prefix_caching") == "False":
         kept = 0
-    return Told(str(version.get("version", "")), kept)
+    return Told(_text(version.get("version")), kept)
 
 
 def _of_sglang(info: dict[str, Any]) -> Told:
@@ -58,7 +60,7 @@ def _of_sglang(info: dict[str, Any]) -> Told:
     by_priority = info.get("enable_priority_scheduling") is True
     lowest_first = info.get("schedule_low_priority_values_first") is True
     return Told(
-        str(info.get("version", "")),
+        _text(info.get("version")),
         kept,
         can=frozenset({"priority"} if by_priority and lowest_first else ()),
         cannot=frozenset({"cached_tokens"} if info.get("enable_cache_report") is False else ()),
@@ -66,8 +68,13 @@ def _of_sglang(info: dict[str, Any]) -> Told:
 
 
 def _count(value: Any) -> int | None:
+    """None for what is no count, or none that a server could have."""
     text = str(value)
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 16 else None
+    return int(text) if text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS else None
+
+
+def _text(value: Any) -> str:
+    return value[:_MAX_VERSION] if isinstance(value, str) else ""
 
 
 async def _json(http: HttpClient, path: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ OPENAI_URL = "https://api.openai.com/v1"
 _AZURE_NEW_SINCE = "2024-09-01"  # api-versions with max_completion_tokens and stream_options
 _ANSWER_TIMEOUT_S = 600.0
 _ATTEMPTS = 5
+_MAX_LEN = 2**53  # tokens
 _NOTHING = Told()
 
 
@@ -131,7 +132,8 @@ class Upstream:
         if card is None:
             logger.warning("%s does not list `%s`", self._http.base_url, self._target.model)
             card = models[0] if models else _Model()
-        self.max_model_len = card.max_model_len
+        is_told = card.max_model_len is not None and 0 < card.max_model_len <= _MAX_LEN
+        self.max_model_len = card.max_model_len if is_told else None
         dialect = self._given or BY_OWNER.get(card.owned_by, OPENAI)
         self._settle(dialect, await ask_server(self._root, dialect))
 

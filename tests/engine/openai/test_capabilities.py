@@ -58,6 +58,9 @@ def ask(priority: int = 0, **sampling: Any) -> GenerateRequest:
     )
 
 
+TOO_MANY = 'vllm:cache_config_info{num_gpu_blocks="99999999999",block_size="99999999999"} 1'
+
+
 def told_by(owner: str, told: dict[str, Any]) -> FakeOpenAI:
     return FakeOpenAI(owned_by=owner, told=told)
 
@@ -96,6 +99,9 @@ def told_by(owner: str, told: dict[str, Any]) -> FakeOpenAI:
         (told_by("llamacpp", {"/props": {"total_slots": "many"}}), "llama.cpp", None, None),
         (told_by("me", {}), "llama-cpp-python", None, 1),
         (told_by("library", {"/version": {"version": "1"}}), "openai", None, None),
+        (told_by("vllm", {"/version": {"version": "9" * 9_000}}), "vllm " + "9" * 256, None, None),
+        (told_by("vllm", {"/metrics": TOO_MANY, "/version": {"version": [1]}}), "vllm", None, None),
+        (told_by("sglang", {"/server_info": {"max_total_num_tokens": -5}}), "sglang", None, None),
     ],
 )
 async def test_what_servers_tell(
@@ -185,3 +191,9 @@ async def test_capabilities_cross_the_wire(start: Start) -> None:
         await client.engine_heartbeat(terms.engine_id, info.engine_name, service.runtime_info())
         assert core.fleet.views()[0].info.capabilities == info.capabilities
     await core.close()
+
+
+@pytest.mark.parametrize("length", [-1, 0, 10**30])
+async def test_a_length_that_no_model_has_is_not_told(start: Start, length: int) -> None:
+    service = await start(FakeOpenAI(owned_by="vllm", max_model_len=length))
+    assert service.engine_info().max_seq_len == 4096  # the default
