@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -163,3 +164,24 @@ def test_a_rank_that_ends_is_the_end_of_the_unit(
         assert told.wait(30)
         with pytest.raises(DeviceLost, match="rank 1 has ended"):
             driver.generate([driver.context([1, 2])], 1)
+
+
+def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
+    """It is alive, but a step waits for it in vain, until all are let go."""
+
+    class Hung(RankGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 2)
+            self.given_up = threading.Event()
+
+        def abort(self) -> None:
+            self.given_up.set()
+
+    group, (link, other) = Hung(), Link.pair()
+    unit = Unit(group, [link], with_tables=True, patience=timedelta(seconds=0.02))
+    with other:
+        with pytest.raises(DeviceLost, match="a step has not ended"), unit.together():
+            assert group.given_up.wait(60)
+        with pytest.raises(DeviceLost), unit.together():
+            pytest.fail("nothing can be run any more")
+    unit.close()

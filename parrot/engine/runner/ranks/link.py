@@ -42,11 +42,11 @@ class Link:
             raise EOFError("the other rank has ended")
         return data
 
-    def wait_for_end(self) -> None:
-        """Return when the other has ended, or this end was closed."""
+    def wait_for_end(self, timeout_s: float | None = None) -> bool:
+        """Return True when the other has ended, or this link; False after `timeout_s`."""
         waiting = select.poll()
         waiting.register(self._end, 0)  # an end is told always, messages are not
-        waiting.poll()
+        return bool(waiting.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def end(self) -> None:
         """Let both sides see the end, in whatever they wait for. May be called twice."""

@@ -2,14 +2,16 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
 from typing import Protocol
 
 import torch
 
 from parrot.engine.core.plan import DeviceLost
-from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.ranks.group import TIMEOUT, RankGroup
 from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.steps import RankStep, StepWriter
 
@@ -41,9 +43,13 @@ class Unit:
         *,
         with_tables: bool,
         wait_for_others: Callable[[], None] = lambda: None,
+        patience: timedelta = TIMEOUT,
     ) -> None:
         """`links` to rank 1, 2, and so on. `with_tables`: see `StepWriter`. `wait_for_others`
-        returns when they have ended, once the links have."""
+        returns when they have ended, once the links have. A step that takes longer than `patience`
+        has a rank that hangs, which is found after twice that at most."""
+        self._patience_s = patience.total_seconds()
+        self._began: float | None = None  # what runs together
         self._wait_for_others = wait_for_others
         self._group = group
         self._links = links
@@ -73,6 +79,7 @@ class Unit:
     def together(self) -> Iterator[None]:
         """Run inside what all ranks do. Raises `DeviceLost` for anything that fails."""
         self._require_all()
+        outer, self._began = self._began, self._began or time.monotonic()
         try:
             yield
         except DeviceLost:
@@ -80,6 +87,8 @@ class Unit:
         except Exception as error:
             self._lost = self._lost or f"a step failed on rank 0: {error}"
             raise DeviceLost(self._lost) from error
+        finally:
+            self._began = outer
         self._require_all()  # sums that were given up come without an error
 
     def _require_all(self) -> None:
@@ -94,14 +103,19 @@ class Unit:
         self._wait_for_others()
 
     def _watch(self, rank: int, link: Link) -> None:
-        link.wait_for_end()
+        reason = f"rank {rank} has ended"
+        while not link.wait_for_end(self._patience_s):
+            if self._began is not None and time.monotonic() - self._began > self._patience_s:
+                reason = f"a step has not ended for {self._patience_s:g} s"
+                break
         if not self._is_closed:
-            self._lost = self._lost or f"rank {rank} has ended"
-            logger.critical("rank %d has ended: no step can be run any more", rank)
+            self._lost = self._lost or reason
+            logger.critical("%s: no step can be run any more", reason)
             for tell in self._when_lost:
                 tell()
         with suppress(RuntimeError):  # of a backend that cannot: its collectives fail on their own
             self._group.abort()
+        link.end()
         link.close()
 
 
