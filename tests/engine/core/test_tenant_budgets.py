@@ -107,6 +107,30 @@ def test_a_chat_that_may_come_back_finds_short_steps_for_a_while() -> None:
     assert len(engine.last_plan.sequences) == 100
 
 
+def test_a_chat_that_was_here_finds_no_step_full_of_a_crowds_prompts() -> None:
+    limits = {"max_num_batched_tokens": 4096, "mixed_fill_tokens": 4096}
+    engine = Harness(num_blocks=4000, max_seq_len=1500, scheduler=limits)
+    engine.generate(piece(CHAT_ID, "hello"), length=2, share=CHAT)
+    engine.run()
+
+    def most(count: int, first: int) -> int:
+        """Tokens of the largest of the first steps that compute so many prompts."""
+        for n in range(first, first + count):
+            engine.generate(piece(n, f"{n:<1000}"), length=2, share=CROWD)
+        sizes = []
+        for _ in range(8):
+            engine.step()
+            sizes.append(sum(len(s.token_ids) for s in engine.last_plan.sequences))
+        engine.run()
+        return max(sizes)
+
+    engine.clock._now += 60
+    assert 1000 <= most(30, 0) <= 1024 + 30
+    assert most(10, 100) > 2000  # those are no crowd
+    engine.clock._now += 600
+    assert most(30, 200) > 2000
+
+
 def test_a_long_context_of_a_crowd_is_paid_by_later_steps() -> None:
     """One of its steps costs more than the chat's may grow: it takes part in some of them."""
     engine = Harness(num_blocks=2000, max_seq_len=4000, scheduler={"max_num_batched_tokens": 4096})

@@ -21,6 +21,9 @@ _CROWD = 16  # jobs by weight, and
 _TIMES = 4  # times as many as the other: from there on a tenant crowds it
 _LINGER_S = 10.0  # who was here so lately may come back for its next turn, and finds
 _LINGER_GROWTH = 3.0  # steps that grow so many times as much as beside it
+_AWAY_S = 600.0  # and for so long no step with more of a crowd's prompts than
+_AWAY_TOKENS = 1024  # this, which makes them a tenth dearer
+_NUM_AWAY = 2  # tenants that are remembered so: the crowd itself may be one
 _MIN_CHUNK = 32  # tokens of a prompt; what they take too much is paid by later steps
 _LEAST_S = 1e-6  # so that something may be computed where nobody else has anything
 _USUAL_COSTS = StepCosts()
@@ -60,7 +63,9 @@ class TenantBudgets:
         self._block_size = block_size
         self._costs = _USUAL_COSTS
         self._tenants: dict[str, _Tenant] = {}
+        self._away: dict[str, float] = {}  # who went last, and when; those alone who may bind
         self._left: dict[str, float] = {}  # by tenant; whoever is not there is not bound
+        self._prompt_left: dict[str, int] = {}  # tokens; of others than those
         self._read: set[int] = set()  # first blocks of shared beginnings that were paid
 
     @property
@@ -74,6 +79,7 @@ class TenantBudgets:
         tenant = self._tenants.get(share.tenant)
         if tenant is None:
             tenant = self._tenants[share.tenant] = _Tenant()
+            self._away.pop(share.tenant, None)
         tenant.weight = share.weight
         tenant.num_jobs += 1
         tenant.most_jobs = max(tenant.most_jobs, tenant.num_jobs)
@@ -86,7 +92,9 @@ class TenantBudgets:
     def begin(self, now: float, decoding: Iterable["Job"]) -> None:
         """Another step is planned. `decoding`: the jobs that generate."""
         self._left.clear()
+        self._prompt_left.clear()
         self._forget(now)
+        self._bind_prompts(now)
         if len(self._tenants) < 2:
             return
         guarded = [(n, t) for n, t in self._tenants.items() if t.step_growth is not None]
@@ -107,12 +115,15 @@ class TenantBudgets:
                 limit = tenant.weight * min(self._allowed_s(t, own_s[n]) for n, t in others)
                 tenant.credit_s = min(limit, tenant.credit_s + limit)
                 self._left[name] = tenant.credit_s
+                self._prompt_left.pop(name, None)
 
     def num_tokens(self, job: "Job") -> int:
         """How many of its tokens the step may compute."""
         missing = job.context.num_missing
         left = self._left.get(job.request.wanted.share.tenant) if self._left else None
         if left is None:
+            if missing > 1 and self._prompt_left:
+                return min(missing, self._prompt_left.get(job.request.wanted.share.tenant, missing))
             return missing
         if left <= 0.0:
             return 0
@@ -124,6 +135,8 @@ class TenantBudgets:
         if name in self._left:
             self._left[name] -= self._cost_s(job, num_tokens)
             self._tenants[name].credit_s = self._left[name]
+        elif num_tokens > 1 and name in self._prompt_left:
+            self._prompt_left[name] -= num_tokens
 
     def lift(self) -> bool:
         """Forgive all debts, since nobody else has anything to compute. False if there are none."""
@@ -137,6 +150,17 @@ class TenantBudgets:
                 tenant.until = now + _LINGER_S
             elif tenant.step_growth is None or now >= tenant.until:
                 del self._tenants[name]
+                if tenant.step_growth is not None:
+                    self._away[name] = now
+                    if len(self._away) > _NUM_AWAY:
+                        del self._away[next(iter(self._away))]
+
+    def _bind_prompts(self, now: float) -> None:
+        """Somebody's call may come, who was here, and wait for the step that is under way."""
+        away = [name for name, since in self._away.items() if now < since + _AWAY_S]
+        for name, tenant in self._tenants.items() if away else ():
+            if tenant.num_jobs > _CROWD * tenant.weight and away != [name]:
+                self._prompt_left[name] = _AWAY_TOKENS
 
     def _allowed_s(self, tenant: _Tenant, own_s: float) -> float:
         """The seconds that others of weight 1 may take beside this one, whose outputs take
