@@ -23,7 +23,7 @@ TINY = {
     "bench_simulation": ["--engines 2 --tasks 10"],
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_tenants": ["--crowd 150 --settle 0.5 --turns 1 --kinds latency --queries 100"],
-    "bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
+    "scale.bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
     "bench_journal": ["--calls 4 --submits 2 --turns 2 --concurrency 2 --sessions 3"],
     "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
     "bench_telemetry": [

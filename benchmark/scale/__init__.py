@@ -1,0 +1,1 @@
+"""Measurements of services of several servers."""
