@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _NUMBERING = {Kind.CALL, Kind.NATIVE, Kind.GRAPH, Kind.VARIABLE, Kind.PROMPT}  # give ids
 _FRAME_BYTES = 1024  # of a record, besides texts
-_MAX_LEFT = 64  # records of a session: a few milliseconds
+_MAX_LEFT = 64  # records of a session, or KiB of graphs: some milliseconds, or ten
 _TURN_S = 0.002
 
 
@@ -70,6 +71,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _size(record: Record) -> int:
+    """How long it takes to restore: a graph has many calls."""
+    return 1 + len(record.payload) // 1024 if record.kind == Kind.GRAPH else 1
+
+
 class _Restoring:
     """A subject of which a record cannot be applied is given up; the others come back."""
 
@@ -84,6 +90,7 @@ class _Restoring:
         self._others = others
         self._broken: set[str] = set()
         self._left: dict[str, list[Record]] = {}  # for later, by their sessions
+        self._sizes: Counter[str] = Counter()  # of those
         self._last = ""  # of these, the session that was given the last ids
 
     def apply(self, record: Record) -> None:
@@ -91,7 +98,8 @@ class _Restoring:
             left.append(record)
             if record.kind in _NUMBERING:
                 self._last = record.subject
-            if len(left) > _MAX_LEFT:
+            self._sizes[record.subject] += _size(record)
+            if self._sizes[record.subject] > _MAX_LEFT:
                 self._restore_left(record.subject)
             return
         self._apply_now(record)
