@@ -1,8 +1,8 @@
 // Who used what: calls, tokens and costs of tenants and of their functions.
 import { useFeed } from "./api.js";
-import { Notice, count, share } from "./format.jsx";
+import { Notice, count, seconds, share } from "./format.jsx";
 
-const SUMS = ["calls", "prompt", "cached", "generation", "cost"];
+const SUMS = ["calls", "prompt", "cached", "generation", "service_s", "cost"];
 
 export function Usage() {
   const feed = useFeed("usage");
@@ -16,7 +16,8 @@ export function Usage() {
       <section>
         <h2>Tenants</h2>
         <p class="hint">
-          Calls that have ended since ServeCore started. Costs are by the <code>prices</code> of its config.
+          Calls that have ended since ServeCore started. Engine time is what their tokens cost: what tenants
+          share fairly. Costs are by the <code>prices</code> of its config.
         </p>
         {tenants.length ? <Table tenants={tenants} /> : <p class="hint">No call has ended yet.</p>}
       </section>
@@ -40,6 +41,7 @@ function Table({ tenants }) {
             <th class="number">Prompt</th>
             <th class="number">Cached</th>
             <th class="number">Output</th>
+            <th class="number">Engine time</th>
             <th class="number">Cost</th>
           </tr>
         </thead>
@@ -69,6 +71,7 @@ function Numbers({ row }) {
       <td class="number">{count(row.prompt)}</td>
       <td class="number">{share(row.cached, row.prompt)}</td>
       <td class="number">{count(row.generation)}</td>
+      <td class="number">{seconds(row.service_s)}</td>
       <td class="number">{row.cost > 0 && row.cost.toFixed(row.cost < 1 ? 4 : 2)}</td>
     </>
   );

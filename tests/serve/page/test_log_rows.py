@@ -22,6 +22,7 @@ async def test_usage_is_told_by_tenant_and_function() -> None:
     assert (row["tenant"], row["function"], row["calls"]) == ("public", "ask", 2)
     assert row["prompt"] > 0
     assert row["generation"] > 0
+    assert row["service_s"] > 0
     assert PageRows(world.core).usage(Visitor("somebody else", sees_values=True)) == {}
     await world.core.close()
 
