@@ -2,6 +2,8 @@
 nobody sees half of it."""
 
 import asyncio
+import gc
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -234,3 +236,30 @@ async def test_nobody_serves_thousands_of_calls() -> None:
         assert max(await slices(large, num_failed)) <= AT_ONCE
         assert num_failed() == NUM_CALLS
         await asyncio.gather(advancing, *readings, return_exceptions=True)
+
+
+def live_objects() -> Counter[str]:
+    gc.collect()
+    kinds = (type(one) for one in gc.get_objects())
+    return Counter(kind.__qualname__ for kind in kinds if kind.__module__.startswith("parrot."))
+
+
+async def _use_and_end(core: ServeCore, clock: ManualClock) -> None:
+    large = Large(core, is_chain=True)
+    reading = large.read(large.last)
+    await slices(large, lambda: large.count(CompletionState.WAITING))
+    large.cancel(large.first)
+    large.end()
+    await slices(large, lambda: large.count(CompletionState.CANCELLED))
+    await asyncio.gather(reading, return_exceptions=True)
+    await clock.advance(1.0)  # a timer would have woken what it held
+
+
+async def test_nothing_is_left_of_a_session_that_has_ended() -> None:
+    clock = ManualClock()
+    core = ServeCore(CoreConfig(), clock=clock)
+    before = live_objects()
+    await _use_and_end(core, clock)
+    left = live_objects() - before
+    assert left.total() < 30, left
+    await core.close()
