@@ -24,6 +24,7 @@ from parrot.engine.core.plan import (
 from parrot.engine.kernels.cpu.native import Kernels
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.few_rows import MAX_ROWS, FewRowsDecoder, fits
+from parrot.engine.models.many_rows import ManyRowsDecoder
 from parrot.engine.runner.device import Reads, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
@@ -43,8 +44,9 @@ class ModelRunner:
 
     `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
     `quantised`: keep KV in e4m3. `max_threads`: adapt the number of threads, up to so many, to what
-    else runs on the machine; None: leave it as it is. `kernels`: for steps of few rows and for
-    prompts, of the model's type, from when they are there on; what they do not fit runs without."""
+    else runs on the machine; None: leave it as it is. `kernels`: for what lies between the
+    products, of the model's type, from when they are there on; a model that they do not fit runs
+    without."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class ModelRunner:
         self._threads = None if max_threads is None else StepThreads(max_threads)
         self._kernels = kernels
         self._few_rows: FewRowsDecoder | None = None
+        self._many_rows: ManyRowsDecoder | None = None
         self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
         self._unit = unit
 
@@ -143,7 +146,8 @@ class ModelRunner:
             hidden = few_rows.forward(token_ids, step)
             return hidden if rows is None else hidden.index_select(0, rows)
         attend = partial(self._attention.run, plan=self._attention.plan(work, step))
-        return self._model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
+        model = self._many_rows or self._model
+        return model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
 
     def _take_kernels(self) -> None:
         """Use the kernels from now on, if they are there now."""
@@ -154,6 +158,7 @@ class ModelRunner:
             self._attention.prompts = PromptAttention(kernels)
             if fits(self._model, pool):
                 self._few_rows = FewRowsDecoder(self._model, pool, kernels)
+                self._many_rows = ManyRowsDecoder(self._model, kernels)
         self._kernels = None
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:

@@ -19,6 +19,7 @@ from numba import types
 
 from parrot.engine.kernels.cpu.native import keep, kept
 from parrot.engine.kernels.cpu.prompt_kernels import KERNELS
+from parrot.engine.kernels.cpu.row_kernels import row_kernels_of
 from parrot.engine.kernels.cpu.step_kernels import kernels_of
 
 _NICENESS = 19  # who serves meanwhile goes first
@@ -41,7 +42,7 @@ def compile_kernels(dtype: str) -> bytes:
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()
     module = llvm.parse_assembly("")
-    kernels = kernels_of(dtype)
+    kernels = kernels_of(dtype) | row_kernels_of(dtype)
     if dtype == "bfloat16" and llvm.get_host_cpu_features().get("avx512bf16"):
         kernels |= KERNELS
     for name, kernel in kernels.items():

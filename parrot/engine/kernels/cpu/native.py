@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float32")
 
 _SOURCES = (
     *("build.py", "layout.py", "simd.py", "step_kernels.py"),
-    *("prompt_kernels.py", "prompt_layout.py", "tiles.py"),
+    *("prompt_kernels.py", "prompt_layout.py", "row_kernels.py", "row_layout.py", "tiles.py"),
 )
 _COMPILE_LIMIT_S = 600.0
 _DIGEST_BYTES = 32
@@ -34,6 +34,18 @@ Kernel = Callable[[int, int, int], None]
 
 PromptKernel = Callable[[int], None]
 """(task): the address of a block, see `prompt_layout`."""
+
+RowKernel = Callable[[int, int], None]
+"""(task, threads): the address of a block, see `row_layout`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKernels:
+    """See `row_layout`."""
+
+    norm_rows: RowKernel
+    gate_rows: RowKernel
+    turn_rows: RowKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +61,7 @@ class Kernels:
     attend_part: int
     parallel: int
     attend_prompt: PromptKernel | None
+    rows: RowKernels
     code: object
     """Owns the machine code."""
 
@@ -148,6 +161,9 @@ def _link(dtype: str, code: bytes) -> Kernels:
         attend_part=engine.get_function_address("attend_part"),
         parallel=_parallel(),
         attend_prompt=_prompt_kernel(engine),
+        rows=RowKernels(
+            *(_row_kernel(engine, name) for name in ("norm_rows", "gate_rows", "turn_rows"))
+        ),
         code=engine,
     )
 
@@ -158,6 +174,21 @@ def _prompt_kernel(engine: Any) -> PromptKernel | None:
         return None
     function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(kernel)
     return lambda task: function(task, part)
+
+
+def _row_kernel(engine: Any, name: str) -> RowKernel:
+    address, parallel = engine.get_function_address(name), _parallel()
+    alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
+    kinds = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint, ctypes.c_uint)
+    in_threads = ctypes.CFUNCTYPE(None, *kinds)(parallel) if parallel else None
+
+    def run(task: int, threads: int) -> None:
+        if in_threads is None or threads == 1:
+            alone(task)
+        else:
+            in_threads(address, task, threads, 0)
+
+    return run
 
 
 def _parallel() -> int:
