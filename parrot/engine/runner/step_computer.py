@@ -96,7 +96,7 @@ class StepComputer:
         rows, width = table_size
         device = attention.device
         self._device = device
-        self._forward = forward
+        self._forward, self._ranks = forward, forward.ranks
         self._attention = attention
         self.graphs: StepGraphs | None = None
         self._synthetic = synthetic
@@ -213,8 +213,8 @@ class StepComputer:
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
-        if self._forward.ranks is not None and len(inputs.pending_at):
-            self._forward.ranks.broadcast(sent[0])  # only rank 0 has the step before's
+        if self._ranks is not None and len(inputs.pending_at):
+            self._ranks.broadcast(sent[0])  # only rank 0 has the step before's
         adjusted = draws.adjustments
         adjustments = None if adjusted is None else self._chooser.send(adjusted)
         return _Sent(sent, settings, scored, adjustments)
