@@ -92,8 +92,8 @@ class ServeCoreAddress(ConfigModel):
 
 class BuiltinInstance(ConfigModel):
     """`num_kv_cache_blocks` null: as many as free memory allows. `block_size` null: 64 for the
-    Triton kernels, else 16. `attn_func` auto: triton on CUDA devices; on CPUs torch and, for few
-    tokens and attention of prompts, kernels that numba compiles in the background at the first
+    Triton kernels, else 16. `attn_func` auto: triton on CUDA devices; on CPUs torch and,
+    between products of matrices, kernels that numba compiles in the background at the first
     start. `max_seq_len` null: the model's. `num_threads` (CPU only) null: as many as prove
     fastest beside what else runs, up to one per core. `shared_prefix`: a prefix that sequences
     of one step have in common is read once for all. `kv_cache_dtype` auto: the model's type;
