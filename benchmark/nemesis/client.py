@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from benchmark.nemesis.history import (
+    DISK_FULL,
     TRANSIENT,
     Asked,
     Cancel,
@@ -151,13 +152,18 @@ class Client(Caller):
                 raise
 
     async def show(self) -> None:
-        """Record what the service shows, when all calls have come to an end."""
+        """Record what the service shows, when all calls have come to an end. A value that was told
+        while the disk was full may be gone with its ServeCore: it is made again when it is read."""
         while True:
             info = await self.persistently(
                 lambda: self._serve.session_info(self._session_id, self._auth), _nobody
             )
-            if all(call.state in FINAL for call in info.calls):
+            open_calls = [call for call in info.calls if call.state not in FINAL]
+            if not open_calls:
                 break
+            if any(one.fault == DISK_FULL for one in self._history.disturbances):
+                for call in open_calls:
+                    await self.failure(call.output_var_id)
             await asyncio.sleep(PAUSE_S)
         calls = tuple(
             SeenCall(
