@@ -3,16 +3,13 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.prompt_attention import PromptAttention
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
-from parrot.engine.attention.work_list import WorkList
 from parrot.engine.attention.work_planner import WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
@@ -23,20 +20,15 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.kernels.cpu.native import Kernels
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.few_rows import MAX_ROWS, FewRowsDecoder, fits
-from parrot.engine.models.many_rows import ManyRowsDecoder
+from parrot.engine.models.on_cpu import CpuDecoder
 from parrot.engine.runner.device import Reads, noticing_loss
-from parrot.engine.runner.inputs import InputBuilder, StepInputs
+from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankStep, Unit, together
 from parrot.engine.runner.sampling import sample
 from parrot.engine.runner.threads import StepThreads
 
 _DRAFT_SIZES = (2, 4, 8, 16, 32, 64, 128)
-# Tokens of KV that sequences share beyond the first that reads them. With more, torch's products of
-# many rows with them are faster than kernels that read them for each sequence: measured, as fast
-# for 16 forks behind 2,048 tokens, 1.4 times behind 8,000.
-_MUCH_SHARED = 1 << 15
 
 
 class ModelRunner:
@@ -44,9 +36,7 @@ class ModelRunner:
 
     `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
     `quantised`: keep KV in e4m3. `max_threads`: adapt the number of threads, up to so many, to what
-    else runs on the machine; None: leave it as it is. `kernels`: for what lies between the
-    products, of the model's type, from when they are there on; a model that they do not fit runs
-    without."""
+    else runs on the machine; None: leave it as it is. `kernels`: see `CpuDecoder`."""
 
     def __init__(
         self,
@@ -75,9 +65,7 @@ class ModelRunner:
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
         self._threads = None if max_threads is None else StepThreads(max_threads)
-        self._kernels = kernels
-        self._few_rows: FewRowsDecoder | None = None
-        self._many_rows: ManyRowsDecoder | None = None
+        self._decoder = CpuDecoder(model, self._cache.pooled, self._attention, kernels)
         self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
         self._unit = unit
 
@@ -129,37 +117,17 @@ class ModelRunner:
         asked = [row for row, spec in enumerate(inputs.samples) if spec is not None]
         logit_rows = self._tensor(inputs.logit_rows[asked])
         needs_all = reads is not None or len(asked) == inputs.num_tokens
-        hidden = self._hidden(inputs, step.work, None if needs_all else logit_rows)
+        hidden = self._decoder.forward(
+            self._tensor(inputs.token_ids),
+            inputs.positions,
+            rows,
+            step.work,
+            None if needs_all else logit_rows,
+        )
         if reads is not None:
             reads.take(self._model.final(hidden), self._model.head)
             hidden = hidden.index_select(0, logit_rows)
         return self._model.logits(hidden) if asked else None
-
-    def _hidden(
-        self, inputs: StepInputs, work: WorkList, rows: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The last layer's output for `rows`, or for all."""
-        token_ids, step = self._tensor(inputs.token_ids), inputs.step
-        self._take_kernels()
-        few_rows = self._few_rows if inputs.num_tokens <= MAX_ROWS else None
-        if few_rows is not None and work.num_shared_tokens <= _MUCH_SHARED:
-            hidden = few_rows.forward(token_ids, step)
-            return hidden if rows is None else hidden.index_select(0, rows)
-        attend = partial(self._attention.run, plan=self._attention.plan(work, step))
-        model = self._many_rows or self._model
-        return model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
-
-    def _take_kernels(self) -> None:
-        """Use the kernels from now on, if they are there now."""
-        if self._kernels is None or not self._kernels.done():
-            return
-        if self._kernels.exception() is None:
-            kernels, pool = self._kernels.result(), self._cache.pooled
-            self._attention.prompts = PromptAttention(kernels)
-            if fits(self._model, pool):
-                self._few_rows = FewRowsDecoder(self._model, pool, kernels)
-                self._many_rows = ManyRowsDecoder(self._model, kernels)
-        self._kernels = None
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         self._copies.transfer(transfers)
