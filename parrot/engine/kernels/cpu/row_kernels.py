@@ -1,4 +1,4 @@
-"""What a decoder computes between its products of matrices, of many rows on a CPU, in one pass over
+"""The work of a decoder between its products of matrices, of many rows on a CPU, in one pass over
 each: torch's operators take four or five, of numbers that are not in a core's cache any more.
 
 Only the process that compiles the kernels imports this (`build`). See `row_layout`."""
