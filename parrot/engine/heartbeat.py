@@ -102,16 +102,18 @@ class Heartbeat:
         engine_id = terms.engine_id
         asked = self._clock.now()
         told: dict[int, int] = {}
+        has_failed = False  # then it goes without outputs: a busy server may refuse what is large
 
         async def beat() -> HeartbeatResponse:
-            nonlocal asked, told
+            nonlocal asked, told, has_failed
             asked = self._clock.now()  # each attempt: the lease counts from the one that succeeds
-            runtime = self._service.runtime_info(told)
+            runtime = self._service.runtime_info(None if has_failed else told)
             reached = {part.context_id: part.end for part in runtime.outputs}
             new = {"outputs": [part for part in runtime.outputs if part.ids]}
             runtime = runtime.model_copy(update=new)
+            went_without, has_failed = has_failed, True
             answer = await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
-            told = reached
+            told, has_failed = told if went_without else reached, False
             return answer
 
         while True:

@@ -14,12 +14,13 @@ from parrot.engine.core.plan import TokenScores
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import FinishReason, StreamChunk, TokenizerResponse
 from parrot.protocol.sampling import Logprobs, SamplingConfig
-from parrot.protocol.streams.outputs import OutputPart
+from parrot.protocol.streams.outputs import MOST_IDS, OutputPart
 
 if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler
 
-_MAX_UNTOLD = 131_072  # tokens in one heartbeat
+_MAX_UNTOLD = 131_072  # tokens in one heartbeat: less than 1 MiB
+_PART_TOKENS = 16  # what a part costs besides
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
 # Special tokens of some tokenizers with which models call tools: part of an output's text.
 _CALL_MARKUP = frozenset(
@@ -303,8 +304,8 @@ def untold(
         if generation.is_streamed:
             continue
         start = told.get(context_id, 0)
-        ids = generation.output_ids[start:-1][:room]
-        room -= len(ids)
+        ids = generation.output_ids[start:-1][: min(room, MOST_IDS)]
+        room = max(0, room - len(ids) - _PART_TOKENS) if ids else room
         parts.append(OutputPart.of(context_id, start, ids))
     return parts
 

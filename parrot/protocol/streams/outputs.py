@@ -7,6 +7,9 @@ from pydantic import Base64UrlBytes, BaseModel, ConfigDict, Field, field_validat
 
 from parrot.protocol.gate.fields import Amount
 
+MOST_IDS = 12_288
+"""Ids that a part may have."""
+
 _ID_BYTES = array("I").itemsize
 
 
@@ -18,7 +21,7 @@ class OutputPart(BaseModel):
 
     context_id: Amount
     start: Amount
-    ids: Base64UrlBytes = Field(max_length=2**16)  # more fit in no heartbeat
+    ids: Base64UrlBytes = Field(max_length=2**16)  # characters: `MOST_IDS`
 
     @field_validator("ids")
     @classmethod

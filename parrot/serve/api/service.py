@@ -10,7 +10,7 @@ from fastapi import Request
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import AuthenticationFailed, NotFound
 from parrot.protocol.gate.access import Access, Check
-from parrot.protocol.gate.bodies import SMALL_BODY
+from parrot.protocol.gate.bodies import LARGE, SMALL_BODY, BodyRules
 from parrot.protocol.public import ModelCard
 from parrot.protocol.server import api_key_of, knows_cluster_token, require_cluster_token
 from parrot.serve.core import ServeCore
@@ -58,7 +58,7 @@ def service_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
             access=Access.CLUSTER,
             check=_engine_check(core),
             errors=(401,),
-            body=SMALL_BODY,
+            body=BodyRules(LARGE),
         ),
         Endpoint(
             "POST",

@@ -4,13 +4,21 @@ from typing import Any
 
 import pytest
 
+from parrot.engine.core.output import Generation, Language, untold
+from parrot.engine.sim.tokenizer import byte_tokenizer_response
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import Unavailable
+from parrot.protocol.http import HttpClient
 from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.serve_client import RegistrationClient
 from parrot.protocol.streams.outputs import OutputPart
+from parrot.serve.api.app import create_app
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion
 from tests.serve.execution.test_dispatcher import World
+from tests.support.app_server import serve_app
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 STUCK = Script(text=lambda _: "abcdef", hang_after=0)
@@ -149,3 +157,21 @@ async def test_another_engine_s_word_counts_for_nothing(world: World) -> None:
     world.lose(0)
     assert await completion.output.wait() == "abcdef"
     assert second.prompts == ["Go"]
+
+
+@pytest.mark.parametrize(("num_outputs", "num_tokens"), [(12_000, 1), (300, 150), (20, 50_000)])
+async def test_the_largest_heartbeats_are_taken(num_outputs: int, num_tokens: int) -> None:
+    """One that is refused would cost the engine its lease."""
+    language = Language.of(byte_tokenizer_response())
+    outputs = []
+    for number in range(num_outputs):
+        generation = Generation(SamplingConfig(max_gen_length=10**6), 0, language, False)
+        generation.push_all([65] * (num_tokens + 1))
+        outputs.append((10**9 + number, generation))
+    parts = untold(outputs, {})
+    assert len(parts) == num_outputs
+    runtime = RuntimeInfo(outputs=[part for part in parts if part.ids])
+    assert sum(part.end for part in runtime.outputs) > 5_000
+    async with serve_app(create_app(ServeCore(CoreConfig()))) as url, HttpClient(url) as http:
+        answer = await RegistrationClient(http).engine_heartbeat(1, "one", runtime)
+    assert answer.state == "unknown"
