@@ -58,9 +58,12 @@ class Heartbeat:
         self._interval_s = interval_s
         self._clock = clock
         self._terms: RegisterResponse | None = None  # while it is registered
+        self._is_leaving = False
 
     async def run(self) -> None:
-        while True:
+        """Returns when ServeCore does not know an engine any more that leaves. Raises
+        `DeviceLost`."""
+        while not self._is_leaving:
             self._terms = None
             terms = self._terms = await self._until_answered(self._register)
             self._fence.registered(CoreIdentity(terms.epoch, terms.core))
@@ -73,7 +76,8 @@ class Heartbeat:
 
     async def leave(self, timeout_s: float) -> None:
         """Get no more calls from ServeCore, and return when those that are here have ended, at the
-        latest after the timeout. At once if nobody is there to tell."""
+        latest after the timeout. At once if nobody is there to tell. It does not register again."""
+        self._is_leaving = True
         if self._terms is None:
             return
         engine_id, core = self._terms.engine_id, self._terms.core

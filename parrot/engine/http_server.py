@@ -99,8 +99,8 @@ def registration(
 async def run_engine(
     config: AnyEngineConfig, service: EngineService, heartbeat: Heartbeat | None
 ) -> None:
-    """Load, then stay registered, or alone. Ends only by an error: another process may have more
-    luck with the device that this one has lost."""
+    """Load, then stay registered, until the engine has left, or alone. Else it ends only by an
+    error: another process may have more luck with the device that this one has lost."""
     await service.start()
     logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
     if heartbeat is None:

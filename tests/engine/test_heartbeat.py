@@ -114,8 +114,6 @@ async def test_it_registers_once_and_beats_every_interval(scene):
 
 async def test_it_leaves_where_it_is_registered_if_anybody_is_there(scene):
     client, clock, _ = scene
-    await client.leave(60.0)
-    assert client.left == []
     client.start()
     await clock.advance(INTERVAL_S)
     await client.leave(60.0)
@@ -125,6 +123,26 @@ async def test_it_leaves_where_it_is_registered_if_anybody_is_there(scene):
     client.error = Unavailable("nobody there")
     await client.leave(60.0)
     assert client.left == [(1, 60.0)]
+
+
+async def test_it_leaves_at_once_before_it_has_registered(scene):
+    client, clock, _ = scene
+    await client.leave(60.0)
+    client.start()
+    await clock.advance(INTERVAL_S)
+    assert client.left == client.infos == []
+
+
+async def test_an_engine_that_has_left_does_not_register_again(scene):
+    """ServeCore has given it up by then, and would give it calls while it ends."""
+    client, clock, _ = scene
+    client.start()
+    await clock.advance(INTERVAL_S)
+    await client.leave(60.0)
+    client.known.clear()
+    await clock.advance(10 * INTERVAL_S)
+    assert client.beats == [1, 1]
+    assert len(client.infos) == 1
 
 
 async def test_it_tells_of_outputs_that_nobody_takes_until_that_is_answered(scene):
