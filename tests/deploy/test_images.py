@@ -36,6 +36,19 @@ def test_the_recipe_names_what_is_there() -> None:
     assert f"TORCH_VERSION={version}\n" in launched
 
 
+def test_volumes_belong_to_the_user_of_the_servers() -> None:
+    """A new one has the owner of the image's folder in its place, and is root's without one."""
+    (made,) = re.findall(
+        r"install -d -o parrot -g parrot ((?:.*\\\n)*.*)\n", DOCKERFILE.read_text()
+    )
+    services = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
+    for service in services.values():
+        for volume in service["volumes"]:
+            place = Path(volume.partition(":")[2])
+            assert str(place) in made.split()
+            assert place.is_relative_to("/var/lib") or str(place.parent) in made.split()
+
+
 def test_compose_sets_what_the_servers_know() -> None:
     services = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
     given = {

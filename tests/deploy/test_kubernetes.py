@@ -124,6 +124,9 @@ def runnable(name: str, folder: Path, port: int) -> tuple[list[str], dict[str, s
             env[variable["name"]] = SECRETS[key["key"]]
         else:
             assert key["optional"], variable
+    if pod(workload).get("enableServiceLinks", True):
+        for service in of_kind("Service"):
+            env[f"{service.upper().replace('-', '_')}_PORT"] = "tcp://10.0.0.1:9000"
     args = [arg.replace("/etc/parrot", str(folder)) for arg in own["args"]]
     return [*PARROT, ENTRYPOINTS[own["image"]], *args, "--port", str(port)], env
 
