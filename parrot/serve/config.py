@@ -50,6 +50,11 @@ class ShardsConfig(ConfigModel):
             raise ValueError(f"`index` {self.index} is none of {len(self.cores)} `cores`")
         return self
 
+    @property
+    def own_name(self) -> str:
+        """The host by which the others reach this one."""
+        return urlsplit(self.cores[self.index]).hostname or ""
+
 
 class GlobalSchedulerConfig(ConfigModel):
     """Which application-level features the global scheduler uses."""

@@ -19,12 +19,13 @@ def empty_app(
     around: Callable[[ASGIApp], ASGIApp] | None = None,
 ) -> FastAPI:
     """An app that knows whom it answers and how errors look, and has no endpoint."""
+    own_names = () if config.shards is None else (config.shards.own_name,)
     app = create_base_app(
         "Parrot ServeCore",
         max_body_size=config.max_body_size,
         max_body_memory=config.connections.max_body_memory,
         host=config.host,
-        allowed_hosts=config.allowed_hosts,
+        allowed_hosts=(*config.allowed_hosts, *own_names),
         lifespan=lifespan,
         error_form=error_form,
         around=around,

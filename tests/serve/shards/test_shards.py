@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
 
 from parrot.cluster.ports import free_port
 from parrot.protocol.errors import (
@@ -170,6 +171,14 @@ async def test_a_shard_that_is_not_there_and_shards_that_disagree() -> None:
         with pytest.raises(MisdirectedRequest, match="`shards` are not its"):
             await lost.get("x")
         assert other.core.config.shards is not None
+
+
+def test_a_shard_answers_under_the_name_by_which_the_others_reach_it() -> None:
+    cores = ["http://core-0.test:9000", "http://core-1.test:9000"]
+    config = parse_config(CoreConfig, {"shards": {"index": 1, "cores": cores}}, "x")
+    asked = TestClient(create_app(ServeCore(config)))
+    assert asked.get("http://core-1.test:9000/health").status_code == 200
+    assert asked.get("http://core-0.test:9000/health").status_code == 421
 
 
 @pytest.mark.parametrize(
