@@ -27,7 +27,7 @@ class _Tenant:
     idle: EvictionOrder
     num_contexts: int = 0
     used: int = 0  # tokens of these
-    seen: float = 0.0  # when one of them came, grew or went
+    seen: float = 0.0  # when one of them came or was used
 
 
 class IdleByTenant:
@@ -57,16 +57,14 @@ class IdleByTenant:
         self.resized(context, size)
 
     def resized(self, context: Context, added: int) -> None:
-        tenant = self._tenants[context.tenant]
-        tenant.used += added
-        tenant.seen = self._clock.now()
-        if len(self._tenants) > 1:
-            self._tenants.move_to_end(context.tenant)
-            self._largest.set(context.tenant, -tenant.used / tenant.weight)
+        self._add(context.tenant, added)
+        self._tenants[context.tenant].seen = self._clock.now()
+        self._tenants.move_to_end(context.tenant)
 
     def freed(self, context: Context, size: int) -> None:
+        """Its tenant has not been there for that: else who is away would lose only one."""
         self.discard(context)
-        self.resized(context, -size)
+        self._add(context.tenant, -size)
         tenant = self._tenants[context.tenant]
         tenant.num_contexts -= 1
         if not tenant.num_contexts:
@@ -75,6 +73,12 @@ class IdleByTenant:
             self._weight = self._weight - tenant.weight if self._tenants else 0.0
             if len(self._tenants) == 1:
                 self._largest.clear()
+
+    def _add(self, name: str, tokens: int) -> None:
+        tenant = self._tenants[name]
+        tenant.used += tokens
+        if len(self._tenants) > 1:
+            self._largest.set(name, -tenant.used / tenant.weight)
 
     def add(self, context: Context, *, recent: bool) -> None:
         """See `EvictionOrder.add`."""

@@ -86,6 +86,17 @@ def test_who_is_not_there_any_more_has_no_part(book: Book) -> None:
     assert not is_there(chat, book)
 
 
+def test_who_is_not_there_any_more_loses_all_that_others_need(book: Book) -> None:
+    """A part that came back with each context that went would keep the rest for two minutes."""
+    for i in range(4):
+        book.add(f"conversation {i}", 100, tenant="chat")
+    book.later(1000)
+    for i in range(9):
+        book.pin(book.add(f"crowd {i}", 100, tenant="crowd"))
+    assert book.make_room(7, "crowd")
+    assert book.usage(7) == (10, 1000)
+
+
 def test_a_tenant_alone_has_all(book: Book) -> None:
     first = book.add("first", 600, tenant="chat")
     second = book.add("second", 600, tenant="chat")
