@@ -88,15 +88,17 @@ class Session:
     @asynccontextmanager
     async def published(self) -> AsyncIterator[None]:
         """For the block that waits for a value: its end, be it an error, is told when what led to
-        it is on disk, so that a restart cannot take it back."""
+        it is on disk, so that a restart cannot take it back: neither a value whose session has
+        ended meanwhile."""
+        history = self.history
         try:
             yield
         except ParrotError:
             if self.history is not None:
                 await self.history.published()
             raise
-        if self.history is not None:
-            await self.history.published()
+        if history is not None:
+            await history.published()
 
     def written(self, kind: str, request: BaseModel) -> AbstractContextManager[None]:
         """For the block in which a request changes the graph: written down before what follows from

@@ -325,6 +325,36 @@ async def test_an_error_is_told_when_it_is_on_disk() -> None:
     await world.close()
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_value_is_told_when_it_is_on_disk_though_its_session_ends(is_stopped: bool) -> None:
+    world = World([])
+    scope = world.core.create_session(SessionCreateRequest()).model_dump()
+    var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
+    request = VarGetRequest(**scope, timeout=60)
+    reading = asyncio.ensure_future(world.core.programs.read(request, var_id))
+    await asyncio.sleep(0)
+    await world.journal.durable()
+    write, may_write = world.file.write, threading.Event()
+
+    def wait_and_write(records: list[Record]) -> None:
+        assert may_write.wait(10)
+        write(records)
+
+    world.file.write = wait_and_write  # type: ignore[method-assign]
+    world.core.programs.set_var(**scope, var_id=var_id, content="one")
+    if is_stopped:
+        world.core.shut_down()
+    else:
+        world.core.delete_session(**scope)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    may_write.set()
+    assert (await reading).content == "one"
+    assert Kind.SETTLED in [record.kind for record in world.file.records]
+    await world.close()
+
+
 async def test_a_session_that_cannot_be_restored_costs_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
