@@ -131,6 +131,19 @@ def test_a_chat_that_was_here_finds_no_step_full_of_a_crowds_prompts() -> None:
     assert most(30, 200) > 2000
 
 
+def test_the_last_token_that_is_left_for_a_crowds_prompts_is_taken_once() -> None:
+    limits = {"max_num_batched_tokens": 4096, "mixed_fill_tokens": 4096}
+    engine = Harness(num_blocks=4000, max_seq_len=1500, scheduler=limits)
+    engine.generate(piece(CHAT_ID, "hello"), length=2, share=CHAT)
+    engine.run()
+    engine.clock._now += 60
+    for n in range(30):
+        engine.generate(piece(n, f"{n:<1023}"), length=2, share=CROWD)
+    engine.step()
+    sizes = [len(s.token_ids) for s in engine.last_plan.sequences]
+    assert sizes == [1023, 1]
+
+
 def test_a_long_context_of_a_crowd_is_paid_by_later_steps() -> None:
     """One of its steps costs more than the chat's may grow: it takes part in some of them."""
     engine = Harness(num_blocks=2000, max_seq_len=4000, scheduler={"max_num_batched_tokens": 4096})

@@ -135,7 +135,7 @@ class TenantBudgets:
         if name in self._left:
             self._left[name] -= self._cost_s(job, num_tokens)
             self._tenants[name].credit_s = self._left[name]
-        elif num_tokens > 1 and name in self._prompt_left:
+        elif job.context.num_missing > 1 and name in self._prompt_left:
             self._prompt_left[name] -= num_tokens
 
     def lift(self) -> bool:
