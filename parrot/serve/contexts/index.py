@@ -1,6 +1,6 @@
 """Contexts, and the index that finds one by the prompt it begins with."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -119,11 +119,11 @@ class PrefixIndex:
         """The engines that have the prompt of this key."""
         return self._entries.get(key)
 
-    def remember(self, engine_id: int, keys: Iterable[bytes]) -> None:
+    def remember(self, engine_id: int, keys: Iterable[bytes], live: Set[int]) -> None:
         """The engine is believed to have the prompts of these keys in its cache, though no context
-        of it has."""
+        of it has. Engines that are not `live` have them no more."""
         for key in keys:
-            self._cached.put(key, (self._cached.peek(key) or frozenset()) | {engine_id})
+            self._cached.put(key, (self._cached.peek(key) or frozenset()) & live | {engine_id})
 
     def likely_holders(self, key: bytes) -> Collection[int] | None:
         """The engines that have the prompt of this key, or are believed to have it cached."""

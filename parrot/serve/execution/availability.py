@@ -94,12 +94,14 @@ class Returns:
         self._clock = clock
         self._index = index
         self._engines: dict[str, Engine] = {}  # by name
+        self._live: set[int] = set()  # the ids of all
         self._left: LruDict[str, list[bytes]] = LruDict(_MAX_LEFT, weigh=len)  # by incarnation
         self._awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
         self._end: float | None = None  # of waiting
 
     def lost(self, engine: Engine, keys: Sequence[bytes]) -> None:
         """An engine is gone whose contexts had the prompts of these keys, the latest last."""
+        self._live.discard(engine.id)
         name, incarnation = engine.info.engine_name, engine.info.incarnation
         before = self._left.peek(incarnation) or []
         self._left.put(incarnation, list(dict.fromkeys([*before, *keys]))[-_MAX_KEYS:])
@@ -110,15 +112,17 @@ class Returns:
         if self._end is None:
             self._end = self._clock.now() + _GATHER_S
         self._engines[engine.info.engine_name] = engine
+        self._live.add(engine.id)
         had = self._left.get(engine.info.incarnation) or []
-        self._index.remember(engine.id, had + self._awaited.pop(engine.info.engine_name, []))
+        had = had + self._awaited.pop(engine.info.engine_name, [])
+        self._index.remember(engine.id, had, self._live)
 
     def queued(self, run: Run) -> None:
         """A run is queued, of whose call an earlier one may have been placed."""
         if (name := run.stats.engine_name) is None:
             return
         if (engine := self._engines.get(name)) is not None:
-            self._index.remember(engine.id, run.keys)
+            self._index.remember(engine.id, run.keys, self._live)
         elif self._end is None or self._clock.now() < self._end:
             awaited = self._awaited.setdefault(name, [])
             awaited += run.keys[: _MAX_KEYS - len(awaited)]

@@ -113,3 +113,16 @@ def test_a_silent_engine_that_comes_back_has_its_prompts() -> None:
             cluster.check_integrity()
 
     run_virtual(main())
+
+
+async def test_an_engine_that_comes_and_goes_is_remembered_once(world: World) -> None:
+    """Else those that it was would take the looks of a placement from the one that it is."""
+    engine = fake_engine("one")
+    await world.join(engine)
+    call = world.submit("s" * 400)
+    await call.output.wait()
+    key = world.dispatcher._ledger.prefixes.prompt(call)[1][-1]
+    for number in range(1, 4):
+        world.lose(number - 1)
+        await world.join(engine)
+        assert world.dispatcher._ledger.index.likely_holders(key) == {number}
