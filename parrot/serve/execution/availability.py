@@ -197,6 +197,7 @@ class Drains:
         finally:
             timer.cancel()
         num_calls = self._fleet.load(engine) if engine.is_alive else 0
+        engine.is_unharmed = True
         self._fleet.lose(engine, "it ends")
         return LeaveResponse(num_calls=num_calls)
 

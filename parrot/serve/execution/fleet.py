@@ -48,8 +48,9 @@ Address = tuple[str, str, int]
 class Engine:
     """A registered engine, alive until it is lost. `tokenizer` is None if its contexts are text.
     `last_progress`: the last heartbeat by which it had done something, or had nothing to do.
-    `is_unharmed`: it was lost, though its process lives on. `review`: when it is looked at next;
-    `ping`: the one under way. `direct`: requests that are no runs, which end with it."""
+    `is_unharmed`: it was lost, though its process lives on, or wanted to end. `review`: when it is
+    looked at next; `ping`: the one under way. `direct`: requests that are no runs, which end with
+    it."""
 
     id: int
     info: EngineInfo

@@ -137,6 +137,22 @@ async def test_what_an_engine_that_leaves_does_not_end_in_time_runs_elsewhere(wo
     world.dispatcher.check_integrity()
 
 
+async def test_no_call_is_blamed_for_engines_that_leave(world: World) -> None:
+    """A long one sees all engines restart, one after the other."""
+    engine_id = await world.join(fake_engine("0", script=Script(hang_after=0)))
+    call = world.submit("One")
+    await world.settle()
+    for number in range(1, 5):
+        script = Script() if number == 4 else Script(hang_after=0)
+        following = await world.join(fake_engine(str(number), script=script))
+        left = await leaving(world, engine_id, timeout_s=5.0)
+        await world.clock.advance(5.1)
+        assert await left == 1
+        engine_id = following
+    assert await call.output.wait()
+    world.dispatcher.check_integrity()
+
+
 async def test_an_engine_without_calls_leaves_at_once_and_one_that_dies_is_not_waited_for(
     world: World,
 ) -> None:
