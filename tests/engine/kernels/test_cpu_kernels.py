@@ -1,5 +1,7 @@
 """The compiled kernels of a CPU: against float64, and what a row's result may depend on."""
 
+import errno
+import fcntl
 import hashlib
 import subprocess
 from pathlib import Path
@@ -212,6 +214,19 @@ def test_kept_code_is_read_only_if_it_is_whole_and_ours(tmp_path: Path) -> None:
     path.write_bytes(hashlib.sha256(code).digest() + code[:-1])
     assert native.kept(path) is None
     native.keep(tmp_path / "folder" / "kernels.o" / "no folder" / "x.o", code)  # says so only
+
+
+def test_they_are_compiled_where_the_folder_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = pytest.importorskip("parrot.engine.kernels.cpu.build")
+
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with build._alone(tmp_path / "kernels.o"):
+        pass
 
 
 def test_a_compiler_that_fails_is_told_to_who_waits(

@@ -11,7 +11,7 @@ writes the file, if it is not there, and what is in it to standard output.
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import llvmlite.binding as llvm
@@ -80,7 +80,8 @@ def _alone(path: Path) -> Iterator[None]:
         yield
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # some file systems of networks have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
