@@ -263,7 +263,8 @@ class LaunchedStep(Protocol):
 
     def wait_until_due(self) -> None:
         """Return when it is time to launch the next step: late enough for that to take in what
-        arrives meanwhile, and early enough for it to be there when this one ends."""
+        arrives meanwhile, and early enough for it to be there when this one ends. Raises
+        `DeviceLost`."""
         ...
 
     def wait(self) -> StepResult:

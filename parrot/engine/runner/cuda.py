@@ -64,8 +64,9 @@ class Launched:
     unit: Unit | None
 
     def wait_until_due(self) -> None:
-        wait((self.tokens,))
-        self.due.wait()
+        with together(self.unit):
+            wait((self.tokens,))
+            self.due.wait()
 
     def wait(self) -> StepResult:
         with noticing_loss(self.device), together(self.unit):

@@ -2,9 +2,11 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -167,17 +169,18 @@ def test_a_rank_that_ends_is_the_end_of_the_unit(
             driver.generate([driver.context([1, 2])], 1)
 
 
+class Hung(RankGroup):
+    """A rank besides this one is alive, but does nothing until all are let go."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.given_up = threading.Event()
+
+    def abort(self) -> None:
+        self.given_up.set()
+
+
 def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
-    """It is alive, but a step waits for it in vain, until all are let go."""
-
-    class Hung(RankGroup):
-        def __init__(self) -> None:
-            super().__init__(0, 2)
-            self.given_up = threading.Event()
-
-        def abort(self) -> None:
-            self.given_up.set()
-
     group, (link, other) = Hung(), Link.pair()
     unit = Unit(group, [link], with_tables=True, patience=timedelta(seconds=0.02))
     with other:
@@ -185,4 +188,20 @@ def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
             assert group.given_up.wait(60)
         with pytest.raises(DeviceLost), unit.together():
             pytest.fail("nothing can be run any more")
+    unit.close()
+
+
+def test_a_rank_that_hangs_is_noticed_while_the_next_step_is_awaited() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from parrot.engine.runner.cuda import Launched
+
+    group, (link, other) = Hung(), Link.pair()
+    unit = Unit(group, [link], with_tables=True, patience=timedelta(seconds=0.02))
+    tokens: Future[torch.Tensor] = Future()
+    tokens.set_result(torch.empty(0))
+    due, none = Mock(), Mock()
+    due.wait.side_effect = lambda: group.given_up.wait(10)
+    launched = Launched(none, none, tokens, none, due, CPU, None, unit)
+    with other, pytest.raises(DeviceLost, match="a step has not ended"):
+        launched.wait_until_due()
     unit.close()
