@@ -348,6 +348,8 @@ def servers_table() -> str:
         if feature == "json_schema":
             cells = ["in chats" if cell == "no" else cell for cell in cells]
         rows.append([f"`{feature}`", *cells])
+    told = ["no" if dialect.load is None else "yes" for dialect in DIALECTS.values()]
+    rows.append(["its load", "yes", *told])
     return _plain_table(["feature", *known], rows)
 
 
@@ -385,7 +387,8 @@ def _metrics_page(page: str) -> str:
     config = CoreConfig()
     core = CoreMetrics(config).families([], Dispatcher(config, MonotonicClock()))
     host = engine_api.HostTierInfo(num_max_blocks=0, num_free_blocks=0)
-    engine = EngineMetrics("", "").families(engine_api.RuntimeInfo(host_tier=host))
+    info = engine_api.RuntimeInfo(host_tier=host, server_load=engine_api.ServerLoad())
+    engine = EngineMetrics("", "").families(info)
     made = {"core": metrics_table(core), "engine": metrics_table(engine)}
     return _METRICS.sub(lambda match: match[1] + made[match[2]] + match[3], page)
 

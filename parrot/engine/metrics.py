@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from parrot.engine.ended import Ended
-from parrot.protocol.engine_api import GenerateResponse, HostTierInfo, RuntimeInfo
+from parrot.protocol.engine_api import GenerateResponse, HostTierInfo, RuntimeInfo, ServerLoad
 from parrot.utils.metrics import (
     CONTENT_TYPE,
     FIRST_TOKEN_S,
@@ -85,6 +85,7 @@ class EngineMetrics:
 
     def families(self, info: RuntimeInfo) -> Iterator[Metric]:
         gauges = _gauges(info) | ({} if info.host_tier is None else _host_gauges(info.host_tier))
+        gauges |= {} if info.server_load is None else _server_gauges(info.server_load)
         for name, (text, value) in gauges.items():
             family = GaugeMetricFamily(f"parrot_engine_{name}", text, labels=_LABELS)
             family.add_metric(self._labels, value)
@@ -139,4 +140,16 @@ def _host_gauges(host: HostTierInfo) -> dict[str, tuple[str, float]]:
     return {
         "host_kv_blocks": ("Blocks of KV that the host holds at most.", host.num_max_blocks),
         "host_kv_blocks_free": ("Of these, those that hold nothing.", host.num_free_blocks),
+    }
+
+
+def _server_gauges(load: ServerLoad) -> dict[str, tuple[str, float]]:
+    return {
+        "server_requests_running": ("Requests that the server behind it runs.", load.num_running),
+        "server_requests_waiting": ("Requests that wait at that server.", load.num_waiting),
+        "server_requests_of_others": ("Of both, those that others sent it.", load.num_others),
+        "server_kv_usage": (
+            "Used part of its KV cache, if it tells, 0 to 1.",
+            load.kv_usage or 0.0,
+        ),
     }

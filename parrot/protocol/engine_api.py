@@ -306,6 +306,18 @@ class Capabilities(InternalPayload):
     kept_prompts: Positive | None = Field(None, description="with KV, at once; null: any number")
 
 
+class ServerLoad(InternalPayload):
+    """Load of the server behind an engine, as that tells it. Others may use it too."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_running: Amount = Field(0, description="requests of all clients that it computes")
+    num_waiting: Amount = Field(0, description="requests of all clients that wait there")
+    num_others: Amount = Field(0, description="of these, those that the engine did not send")
+    kv_usage: float | None = Field(None, ge=0, le=1, description="used part of its KV cache")
+    other_tokens: Amount = Field(0, description="others' part of that, by their requests")
+
+
 class RuntimeInfo(InternalPayload):
     """An engine's state. Memory in MiB, `recent_average_latency` in ns per step."""
 
@@ -326,6 +338,7 @@ class RuntimeInfo(InternalPayload):
     costs: StepCosts | None = Field(None, description="as measured; null: not known")
     capabilities: Capabilities | None = Field(None, description="null: as it registered")
     host_tier: HostTierInfo | None = None
+    server_load: ServerLoad | None = Field(None, description="null: not told, or too old")
     num_ranks: Positive = Field(
         1, description="processes that the model is divided among; memory is that of one"
     )

@@ -15,7 +15,7 @@ from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.engine import SimService
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
-from parrot.protocol.engine_api import FillPiece, GenerateRequest, StepCosts, Usage
+from parrot.protocol.engine_api import FillPiece, GenerateRequest, ServerLoad, StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
 from parrot.simulation import run_virtual
 from parrot.simulation.loop import LoopClock
@@ -85,17 +85,22 @@ def test_a_simulated_engine_reports_its_model_and_its_slowness() -> None:
     run_virtual(main())
 
 
-def test_answers_of_a_foreign_server_tell_what_its_steps_cost() -> None:
-    """Steps of 20 ms and 2 ms for each answer in them; prompts take a millisecond a token."""
+@pytest.mark.parametrize("max_others", [0, 5])
+def test_answers_of_a_foreign_server_tell_what_its_steps_cost(max_others: int) -> None:
+    """Steps of 20 ms and 2 ms for each answer in them, also of others; prompts take a millisecond a
+    token."""
     clock = ManualClock()
     costs = AnswerCosts(clock)
     assert costs.costs() is None
     for number in range(600):
         num_answers, num_tokens = 1 + number % 8, 10 + number % 90
+        num_others = number % (max_others + 1)
+        costs.heed(ServerLoad(num_others=num_others, other_tokens=100 * num_others))
         answers = [costs.answering(100) for _ in range(num_answers)]
         under_way = [answer.__enter__() for answer in answers]
         prompt = 20 * (number % 5)
-        clock._now += num_tokens * (0.02 + 0.002 * num_answers) + prompt * num_answers * 0.001
+        clock._now += num_tokens * (0.02 + 0.002 * (num_answers + num_others))
+        clock._now += prompt * num_answers * 0.001
         for answer in under_way:
             answer.usage = Usage(output_tokens=num_tokens, computed_tokens=prompt)
         for answer in answers:

@@ -23,14 +23,25 @@ _STANDARD = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
+class LoadMetrics:
+    """Names of a server's metrics, the usual one first. `replica`: the label that tells apart
+    copies of the model behind one address."""
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    usage: tuple[str, ...]
+    replica: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """`extras`: our sampling field -> the server's name of it. `neutral`: sent with each request,
     since the server would otherwise put its own or the model's defaults in place of ours.
     `is_serial`: the server has one request at a time; a second one cuts the first short, and who
     leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
     schema of `response_format`. `takes_options`: of the model's template, and earlier reasoning.
-    `can`: of `FEATURES`, unless it tells otherwise; `kept_prompts`:
-    see `Capabilities`."""
+    `can`: of `FEATURES`, unless it tells otherwise; `kept_prompts`: see `Capabilities`; `load`:
+    None if its metrics do not tell it."""
 
     name: str
     extras: Mapping[str, str] = field(default_factory=dict)
@@ -41,6 +52,7 @@ class Dialect:
     takes_options: bool = False
     can: frozenset[str] = frozenset()
     kept_prompts: int | None = None
+    load: LoadMetrics | None = None
 
     def features(self, is_chat: bool) -> frozenset[str]:
         schema = {"json_schema"} if is_chat or self.schema_on_completions else set()
@@ -68,6 +80,12 @@ VLLM = Dialect(
     schema_on_completions=True,
     takes_options=True,
     can=frozenset({"messages", "tools", "cache_salt", "cached_tokens", "cancellation"}),
+    load=LoadMetrics(
+        running=("vllm:num_requests_running",),
+        waiting=("vllm:num_requests_waiting",),
+        usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        replica="engine",
+    ),
 )
 SGLANG = Dialect(
     "sglang",
@@ -76,6 +94,12 @@ SGLANG = Dialect(
     schema_on_completions=True,
     takes_options=True,
     can=frozenset({"messages", "tools", "cache_salt", "cached_tokens", "cancellation"}),
+    load=LoadMetrics(
+        running=("sglang:num_running_reqs",),
+        waiting=("sglang:num_queue_reqs",),
+        usage=("sglang:token_usage",),
+        replica="dp_rank",
+    ),
 )
 LLAMA_CPP = Dialect(
     "llama.cpp",
@@ -83,6 +107,11 @@ LLAMA_CPP = Dialect(
     _LLAMA_NEUTRAL,
     takes_options=True,
     can=frozenset({"messages", "tools", "cached_tokens", "cancellation"}),
+    load=LoadMetrics(
+        running=("llamacpp:requests_processing",),
+        waiting=("llamacpp:requests_deferred",),
+        usage=("llamacpp:kv_cache_usage_ratio",),
+    ),
 )
 LLAMA_CPP_PYTHON = Dialect(
     "llama-cpp-python",

@@ -9,7 +9,7 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.http import HttpClient
 
 PROBE_TIMEOUT_S = 5.0
-_MAX_METRICS = 2**22  # bytes
+_MAX_METRICS = 2**20  # bytes
 _MAX_DIGITS = 16
 _MAX_VERSION = 256  # characters
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
@@ -85,8 +85,13 @@ async def _json(http: HttpClient, path: str) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
+async def read_metrics(http: HttpClient) -> str:
+    """The text at `/metrics`, or its beginning. Raises as `HttpClient.text` does."""
+    return await http.text("/metrics", limit=_MAX_METRICS, timeout_s=PROBE_TIMEOUT_S)
+
+
 async def _metrics(http: HttpClient) -> str:
     try:
-        return await http.text("/metrics", limit=_MAX_METRICS, timeout_s=PROBE_TIMEOUT_S)
+        return await read_metrics(http)
     except ParrotError:
         return ""

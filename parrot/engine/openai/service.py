@@ -22,6 +22,7 @@ from parrot.engine.openai.calls import AnswerWriter
 from parrot.engine.openai.contexts import TextContext, TextContexts
 from parrot.engine.openai.jobs import Job, PriorityGate
 from parrot.engine.openai.logprobs import AnswerLogprobs
+from parrot.engine.openai.server_load import LoadWatch
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import Question, WireUsage
@@ -81,6 +82,7 @@ class OpenAIService:
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
         self._jobs: set[Job[Any]] = set()
         self._costs = AnswerCosts(self._clock)
+        self._watch = LoadWatch(self._upstream, lambda: self._gate.num_inside, self._costs.heed)
         self._state = ServiceState.LOADING
 
     async def start(self) -> None:
@@ -169,6 +171,10 @@ class OpenAIService:
         await self.free_contexts([context.context_id for context in self._contexts])
 
     def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
+        """With each heartbeat the server's load is read for the next one, which waits for
+        nothing."""
+        if told is not None and self._state is ServiceState.READY:
+            self._watch.begin()
         capacity, used = self._contexts.capacity, self._contexts.num_chars
         return RuntimeInfo(
             num_cached_tokens=used,
@@ -180,6 +186,7 @@ class OpenAIService:
             num_steps=self._costs.num_answered,
             costs=self._costs.costs(),
             capabilities=self._upstream.capabilities,
+            server_load=self._watch.latest,
         )
 
     def engine_info(self) -> EngineInfo:
@@ -214,6 +221,7 @@ class OpenAIService:
     async def close(self) -> None:
         self._state = ServiceState.CLOSED
         await self._abort(set(self._jobs), Unavailable("the engine is shutting down"))
+        await self._watch.close()
         await self._upstream.close()
 
     # Jobs

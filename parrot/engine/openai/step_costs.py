@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parrot.engine.core.step_costs import StepCostFit
-from parrot.protocol.engine_api import StepCosts, Usage
+from parrot.protocol.engine_api import ServerLoad, StepCosts, Usage
 from parrot.utils.clock import Clock
 
 _LATENCY_SMOOTHING = 0.1
@@ -29,9 +29,10 @@ class Answer:
 
 
 class AnswerCosts:
-    """Takes the server to make one step for each token of an answer, beside all other answers of
-    this engine that are under way. Work that others give the server makes its steps look slower,
-    as they are. `latency_s`: seconds that an answer took of late, of `num_answered` so far."""
+    """Takes the server to make one step for each token of an answer, beside all other answers that
+    are under way: this engine's, and others' as far as `heed` tells. What is not told makes steps
+    look slower, as they are. `latency_s`: seconds that an answer took of late, of `num_answered` so
+    far."""
 
     def __init__(self, clock: Clock) -> None:
         self.num_answered = 0
@@ -42,6 +43,12 @@ class AnswerCosts:
         self._since = clock.now()
         self._num_answers = 0
         self._num_tokens = 0.0
+        self._others = ServerLoad()
+
+    def heed(self, load: ServerLoad | None) -> None:
+        """Count from now on what others have the server do; None: not known."""
+        self._advance()
+        self._others = load or ServerLoad()
 
     def costs(self) -> StepCosts | None:
         """The costs; None before the first answer that counts its tokens."""
@@ -80,10 +87,10 @@ class AnswerCosts:
         )
 
     def _advance(self) -> _Totals:
-        now, totals = self._clock.now(), self._totals
+        now, totals, others = self._clock.now(), self._totals, self._others
         elapsed_s, self._since = now - self._since, now
         self._totals = totals._replace(
-            answer_s=totals.answer_s + self._num_answers * elapsed_s,
-            token_s=totals.token_s + self._num_tokens * elapsed_s,
+            answer_s=totals.answer_s + (self._num_answers + others.num_others) * elapsed_s,
+            token_s=totals.token_s + (self._num_tokens + others.other_tokens) * elapsed_s,
         )
         return self._totals

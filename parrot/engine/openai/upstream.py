@@ -12,10 +12,10 @@ import stamina
 from pydantic import BaseModel, ValidationError
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect
+from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect, LoadMetrics
 from parrot.engine.openai.errors import ErrorTranslator, Overloaded, backoff, refused_embedding
 from parrot.engine.openai.logprobs import prompt_logprobs
-from parrot.engine.openai.probe import PROBE_TIMEOUT_S, Told, ask_server
+from parrot.engine.openai.probe import PROBE_TIMEOUT_S, Told, ask_server, read_metrics
 from parrot.engine.openai.wire import (
     DONE,
     Answer,
@@ -164,6 +164,15 @@ class Upstream:
     @property
     def is_serial(self) -> bool:
         return self._dialect is not None and self._dialect.is_serial
+
+    @property
+    def load_metrics(self) -> LoadMetrics | None:
+        """The names of its metrics that tell its load; None if it has none, or is not known."""
+        return None if self._dialect is None else self._dialect.load
+
+    async def metrics(self) -> str:
+        """The text of its metrics, or the beginning of a very long one."""
+        return await read_metrics(self._root)
 
     @property
     def _assumed(self) -> Dialect:

@@ -291,8 +291,10 @@ class Dispatcher:
         """It says what its steps cost, what it can do, what it keeps, and what it generates."""
         self._runs.heard(engine)
         able = engine.info.capabilities
-        costs = None if engine.runtime is None else engine.runtime.costs
-        self._scheduler.engines.reported(engine.id, costs, able.features)
+        costs = server = None
+        if (runtime := engine.runtime) is not None:
+            costs, server = runtime.costs, runtime.server_load
+        self._scheduler.engines.reported(engine.id, costs, able.features, server)
         if (kept := self._ledger.index.kept.get(engine.id)) is not None:
             per_char = self.estimates.tokens_per_char((engine.info.model,))
             size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)

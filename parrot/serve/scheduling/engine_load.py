@@ -5,7 +5,7 @@ from math import exp, isclose
 from typing import NamedTuple
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import StepCosts
+from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.serve.scheduling.task import CompletionTask
 
 _HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
@@ -26,6 +26,9 @@ def weight_of(task: CompletionTask) -> float:
         return _HARM_WEIGHT
     output = min(max(task.expected_output, _MIN_OUTPUT), _MAX_OUTPUT)
     return _HARM_WEIGHT * _TYPICAL_OUTPUT / output
+
+
+IDLE = ServerLoad()
 
 
 class Outlook(NamedTuple):
@@ -71,7 +74,8 @@ class EngineLoad:
     `weighted_end` that times the predicted time of its end. `prefill_until` is the time at which
     the prompts will have been computed. What is usual are averages over time up to `since`, in
     which what is older than `_MEMORY_S` counts little; `usual_prefill` is the share of the time
-    that prompts take."""
+    that prompts take. `server`: what a server behind the engine does. Others of its clients
+    lengthen its steps, and a newcomer comes behind all who wait there."""
 
     id: int
     model: str
@@ -81,6 +85,7 @@ class EngineLoad:
     costs: StepCosts
     features: frozenset[str] | None = None  # what it can do; None: not known
     is_draining: bool = False  # it gets no more tasks
+    server: ServerLoad = IDLE
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0
@@ -102,7 +107,15 @@ class EngineLoad:
 
     @property
     def step_s(self) -> float:
-        return self.costs.decode_step_s(self.num_tasks, self.num_read)
+        server = self.server
+        num_sequences = self.num_tasks + server.num_others
+        return self.costs.decode_step_s(num_sequences, self.num_read + server.other_tokens)
+
+    @property
+    def _queue_s(self) -> float:
+        """Seconds until all who wait at the server have begun, in the places of those who run."""
+        num_turns = self.server.num_waiting / max(1, self.server.num_running)
+        return num_turns * _TYPICAL_OUTPUT * self.step_s
 
     def rank(self, step_s: float) -> float:
         """Weighted seconds that a step, which takes `step_s`, costs a typical newcomer and the
@@ -114,8 +127,8 @@ class EngineLoad:
         """Whether the engine has a call of this session now."""
         return any(task.completion.session_id == session_id for task in self.tasks)
 
-    def set_costs(self, costs: StepCosts) -> None:
-        self.costs = costs
+    def reported(self, costs: StepCosts, server: ServerLoad) -> None:
+        self.costs, self.server = costs, server
         self._outlook = None
 
     def room_for(self, task: CompletionTask) -> int:
@@ -136,7 +149,7 @@ class EngineLoad:
             # Prompts that are computed meanwhile lengthen steps.
             usual_step_s *= 1.0 / (1.0 - min(self.usual_prefill, _MAX_PROMPT_SHARE))
             self._outlook = Outlook(
-                max(0.0, self.prefill_until - now),
+                max(0.0, self.prefill_until - now) + self._queue_s,
                 self.step_s,
                 remaining_s,
                 self.weight,
@@ -196,8 +209,9 @@ class EngineLoad:
             return
         old = exp((self.since - now) / _MEMORY_S)
         new = 1.0 - old
-        self.usual_tasks = old * self.usual_tasks + new * self.num_tasks
-        self.usual_read = old * self.usual_read + new * self.num_read
+        server = self.server
+        self.usual_tasks = old * self.usual_tasks + new * (self.num_tasks + server.num_others)
+        self.usual_read = old * self.usual_read + new * (self.num_read + server.other_tokens)
         self.usual_weight = old * self.usual_weight + new * self.weight
         self.usual_prefill *= old
         if self.prefill_until >= now:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from parrot.protocol.engine_api import StepCosts
-from parrot.serve.scheduling.engine_load import EngineLoad
+from parrot.protocol.engine_api import ServerLoad, StepCosts
+from parrot.serve.scheduling.engine_load import IDLE, EngineLoad
 from parrot.serve.scheduling.predictor import Pace
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap
@@ -71,9 +71,14 @@ class LoadIndex:
         self._enter_pools(load)
 
     def reported(
-        self, engine_id: int, costs: StepCosts | None = None, features: Features = None
+        self,
+        engine_id: int,
+        costs: StepCosts | None = None,
+        features: Features = None,
+        server: ServerLoad | None = None,
     ) -> None:
-        """Take over what an engine says that its steps cost, and that it can do."""
+        """Take over what an engine says that its steps cost, that it can do, and that the server
+        behind it does."""
         load = self._loads[engine_id]
         if features is not None and load.features != features:
             load.features = features
@@ -81,7 +86,9 @@ class LoadIndex:
                 pool.review()
         if costs is not None and load.costs != costs:
             self._costs[load.model] = costs
-            load.set_costs(costs)
+        costs, server = costs or load.costs, server or IDLE
+        if (load.costs, load.server) != (costs, server):
+            load.reported(costs, server)
             self.changed(load)
 
     def remove(self, engine_id: int) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
+from itertools import count
 
 import pytest
 
@@ -13,7 +14,6 @@ from parrot.engine.reorder import ReorderBuffer
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import (
     Capabilities,
-    EngineInfo,
     FinishReason,
     GenerateRequest,
     GenerateResponse,
@@ -23,6 +23,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
+from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
@@ -161,15 +162,18 @@ def test_each_program_keeps_to_the_server_that_has_its_beginning(
     assert share_found(caches) > 0.95 * (TURNS - 1) / TURNS
 
 
-async def test_programs_on_two_llama_cpp_python_servers() -> None:
-    """Over HTTP and through the openai engine, which knows what such a server keeps."""
-    caches = [PrefixCache(max_prompts=1) for _ in range(2)]
-    async with AsyncExitStack() as stack:
+class Pair:
+    """Two servers of one model, each behind an openai engine, over HTTP."""
+
+    def __init__(self, fakes: Sequence[FakeOpenAI]) -> None:
+        self._fakes = fakes
+        self._stack = AsyncExitStack()
+        self.services: list[OpenAIService] = []
+
+    async def __aenter__(self) -> Programs:
         urls: dict[str, str] = {}
-        infos: list[EngineInfo] = []
-        for number, cache in enumerate(caches):
-            fake = FakeOpenAI(owned_by="me", cache=cache)
-            server = await stack.enter_async_context(serve_app(fake.app()))
+        for number, fake in enumerate(self._fakes):
+            server = await self._stack.enter_async_context(serve_app(fake.app()))
             config = OpenAIConfig.model_validate(
                 {
                     "model": "gpt-fake",
@@ -178,21 +182,74 @@ async def test_programs_on_two_llama_cpp_python_servers() -> None:
                 }
             )
             service = OpenAIService(config, environ={})
-            stack.push_async_callback(service.close)
+            self._stack.push_async_callback(service.close)
             await service.start()
             app = create_app(service, ReorderBuffer(MonotonicClock()), config)
-            urls[f"e{number}"] = await stack.enter_async_context(serve_app(app))
-            infos.append(service.engine_info())
+            urls[f"e{number}"] = await self._stack.enter_async_context(serve_app(app))
+            self.services.append(service)
         programs = Programs(
             MonotonicClock(),
             lambda info: EngineClient(HttpClient(urls[info.engine_name])),
             is_chat=False,
         )
-        for info in infos:
-            await programs.dispatcher.fleet.register(info)
+        self._stack.push_async_callback(programs.dispatcher.close)
+        for service in self.services:
+            await programs.dispatcher.fleet.register(service.engine_info())
+        return programs
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self._stack.aclose()
+
+
+def vllm_metrics(num_running: int = 0, num_waiting: int = 0) -> str:
+    return (
+        f'vllm:num_requests_running{{engine="0"}} {num_running}.0\n'
+        f'vllm:num_requests_waiting{{engine="0"}} {num_waiting}.0\n'
+        f'vllm:kv_cache_usage_perc{{engine="0"}} {min(1.0, num_running / 20)}\n'
+        'vllm:cache_config_info{kv_cache_size_tokens="9000"} 1.0\n'
+    )
+
+
+@pytest.mark.parametrize("owner", ["me", "vllm"])
+async def test_programs_on_two_servers_of_one_model(owner: str) -> None:
+    """The engines in front of them know what such servers keep."""
+    max_prompts = 1 if owner == "me" else None
+    caches = [PrefixCache(36_000, max_prompts) for _ in range(2)]
+    told = {"/metrics": vllm_metrics()}
+    async with Pair([FakeOpenAI(owned_by=owner, cache=c, told=told) for c in caches]) as programs:
+        assert [card.id for card in programs.dispatcher.fleet.models().data] == ["gpt-fake"]
         for _ in range(TURNS):
-            for program in range(2):
+            for program in range(2 if owner == "me" else 6):
                 await programs.call(program)
-        await programs.dispatcher.close()
     assert [cache.num_asked > 0 for cache in caches] == [True, True]
     assert share_found(caches) > 0.95 * (TURNS - 1) / TURNS
+
+
+async def test_a_server_that_is_busy_with_others_gets_fewer_calls() -> None:
+    fakes = [FakeOpenAI(owned_by="vllm") for _ in range(2)]
+    pair = Pair(fakes)
+    next_program = count()
+    async with pair as programs:
+
+        async def calls_of_each(busy: int) -> list[int]:
+            """How many of eight new programs go to each, when one works for others."""
+            for number, (fake, service) in enumerate(zip(fakes, pair.services, strict=True)):
+                is_busy = number == busy
+                fake.told["/metrics"] = vllm_metrics(20 * is_busy, 20 * is_busy)
+                load = service.runtime_info({}).server_load
+                while load is None or (load.num_others > 0) != is_busy:
+                    await asyncio.sleep(0.01)
+                    load = service.runtime_info({}).server_load
+                # Without what it measured: this server answers at once.
+                runtime = service.runtime_info().model_copy(update={"costs": None})
+                beat = HeartbeatRequest(
+                    engine_id=number, engine_name=f"e{number}", runtime_info=runtime
+                )
+                assert programs.dispatcher.fleet.heartbeat(beat).state == "ok"
+                fake.bodies.clear()
+            await asyncio.gather(*(programs.call(next(next_program)) for _ in range(8)))
+            return [len(fake.bodies) for fake in fakes]
+
+        assert await calls_of_each(busy=0) == [0, 8]
+        assert await calls_of_each(busy=1) == [8, 0]
+        assert await calls_of_each(busy=2) == [4, 4]

@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import StepCosts
+from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
@@ -135,3 +135,29 @@ def test_who_waits_for_the_whole_judges_by_its_time() -> None:
     short, long = bench.task(output=100), bench.task(output=1000)
     assert weight_of(short) == weight_of(long) > 1.0
     assert weight_of(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
+
+
+def test_what_a_server_does_for_others_is_load() -> None:
+    """They make its steps longer, and a newcomer waits for those who wait there."""
+    bench = Bench()
+    bench.engines(2)
+    idle, shared = engine_of(bench, 0), engine_of(bench, 1)
+    server = ServerLoad(num_running=20, num_others=20, other_tokens=10_000)
+    bench.scheduler.engines.reported(shared.id, server=server)
+    assert shared.step_s == idle.costs.decode_step_s(20, 10_000)
+    now = bench.clock.now()
+    assert shared.outlook(now).wait_s == 0.0
+    full = server.model_copy(update={"num_waiting": 20, "num_others": 40})
+    bench.scheduler.engines.reported(shared.id, server=full)
+    assert shared.outlook(now).wait_s == pytest.approx(300 * shared.step_s)
+
+    tasks = [bench.task(output=100) for _ in range(8)]
+    bench.add(*tasks)
+    bench.run()
+    assert (idle.num_tasks, shared.num_tasks) == (8, 0)
+    bench.scheduler.engines.reported(shared.id)
+    assert shared.step_s == shared.costs.decode_step_s(0, 0)
+    bench.add(bench.task(output=100))
+    bench.run()
+    assert shared.num_tasks == 1
+    bench.scheduler.check_integrity()
