@@ -68,9 +68,8 @@ class Forwarding:
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         url = URL(self._urls[shard] + target.decode("latin-1"), encoded=True)
-        given = [(n.decode("latin-1"), v.decode("latin-1")) for n, v in scope["headers"]]
         replaced = _OWN | {b"x-request-id"}
-        headers = [(n, v) for n, v in given if n.encode("latin-1") not in replaced]
+        headers = [(n.decode(), _text(v)) for n, v in scope["headers"] if n not in replaced]
         headers += [(FORWARDED, "1"), ("x-request-id", scope["request_id"])]
         has_begun = False
         try:
@@ -113,8 +112,17 @@ class Forwarding:
         return self._http
 
 
+def _text(value: bytes) -> str:
+    """The value of a header; aiohttp writes it as UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 class _Body:
-    """A request's body, of which what was read is kept until an answer begins."""
+    """A request's body, of which what was read is kept until an answer begins, or is waited for:
+    who has what is asked for is known before."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -123,6 +131,8 @@ class _Body:
         self._ended = asyncio.Event()
 
     async def receive(self) -> Message:
+        if self.is_whole:  # it is asked whether the client has left
+            self._read.clear()
         message = await self._receive()
         if message["type"] == "http.request":
             self._read.append(message.get("body", b""))
@@ -139,7 +149,9 @@ class _Body:
         return sending
 
     def whole(self) -> bytes | None:
-        return b"".join(self._read) or None
+        body = b"".join(self._read)
+        self._read.clear()
+        return body or None
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield what was read, and the rest as it comes. Raises `ConnectionError` if the client

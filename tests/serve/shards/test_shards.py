@@ -1,6 +1,7 @@
 """Two ServeCores that share sessions out: whichever is asked, the one that has it answers."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from starlette.types import Message, Receive, Scope, Send
 
 from parrot.cluster.ports import free_port
 from parrot.protocol.errors import (
@@ -28,6 +30,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.journal.history import SessionNumbers
+from parrot.serve.shards.forwarding import Forwarding
 from parrot.serve.shards.shard import MAX_SHARDS, ElsewhereError, Shard
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
@@ -179,6 +182,64 @@ def test_a_shard_answers_under_the_name_by_which_the_others_reach_it() -> None:
     asked = TestClient(create_app(ServeCore(config)))
     assert asked.get("http://core-1.test:9000/health").status_code == 200
     assert asked.get("http://core-0.test:9000/health").status_code == 421
+
+
+def told_once(message: Message) -> Receive:
+    """A client that sends this, and stays."""
+    messages = [message]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else await asyncio.Future[Message]()
+
+    return receive
+
+
+async def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
+    body = bytes(1000)
+    counts = [sys.getrefcount(body)]
+    receive = told_once({"type": "http.request", "body": body})
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        counts.append(sys.getrefcount(body))
+        watcher = asyncio.ensure_future(receive())
+        await asyncio.sleep(0)
+        counts.append(sys.getrefcount(body))
+        watcher.cancel()
+
+    async def send(message: Message) -> None:
+        pass
+
+    await Forwarding(app, [])({"type": "http", "headers": []}, receive, send)
+    before, read, waiting = counts
+    assert (read, waiting) == (before + 1, before)
+
+
+async def test_a_header_in_utf8_is_handed_on_as_it_is() -> None:
+    name = "größe".encode()
+    seen: list[bytes] = []
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ElsewhereError(0)
+
+    async def send(message: Message) -> None:
+        pass
+
+    server = await asyncio.start_server(other, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    forwarding = Forwarding(app, [f"http://127.0.0.1:{port}"])
+    scope = {"type": "http", "method": "GET", "raw_path": b"/", "query_string": b""}
+    scope |= {"headers": [(b"x-parrot-program", name)], "request_id": "r"}
+    await forwarding(scope, told_once({"type": "http.request"}), send)
+    await forwarding.close()
+    server.close()
+    assert b"x-parrot-program: " + name + b"\r\n" in seen[0]
 
 
 @pytest.mark.parametrize(
