@@ -229,15 +229,19 @@ def test_they_are_compiled_where_the_folder_has_no_locks(
         pass
 
 
+@pytest.mark.parametrize(
+    ("status", "output", "message"),
+    [(1, b"", "ImportError: no LLVM"), (0, b"hello\nmachine code", "something else wrote")],
+)
 def test_a_compiler_that_fails_is_told_to_who_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, output: bytes, message: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    failed = subprocess.CompletedProcess([], 1, b"", b"Traceback\nImportError: no LLVM\n")
+    failed = subprocess.CompletedProcess([], status, output, b"Traceback\nImportError: no LLVM\n")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: failed)
     future = native.start_loading("float32")
     assert future is not None
-    with pytest.raises(RuntimeError, match="ImportError: no LLVM"):
+    with pytest.raises(RuntimeError, match=message):
         future.result(timeout=60)
 
 

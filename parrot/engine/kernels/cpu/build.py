@@ -17,7 +17,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 from numba import types
 
-from parrot.engine.kernels.cpu.native import keep, kept
+from parrot.engine.kernels.cpu.native import keep, kept, sealed
 from parrot.engine.kernels.cpu.prompt_kernels import KERNELS
 from parrot.engine.kernels.cpu.row_kernels import row_kernels_of
 from parrot.engine.kernels.cpu.step_kernels import kernels_of
@@ -94,4 +94,4 @@ if __name__ == "__main__":
         if code is None:
             code = compile_kernels(dtype)
             keep(path, code)
-    sys.stdout.buffer.write(code)
+    sys.stdout.buffer.write(sealed(code))

@@ -113,8 +113,18 @@ def kept(path: Path) -> bytes | None:
         return None
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         return None
-    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    return unsealed(content)
+
+
+def sealed(code: bytes) -> bytes:
+    """The code behind its digest: what is not whole would end the process that links it."""
+    return hashlib.sha256(code).digest() + code
+
+
+def unsealed(content: bytes) -> bytes | None:
+    """The code, if it is as it was."""
+    code = content[_DIGEST_BYTES:]
+    return code if sealed(code) == content else None
 
 
 def keep(path: Path, code: bytes) -> None:
@@ -123,7 +133,7 @@ def keep(path: Path, code: bytes) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary.touch(mode=0o600)
-        temporary.write_bytes(hashlib.sha256(code).digest() + code)
+        temporary.write_bytes(sealed(code))
         temporary.replace(path)
     except OSError as error:
         logger.info("compiled kernels are not kept: %s", error)
@@ -138,7 +148,9 @@ def _compile(dtype: str, path: Path) -> bytes:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(f"compiling them failed: {lines[-1] if lines else done.returncode}")
-    return done.stdout
+    if (code := unsealed(done.stdout)) is None:
+        raise RuntimeError("compiling them failed: something else wrote to the compiler's output")
+    return code
 
 
 def _link(dtype: str, code: bytes) -> Kernels:
