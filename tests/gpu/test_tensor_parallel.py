@@ -28,7 +28,7 @@ from tests.support.tiny_model import make_tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a CUDA device: two of them"),
 ]
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2},

@@ -257,7 +257,7 @@ def test_a_random_model_may_have_a_small_vocabulary_but_not_an_endless_one() -> 
 def test_known_shapes_have_the_published_size(name: str) -> None:
     shapes = open_checkpoint(name, dummy=True).spec.tensor_shapes()
     billions = sum(torch.Size(s).numel() for s in shapes.values()) / 1e9
-    size = {"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-3.1-8b": 8.03}
+    size = {"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55}
     assert billions == pytest.approx(
         (size | {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19})[name], rel=2e-3
     )
