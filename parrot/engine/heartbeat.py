@@ -70,6 +70,7 @@ class Heartbeat:
             name = self._service.engine_info().engine_name
             logger.info("registered as engine %d (%s)", terms.engine_id, name)
             await self._beat_while_known(terms, name)
+        await self._end_work()
 
     async def close(self) -> None:
         await self._client.close()
@@ -92,13 +93,16 @@ class Heartbeat:
 
     async def _register(self) -> RegisterResponse:
         """Forget everything first: also of an attempt whose answer was lost there may be work."""
-        self._fence.released()
-        self._reorder.reset()
-        await self._service.reset()
+        await self._end_work()
         info = await reachable(self._service.engine_info(), self._cores)
         names = {"incarnation": self._incarnation, "registration": self._fence.registering()}
         info = info.model_copy(update=names)
         return await self._client.register_engine(info)
+
+    async def _end_work(self) -> None:
+        self._fence.released()
+        self._reorder.reset()
+        await self._service.reset()
 
     async def _beat_while_known(self, terms: RegisterResponse, name: str) -> None:
         """Heartbeats until ServeCore says that it does not know this engine, or says nothing for

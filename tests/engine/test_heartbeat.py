@@ -138,11 +138,13 @@ async def test_an_engine_that_has_left_does_not_register_again(scene):
     client, clock, _ = scene
     client.start()
     await clock.advance(INTERVAL_S)
+    era = client.fence.era
     await client.leave(60.0)
     client.known.clear()
     await clock.advance(10 * INTERVAL_S)
     assert client.beats == [1, 1]
     assert len(client.infos) == 1
+    assert client.fence.era == era + 1, "what it has begun goes on"
 
 
 async def test_it_tells_of_outputs_that_nobody_takes_until_that_is_answered(scene):
