@@ -60,6 +60,14 @@ def test_the_units_run_servecore_and_an_engine(tmp_path: Path) -> None:
     assert f"{socket.gethostname()}-{gpu} is ready on 127.0.0.1:{engine_port}" in log
 
 
+def test_the_units_start_again_however_long_what_they_need_is_away() -> None:
+    """By default systemd gives up after five starts in ten seconds."""
+    for name in ("parrot-core.service", "parrot-engine@.service"):
+        text = (DEPLOY / "systemd" / name).read_text()
+        assert "StartLimitIntervalSec=0\n" in text.partition("[Service]")[0]
+        assert unit(name)["Restart"] == ["always"]
+
+
 SRUN = """#!/usr/bin/env bash
 exec "$@"
 """
