@@ -25,11 +25,14 @@ from parrot.utils.clock import Clock
 
 def replay_settled(graph: SessionGraph, fields: Payload) -> SemanticVariable:
     """Settle a variable as it was, with all that follows. One that was cancelled while an input's
-    failure was on its way may have failed by that."""
+    failure was on its way may have failed by that: its own error is what was told."""
     variable = graph.variable(fields["variable"])
-    if variable.is_settled:
-        return variable
     task = variable.producer
+    if variable.is_settled:
+        if task is not None and variable.origin is not None:
+            task.state = CompletionState(fields["state"])
+            variable.error, variable.origin = _error(fields), None
+        return variable
     if task is not None:
         if isinstance(task, Completion):
             task.stats = _stats(fields["stats"])

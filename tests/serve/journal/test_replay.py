@@ -39,7 +39,7 @@ from parrot.serve.journal.journal import Journal
 from parrot.serve.journal.record import ENDED, Kind, Record
 from parrot.serve.journal.restoring import restore
 from parrot.serve.sessions import Session
-from tests.serve.journal.replayed import MemoryFile, state_of
+from tests.serve.journal.replayed import MemoryFile, _error, state_of
 from tests.serve.serve_fakes import FakeDispatcher
 from tests.support.manual_clock import ManualClock
 
@@ -353,6 +353,31 @@ async def test_a_value_is_told_when_it_is_on_disk_though_its_session_ends(is_sto
     assert (await reading).content == "one"
     assert Kind.SETTLED in [record.kind for record in world.file.records]
     await world.close()
+
+
+async def test_what_was_cancelled_before_it_heard_of_a_failure_stays_cancelled() -> None:
+    world = World([])
+    world.core.sessions.backlog.per_slice = 1  # as if it had other work to do
+    scope = world.core.create_session(SessionCreateRequest()).model_dump()
+    var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
+    parameters = [{"name": "x", "var_id": var_id}, _output("y")]
+    body = scope | {"template": "{{x}} {{y}}", "parameters": parameters}
+    request = SemanticCallRequest.model_validate(body)
+    call = [world.core.programs.submit_call(request) for _ in range(4)][-1]
+    world.core.programs.cancel_var(**scope, var_id=var_id)
+    world.core.programs.cancel_call(**scope, request_id=call.request_id)
+    await world.journal.durable()
+    again = World(world.file.records.copy())
+    again.restore_all()
+    for core in (world.core, again.core):
+        session = core.sessions.find(scope["session_id"])
+        assert session is not None
+        (task,) = session.graph.calls[call.request_id].tasks
+        assert _error(task.outputs[0].error) == _error(Cancelled("request 4 was cancelled"))
+        assert task.state is CompletionState.CANCELLED
+        await core.close()
+    await world.close()
+    await again.close()
 
 
 async def test_a_session_that_cannot_be_restored_costs_no_other(
