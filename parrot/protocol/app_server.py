@@ -65,13 +65,15 @@ class AppServer(uvicorn.Server):
             self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._drain is not None and self._signals == [signal.SIGTERM]:
-            self._draining = asyncio.create_task(self._drain())
-            await asyncio.wait((self._draining,))
-            if not self._draining.cancelled():
-                self._draining.result()
-        await self._end_requests()
-        await super().shutdown(sockets)
+        try:
+            if self._drain is not None and self._signals == [signal.SIGTERM]:
+                self._draining = asyncio.create_task(self._drain())
+                await asyncio.wait((self._draining,))
+                if not self._draining.cancelled():
+                    self._draining.result()
+        finally:
+            await self._end_requests()
+            await super().shutdown(sockets)
 
 
 def server_options(description: str, log_filename: str) -> argparse.ArgumentParser:

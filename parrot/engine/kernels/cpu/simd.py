@@ -14,7 +14,6 @@ LANES = 16
 _F32 = ir.FloatType()
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _WORDS, _HALVES = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I16))
-_HALF_FLOATS = ir.VectorType(ir.HalfType(), LANES)
 _ADDRESS = types.int64
 
 # 2^x for -0.5 <= x <= 0.5 by powers of x, the highest first, right to the last bit but one.
