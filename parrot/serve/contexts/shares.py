@@ -1,9 +1,9 @@
 """Whose idle context goes first when an engine is full.
 
 Each tenant has a part of an engine's memory by its weight, beside the others with contexts there.
-One that has more loses its own contexts first, and takes none of one that keeps to its part: a
-crowd's calls wait rather than drive out another's conversation. Who has not been there for a while
-has no part any more."""
+One that has more loses its own contexts first, and takes none of one that keeps to its part. What
+an engine does that has no room for all that runs is its own affair. Who has not been there for a
+while has no part any more."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection
