@@ -79,7 +79,7 @@ from parrot import P
 def greet(name: P.Input, words: P.Output(P.SamplingConfig(max_gen_length=5))):
     """Greet {{name}}: {{words}}"""
 
-vm = P.VirtualMachine(os.environ["PARROT_CORE_URL"], api_key=os.environ["PARROT_KEY"])
+vm = P.VirtualMachine(os.environ["PARROT_URL"], api_key=os.environ["PARROT_KEY"])
 vm.run(lambda: print("answered:", greet("the job").get()))
 '''
 

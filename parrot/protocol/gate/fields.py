@@ -14,7 +14,7 @@ bodies (json_size.py) the values in it."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Label = Annotated[str, Field(max_length=256)]  # a name, or none
-ForeignId = Annotated[str, Field(max_length=1024)]  # that others have made
+ForeignId = Annotated[str, Field(max_length=2**14)]  # that others made; some hold signatures
 Path = Annotated[str, Field(max_length=4096)]  # of a model or its tokenizer
 Credential = Annotated[str, Field(max_length=4096)]
 Traceparent = Annotated[str, Field(max_length=256)]
