@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from parrot.cluster import Cluster
+from parrot.protocol.http import HttpClient
 from tests.foreign.servers import MODEL, ForeignServer, Vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -23,6 +24,7 @@ PARAGRAPHS = "\n\n".join(f"On day {day} the parrot learned a new word. " * 8 for
 COUNTING = "One, two, three, four, five, six, seven,"
 LONG = 1500  # tokens: long enough to be found at work
 HITS = "vllm:prefix_cache_hits_total"
+OTHERS = "parrot_engine_server_requests_of_others{"
 BY_LENGTH = {"logit_bias": {"2": -100}}  # the token that ends a text
 SCHEMA = {
     "type": "object",
@@ -284,3 +286,30 @@ async def test_log_probabilities_of_a_prompt(http: Any) -> None:
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert all(number < 0 for number in choice["logprobs"]["token_logprobs"][1:])
     assert payload["usage"]["prompt_tokens"] == len(choice["logprobs"]["tokens"])
+
+
+async def test_what_others_ask_of_the_server_is_known(
+    cluster: Cluster, server: ForeignServer
+) -> None:
+    """Once a heartbeat has read it, and as long as it lasts."""
+    if not isinstance(server, Vllm):
+        pytest.skip("it tells no load")
+
+    async def num_others() -> float:
+        metrics = await engine.text("/metrics", limit=2**20, timeout_s=30)
+        found = [line for line in metrics.splitlines() if line.startswith(OTHERS)]
+        return float(found[0].split()[-1]) if found else 0.0
+
+    (name,) = cluster.engine_names
+    async with HttpClient(cluster.url(name), bearer_token=cluster.cluster_token) as engine:
+        body = completion(max_tokens=LONG) | BY_LENGTH
+        asking = [asyncio.create_task(own_text(server, body)) for _ in range(2)]
+        async with asyncio.timeout(120):
+            while await num_others() != 2:
+                assert not asking[0].done()
+                await asyncio.sleep(0.5)
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            while await num_others():  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.5)
