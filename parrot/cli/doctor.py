@@ -22,6 +22,7 @@ from parrot.cluster.ports import ask, is_free
 from parrot.protocol.gate.cluster_token import kept_token, settled_token
 from parrot.serve.config import CoreConfig
 from parrot.serve.tenants.keys_file import read_keys
+from parrot.serve.tenants.public_texts import read_texts
 from parrot.utils.config import ConfigError, read_config_object
 
 Level = Literal["ok", "note", "wrong"]
@@ -217,6 +218,7 @@ def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Fin
         )
         if (keys_file := core.get("keys_file")) is not None:
             read_keys(keys_file)
+        read_texts(core.get("public_prefixes", ()))
     except ConfigError as error:
         yield Finding("wrong", f"ServeCore would not start: {error}", "set it in its config")
     for config in (core, *engines):

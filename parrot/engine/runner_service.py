@@ -262,12 +262,15 @@ class RunnerService:
             raise InvalidRequest("a fill needs either `token_ids` or `text`")
         parent = (fill.parent_context_id, fill.parent_len)
         if fill.token_ids is not None:
-            return Piece(fill.context_id, array("i", fill.token_ids), *parent)
+            ids = array("i", fill.token_ids)
+            return Piece(fill.context_id, ids, *parent, public_len=fill.public_len)
+        if fill.public_len:
+            raise InvalidRequest("`public_len` counts `token_ids`", param="public_len")
         language = self._require_core().language
         special = language.response.special_ids
-        ids = language.tokenizer.encode(fill.text or "", add_special_tokens=False).ids
+        text_ids = language.tokenizer.encode(fill.text or "", add_special_tokens=False).ids
         return Piece(
-            fill.context_id, array("i", ids), *parent, special.bos if special.add_bos else None
+            fill.context_id, array("i", text_ids), *parent, special.bos if special.add_bos else None
         )
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:

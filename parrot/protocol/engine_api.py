@@ -54,6 +54,7 @@ class FillPiece(InternalPayload):
     parent_len: Amount | None = None
     token_ids: TokenIds | None = None
     text: BodyText | None = None
+    public_len: Amount = Field(0, description="of a new root's first tokens: all salts share them")
 
 
 class JobRequest(InternalPayload):
@@ -63,9 +64,7 @@ class JobRequest(InternalPayload):
     task_id: Id = 0
     attempt: Amount = Field(0, description="of the task, in all engines; 0: it has none")
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str = Field(
-        "", max_length=1024, description="a request shares KV with, and uses, its salt's only"
-    )
+    cache_salt: str = Field("", max_length=1024, description="whose contexts and KV it may use")
     tenant: Label = Field("", description="who shares the engine's time with others")
     weight: float = Field(1.0, gt=0, le=1e9, description="of the tenant, beside others")
     step_growth: Quantity | None = Field(None, description="part that others may add to steps")

@@ -187,6 +187,12 @@ class CoreConfig(ConfigModel):
         description="File of more keys, JSON or YAML: their digests, scopes and limits "
         "(docs/tenants.md). It is read again when it has changed.",
     )
+    public_prefixes: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        (),
+        max_length=16,
+        description="Files of texts with which prompts or system messages of many tenants begin, "
+        "UTF-8, 1 MiB each at most. KV of them is shared by all (docs/tenants.md).",
+    )
     cluster_token: Secret | None = Field(
         None,
         repr=False,

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 from parrot.cluster import Cluster
+from parrot.engine.config import SimInstance
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CompletionInfo
 from parrot.protocol.serve_client import ServeClient
@@ -14,6 +15,7 @@ from tests.serve.tenants.keys import entry, write_keys
 SIM = {"engine_type": "sim", "tokens_capacity": 2**20, "instance": {"step_s": 0.0}}
 NUM_PROBES = 200
 AT_ONCE = 10
+BLOCK_SIZE = SimInstance().block_size
 
 
 async def ask(client: ServeClient, key: str, prompt: str) -> CompletionInfo:
@@ -61,3 +63,39 @@ async def test_a_foreign_prefix_is_as_cold_as_a_new_one(tmp_path: Path) -> None:
             await asyncio.gather(*(probe(i, prompt) for i, prompt in enumerate(prompts)))
         for log in (cluster.log("core"), cluster.log(cluster.engine_names[0])):
             assert "victim's key" not in log
+
+
+async def test_of_a_public_prefix_nothing_but_its_whole_blocks_is_found(tmp_path: Path) -> None:
+    """Not where a prompt goes on behind it, nor where one leaves it that nearly begins with it."""
+    policy = tmp_path / "policy.txt"
+    public = "You are one of our assistants, and say nothing of what others ask you."
+    policy.write_text(public + "\n")
+    whole = len(public) // BLOCK_SIZE * BLOCK_SIZE
+    hit = whole - 1  # the prompt's last token is computed twice: in its constant part, and behind
+    draw = random.Random(2)
+    core = {"public_prefixes": (str(policy),)}
+    with Cluster(core=core, engines=[SIM]) as cluster:
+        async with HttpClient(cluster.core_url) as http:
+            client, turns = ServeClient(http), asyncio.Semaphore(AT_ONCE)
+
+            async def probe(number: int) -> None:
+                """Each from a tenant of its own: what one sent itself, it finds again."""
+                secret = f"{draw.random()} is what I would keep to myself"
+                near = public[: draw.randrange(BLOCK_SIZE, whole)] + f"! {secret}"
+                sent, probed, found = [
+                    (f"{public} {secret}", f"{public} {secret}", hit),
+                    (f"{public} {secret}", f"{public} {secret[:9]}", hit),
+                    (f"{public} {secret}", secret, 0),
+                    (near, near, 0),
+                ][number % 4]
+                async with turns:
+                    await ask(client, "victim", sent)
+                    foreign = await ask(client, f"stranger {number}", probed)
+                    assert foreign.cached_tokens == found, probed
+                    if number % 10 == 0:
+                        again = await ask(client, f"stranger {number}", probed)
+                        assert again.cached_tokens > found
+
+            first = await ask(client, "first", f"{public} Hello!")
+            assert first.cached_tokens == 0
+            await asyncio.gather(*map(probe, range(NUM_PROBES)))

@@ -38,7 +38,7 @@ class Recorder(HttpClient):
             parent_len=9,
             end_flag=True,
             fills=[
-                FillPiece(context_id=2, token_ids=[1, 2, 3]),
+                FillPiece(context_id=2, token_ids=[1, 2, 3], public_len=2),
                 FillPiece(context_id=7, parent_context_id=2, parent_len=0, text="hello"),
             ],
             sampling_config=SamplingConfig(temperature=0.0, stop_str="x", logit_bias={5: 1.0}),
@@ -62,7 +62,7 @@ def test_every_field_is_sent() -> None:
         *("tenant", "weight", "step_growth"),
         *("drafts", "traceparent", "channel", "conversation"),
     }
-    piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text"}
+    piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text", "public_len"}
     assert set(FillPiece.model_fields) == piece
     assert set(FillRequest.model_fields) - piece == {
         *("session_id", "task_id", "attempt", "priority", "cache_salt", "end_flag", "traceparent"),

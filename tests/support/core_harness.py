@@ -22,9 +22,14 @@ LANGUAGE = Language.of(byte_tokenizer_response())
 
 
 def piece(
-    context_id: int, text: str = "", parent: int = NO_PARENT, length: int | None = None
+    context_id: int,
+    text: str = "",
+    parent: int = NO_PARENT,
+    length: int | None = None,
+    public: int = 0,
 ) -> Piece:
-    return Piece(context_id, array("i", list(text.encode())), parent, length)
+    ids = array("i", list(text.encode()))
+    return Piece(context_id, ids, parent, length, public_len=public)
 
 
 def next_letter(context_ids: Sequence[int]) -> int:

@@ -6,17 +6,34 @@ Equal keys mean equal tokens, from the first on:
     keys        k0        k1                   k0 = H(root, block 0)   k1 = H(k0, block 1)
 
 The root depends on a salt, so that contexts of different salts have no key in common, and on a
-secret of the process, so that nobody can prepare two prompts with one key. Only this module touches
-block reference counts."""
+secret of the process, so that nobody can prepare two prompts with one key. Where a prompt begins
+with a public text, the keys of its full blocks are those of all salts; the next one mixes in the
+salt. Only this module touches block reference counts."""
 
 import secrets
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _KEY_SIZE = 16
+
+
+class Root(NamedTuple):
+    """The beginning of a chain of keys: its first `num_public` ones have no salt, and what comes
+    behind them has `key`."""
+
+    key: bytes
+    num_public: int = 0
+
+    def cut(self, num_blocks: int) -> "Root":
+        """The root of a fork that has so many full blocks of this one's."""
+        return self if self.num_public <= num_blocks else Root(self.key, num_blocks)
+
+
+NO_ROOT = Root(b"")
+"""A root that no keys follow yet."""
 
 
 class BlockHasher:
@@ -25,20 +42,27 @@ class BlockHasher:
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
         self._block_size = block_size
         self._secret = secrets.token_bytes(_KEY_SIZE) if secret is None else secret
+        self._public = blake2b(
+            digest_size=_KEY_SIZE, key=self._secret, person=b"public prefixes"
+        ).digest()  # no salt's
 
-    def root(self, salt: str) -> bytes:
+    def root(self, salt: str, public_len: int = 0) -> Root:
+        """The root of prompts whose first `public_len` tokens are public."""
         text = salt.encode("utf-8", "surrogatepass")
-        return blake2b(text, digest_size=_KEY_SIZE, key=self._secret).digest()
+        key = blake2b(text, digest_size=_KEY_SIZE, key=self._secret).digest()
+        return Root(key, public_len // self._block_size)
 
     def extend(
-        self, keys: list[bytes], root: bytes, token_ids: "array[int]", num_blocks: int
+        self, keys: list[bytes], root: Root, token_ids: "array[int]", num_blocks: int
     ) -> None:
         """Bring `keys`, those of the first blocks of `token_ids`, to `num_blocks` of them."""
         size = self._block_size
-        key = keys[-1] if keys else root
-        for start in range(len(keys) * size, num_blocks * size, size):
-            block = token_ids[start : start + size].tobytes()
-            key = blake2b(key + block, digest_size=_KEY_SIZE).digest()
+        for index in range(len(keys), num_blocks):
+            before = keys[-1] if keys else self._public
+            if index == root.num_public:
+                before = before + root.key if keys else root.key
+            block = token_ids[index * size : (index + 1) * size].tobytes()
+            key = blake2b(before + block, digest_size=_KEY_SIZE).digest()
             keys.append(key)
 
 

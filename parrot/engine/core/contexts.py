@@ -14,7 +14,8 @@ partly filled last block of a fork, which is copied before its first write (copy
 
 Full computed blocks are published under keys of what they hold. A context that begins with the same
 tokens adopts them, whoever computed them, also when that context was freed, as long as nobody else
-got the block. Nobody writes to a published block.
+got the block: one of the same salt, or of any salt what is public. Nobody writes to a published
+block.
 """
 
 from array import array
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from parrot.engine.core.block_pool import BlockHasher, BlockPool
+from parrot.engine.core.block_pool import NO_ROOT, BlockHasher, BlockPool, Root
 from parrot.engine.core.plan import BlockCopy
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Context:
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     owned_from: int = 0
-    root_key: bytes = b""
+    root: Root = NO_ROOT
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     is_temporary: bool = False
@@ -103,9 +104,11 @@ class ContextTree:
         fork: Fork | None = None,
         salt: str = "",
         *,
+        public_len: int = 0,
         is_temporary: bool = False,
     ) -> Context:
-        """`salt` counts for roots only: a fork has that of its root."""
+        """`salt` counts for roots only: a fork has that of its root. So does `public_len`: the
+        first tokens that it will be given, whose full blocks it shares with any salt."""
         assert context_id not in self._contexts, f"context {context_id} exists"
         salt = salt if fork is None else fork.parent.salt
         context = self._contexts[context_id] = Context(
@@ -114,7 +117,7 @@ class ContextTree:
         if fork is not None:
             self.pending[context] = None
         elif self._hasher is not None:
-            context.root_key = self._hasher.root(salt)
+            context.root = self._hasher.root(salt, public_len)
         return context
 
     def carry_out_fork(self, child: Context, length: int) -> None:
@@ -129,8 +132,9 @@ class ContextTree:
         child.block_ids = parent.block_ids[: self.pool.blocks_for(child.num_computed)]
         child.owned_from = len(child.block_ids)
         self.pool.share(child.block_ids)
-        child.root_key = parent.root_key
-        child.keys = parent.keys[: length // self.block_size]
+        num_full = length // self.block_size
+        child.root = parent.root.cut(num_full)
+        child.keys = parent.keys[:num_full]
         child.num_published = min(parent.num_published, child.num_computed // self.block_size)
 
     def next_key(self, context: Context) -> bytes | None:
@@ -141,7 +145,7 @@ class ContextTree:
             return None
         if block >= (num_full := len(context.token_ids) // self.block_size):
             return None
-        self._hasher.extend(context.keys, context.root_key, context.token_ids, num_full)
+        self._hasher.extend(context.keys, context.root, context.token_ids, num_full)
         return context.keys[block]
 
     def adopt(self, context: Context) -> int:
@@ -171,7 +175,7 @@ class ContextTree:
         num_full = context.num_computed // self.block_size
         if self._hasher is None or context.is_temporary or num_full <= context.num_published:
             return
-        self._hasher.extend(context.keys, context.root_key, context.token_ids, num_full)
+        self._hasher.extend(context.keys, context.root, context.token_ids, num_full)
         for index in range(context.num_published, num_full):
             own, key = context.block_ids[index], context.keys[index]
             published = self.pool.find(key)
@@ -300,7 +304,7 @@ class ContextTree:
             return
         keys: list[bytes] = []
         num_full = len(context.token_ids) // self.block_size
-        self._hasher.extend(keys, context.root_key, context.token_ids, num_full)
+        self._hasher.extend(keys, context.root, context.token_ids, num_full)
         assert context.keys == keys[: len(context.keys)], f"{context} has wrong keys"
         for index in range(context.num_computed // self.block_size):
             published = self.pool.key_of(context.block_ids[index])

@@ -2,6 +2,7 @@
 
 from parrot.engine.core.contexts import Context, ContextTree, Fork
 from parrot.engine.core.jobs import Job, Piece
+from parrot.protocol.engine_api import NO_PARENT
 
 
 def forks_of(tree: ContextTree, parent: Context) -> list[tuple[Context, Fork]]:
@@ -15,8 +16,10 @@ def forks_wanting(tree: ContextTree, job: Job) -> list[Context]:
     return [c for c, fork in forks if fork.after is not None and fork.after >= job.job_id]
 
 
-def create_fork(tree: ContextTree, piece: Piece) -> Context:
-    """Create the context of a piece whose parent exists."""
+def create_context(tree: ContextTree, piece: Piece, salt: str) -> Context:
+    """Create the context of a piece whose parent, if it has one, exists."""
+    if piece.parent_id == NO_PARENT:
+        return tree.create(piece.context_id, salt=salt, public_len=piece.public_len)
     parent, length = tree.get(piece.parent_id), piece.parent_len
     assert parent is not None, f"context {piece.parent_id} vanished"
     fork = _fork_of_all(parent) if length is None else Fork(parent, length, None)

@@ -69,13 +69,15 @@ class Outbox:
 class Piece:
     """Append tokens to a context, which is forked from its parent at its first use.
 
-    `first_id` is put before the tokens if the context is still empty (a BOS token)."""
+    `first_id` is put before the tokens if the context is still empty (a BOS token). The first
+    `public_len` tokens of a context without a parent are shared with any salt."""
 
     context_id: int
     token_ids: "array[int]"
     parent_id: int = NO_PARENT
     parent_len: int | None = None
     first_id: int | None = None
+    public_len: int = 0
 
     def repeats_fork(self, creator: "Piece") -> bool:
         """Whether it names no other fork than `creator`, the piece that creates its context."""
@@ -89,12 +91,12 @@ class EngineRequest:
     """A request to the core: fill all pieces; then, if `sampling` is given, generate after the
     last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
     sender's, for aborting. Roots that it creates share KV only with contexts of the same
-    `cache_salt`. `background_share`: how much longer it may make others' steps, if it is a
-    background fill. `constraint`: the one of its `sampling`, behind `resumed_ids`, with which the
-    output began elsewhere. `pooling`
-    and `num_scored`: give an embedding of each piece, or the log probabilities of its tokens and of
-    so many likely ones; the pieces' contexts are temporary. `drafts`: where to look for drafts of
-    its output. `share`: whose time it takes."""
+    `cache_salt`, but for what is public. `background_share`: how much longer it may make others'
+    steps, if it is a background fill. `constraint`: the one of its `sampling`, behind
+    `resumed_ids`, with which the output began elsewhere. `pooling` and `num_scored`: give an
+    embedding of each piece, or the log probabilities of its tokens and of so many likely ones; the
+    pieces' contexts are temporary. `drafts`: where to look for drafts of its output. `share`: whose
+    time it takes."""
 
     request_id: int
     pieces: tuple[Piece, ...]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, Fork
-from parrot.engine.core.forks import create_fork, forks_of, forks_wanting, settle_lengths
+from parrot.engine.core.forks import create_context, forks_of, forks_wanting, settle_lengths
 from parrot.engine.core.jobs import (
     EngineRequest,
     Job,
@@ -21,7 +21,6 @@ from parrot.engine.core.output import Followers, Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
 from parrot.engine.core.step_costs import StepTotals
 from parrot.engine.core.validation import RequestLimits
-from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
@@ -133,9 +132,7 @@ class RequestTable:
     def _create(self, piece: Piece, request: EngineRequest) -> Context:
         if request.reading() is not None:
             return self._tree.create(piece.context_id, is_temporary=True)
-        if piece.parent_id == NO_PARENT:
-            return self._tree.create(piece.context_id, salt=request.cache_salt)
-        return create_fork(self._tree, piece)
+        return create_context(self._tree, piece, request.cache_salt)
 
     def _add(self, job: Job) -> None:
         job.request.jobs.append(job)

@@ -33,6 +33,9 @@ class RequestLimits:
         for index, piece in enumerate(request.pieces):
             if piece.token_ids:
                 self._check_token(max(piece.token_ids), "token_ids")
+            if piece.public_len > len(piece.token_ids):
+                text = f"{piece.public_len} of {len(piece.token_ids)} tokens cannot be public"
+                raise InvalidRequest(text, param="public_len")
             if (context := tree.get(piece.context_id)) is None:
                 _check_fork(piece, creators.setdefault(piece.context_id, piece))
                 _check_salt(tree.get(piece.parent_id), request, "parent_context_id")

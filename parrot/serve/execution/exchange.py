@@ -18,7 +18,7 @@ from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.draft_sources import DraftTexts
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.likelihoods import appended, joined_logprobs, stop_ids_of
-from parrot.serve.execution.request import open_request
+from parrot.serve.execution.request import known_of, open_request
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Units, encode_prompt, encode_text
@@ -128,7 +128,7 @@ class Exchange:
             chat = run.completion.options.chat
             return await encode_prompt(run.segments, chat, tokenizer, limit=engine.max_len)
         while True:
-            num_known, num_tokens = self._known(run, engine)
+            num_known, num_tokens = known_of(self._ledger, engine, run.keys)
             missing = await encode_prompt(
                 run.segments[num_known:],
                 False,
@@ -136,13 +136,10 @@ class Exchange:
                 limit=engine.max_len,
                 num_before=num_tokens,
             )
-            if self._known(run, engine)[0] >= num_known:  # else it was freed meanwhile
+            if (
+                known_of(self._ledger, engine, run.keys)[0] >= num_known
+            ):  # else it was freed meanwhile
                 return [()] * num_known + missing
-
-    def _known(self, run: Run, engine: Engine) -> tuple[int, int]:
-        """How many of the prompt's segments the engine has, and their tokens."""
-        match = self._ledger.index.match(engine.id, run.keys)
-        return (0, 0) if match is None else (match.num_covered, match.boundary.length)
 
     async def _stream(
         self, run: Run, attempt: Attempt, request: GenerateRequest

@@ -104,7 +104,8 @@ class Fleet:
       (the heartbeats of a process with a stuck device go on);
     - it answers a ping after a connection to it broke, or it was found to obey another ServeCore.
 
-    `identity` is who registered engines obey. It may be set before there are any."""
+    `identity` is who registered engines obey. It may be set before there are any. Raises
+    `ConfigError` for a file of `public_prefixes`."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class Fleet:
         self._on_joined = on_joined
         self._on_reported = on_reported
         self._on_lost = on_lost
-        self._tokenizers = TokenizerRegistry()
+        self._tokenizers = TokenizerRegistry(config.public_prefixes)
         self._ids = itertools.count()
         self._joined = asyncio.Event()  # set, and another, when one joins
         self._engines: dict[int, Engine] = {}

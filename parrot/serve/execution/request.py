@@ -4,7 +4,13 @@
     completion's own                        |-- values, text --|-- output --|
 
 The constant beginning gets a context of its own, which every later call of that template forks. The
-completion's context forks the longest beginning that the engine has, wherever that comes from."""
+completion's context forks the longest beginning that the engine has, wherever that comes from.
+
+A prompt that begins with a public prefix gets a context that has all of it, whose KV the engine
+shares with every tenant's up to there:
+
+    public      |-- public prefix --|
+    tenant's    |------- constant text --|"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,9 +20,20 @@ from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
 from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.contexts.index import Boundary, Context, Owner
 from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.execution.fleet import Engine
+from parrot.serve.execution.public_prefixes import longest_public, public_len
 from parrot.serve.execution.run import Attempt, Run
 from parrot.serve.graph.nodes import given_name
 from parrot.serve.prompts.encode import Units, join
+
+
+def known_of(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -> tuple[int, int]:
+    """How many of a prompt's segments need not be encoded, since the engine has them, and their
+    tokens; none of what may be a part of a public prefix."""
+    match = ledger.index.match(engine.id, keys)
+    if match is None or match.boundary.length < longest_public(engine):
+        return 0, 0
+    return match.num_covered, match.boundary.length
 
 
 def open_request(
@@ -75,7 +92,8 @@ def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -
 @dataclass(slots=True)
 class _Prompt:
     """How far the prompt is there: `parent` has its first `covered` parts, `length` units, of which
-    `last` is the last. What was delivered of the output is its last part."""
+    `last` is the last. What was delivered of the output is its last part. `public_len`: the first
+    units that are public, unless `parent` has them."""
 
     ledger: ContextLedger
     attempt: Attempt
@@ -85,6 +103,7 @@ class _Prompt:
     parent: Context | None = None
     length: int = 0
     last: int | str = ""
+    public_len: int = 0
     fills: list[FillPiece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -92,8 +111,12 @@ class _Prompt:
         if self.attempt.resumed:
             self.parts = [*self.parts, self.attempt.resumed]
             self.keys = [*self.keys, self.attempt.resumed_key]
-        match = self.ledger.index.match(self.attempt.engine.id, self.keys)
-        if match is not None:
+        engine = self.attempt.engine
+        match = self.ledger.index.match(engine.id, self.keys)
+        if match is None or match.boundary.length < longest_public(engine):
+            self.public_len = public_len(engine, join(self.parts))
+        if match is not None and match.boundary.length >= self.public_len:
+            self.public_len = 0
             self.covered, self.parent = match.num_covered, match.context
             _, self.length, self.last = match.boundary
 
@@ -129,7 +152,7 @@ class _Prompt:
         if not options.cache_prefix or num_constant <= self.covered:
             return
         length = self.length + sum(map(len, self.parts[self.covered : num_constant]))
-        if length >= self.attempt.engine.info.block_size:
+        if length >= max(self.attempt.engine.info.block_size, self.public_len):
             self.extend(options.tenant, num_constant)
 
     def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> Context:
@@ -160,6 +183,7 @@ class _Prompt:
                 parent_len=None if self.parent is None else self.length,
                 token_ids=None if isinstance(units, str) else list(units),
                 text=units if isinstance(units, str) else None,
+                public_len=self.public_len if self.parent is None else 0,
             )
         )
         self.covered, self.parent, self.length = stop, context, context.length

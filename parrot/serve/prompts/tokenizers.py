@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product, starmap
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.prompts.chat import ChatTemplate
 from parrot.serve.prompts.vocabulary import Vocabulary
+from parrot.serve.tenants.public_texts import read_texts
 from parrot.utils.heaps import LruDict
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,7 @@ class PieceEncoder:
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
     """An encoder with the model's own rules. `chat`: None if the model has no chat template.
+    `public`: the tokens with which prompts begin that begin with a public text, the longest first.
 
     Models may share a tokenizer.json and still differ here (a base model and its chat version)."""
 
@@ -124,6 +126,7 @@ class ModelTokenizer:
     bos: int | None
     eos: frozenset[int]
     chat: ChatTemplate | None
+    public: tuple[Ids, ...] = ()
 
     def with_bos(self, ids: Ids) -> Ids:
         """The first ids of a prompt, with the BOS token if the model wants one."""
@@ -148,7 +151,9 @@ class ModelTokenizer:
 class TokenizerRegistry:
     """The tokenizers of all models, shared by the engines that serve the same model."""
 
-    def __init__(self) -> None:
+    def __init__(self, public_files: Sequence[str] = ()) -> None:
+        """Raises `ConfigError` for one of the files of public texts."""
+        self._public_texts = read_texts(public_files)
         self._models: dict[tuple[str, str], ModelTokenizer] = {}
         self._encoders: dict[str, PieceEncoder] = {}
 
@@ -163,9 +168,12 @@ class TokenizerRegistry:
             encoder = self._encoders.setdefault(tokenizer_id, encoder)
         ids = payload.special_ids
         chat = _chat_template(payload, encoder)
-        self._models[model, tokenizer_id] = ModelTokenizer(
+        tokenizer = ModelTokenizer(
             tokenizer_id, encoder, ids.bos if ids.add_bos else None, frozenset(ids.eos), chat
         )
+        found = [one for text in self._public_texts for one in await _beginnings(text, tokenizer)]
+        public = tuple(sorted(found, key=len, reverse=True))
+        self._models[model, tokenizer_id] = replace(tokenizer, public=public)
 
 
 def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
@@ -189,6 +197,22 @@ def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ChatTem
     except InvalidRequest as error:
         logger.warning("%s; chat calls will be refused", error)
         return None
+
+
+async def _beginnings(text: str, tokenizer: ModelTokenizer) -> list[Ids]:
+    """The tokens of prompts that begin with the text, and of chats whose system message does."""
+    encoder, chat = tokenizer.encoder, tokenizer.chat
+    found = [await encoder.encode(text, Style(special=True, first=True))]
+    if chat is not None:
+        try:
+            markup = chat.markup(1, has_system=True)[0]
+        except InvalidRequest:
+            pass  # it has no system messages
+        else:
+            message = text.strip() if chat.strips else text
+            ids = await encoder.encode(markup, Style(special=True, first=True))
+            found.append(ids + await encoder.encode(message, Style(special=True, first=False)))
+    return [tokenizer.with_bos(ids) for ids in found]
 
 
 def _load(definition: str, *, plain: bool) -> Tokenizer:

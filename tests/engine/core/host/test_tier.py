@@ -94,6 +94,18 @@ def test_what_left_the_device_comes_back_instead_of_being_computed():
     assert answer.response.usage.cached_tokens == 8
 
 
+def test_what_is_public_comes_back_for_any_salt():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefghijkl", public=8), cache_salt="me")
+    harness.run()
+    harness.free(1)
+    fill_the_device(harness)
+    answer = harness.fill(piece(2, "abcdefghijklm", public=8), cache_salt="you")
+    harness.run()
+    assert harness.num_copied(to_host=False) == 2
+    assert (answer.response.cached_tokens, answer.response.computed_tokens) == (8, 5)
+
+
 def test_also_for_a_freed_context_and_only_for_its_salt():
     harness = Tiered()
     harness.fill(piece(1, "abcdefgh"), cache_salt="me")

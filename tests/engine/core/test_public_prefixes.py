@@ -1,0 +1,108 @@
+"""What an operator made public is computed once for all salts, and nothing behind it."""
+
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.engine.core.block_pool import BlockHasher
+from parrot.protocol.errors import InvalidRequest
+from tests.support.core_harness import Harness, piece
+
+PUBLIC = "abcdefghij"  # 10 tokens: two full blocks of 4
+BEHIND = "klmnopqrstu"
+
+
+def cached(engine: Harness, context_id: int, text: str, salt: str, public: int = 10) -> int:
+    answer = engine.fill(piece(context_id, text, public=public), cache_salt=salt)
+    engine.run()
+    assert answer.response.cached_tokens + answer.response.computed_tokens == len(text)
+    return answer.response.cached_tokens
+
+
+def test_another_salt_finds_the_public_blocks_and_not_one_more():
+    engine = Harness()
+    assert cached(engine, 1, PUBLIC + BEHIND, "one") == 0
+    assert cached(engine, 2, PUBLIC + BEHIND, "other") == 8
+    assert cached(engine, 3, PUBLIC + BEHIND, "one") == 20
+    assert engine.context(1).block_ids[:2] == engine.context(2).block_ids[:2]
+    assert not set(engine.context(1).block_ids[2:]) & set(engine.context(2).block_ids[2:])
+
+
+def test_nobody_finds_it_who_is_not_told_that_it_is_public():
+    engine = Harness()
+    cached(engine, 1, PUBLIC + BEHIND, "one")
+    assert cached(engine, 2, PUBLIC + BEHIND, "other", public=0) == 0
+    assert cached(engine, 3, PUBLIC + BEHIND, "", public=0) == 0
+
+
+def test_public_blocks_outlive_the_context_that_computed_them():
+    engine = Harness()
+    cached(engine, 1, PUBLIC + BEHIND, "one")
+    engine.free(1)
+    assert cached(engine, 2, PUBLIC + BEHIND, "other") == 8
+
+
+@pytest.mark.parametrize(("length", "found"), [(6, 4), (8, 8), (11, 8), (16, 8)])
+def test_a_fork_shares_with_others_what_it_has_of_the_public_part(length, found):
+    """Behind that, what it has is its own, even if it goes on as the public part would."""
+    engine = Harness(num_blocks=32)
+    cached(engine, 1, PUBLIC + BEHIND, "one")
+    rest = (PUBLIC + BEHIND)[length:]
+    fork = engine.fill(piece(2, rest + "!", parent=1, length=length), cache_salt="one")
+    engine.run()
+    assert fork.error is None
+    engine.free(1)
+    assert cached(engine, 3, PUBLIC + BEHIND, "other") >= found
+    assert cached(engine, 4, PUBLIC + BEHIND, "third") == 8
+
+
+def test_more_tokens_than_the_piece_has_cannot_be_public():
+    engine = Harness()
+    refused = engine.fill(piece(1, PUBLIC, public=11))
+    engine.run()
+    assert isinstance(refused.error, InvalidRequest)
+    assert refused.error.param == "public_len"
+    assert engine.context(1) is None
+
+
+@settings(max_examples=200)
+@given(
+    size=st.integers(1, 5),
+    tokens=st.lists(st.integers(0, 1), min_size=1, max_size=30),
+    public_len=st.integers(0, 30),
+    other_public_len=st.integers(0, 30),
+    salts=st.tuples(st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"])),
+)
+def test_keys_are_equal_only_where_both_are_public_or_have_one_salt(
+    size, tokens, public_len, other_public_len, salts
+):
+    hasher = BlockHasher(size, secret=b"s")
+    ids, num_blocks = array("i", tokens), len(tokens) // size
+    chains: list[list[bytes]] = []
+    for salt, length in zip(salts, (public_len, other_public_len), strict=True):
+        chain: list[bytes] = []
+        for end in range(num_blocks + 1):  # step by step, as a context grows
+            hasher.extend(chain, hasher.root(salt, length), ids, end)
+        assert len(set(chain)) == num_blocks
+        chains.append(chain)
+    ends = public_len // size, other_public_len // size
+    has_one_root = salts[0] == salts[1] and ends[0] == ends[1]
+    num_equal = num_blocks if has_one_root else min(*ends, num_blocks)
+    assert chains[0][:num_equal] == chains[1][:num_equal]
+    assert not set(chains[0][num_equal:]) & set(chains[1][num_equal:])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    block_size=st.sampled_from([1, 2, 3, 4, 8]),
+    public=st.text("ab", min_size=1, max_size=12),
+    behind=st.text("ab", min_size=1, max_size=12),
+)
+def test_a_foreign_prompt_has_the_whole_blocks_of_the_public_part(block_size, public, behind):
+    engine = Harness(num_blocks=128, block_size=block_size)
+    text, whole = public + behind, len(public) // block_size * block_size
+    cached(engine, 1, text, "one", public=len(public))
+    assert cached(engine, 2, text, "other", public=len(public)) == whole
+    engine.core.check_integrity()
