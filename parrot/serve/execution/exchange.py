@@ -46,10 +46,10 @@ class Exchange:
         _deliver_heard(run, attempt)
         if not run.text:
             run.stats.logprobs = None
-        parts = await self._encode(run, attempt)
         if run.text:
             await _resume(run, attempt)
         drafts = await self._draft_texts.sources(attempt)
+        parts = await self._encode(run, attempt)  # last: what it found may be freed meanwhile
         request = open_request(self._ledger, run, attempt, parts)
         if request is None:
             return Outcome(run.text, None, 0, _NOTHING_MORE)

@@ -6,6 +6,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from parrot.protocol.engine_api import DraftSources, EngineType, GenerateRequest, GenerateResponse
+from parrot.serve.execution.draft_sources import DraftTexts
+from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import CallOptions
 from tests.serve.execution.test_dispatcher import World, value
 from tests.support.byte_tokenizer import byte_tokenizer
@@ -120,3 +122,16 @@ async def test_engines_that_do_not_draft_are_told_nothing(world: World) -> None:
         options=CallOptions(func_name="f", tenant="acme", cache_salt="acme", prediction="as it is"),
     )
     assert fake.requests[-1].drafts is None
+
+
+async def test_a_prompt_is_whole_if_what_the_engine_had_of_it_goes_while_drafts_are_sought(
+    world: World, engine: DraftingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await call(world, "one")
+
+    async def evicting(self: DraftTexts, attempt: Attempt) -> None:
+        world.dispatcher._ledger.evict_idle(attempt.engine.id)
+
+    monkeypatch.setattr(DraftTexts, "sources", evicting)
+    await call(world, "two")
+    assert engine.engine.prompts[-1] == "Fix this: two fixed: "
