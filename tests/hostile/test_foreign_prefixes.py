@@ -4,6 +4,8 @@ import asyncio
 import random
 from pathlib import Path
 
+import httpx
+
 from parrot.cluster import Cluster
 from parrot.engine.config import SimInstance
 from parrot.protocol.http import HttpClient
@@ -99,3 +101,20 @@ async def test_of_a_public_prefix_nothing_but_its_whole_blocks_is_found(tmp_path
             first = await ask(client, "first", f"{public} Hello!")
             assert first.cached_tokens == 0
             await asyncio.gather(*map(probe, range(NUM_PROBES)))
+        chats = [(public, whole), (public + " Be brief.", whole), (public[:40], 0)]
+        async with httpx.AsyncClient(base_url=cluster.core_url) as web:
+            for number, (system, found) in enumerate([(public, 0), *chats]):
+                answer = await web.post(
+                    "/v1/chat/completions",
+                    headers={"Authorization": f"Bearer chat {number}"},
+                    json={
+                        "model": "sim",
+                        "max_tokens": 2,
+                        "messages": [
+                            {"role": "system", "content": system},
+                            {"role": "user", "content": "Hello"},
+                        ],
+                    },
+                )
+                usage = answer.json()["usage"]
+                assert usage["prompt_tokens_details"]["cached_tokens"] == found, system

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.public_prefixes import longest_public, public_len
 from parrot.serve.graph.nodes import PieceKind
@@ -169,3 +171,15 @@ def test_a_file_that_is_no_text_is_refused(
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no file"):
         read_texts([str(tmp_path)])
+
+
+def test_servecore_does_not_start_without_a_text_that_it_is_to_share(tmp_path: Path) -> None:
+    config = CoreConfig(public_prefixes=(str(tmp_path / "policy.txt"),))
+    with pytest.raises(ConfigError, match=r"policy\.txt: is no file"):
+        ServeCore(config)
+
+
+@pytest.mark.parametrize("paths", [["a.txt"] * 17, [""], "a.txt", [1]])
+def test_what_are_no_paths_is_refused(paths: object) -> None:
+    with pytest.raises(ValidationError, match="public_prefixes"):
+        CoreConfig.model_validate({"public_prefixes": paths})
