@@ -151,7 +151,8 @@ class Journal:
             await self.durable()
 
     async def close(self) -> None:
-        """Write what is left, for a few seconds at most. Who still waits then is refused."""
+        """Write what is left, for a few seconds at most. Who still waits then, or comes after, is
+        refused."""
         self._flush()
         self._hand_over()
         if not self._file.is_ours():
@@ -165,6 +166,7 @@ class Journal:
                 logger.error("the journal's last records could not be written: %s", self.trouble)
                 self._refuse("it was closed")
                 return
+        self._refuse("it was closed")
         self._file.close()
 
     def _flush(self) -> None:

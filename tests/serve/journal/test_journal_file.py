@@ -489,6 +489,17 @@ async def test_a_disk_that_is_only_slow_bounds_how_long_anything_waits(tmp_path:
     assert len(read(tmp_path / "j")) == 24
 
 
+async def test_nobody_waits_for_a_journal_that_was_closed(tmp_path: Path) -> None:
+    journal = await opened(tmp_path / "j")
+    journal.append("1", "a", {})
+    await journal.durable()
+    await journal.close()
+    await journal.durable()  # of what it has
+    journal.append("1", "b", {})
+    with pytest.raises(InsufficientStorage, match="it was closed"):
+        await asyncio.wait_for(journal.durable(), 30)
+
+
 async def test_the_bound_refuses_until_something_ends(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j", size=2**20)
     count = 0
