@@ -140,7 +140,8 @@ class EngineMachine(RuleBasedStateMachine):
             parent = data.draw(st.sampled_from(self.usable))
             length = data.draw(st.sampled_from([None, None, 0, 1, 2, 3, 5, 8, 13]))
             return Piece(self.new_context(), tokens, parent, length, first_id)
-        return Piece(self.new_context(), tokens, NO_PARENT, None, first_id)
+        public = 0 if first_id is not None else data.draw(st.integers(0, len(tokens)))
+        return Piece(self.new_context(), tokens, NO_PARENT, None, first_id, public)
 
     @rule(data=st.data(), num=st.integers(1, 3), priority=st.sampled_from([-1, 0, 1, BACKGROUND]))
     def fill(self, data, num, priority):
