@@ -18,7 +18,6 @@ from functools import cached_property
 
 from benchmark.nemesis.history import (
     CLOCK_STEP,
-    DISK_FULL,
     GIVEN_UP,
     GONE,
     TRANSIENT,
@@ -233,7 +232,7 @@ def _failures(facts: _Facts) -> Iterator[str]:
         if submit.fails and ready:
             yield f"{submit.key} must fail, and made {ready}"
         for var in submit.inputs:
-            if ready and var in facts.errors:
+            if ready and var in facts.errors and not _may_revive(facts, var):
                 yield f"{submit.key} made {ready}, though its input {var} had failed"
 
 
@@ -269,9 +268,9 @@ def _published_once(facts: _Facts) -> Iterator[str]:
 
 def _may_revive(facts: _Facts, var: str) -> bool:
     """Whether it was cancelled when the journal could not be written, which a death forgets."""
-    is_full = any(one.fault == DISK_FULL for one in facts.history.disturbances)
     submit = facts.producer.get(var)
-    sources = [] if submit is None or not is_full else _ancestors(facts, submit)
+    was_lost = facts.history.may_be_unwritten
+    sources = [] if submit is None or not was_lost else _ancestors(facts, submit)
     return any(facts.cancelled.intersection(source.outputs) for source in sources)
 
 
@@ -297,7 +296,7 @@ def _all_freed(facts: _Facts) -> Iterator[str]:
 
 def _fair(facts: _Facts) -> Iterator[str]:
     history = facts.history
-    if any(one.fault == DISK_FULL for one in history.disturbances):
+    if history.may_be_unwritten:
         return  # what was over may run again, which no program knows
     for asked in (*history.submits, *history.reads):
         life = facts.lives.get(asked.program)

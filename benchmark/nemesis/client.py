@@ -8,7 +8,6 @@ from itertools import count
 from typing import Any, TypeVar
 
 from benchmark.nemesis.history import (
-    DISK_FULL,
     TRANSIENT,
     Asked,
     Cancel,
@@ -153,7 +152,7 @@ class Client(Caller):
 
     async def show(self) -> None:
         """Record what the service shows, when all calls have come to an end. A value that was told
-        while the disk was full may be gone with its ServeCore: it is made again when it is read."""
+        while it could not be written may be gone with its ServeCore: it is made again when it is read."""
         while True:
             info = await self.persistently(
                 lambda: self._serve.session_info(self._session_id, self._auth), _nobody
@@ -161,7 +160,7 @@ class Client(Caller):
             open_calls = [call for call in info.calls if call.state not in FINAL]
             if not open_calls:
                 break
-            if any(one.fault == DISK_FULL for one in self._history.disturbances):
+            if self._history.may_be_unwritten:
                 for call in open_calls:
                     await self.failure(call.output_var_id)
             await asyncio.sleep(PAUSE_S)

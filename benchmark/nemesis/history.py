@@ -140,6 +140,13 @@ class History:
     share: int = 2**31
     patience_s: float = 1e9
 
+    @property
+    def may_be_unwritten(self) -> bool:
+        """Whether there was a time in which what was told could not be written down: the disk was
+        full, or there was no way to the database."""
+        faults = {one.fault for one in self.disturbances}
+        return any(fault == DISK_FULL or "database" in fault for fault in faults)
+
     def save(self, path: Path) -> None:
         path.write_bytes(_ADAPTER.dump_json(self))
 

@@ -238,10 +238,18 @@ def test_c6_two_calls_make_a_variable() -> None:
     assert found(history) == {"C6"}
 
 
-def test_a_cancellation_may_be_forgotten_while_the_disk_is_full() -> None:
+@pytest.mark.parametrize("name", [DISK_FULL, "kill-database", "core-database-stall"])
+def test_a_cancellation_may_be_forgotten_while_nothing_can_be_written(name: str) -> None:
     history = with_reads(read("v-two", error="cancelled", at=1.5, answered=1.6))
     history.cancels.append(Cancel(program=1, var="v-one", invoked=1.4, answered=1.5))
     assert found(history) == {"C1", "C6"}
+    assert check(with_fault(history, fault(1.0, 1.7, name, loses_engine=False))) == []
+
+
+def test_so_its_reader_may_have_seen_the_input_fail_and_be_made() -> None:
+    history = with_reads(read("v-one", error="cancelled", at=1.5, answered=1.6))
+    history.cancels.append(Cancel(program=1, var="v-one", invoked=1.4, answered=1.5))
+    assert "C5" in found(history)
     assert check(with_fault(history, fault(1.0, 1.7, DISK_FULL, loses_engine=False))) == []
 
 

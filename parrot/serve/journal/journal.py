@@ -53,7 +53,6 @@ class Journal:
         self._file = file
         self.clock = ReplayClock(clock)
         self.epoch = self._file.epoch
-        self.fact = self._file.fact  # before anything is appended
         self._max_wait_s = max_wait_s
         self._failure = self._delay = ""  # why nothing can be written
         self._turn: list[Record] = []
@@ -73,6 +72,14 @@ class Journal:
     def trouble(self) -> str:
         """Why nothing can be written; empty: it can."""
         return self._failure or self._delay
+
+    def fact(self, name: str, value: int) -> int:
+        """The number that was first given for this name, before anything is appended. Raises
+        `ConfigError` if the file cannot be read, or written for a new name."""
+        try:
+            return self._file.fact(name, value)
+        except self._file.errors as error:
+            raise ConfigError(f"journal: it cannot be had: {error}") from None
 
     def read(self, apply: Callable[[Record], None]) -> None:
         """Call `apply` with each record there is, at the time when it was made.

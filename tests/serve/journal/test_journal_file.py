@@ -306,6 +306,20 @@ async def test_what_comes_while_the_loop_is_busy_goes_in_one_transaction(
     assert len(read(tmp_path / "j")) == 100
 
 
+async def test_a_fact_that_cannot_be_looked_up_is_told_as_what_keeps_the_service_from_starting(
+    tmp_path: Path,
+) -> None:
+    journal = await opened(tmp_path / "j")
+
+    def lost(name: str, value: int) -> int:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    journal._file.fact = lost  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="disk I/O error"):
+        journal.fact("secret", 7)
+    await journal.close()
+
+
 async def test_the_event_loop_has_the_file_until_something_is_written(tmp_path: Path) -> None:
     """What an earlier process left to be trimmed is not trimmed while facts are looked up."""
     journal = await opened(tmp_path / "j")
