@@ -152,7 +152,8 @@ class Client(Caller):
 
     async def show(self) -> None:
         """Record what the service shows, when all calls have come to an end. A value that was told
-        while it could not be written may be gone with its ServeCore: it is made again when it is read."""
+        while it could not be written may be gone with its ServeCore, and is made again for who
+        reads it."""
         while True:
             info = await self.persistently(
                 lambda: self._serve.session_info(self._session_id, self._auth), _nobody
