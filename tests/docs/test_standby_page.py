@@ -1,20 +1,17 @@
 """docs/standby.md: its HAProxy passes requests to whoever serves."""
 
 import asyncio
-import re
-import shutil
 from pathlib import Path
 
 import aiohttp
-import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.process.standby import standby_app
-from tests.docs.pages import ROOT
-from tests.docs.test_proxy import answers, free_port
+from tests.docs.haproxy import haproxy_of
+from tests.docs.test_proxy import free_port
 from tests.support.app_server import serve_app
 
 
@@ -27,37 +24,24 @@ class Replaceable:
 
 
 async def test_the_proxy_asks_who_serves(tmp_path: Path) -> None:
-    haproxy = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-    if haproxy is None:
-        pytest.skip("needs HAProxy: apt-get install haproxy")
-    page = (ROOT / "docs" / "standby.md").read_text()
-    (config,) = re.findall(r"```haproxy\n(.*?)```", page, re.DOTALL)
     serving, waiting = create_app(ServeCore(CoreConfig())), standby_app(CoreConfig())
     first, second = Replaceable(serving), Replaceable(waiting)
     async with serve_app(first) as a, serve_app(second) as b:
         port = free_port()
-        for old, new in {
+        addresses = {
             ":443 ssl crt /etc/ssl/parrot.pem": f"127.0.0.1:{port}",
             "10.0.0.1:9000": a.removeprefix("http://"),
             "10.0.0.2:9000": b.removeprefix("http://"),
-        }.items():
-            assert config.count(old) == 1
-            config = config.replace(old, new)
-        (tmp_path / "haproxy.cfg").write_text(config)
-        process = await asyncio.create_subprocess_exec(
-            haproxy, "-q", "-db", "-f", str(tmp_path / "haproxy.cfg")
-        )
-        try:
-            await answers(port)
-            async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
-                for _ in range(2):
-                    await begin_session(http)
-                    async with http.get("/metrics") as response:
-                        assert response.status == 403
-                    first.app, second.app = second.app, first.app
-        finally:
-            process.terminate()
-            await process.wait()
+        }
+        async with (
+            haproxy_of("standby.md", port, addresses, tmp_path),
+            aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
+        ):
+            for _ in range(2):
+                await begin_session(http)
+                async with http.get("/metrics") as response:
+                    assert response.status == 403
+                first.app, second.app = second.app, first.app
 
 
 async def begin_session(http: aiohttp.ClientSession) -> None:
