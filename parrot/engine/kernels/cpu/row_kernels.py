@@ -23,34 +23,28 @@ from parrot.engine.kernels.cpu.row_layout import (
 )
 from parrot.engine.kernels.cpu.simd import (
     LANES,
+    MEMORY,
     add,
     divide,
     exp2,
     float_at,
     int64_at,
-    load_bfloat16,
     load_float32,
     multiply,
     multiply_add,
     root,
     splat,
-    store_bfloat16,
-    store_float32,
     subtract,
     take_next,
     total,
 )
 
-_TYPES = {
-    "float32": (load_float32, store_float32, 4),
-    "bfloat16": (load_bfloat16, store_bfloat16, 2),
-}
 _LOG2_E = math.log2(math.e)
 
 
 def row_kernels_of(dtype):  # noqa: C901
     """The kernels for tensors of this type, by name. They are compiled by those who call them."""
-    load, store, size = _TYPES[dtype]
+    load, store, size = MEMORY[dtype]
     compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
     @compiled

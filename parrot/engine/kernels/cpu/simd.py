@@ -270,3 +270,10 @@ def exp2(context, a):
         return builder.select(is_small, _same(_VECTOR, 0.0), builder.bitcast(result, _VECTOR))
 
     return vector(vector), code
+
+
+MEMORY = {
+    "float32": (load_float32, store_float32, 4),
+    "bfloat16": (load_bfloat16, store_bfloat16, 2),
+}
+"""How LANES numbers of a type are read and written by address, and the bytes of one."""

@@ -54,6 +54,7 @@ from parrot.engine.kernels.cpu.layout import (
 )
 from parrot.engine.kernels.cpu.simd import (
     LANES,
+    MEMORY,
     add,
     call_in_threads,
     divide,
@@ -63,7 +64,6 @@ from parrot.engine.kernels.cpu.simd import (
     int64_at,
     larger,
     largest,
-    load_bfloat16,
     load_float32,
     multiply,
     multiply_add,
@@ -72,24 +72,19 @@ from parrot.engine.kernels.cpu.simd import (
     set_float,
     set_int64,
     splat,
-    store_bfloat16,
     store_float32,
     subtract,
     take_next,
     total,
 )
 
-_TYPES = {
-    "float32": (load_float32, store_float32, 4),
-    "bfloat16": (load_bfloat16, store_bfloat16, 2),
-}
 LINE = 64  # bytes of a cache line
 _LEAST, _LOG2_E = -math.inf, math.log2(math.e)
 
 
 def kernels_of(dtype):  # noqa: C901
     """The kernels for tensors of this type, by name. They are compiled by those who call them."""
-    load, store, size = _TYPES[dtype]
+    load, store, size = MEMORY[dtype]
     vector_bytes = LANES * size
     compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
