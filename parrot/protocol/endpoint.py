@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.routing import BaseRoute, Route
 
+from parrot.protocol.errors import Conflict, SessionGone
 from parrot.protocol.gate.access import Access, Check, RuledRoute, rules
 from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
 from parrot.protocol.gate.fields import Id, Label, Path
@@ -45,6 +46,25 @@ Durable = Callable[[], Awaitable[None]]
 """Waits until what was done is for good."""
 
 
+class Lasting:
+    """For the block that does something, or says that it was done before: its end is told when that
+    is for good, so that a restart cannot take it back."""
+
+    __slots__ = ("_durable",)
+
+    def __init__(self, durable: Durable | None) -> None:
+        self._durable = durable
+
+    async def __aenter__(self) -> None: ...
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._durable is not None and (kind is None or issubclass(kind, _DONE_BEFORE)):
+            await self._durable()
+
+
+_DONE_BEFORE = (Conflict, SessionGone)
+
+
 class Endpoint:
     """One verb of a server.
 
@@ -57,7 +77,7 @@ class Endpoint:
     for the field `bearer` if that is not given, and the headers `traceparent` and `Idempotency-Key`
     for those fields.
     `access`: who may use it, and `check` what says so, if the verb does not. `body`: which bodies
-    are read. `durable` is awaited before the answer is sent.
+    are read. `durable` is awaited before it is told that something was done, now or before.
     `errors` (statuses that it may fail with, besides 400 and 422), `about` and `may_stream` (it
     gives server-sent events to those who ask for them) only describe it."""
 
@@ -112,11 +132,11 @@ class Endpoint:
     async def _answer(self, request: Request) -> Response:
         if self._check is not None:
             self._check(request)
-        result = self._verb(**await self._arguments(request))
-        if inspect.isawaitable(result):
-            result = await run_until_disconnect(request, result)
-        if self._durable is not None:
-            await self._durable()
+        arguments = await self._arguments(request)
+        async with Lasting(self._durable):
+            result = self._verb(**arguments)
+            if inspect.isawaitable(result):
+                result = await run_until_disconnect(request, result)
         if isinstance(result, BaseModel) and has_long_list(result):
             result = await json_in_turns(result)
         return self._response(result)

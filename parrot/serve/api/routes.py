@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 from pydantic import BaseModel
 
-from parrot.protocol.endpoint import Durable, Endpoint
+from parrot.protocol.endpoint import Durable, Endpoint, Lasting
 from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
 from parrot.protocol.graph_api import GraphRequest, GraphResponse
@@ -298,18 +298,15 @@ async def _submit_graph(
 ) -> GraphResponse:
     """If the graph is to have a session of its own, that begins only if all of it is right."""
     if request.session is None:
-        response = core.programs.submit_graph(request)
-        if durable is not None:
-            await durable()
-        return response
+        async with Lasting(durable):
+            return core.programs.submit_graph(request)
     wanted = request.session
     if wanted.api_key is None:
         wanted = wanted.model_copy(update={"api_key": request.session_auth})
     scope = core.create_session(wanted).model_dump()
     with _known_or_ended(core, scope):
-        response = core.programs.submit_graph(request.model_copy(update=scope))
-        if durable is not None:
-            await durable()
+        async with Lasting(durable):
+            response = core.programs.submit_graph(request.model_copy(update=scope))
     return response.model_copy(update=scope)
 
 

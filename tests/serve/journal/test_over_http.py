@@ -24,15 +24,17 @@ from tests.support.fake_engine import FakeEngine, fake_engine
 
 
 class HeldFile(MemoryFile):
-    """A disk that writes while it is `open`, and fails while it is `full`."""
+    """A disk that writes when `asked` while it is `open`, and fails while it is `full`."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         super().__init__(records)
         self.open = threading.Event()
         self.open.set()
+        self.asked = threading.Event()
         self.full = False
 
     def write(self, records: Sequence[Record]) -> None:
+        self.asked.set()
         assert self.open.wait(20)
         if self.full:
             raise OSError("the disk is full")
@@ -194,6 +196,49 @@ async def test_variables_are_listed_when_they_are_on_disk(path: str) -> None:
         assert not asking.done()
         file.open.set()
         assert await asking
+
+
+REPEATED = CALL | {"idempotency_key": "one"}
+REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "set": ("semantic_var/{var_id}", {"content": "again"}, 409),
+    "call": ("semantic_call", REPEATED | {"template": "Else: {{x}} {{out}}"}, 409),
+    "graph": ("semantic_graph", {"calls": [CALL], "idempotency_key": "one"}, 409),
+    "end": ("session/{session_id}", {}, 410),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_that_something_was_done_before_is_told_when_it_is_on_disk(
+    name: str, is_lost: bool
+) -> None:
+    """Who sends a request again, since its answer was lost, takes that for the answer."""
+    path, body, status = REFUSED[name]
+    method = "DELETE" if name == "end" else "POST"
+    file = HeldFile()
+    async with serving(file) as site, program(site) as scope:
+        created = await site.post("/v1/semantic_var", scope | {"var_name": "v"})
+        path = "/v1/" + path.format(**scope, **created)
+
+        async def told(method: str, path: str, body: dict[str, Any]) -> int:
+            async with site.http.request(method, path, json=scope | body) as answer:
+                return answer.status
+
+        file.asked.clear()
+        file.open.clear()
+        file.full = is_lost
+        first = (method, path, body)
+        if name in ("call", "graph"):
+            first = ("POST", "/v1/semantic_call", REPEATED)
+        asking = [asyncio.ensure_future(told(*first))]
+        assert await asyncio.to_thread(file.asked.wait, 20)
+        asking.append(asyncio.ensure_future(told(method, path, body)))
+        await asyncio.wait(asking, timeout=0.1)
+        assert not any(one.done() for one in asking)
+        file.open.set()
+        is_refused = is_lost and name != "end"
+        assert await asyncio.gather(*asking) == ([507, 507] if is_refused else [200, status])
+        file.full = False
 
 
 async def test_an_answer_that_was_made_is_given_though_the_disk_is_full() -> None:
