@@ -14,10 +14,10 @@ from benchmark.apps.network import DelayedNetwork
 from benchmark.apps.runner import Run
 from benchmark.apps.settings import Setting
 from benchmark.simulated import changed, core_config
-from parrot.cli.cluster_configs import read_configs
 from parrot.cluster import Cluster
 from parrot.cluster.cluster import CORE
 from parrot.engine.config import SimConfig, parse_engine_config
+from parrot.launch.configs import read_configs
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.gate.cluster_token import kept_token
 from parrot.protocol.gate.names import is_loopback

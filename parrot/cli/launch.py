@@ -5,10 +5,10 @@ from pathlib import Path
 
 from rich.table import Table
 
-from parrot.cli.cluster_configs import read_configs
 from parrot.cli.console import OUT, fail, orderly_exit, warn
 from parrot.cli.servers import running
 from parrot.cluster import Cluster, ClusterError
+from parrot.launch.configs import read_configs
 from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from rich.markup import escape
 
-from parrot.cli.cluster_configs import Config
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cli.servers import running
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.cluster import binding
 from parrot.cluster.ports import ask, is_free
 from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.launch.configs import Config
 from parrot.protocol.public import ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.page.visitors import page_url

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from parrot.cli.cluster_configs import read_configs
 from parrot.engine.config import parse_engine_config
+from parrot.launch.configs import read_configs
 from parrot.serve.config import CoreConfig
 from parrot.utils.config import ConfigError, load_config, read_config_object
 

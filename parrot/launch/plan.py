@@ -1,0 +1,112 @@
+"""The servers of a cluster, before it is known where they run."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from parrot.protocol.gate.cluster_token import settled_token
+from parrot.utils.config import ConfigError
+from parrot.utils.ids import new_token
+
+Config = Mapping[str, Any]
+Kind = Literal["core", "engine"]
+
+EVERYWHERE = "0.0.0.0"
+CORE_NAME = "core"
+CORE_PORT, FIRST_ENGINE_PORT = 9000, 9001
+DRAIN_S = 120.0
+"""How long engines may finish their calls before they stop, if their config does not say."""
+_MODULES: dict[Kind, str] = {
+    "core": "parrot.serve.http_server",
+    "engine": "parrot.engine.http_server",
+}
+_END_S = 15.0  # from the end of a drain to that of the process
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server to run. `config` is all that it needs but its place; it holds secrets."""
+
+    name: str
+    kind: Kind
+    config: Config
+
+    @property
+    def module(self) -> str:
+        """The module that `python -m` runs."""
+        return _MODULES[self.kind]
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds from SIGTERM after which it may be killed."""
+        return float(self.config.get("drain_timeout", 0.0)) + _END_S
+
+    @property
+    def token(self) -> str | None:
+        """The cluster token, which `/ready` and `/metrics` of it want."""
+        token: str | None = self.config.get("cluster_token")
+        return token
+
+    def placed(
+        self, port: int, core: tuple[str, int] | None = None, host: str | None = None
+    ) -> dict[str, Any]:
+        """Its whole config in a place: the port to bind, ServeCore's host and port as seen from
+        there (engines only), and the address to bind, if not what the config says."""
+        where: dict[str, Any] = {"port": port}
+        if host is not None:
+            where["host"] = host
+        if core is not None:
+            where["serve_core"] = {"host": core[0], "port": core[1]}
+        return {**self.config, **where}
+
+    def command(self, config_path: str, python: str = sys.executable) -> list[str]:
+        """The command line for a config file that holds what `placed` gives."""
+        return [python, "-m", self.module, "--config_path", config_path]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """ServeCore and its engines, which share a cluster token."""
+
+    core: Server
+    engines: tuple[Server, ...]
+
+
+def plan(core: Config, engines: Sequence[Config]) -> Plan:
+    """The servers of checked configs, to run on several machines: bound to every interface unless
+    a config names an address, with one cluster token (a new one if ServeCore's config has none)
+    and engine names of their own (`engine-0`, ... by default). Raises `ConfigError` if a server
+    would refuse to start."""
+    core = {**core, "host": _reachable(core)}
+    if core.get("cluster_token") is None and not core.get("insecure"):
+        core["cluster_token"] = new_token() + new_token()
+    settled_token(
+        core["host"],
+        core.get("cluster_token"),
+        insecure=bool(core.get("insecure")),
+        has_api_keys=bool(core.get("api_keys") or core.get("keys_file")),
+    )
+    servers: dict[str, Server] = {}
+    for number, engine in enumerate(engines):
+        server = engine_server(core, engine, engine.get("engine_name") or f"engine-{number}")
+        if server.name in servers or server.name == CORE_NAME:
+            raise ConfigError(f"two servers are named {server.name!r}; set `engine_name`")
+        servers[server.name] = server
+    return Plan(Server(CORE_NAME, "core", core), tuple(servers.values()))
+
+
+def engine_server(core: Config, engine: Config, name: str) -> Server:
+    """An engine of the ServeCore with this planned config. Raises `ConfigError` for another's."""
+    shared = {key: core[key] for key in ("cluster_token", "insecure") if core.get(key) is not None}
+    if engine.get("cluster_token") not in (None, shared.get("cluster_token")):
+        raise ConfigError("`cluster_token` of an engine differs from its ServeCore's")
+    own = {"host": _reachable(engine), "engine_name": name}
+    return Server(name, "engine", {"drain_timeout": DRAIN_S, **engine, **own, **shared})
+
+
+def _reachable(config: Config) -> str:
+    """The address to bind: loopback would keep other machines out."""
+    host = str(config.get("host", EVERYWHERE))
+    return EVERYWHERE if host in _LOOPBACK else host
