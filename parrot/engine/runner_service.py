@@ -295,6 +295,7 @@ class RunnerService:
             engine_type=EngineType(config.engine_type),
             engine_name=config.engine_name,
             model=config.served_model,
+            device=f"{core.info.num_ranks} x {device}" if (device := core.info.device) else "",
             tokenizer=config.tokenizer or config.model,
             tokenizer_id=core.language.tokenizer_id,
             host=config.host,

@@ -375,6 +375,7 @@ class EngineInfo(InternalPayload):
     engine_type: EngineType
     engine_name: Name
     model: Path
+    device: Label = Field("", description="what runs the model; empty: not known")
     tokenizer: Path = ""
     tokenizer_id: Label | None = None
     host: Path
@@ -382,9 +383,7 @@ class EngineInfo(InternalPayload):
     max_seq_len: Positive
     tasks_capacity: Positive = 256
     tokens_capacity: Positive = Field(description="tokens of KV the engine can hold")
-    host_tokens_capacity: Amount = Field(
-        0, description="tokens of KV that its host can hold besides"
-    )
+    host_tokens_capacity: Amount = Field(0, description="tokens of KV, on its host besides")
     block_size: Positive = 1
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     capabilities: Capabilities = Capabilities()

@@ -217,7 +217,7 @@ class RunnerInfo:
     be measured. `draft_sizes`: see `DraftCosts`; if there are none, sequences may have no drafts.
     `kv_dtype`: the type of the pool's numbers; empty: there is no pool. `num_host_blocks`: how many
     blocks of `block_bytes` its host tier holds. `num_ranks`: processes that it is divided among, of
-    one of which memory and costs are."""
+    one of which memory and costs are. `device`: its make; empty: not known."""
 
     num_blocks: int
     block_size: int
@@ -231,6 +231,7 @@ class RunnerInfo:
     num_host_blocks: int = 0
     block_bytes: int = 0
     num_ranks: int = 1
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from parrot.engine.core.plan import (
     StepResult,
     TokenScores,
 )
-from parrot.engine.runner.device import Reads, noticing_loss
+from parrot.engine.runner.device import Reads, make_of, noticing_loss
 from parrot.engine.runner.log_probabilities import as_logprobs, score_tokens
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ParrotError
@@ -65,6 +65,7 @@ class HuggingFaceRunner:
             vocab_size=vocab_size,
             model_mem=sum(p.nbytes for p in model.parameters()) / _MIB,
             cache_mem=self._cache.num_bytes / _MIB,
+            device=make_of(self._device),
         )
 
     @property

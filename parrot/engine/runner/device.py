@@ -1,6 +1,7 @@
 """Sending a step's numbers to the device, receiving its tokens and what is made of its final hidden
 states (sums, log probabilities of prompts), and noticing that it is lost."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,13 @@ _SLICE = 64  # rows of logits that are there at once
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Final states [rows, width] -> logits [rows, vocab]."""
+
+
+def make_of(device: torch.device) -> str:
+    """The name that devices of the same speed share."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({os.cpu_count()} cores)"
 
 
 class Mark:

@@ -294,7 +294,8 @@ class Dispatcher:
         costs = server = None
         if (runtime := engine.runtime) is not None:
             costs, server = runtime.costs, runtime.server_load
-        self._scheduler.engines.reported(engine.id, costs, able.features, server)
+        device = engine.info.device or able.server
+        self._scheduler.engines.reported(engine.id, costs, able.features, server, device)
         if (kept := self._ledger.index.kept.get(engine.id)) is not None:
             per_char = self.estimates.tokens_per_char((engine.info.model,))
             size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)

@@ -75,7 +75,8 @@ class EngineLoad:
     the prompts will have been computed. What is usual are averages over time up to `since`, in
     which what is older than `_MEMORY_S` counts little; `usual_prefill` is the share of the time
     that prompts take. `server`: what a server behind the engine does. Others of its clients
-    lengthen its steps, and a newcomer comes behind all who wait there."""
+    lengthen its steps, and a newcomer comes behind all who wait there. `device`: what runs the
+    model; empty: not known."""
 
     id: int
     model: str
@@ -86,6 +87,7 @@ class EngineLoad:
     features: frozenset[str] | None = None  # what it can do; None: not known
     is_draining: bool = False  # it gets no more tasks
     server: ServerLoad = IDLE
+    device: str = ""
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.serve.scheduling.engine_load import IDLE, EngineLoad
@@ -17,6 +18,7 @@ Features = frozenset[str] | None
 
 _ANY_MODEL = ""
 _USUAL_COSTS = StepCosts()
+_MAX_ALIKE = 63  # engines among whose costs the one in the middle is looked for
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class LoadIndex:
         self._pools: dict[str, _Pool] = {}
         self._step_s: dict[int, float] = {}  # of each engine, as it was counted
         self._costs: dict[str, StepCosts] = {}  # by model, as an engine of it reported last
+        self._measured: dict[tuple[str, str], dict[int, StepCosts]] = {}  # by model and device
 
     def __iter__(self) -> Iterator[EngineLoad]:
         return iter(self._loads.values())
@@ -61,12 +64,11 @@ class LoadIndex:
         costs: StepCosts | None = None,
     ) -> None:
         """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds. An
-        engine that does not say what its steps cost is taken to be like others of its model."""
+        engine that does not say what its steps cost is taken to be like others of its model, of
+        the same device if there are some, until it does."""
         longest = max_tokens if max_len is None else min(max_len, max_tokens)
-        if costs is not None:
-            self._costs[model] = costs
-        costs = self._costs.get(model, _USUAL_COSTS)
-        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, costs)
+        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, _USUAL_COSTS)
+        load.costs = self._take_costs(load, costs)
         self._loads[load.id] = load
         self._enter_pools(load)
 
@@ -76,17 +78,19 @@ class LoadIndex:
         costs: StepCosts | None = None,
         features: Features = None,
         server: ServerLoad | None = None,
+        device: str = "",
     ) -> None:
-        """Take over what an engine says that its steps cost, that it can do, and that the server
-        behind it does."""
+        """Take over what an engine says that its steps cost, that it can do, that the server
+        behind it does, and what runs its model."""
         load = self._loads[engine_id]
+        if load.device != device:
+            known = self._forget_costs(load)
+            load.device, costs = device, costs or known
         if features is not None and load.features != features:
             load.features = features
             for pool in self._pools_of(load):
                 pool.review()
-        if costs is not None and load.costs != costs:
-            self._costs[load.model] = costs
-        costs, server = costs or load.costs, server or IDLE
+        costs, server = self._take_costs(load, costs), server or IDLE
         if (load.costs, load.server) != (costs, server):
             load.reported(costs, server)
             self.changed(load)
@@ -95,6 +99,7 @@ class LoadIndex:
         """Its tasks must have been ended or requeued."""
         load = self._loads.pop(engine_id)
         assert not load.tasks, load
+        self._forget_costs(load)
         if not load.is_draining:
             self._leave_pools(load)
 
@@ -105,6 +110,33 @@ class LoadIndex:
         was_draining, load.is_draining = load.is_draining, is_draining
         if was_draining and not is_draining:
             self._enter_pools(load)
+
+    def _take_costs(self, load: EngineLoad, costs: StepCosts | None) -> StepCosts:
+        """Note what the engine measured, if it has; returns what its steps are taken to cost."""
+        own = self._measured.get((load.model, load.device), {})
+        if costs is None:
+            return own.get(load.id) or self._costs_of_alike(load, own)
+        if own.get(load.id) != costs:
+            self._measured.setdefault((load.model, load.device), own)[load.id] = costs
+            self._costs[load.model] = costs
+        return costs
+
+    def _costs_of_alike(self, load: EngineLoad, alike: dict[int, StepCosts]) -> StepCosts:
+        """Those of the engine in the middle: a mean would be of numbers that never were together,
+        and follow one that is out of order."""
+        if not alike:
+            return self._costs.get(load.model, _USUAL_COSTS)
+        costs = sorted(islice(alike.values(), _MAX_ALIKE), key=lambda c: c.decode_step_s(1, 0))
+        return costs[(len(costs) - 1) // 2]
+
+    def _forget_costs(self, load: EngineLoad) -> StepCosts | None:
+        """Returns what the engine had measured."""
+        key = load.model, load.device
+        own = self._measured.get(key, {})
+        costs = own.pop(load.id, None)
+        if not own:
+            self._measured.pop(key, None)
+        return costs
 
     def _enter_pools(self, load: EngineLoad) -> None:
         self._step_s[load.id] = 0.0

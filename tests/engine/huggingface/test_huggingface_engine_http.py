@@ -1,6 +1,7 @@
 """The huggingface engine behind the engine's HTTP server: a model of its own thread."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,7 @@ async def test_it_gives_its_tokenizer_and_refuses_by_name(
     assert Tokenizer.from_str(tokenizer.tokenizer_json).encode("hi").ids
     assert service.engine_info().tokenizer_id is not None
     assert service.engine_info().max_seq_len == 2048
+    assert service.engine_info().device == f"1 x cpu ({os.cpu_count()} cores)"
     with pytest.raises(UnsupportedField, match="huggingface engine does not support `n`"):
         await client.generate(call(1, PROMPT, n=2))
     with pytest.raises(PromptTooLong):

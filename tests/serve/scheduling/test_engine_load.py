@@ -137,6 +137,50 @@ def test_who_waits_for_the_whole_judges_by_its_time() -> None:
     assert weight_of(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
 
 
+def test_an_engine_that_has_measured_nothing_is_like_those_of_its_model_and_device() -> None:
+    bench = Bench()
+    bench.engines(6)
+    engines = bench.scheduler.engines
+    fast, middle, slow = [StepCosts(step_s=seconds) for seconds in (0.01, 0.02, 0.5)]
+    engines.reported(0, device="A")
+    assert engine_of(bench, 0).costs == StepCosts()
+    engines.reported(4, StepCosts(step_s=0.1), device="B")
+    engines.reported(0, device="A")
+    assert engine_of(bench, 0).costs.step_s == 0.1  # the model's, for want of better
+    for engine_id, own in enumerate((slow, fast, middle), 1):
+        engines.reported(engine_id, own, device="A")
+    for _ in range(2):
+        engines.reported(0, device="A")
+        assert engine_of(bench, 0).costs == middle
+        assert engine_of(bench, 1).costs == slow  # its own
+        engines.reported(1, device="A")
+    engines.remove(2)
+    engines.remove(3)
+    engines.reported(0, device="A")
+    assert engine_of(bench, 0).costs == slow
+    engines.reported(0, fast, device="A")
+    engines.reported(0, device="A")
+    assert engine_of(bench, 0).costs == fast
+    engines.reported(0, device="B")  # as the server behind it tells later
+    engines.reported(5, device="B")
+    assert engine_of(bench, 5).costs in (fast, StepCosts(step_s=0.1))
+    for engine_id in (0, 1, 4, 5):
+        engines.remove(engine_id)
+    bench.engines(1)
+    assert engine_of(bench, 6).costs == fast  # of whom there was none left
+    assert not engines._measured
+
+
+def test_an_engine_that_comes_with_its_costs_is_a_measure_for_others() -> None:
+    bench = Bench()
+    costs = StepCosts(step_s=0.7)
+    bench.engines(1)
+    bench.engines(1, costs=costs)
+    for engine_id in (1, 0):
+        bench.scheduler.engines.reported(engine_id, device="A")
+        assert engine_of(bench, engine_id).costs == costs
+
+
 def test_what_a_server_does_for_others_is_load() -> None:
     """They make its steps longer, and a newcomer waits for those who wait there."""
     bench = Bench()
