@@ -1,6 +1,7 @@
 """What clients are told over HTTP, and when, beside a disk that is slow or full."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -307,6 +308,57 @@ async def test_a_response_that_cannot_be_kept_is_not_given(store: bool, stream: 
         assert ("response.completed" in text) is (not store)
         assert ("the journal cannot be written" in text) is store
         file.full = False
+
+
+class NoResponses(HeldFile):
+    """Responses cannot be written until it is `open`."""
+
+    def write(self, records: Sequence[Record]) -> None:
+        if any(record.subject.startswith("resp_") for record in records):
+            super().write(records)
+        else:
+            MemoryFile.write(self, records)
+
+
+async def test_a_response_is_given_again_when_it_is_on_disk() -> None:
+    file = NoResponses()
+    body = {"model": MODEL, "input": "Hi"}
+    async with serving(file) as site:
+        file.open.clear()
+
+        async def given(stream: bool) -> str:
+            asked, headers = body | {"stream": stream}, {"Idempotency-Key": "one"}
+            async with site.http.post(RESPONSES, json=asked, headers=headers) as answer:
+                return await answer.text()
+
+        first = asyncio.ensure_future(given(stream=False))
+        assert await asyncio.to_thread(file.asked.wait, 20)
+        again = asyncio.ensure_future(given(stream=True))
+        await asyncio.wait([again], timeout=0.2)
+        assert not again.done()
+        file.open.set()
+        assert json.loads(await first)["id"] in await again
+
+
+async def test_that_a_response_is_gone_is_told_when_its_end_is_on_disk() -> None:
+    """Who deletes it again, since the answer was lost, takes that for the answer."""
+    file = HeldFile()
+    async with serving(file) as site:
+        response = await site.post(RESPONSES, {"model": MODEL, "input": "Hi"})
+
+        async def deleted() -> int:
+            async with site.http.delete(f"{RESPONSES}/{response['id']}") as answer:
+                return answer.status
+
+        file.asked.clear()
+        file.open.clear()
+        asking = [asyncio.ensure_future(deleted())]
+        assert await asyncio.to_thread(file.asked.wait, 20)
+        asking.append(asyncio.ensure_future(deleted()))
+        await asyncio.wait(asking, timeout=0.1)
+        assert not any(one.done() for one in asking)
+        file.open.set()
+        assert await asyncio.gather(*asking) == [200, 404]
 
 
 async def test_a_response_that_ends_as_its_server_stops_is_kept() -> None:

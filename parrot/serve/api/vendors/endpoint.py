@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.endpoint import Endpoint
-from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
+from parrot.protocol.errors import InternalError, InvalidRequest, NotFound, ParrotError
 from parrot.protocol.gate.access import Access
 from parrot.protocol.gate.answer import error_headers
 from parrot.protocol.server import (
@@ -132,7 +132,12 @@ class VendorEndpoint(Endpoint):
             span = sampler.judged(span)
         key = idempotency_key_of(request)
         caller = Caller(tenant, _program(request), request_id, {}, str(span or ""), key)
-        result = self._verb(**await self._arguments(request), caller=caller)
+        arguments = await self._arguments(request)
+        try:
+            result = self._verb(**arguments, caller=caller)
+        except NotFound:  # it may have been deleted a moment ago
+            await self._lasting(adds=False)
+            raise
         if inspect.isawaitable(result):
             response = self._response(await run_until_disconnect(request, result))
             await self._lasting(adds=False)

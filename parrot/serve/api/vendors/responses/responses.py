@@ -76,7 +76,7 @@ class Responses:
         if caller.idempotency_key is not None and request.is_kept:
             once = Once(caller.idempotency_key, _fingerprint(request))
             if (known := self._store.find_once(caller.tenant, once)) is not None:
-                return _given_again(known, request)
+                return self._given_again(known, request)
         record = self._record(request, caller.tenant)
         record.once = once
         asked = Asked(request, program_of(request, caller), caller.traceparent)
@@ -95,6 +95,21 @@ class Responses:
         if request.stream:
             return self._events(turn, parser, writer, record)
         return self._whole(turn, parser, writer, record)
+
+    def _given_again(
+        self, record: Record, request: ResponseRequest
+    ) -> bytes | AsyncGenerator[Events]:
+        """The answer to a request that was repeated. Raises `Conflict` while the first is made."""
+        if record.job is not None:
+            return record.job.events() if request.stream else record.body or record.job.body()
+        if not record.body:
+            text = "the response to this key is being made: try again"
+            raise Conflict(text, param="Idempotency-Key")
+        return self._repeated(record.body) if request.stream else record.body
+
+    async def _repeated(self, body: bytes) -> AsyncGenerator[Events]:
+        await self.kept.durable(is_stored=True)
+        yield [(event["type"], event) for event in told_again(orjson.loads(body))]
 
     def _submit(
         self, asked: Asked, record: Record, *, is_resumed: bool = False
@@ -331,19 +346,6 @@ def _interrupted(frame: Json) -> bytes:
 
 def _fingerprint(request: ResponseRequest) -> str:
     return hashlib.sha256(request.model_dump_json(exclude={"stream"}).encode()).hexdigest()
-
-
-def _given_again(record: Record, request: ResponseRequest) -> bytes | AsyncGenerator[Events]:
-    """The answer to a request that was repeated. Raises `Conflict` while the first is made."""
-    if record.job is not None:
-        return record.job.events() if request.stream else record.body or record.job.body()
-    if not record.body:
-        raise Conflict("the response to this key is being made: try again", param="Idempotency-Key")
-    return _repeated(record.body) if request.stream else record.body
-
-
-async def _repeated(body: bytes) -> AsyncGenerator[Events]:
-    yield [(event["type"], event) for event in told_again(orjson.loads(body))]
 
 
 def _messages(request: ResponseRequest, record: Record) -> list[Json]:
