@@ -7,7 +7,8 @@ import pytest
 from axe_playwright_python.async_playwright import Axe
 
 from parrot.serve.execution.events import EventKind
-from tests.page.conftest import Visit
+from tests.page.conftest import TOKEN, Visit
+from tests.serve.test_serve_http import ENGINE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
 
@@ -214,6 +215,20 @@ async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> N
     await visit.wait_text("pre.value", "the parrot")
     await visit.page.click("text=as a graph")
     await visit.wait_text(".node.done", "make_choice")
+
+
+async def test_engines_show_what_their_servers_do_for_others(visit: Visit) -> None:
+    inside = {"Authorization": f"Bearer {TOKEN}"}
+    await visit.site.post("/register_engine", {"engine_config": ENGINE}, headers=inside)
+    await visit.open()
+    await visit.wait_text("td", "e0")
+    assert await visit.page.locator("th", has_text="server").count() == 0
+    load = {"num_running": 6, "num_waiting": 2, "num_others": 4, "kv_usage": 0.4}
+    info = {"server_load": load}
+    beat = {"engine_id": 0, "engine_name": "e0", "runtime_info": info}
+    await visit.site.post("/engine_heartbeat", beat, headers=inside)
+    for text in ("6 running, 2 waiting", "4 of others", "40%", "20% by others"):
+        await visit.wait_text("td", text)
 
 
 async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:

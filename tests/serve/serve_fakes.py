@@ -1,7 +1,7 @@
 """Fakes shared by the tests of ServeCore's state half."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from parrot.protocol.criteria import PerformanceCriteria
@@ -234,7 +234,11 @@ class FakeFleet:
         return view.id
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        return HeartbeatResponse(state="ok" if request.engine_id == 0 else "unknown")
+        if request.engine_id >= len(self._views):
+            return HeartbeatResponse(state="unknown")
+        view = self._views[request.engine_id]
+        self._views[view.id] = replace(view, runtime=request.runtime_info)
+        return HeartbeatResponse()
 
     def views(self) -> list[EngineView]:
         return self._views

@@ -31,6 +31,7 @@ export function Overview({ isOperator }) {
 
 function Engines({ engines, isOperator }) {
   if (!engines.length) return <p class="hint">No engine has registered yet.</p>;
+  const haveServers = engines.some((engine) => engine.server);
   return (
     <div class="scroll" tabindex="0" role="region" aria-label="Engines">
       <table>
@@ -42,6 +43,10 @@ function Engines({ engines, isOperator }) {
             <th class="number">Running</th>
             <th>KV</th>
             <th title="KV that the engine keeps in its machine's memory">KV on the host</th>
+            {haveServers && (
+              <th title="Requests at the server behind the engine, of all its clients">Its server</th>
+            )}
+            {haveServers && <th>Its server's KV</th>}
             <th class="number">Step</th>
             <th class="number" title="Prompt tokens that were cached">
               Cached
@@ -67,6 +72,7 @@ function Engines({ engines, isOperator }) {
               <td>
                 <Room total={engine.host_blocks} free={engine.host_free_blocks} name="KV blocks on the host" />
               </td>
+              {haveServers && <ServerCells load={engine.server} />}
               <td class="number">{engine.step_ms > 0 && seconds(engine.step_ms / 1000)}</td>
               <td class="number">{count(engine.hit_tokens)}</td>
               <td class="number">{count(engine.recomputed_tokens)}</td>
@@ -111,6 +117,22 @@ function Room({ total, free, name }) {
   return (
     <>
       <meter min="0" max={total} value={total - free} aria-label={name} /> {share(total - free, total)}
+    </>
+  );
+}
+
+function ServerCells({ load }) {
+  if (!load) return [<td />, <td />];
+  return (
+    <>
+      <td>
+        {load.running} running, {load.waiting} waiting
+        {load.others > 0 && <span class="state queued">{load.others} of others</span>}
+      </td>
+      <td>
+        {load.kv != null && <Room total={1} free={1 - load.kv} name="KV in use at its server" />}
+        {load.others_kv > 0 && <span class="state queued">{share(load.others_kv, 1)} by others</span>}
+      </td>
     </>
   );
 }

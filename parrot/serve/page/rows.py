@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
+from parrot.protocol.engine_api import ServerLoad
 from parrot.protocol.errors import ParrotError
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.fleet import EngineView
@@ -139,6 +140,22 @@ def _engine_row(engine: EngineView) -> Row:
         }
         if (host := runtime.host_tier) is not None:
             row |= {"host_blocks": host.num_max_blocks, "host_free_blocks": host.num_free_blocks}
+        if runtime.server_load is not None:
+            row["server"] = _server_row(runtime.server_load)
+    return row
+
+
+def _server_row(load: ServerLoad) -> Row:
+    """The load of the server behind an engine; `others_kv`: the used part of its KV that others
+    have, by their share of the requests."""
+    row: Row = {
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "others": load.num_others,
+    }
+    if load.kv_usage is not None:
+        others = load.num_others / max(1, load.num_running + load.num_waiting)
+        row |= {"kv": round(load.kv_usage, 2), "others_kv": round(others * load.kv_usage, 2)}
     return row
 
 

@@ -12,7 +12,7 @@ import pytest
 from parrot.serve.config import CoreConfig
 from parrot.serve.page.visitors import VISIT_S, Visitors, page_key
 from parrot.serve.tenants.table import TenantTable
-from tests.serve.test_serve_http import Site, open_site
+from tests.serve.test_serve_http import ENGINE, Site, open_site
 from tests.support.manual_clock import ManualClock
 
 TOKEN = "inside"
@@ -113,6 +113,29 @@ async def test_the_operator_sees_everything_of_a_service_without_api_keys() -> N
                 await watch.next()
         await site.post("/ui/api/leave", {})
         assert (await site.send("GET", "/ui/api/me"))[0] == 401
+
+
+async def test_what_a_server_behind_an_engine_does_for_others_is_seen() -> None:
+    async with served() as site:
+        await enter(site)
+        inside = {"Authorization": f"Bearer {TOKEN}"}
+        await site.post("/register_engine", {"engine_config": ENGINE}, headers=inside)
+        beat = {"engine_id": 0, "engine_name": "e0", "runtime_info": {}}
+        load = {"num_running": 6, "num_waiting": 2, "num_others": 4, "kv_usage": 0.401}
+        async with watching(site, "overview") as watch:
+            assert "server" not in await watch.until("engine:0", engine_name="e0")
+            for told, seen in (
+                (load, {"kv": 0.4, "others_kv": 0.2}),
+                ({**load, "kv_usage": None}, {}),  # as newer versions of llama.cpp
+            ):
+                beat["runtime_info"] = {"server_load": told}
+                await site.post("/engine_heartbeat", beat, headers=inside)
+                row = {"running": 6, "waiting": 2, "others": 4} | seen
+                await watch.until("engine:0", server=row)
+            beat["runtime_info"] = {}
+            await site.post("/engine_heartbeat", beat, headers=inside)
+            while "server" in watch.rows["engine:0"]:
+                await watch.next()
 
 
 async def test_a_call_is_seen_from_its_submission_to_its_value() -> None:
