@@ -372,6 +372,9 @@ class EngineStatus(Answer):
     host: str
     port: int
     num_running: int = Field(0, description="completions placed there now")
+    tasks_capacity: int = Field(0, description="completions that may be placed there at once")
+    needed_tokens: int = Field(0, description="tokens of KV that these need, room for outputs too")
+    num_queued: int = Field(0, description="queued completions that could run there")
     used_tokens: int = Field(0, description="tokens of KV in contexts there")
     tokens_capacity: int = 0
     hit_tokens: int = Field(0, description="prompt tokens that a context had")

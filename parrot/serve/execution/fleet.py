@@ -85,6 +85,8 @@ class EngineView:
     silent_s: float
     kv: KvCounts
     is_draining: bool = False
+    needed_tokens: int = 0
+    num_queued: int = 0
 
 
 def _address(info: EngineInfo) -> Address:
@@ -249,6 +251,7 @@ class Fleet:
 
     def views(self) -> list[EngineView]:
         now = self._clock.now()
+        queued = {m: self._scheduler.num_queued_for(m) for m in {e.info.model for e in self}}
         return [
             EngineView(
                 engine.id,
@@ -259,6 +262,8 @@ class Fleet:
                 now - engine.last_seen,
                 self._ledger.log.engine(engine.id),
                 self.is_draining(engine),
+                self._scheduler.engines.num_needed(engine.id),
+                queued[engine.info.model],
             )
             for engine in self
         ]

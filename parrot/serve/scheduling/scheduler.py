@@ -65,6 +65,11 @@ class Scheduler:
     def num_queued(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
+    def num_queued_for(self, model: str) -> int:
+        """The number of queued tasks that an engine with this model could run."""
+        queues = self._queues.items()
+        return sum(len(queue) for models, queue in queues if not models or model in models)
+
     def queued(self, models: Models) -> list[CompletionTask]:
         queue = self._queues.get(models)
         return [] if queue is None else queue.tasks()

@@ -227,6 +227,9 @@ def test_slots_and_tokens_are_respected() -> None:
     bench.add(*[bench.task() for _ in range(5)])
     assert len(bench.run()) == 3
     assert bench.scheduler.num_queued == 2
+    assert bench.scheduler.engines.num_needed(0) == 3 * 111
+    bench.add(bench.task(models=("m", "n")), bench.task(models=("n",)))
+    assert [bench.scheduler.num_queued_for(model) for model in ("m", "n", "o")] == [3, 4, 2]
     bench = Bench()
     bench.engines(1, tokens=300)
     bench.add(*[bench.task() for _ in range(5)])  # 111 tokens each
