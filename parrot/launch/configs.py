@@ -5,34 +5,60 @@ core's. A launch file names configs, relative to itself, and may override keys o
 
     {"core": "../core/localhost.json",
      "engines": [{"config": "../engine/vicuna_7b.json", "port": 9001, "device": "cuda:0"}, ...]}
+
+An entry's keys of `LAUNCHERS` say where it runs, to the launcher of that name alone.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.launch.plan import CORE_PORT, FIRST_ENGINE_PORT
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, parse_config, read_config_object
 from parrot.utils.settings import layer
 
 Config = dict[str, Any]
-_CORE_PORT, _FIRST_ENGINE_PORT = 9000, 9001
+LAUNCHERS = ("ray",)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A server of a launch file: its config, checked, `where` that stands, and what its key for a
+    launcher says."""
+
+    where: str
+    is_engine: bool
+    config: Config
+    place: Config
 
 
 def read_configs(paths: Sequence[Path], environ: Mapping[str, str]) -> tuple[Config, list[Config]]:
     """The core's config (default: all defaults) and the engines', checked, each with a port; what
     `environ` says is in all of them. Raises `ConfigError` that names the place and what is wrong
     there."""
-    cores: list[Config] = []
-    engines: list[Config] = []
-    for path in paths:
-        for is_engine, where, config in _configs_in(path):
-            if is_engine:
-                engines.append(engine_config(config, where, environ))
-            else:
-                cores.append(core_config(config, where, environ))
+    core, engines = read_entries(paths, environ)
+    configs = core.config, [engine.config for engine in engines]
+    _give_ports(*configs)
+    return configs
+
+
+def read_entries(
+    paths: Sequence[Path], environ: Mapping[str, str], launcher: str | None = None
+) -> tuple[Entry, list[Entry]]:
+    """The core and the engines, with what the keys named `launcher` say. Raises as
+    `read_configs`."""
+    entries = [
+        replace(entry, config=check(entry.config, entry.where, environ))
+        for path in paths
+        for entry in _entries_in(path, launcher)
+        for check in [engine_config if entry.is_engine else core_config]
+    ]
+    cores = [entry for entry in entries if not entry.is_engine]
+    engines = [entry for entry in entries if entry.is_engine]
     if len(cores) > 1:
         raise ConfigError(
             f"more than one ServeCore: {', '.join(map(str, paths))}; give the config of one"
@@ -42,9 +68,8 @@ def read_configs(paths: Sequence[Path], environ: Mapping[str, str]) -> tuple[Con
             f"no engine among {', '.join(map(str, paths))}; give also an engine's config, such as "
             "sample_configs/engine/embedded.json"
         )
-    core = cores[0] if cores else core_config({}, "", environ)
-    _check_tokens(core, engines)
-    _give_ports(core, engines)
+    core = cores[0] if cores else Entry("", False, core_config({}, "", environ), {})
+    _check_tokens(core.config, [engine.config for engine in engines])
     return core, engines
 
 
@@ -62,36 +87,42 @@ def engine_config(config: Config, where: str, environ: Mapping[str, str]) -> Con
     return settings.payload
 
 
-def _configs_in(path: Path) -> Iterator[tuple[bool, str, Config]]:
-    """(whether it is an engine's, where it stands, config) of each in the file."""
+def _entries_in(path: Path, launcher: str | None) -> Iterator[Entry]:
+    """The servers that a file has, not yet checked."""
     payload = read_config_object(path)
     if "engines" not in payload:
-        yield "engine_type" in payload, str(path), payload
+        yield Entry(str(path), "engine_type" in payload, payload, {})
         return
     if unknown := set(payload) - {"core", "engines"}:
         raise ConfigError(f"{path}: unknown key `{min(unknown)}`; allowed: core, engines")
     if not isinstance(payload["engines"], list):
         raise ConfigError(f"{path}: `engines` must be a list")
     if "core" in payload:
-        yield False, f"{path}: core", _resolve(path, "core", payload["core"])
+        yield _resolve(path, "core", payload["core"], launcher)
     for i, entry in enumerate(payload["engines"]):
-        engine = _resolve(path, f"engines.{i}", entry)
-        yield True, f"{path}: engines.{i}", {"engine_type": "builtin", **engine}
+        yield _resolve(path, f"engines.{i}", entry, launcher)
 
 
-def _resolve(path: Path, key: str, entry: object) -> Config:
+def _resolve(path: Path, key: str, entry: object, launcher: str | None) -> Entry:
     """An entry is a path, or an object that overrides keys of the config it may name."""
     if isinstance(entry, str):
         entry = {"config": entry}
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{path}: `{key}` must be a path or an object")
-    overrides = dict(entry)
-    base = overrides.pop("config", None)
-    if base is None:
-        return overrides
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: `{key}.config` must be a path")
-    return {**read_config_object(path.parent / base), **overrides}
+    config = dict(entry)
+    base = config.pop("config", None)
+    places = {name: config.pop(name) for name in LAUNCHERS if name in config}
+    place = places.get(launcher or "", {})
+    if not isinstance(place, Mapping):
+        raise ConfigError(f"{path}: `{key}.{launcher}` must be an object")
+    if base is not None:
+        if not isinstance(base, str):
+            raise ConfigError(f"{path}: `{key}.config` must be a path")
+        config = {**read_config_object(path.parent / base), **config}
+    is_engine = key != "core"
+    if is_engine:
+        config = {"engine_type": "builtin", **config}
+    return Entry(f"{path}: {key}", is_engine, config, dict(place))
 
 
 def _check_tokens(core: Config, engines: list[Config]) -> None:
@@ -104,9 +135,9 @@ def _check_tokens(core: Config, engines: list[Config]) -> None:
 def _give_ports(core: Config, engines: list[Config]) -> None:
     """The usual ports, in order, where a config names none. Engines of one config file that is
     given several times get ports of their own, too."""
-    core.setdefault("port", _CORE_PORT)
+    core.setdefault("port", CORE_PORT)
     taken = {core["port"]}
     for engine in engines:
-        wanted = engine.get("port", _FIRST_ENGINE_PORT)
+        wanted = engine.get("port", FIRST_ENGINE_PORT)
         engine["port"] = next(port for port in count(wanted) if port not in taken)
         taken.add(engine["port"])

@@ -98,10 +98,8 @@ def plan(core: Config, engines: Sequence[Config]) -> Plan:
 
 
 def engine_server(core: Config, engine: Config, name: str) -> Server:
-    """An engine of the ServeCore with this planned config. Raises `ConfigError` for another's."""
+    """An engine of the ServeCore with this planned config."""
     shared = {key: core[key] for key in ("cluster_token", "insecure") if core.get(key) is not None}
-    if engine.get("cluster_token") not in (None, shared.get("cluster_token")):
-        raise ConfigError("`cluster_token` of an engine differs from its ServeCore's")
     own = {"host": _reachable(engine), "engine_name": name}
     return Server(name, "engine", {"drain_timeout": DRAIN_S, **engine, **own, **shared})
 

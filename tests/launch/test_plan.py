@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.engine.config import parse_engine_config
-from parrot.launch.plan import Plan, engine_server, plan
+from parrot.launch.plan import Plan, plan
 from parrot.serve.config import CoreConfig
 from parrot.utils.config import ConfigError, parse_config
 
@@ -59,8 +59,6 @@ def test_what_would_not_start_is_refused() -> None:
         plan(CORE, [{**SIM, "engine_name": "a"}] * 2)
     with pytest.raises(ConfigError, match="named 'core'"):
         plan(CORE, [{**SIM, "engine_name": "core"}])
-    with pytest.raises(ConfigError, match="differs from its ServeCore's"):
-        engine_server({"cluster_token": "a"}, {"cluster_token": "b"}, "x")
 
 
 def test_without_secrets_only_if_asked() -> None:
