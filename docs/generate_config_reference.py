@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
 from parrot.engine import config as engine_config
+from parrot.engine import cores
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.metrics import EngineMetrics
@@ -185,6 +186,10 @@ As ServeCore's.
 
 {serve_core}
 
+### Each of `shard_cores`
+
+{shard_core}
+
 ### `scheduler`
 
 {scheduler}
@@ -242,7 +247,8 @@ def configuration_page() -> str:
         key=section(KeyEntry),
         limits=section(TenantLimits),
         engine=section(engine, doc=engine_config.EngineConfig, without=OPERATOR_ENGINE),
-        serve_core=section(engine_config.ServeCoreAddress),
+        serve_core=section(cores.ServeCoreAddress),
+        shard_core=section(cores.ShardCore),
         scheduler=section(scheduler, without=ENGINE_SWITCHES),
         engine_switches=table(scheduler, ENGINE_SWITCHES),
         builtin=section(instance, without=INSTANCE_SWITCHES),

@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from parrot.engine.channels import Channels
 from parrot.engine.config import EngineConfig
 from parrot.engine.ended import Ended, log_ended, told
-from parrot.engine.fence import Fence
 from parrot.engine.metrics import EngineMetrics
+from parrot.engine.owners.owners import Owner, Owners
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
@@ -44,16 +43,15 @@ _guarded = partial(Endpoint, access=Access.CLUSTER, body=PEER_BODY)
 
 class _Fenced(Endpoint):
     """Refuses who is not obeyed also when the body is there: until then the engine may have
-    registered again."""
+    registered again. The verb gets the `owner` of the request besides."""
 
-    def __init__(self, fence: Fence, *args: Any, **options: Any) -> None:
-        super().__init__(*args, access=Access.CLUSTER, body=PEER_BODY, **options)
-        self._fence = fence
+    def __init__(self, owners: Owners, *args: Any, **options: Any) -> None:
+        super().__init__(*args, access=Access.CLUSTER, body=PEER_BODY, errors=_ERRORS, **options)
+        self._owners = owners
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
         arguments = await super()._arguments(request)
-        self._fence.check(request)
-        return arguments
+        return arguments | {"owner": self._owners.owner(request)}
 
 
 def create_app(
@@ -64,9 +62,9 @@ def create_app(
     tracer: EngineTracer | None = None,
 ) -> FastAPI:
     """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
-    config's, which ends with the app. Its state has the `channels`, which whoever shuts it down
-    closes, and the `fence`, which is told where the engine registers. Raises `ConfigError` if what
-    that needs is missing."""
+    config's, which ends with the app. Its state has the `owners`: whoever registers the engine
+    tells their fences, and whoever shuts it down closes their channels. Raises `ConfigError` if
+    what the tracer needs is missing."""
     own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
 
     @asynccontextmanager
@@ -84,20 +82,19 @@ def create_app(
         lifespan=lifespan,
     )
     metrics = EngineMetrics(config.engine_name, config.served_model)
-    channels = app.state.channels = Channels()
+    owners = app.state.owners = Owners(service, reorder, config.num_cores)
     listeners = [metrics.count, log_ended]
     if (exporting := tracer or own) is not None:
         listeners.append(exporting.ended)
-    fence = app.state.fence = Fence()
     endpoints = [
-        *_verbs(service, reorder, fence, channels, listeners),
-        *_streams(service, reorder, fence, channels, listeners),
-        *_readings(service),
+        *_verbs(owners, listeners),
+        *_streams(owners, listeners),
+        *_readings(owners),
         *_facts(service, incarnation, metrics),
     ]
     install(app, endpoints, access=Access.CLUSTER)
     # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
-    app.add_middleware(Guard, check=fence.check, open_paths=("/tokenizer",))
+    app.add_middleware(Guard, check=owners.check, open_paths=("/tokenizer",))
     if config.cluster_token is not None:
         open_paths = {rule.path for rule in rules(app.routes) if rule.access is Access.ANYBODY}
         check = partial(require_cluster_token, expected=config.cluster_token)
@@ -105,79 +102,55 @@ def create_app(
     return app
 
 
-def _verbs(
-    service: EngineService,
-    reorder: ReorderBuffer,
-    fence: Fence,
-    channels: Channels,
-    listeners: Sequence[Callable[[Ended], None]],
-) -> list[Endpoint]:
+def _verbs(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> list[Endpoint]:
     """A client that disconnects aborts its request. `listeners` are told of those that generate."""
 
-    async def fill(request: FillRequest) -> FillResponse:
-        era = fence.era
-        await reorder.enter((request,))
-        fence.hand_in(request, era)
-        return await service.fill(request)
+    async def fill(request: FillRequest, owner: Owner) -> FillResponse:
+        era = owner.fence.era
+        await owner.reorder.enter((request,))
+        owner.fence.hand_in(request, era)
+        return await owner.service.fill(request)
 
-    async def generate(request: GenerateRequest) -> GenerateResponse:
-        era = fence.era
+    async def generate(request: GenerateRequest, owner: Owner) -> GenerateResponse:
+        era = owner.fence.era
         with told(request, listeners) as answered:
-            await service.prepare(request)
-            await reorder.enter((*request.fills, request))
-            fence.hand_in(request, era)
-            response = await service.generate(request, channels.sink(request))
+            await owner.service.prepare(request)
+            await owner.reorder.enter((*request.fills, request))
+            owner.fence.hand_in(request, era)
+            response = await owner.service.generate(request, owner.channels.sink(request))
             answered(response)
             return response
 
-    async def free_context(request: FreeContextRequest) -> FreeContextResponse:
+    async def free_context(request: FreeContextRequest, owner: Owner) -> FreeContextResponse:
         ids = [*request.context_ids]
         if request.context_id is not None:
             ids.append(request.context_id)
-        reorder.free(ids)
-        return FreeContextResponse(context_len=await service.free_contexts(ids))
+        owner.reorder.free(ids)
+        return FreeContextResponse(context_len=await owner.service.free_contexts(ids))
 
     return [
-        _Fenced(fence, "POST", "/fill", fill, "Add to a context", errors=_ERRORS),
-        _Fenced(
-            fence,
-            "POST",
-            "/generate",
-            generate,
-            "Add to contexts, and generate",
-            errors=_ERRORS,
-        ),
-        _Fenced(
-            fence,
-            "POST",
-            "/free_context",
-            free_context,
-            "Drop contexts",
-            errors=(401, 404, 413),
-        ),
+        _Fenced(owners, "POST", "/fill", fill, "Add to a context"),
+        _Fenced(owners, "POST", "/generate", generate, "Add to contexts, and generate"),
+        _Fenced(owners, "POST", "/free_context", free_context, "Drop contexts"),
     ]
 
 
-def _streams(
-    service: EngineService,
-    reorder: ReorderBuffer,
-    fence: Fence,
-    channels: Channels,
-    listeners: Sequence[Callable[[Ended], None]],
-) -> list[Endpoint]:
-    def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
-        return generated(request, fence.era)
+def _streams(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> list[Endpoint]:
+    def generate_stream(
+        request: GenerateRequest, owner: Owner
+    ) -> AsyncGenerator[tuple[str, BaseModel]]:
+        return generated(request, owner, owner.fence.era)
 
     async def generated(
-        request: GenerateRequest, era: int
+        request: GenerateRequest, owner: Owner, era: int
     ) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
         with told(request, listeners) as answered:
-            await service.prepare(request)
-            await reorder.enter((*request.fills, request))
-            fence.hand_in(request, era)
-            async with aclosing(service.generate_stream(request)) as events:
+            await owner.service.prepare(request)
+            await owner.reorder.enter((*request.fills, request))
+            owner.fence.hand_in(request, era)
+            async with aclosing(owner.service.generate_stream(request)) as events:
                 async for event in events:
                     if isinstance(event, GenerateResponse):
                         answered(event)
@@ -185,14 +158,16 @@ def _streams(
                     else:
                         yield "chunk", event
 
-    async def follow(request: FollowRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
-        async with aclosing(service.follow(request.context_id)) as chunks:
+    async def follow(request: FollowRequest, owner: Owner) -> AsyncGenerator[tuple[str, BaseModel]]:
+        async with aclosing(owner.service.follow(request.context_id)) as chunks:
             async for chunk in chunks:
                 yield "chunk", chunk
         yield "done", FollowResponse()
 
-    def channel(request: ChannelRequest) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        return channels.follow(request.channel)
+    def channel(
+        request: ChannelRequest, owner: Owner
+    ) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        return owner.channels.follow(request.channel)
 
     verbs: list[tuple[str, Callable[..., Any], str]] = [
         ("/generate_stream", generate_stream, "Add to contexts, and generate in pieces"),
@@ -200,39 +175,25 @@ def _streams(
         ("/channel", channel, "The pieces of all generations that name it"),
     ]
     return [
-        _Fenced(
-            fence,
-            "POST",
-            path,
-            verb,
-            about,
-            errors=_ERRORS,
-            media_type="text/event-stream",
-        )
+        _Fenced(owners, "POST", path, verb, about, media_type="text/event-stream")
         for path, verb, about in verbs
     ]
 
 
-def _readings(service: EngineService) -> list[Endpoint]:
-    async def embed(request: EmbedRequest) -> EmbedResponse:
-        response = await service.read(request)
+def _readings(owners: Owners) -> list[Endpoint]:
+    async def embed(request: EmbedRequest, owner: Owner) -> EmbedResponse:
+        response = await owner.service.read(request)
         assert isinstance(response, EmbedResponse), response
         return response
 
-    async def score(request: ScoreRequest) -> ScoreResponse:
-        response = await service.read(request)
+    async def score(request: ScoreRequest, owner: Owner) -> ScoreResponse:
+        response = await owner.service.read(request)
         assert isinstance(response, ScoreResponse), response
         return response
 
     return [
-        _guarded("POST", "/embed", embed, "What a text means, as numbers", errors=_ERRORS),
-        _guarded(
-            "POST",
-            "/score",
-            score,
-            "How likely a text's tokens are",
-            errors=_ERRORS,
-        ),
+        _Fenced(owners, "POST", "/embed", embed, "What a text means, as numbers"),
+        _Fenced(owners, "POST", "/score", score, "How likely a text's tokens are"),
     ]
 
 

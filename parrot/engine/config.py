@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from parrot.engine.cores import PositiveInt, RegisteredConfig
 from parrot.protocol.engine_api import FEATURES, PoolingKind
 from parrot.protocol.gate.config import ConnectionLimits, HostNames, Secret
 from parrot.protocol.gate.fields import Label
@@ -23,9 +24,7 @@ _ORIGINAL_ATTN_FUNCS = frozenset(
 )
 _ORIGINAL_POLICIES = ("fifo", "tgi")
 _DEFAULT_BLOCK_SIZE = 16
-_FAILOVER_BEAT_S = 1.0
 
-PositiveInt = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(ge=0.0)]
 
 _POOLING: Any = Field(
@@ -83,11 +82,6 @@ class SchedulerConfig(ConfigModel):
     def _read_original(cls, policy: Any) -> Any:
         """The original's two policies both took jobs by arrival."""
         return "fcfs" if policy in _ORIGINAL_POLICIES else policy
-
-
-class ServeCoreAddress(ConfigModel):
-    host: str = "localhost"
-    port: int = Field(9000, ge=1, le=65535)
 
 
 class BuiltinInstance(ConfigModel):
@@ -214,7 +208,7 @@ class SimInstance(ConfigModel):
     )
 
 
-class EngineConfig(ConfigModel):
+class EngineConfig(RegisteredConfig):
     """The keys that all engine types share. `engine_name` empty: from model and port, so that a
     restarted engine has the same name. `served_model_name` empty: as `model`. `tokens_capacity`
     null: what the KV pool holds. `fill_chunk_size` null: what fits the step's token budget."""
@@ -238,13 +232,9 @@ class EngineConfig(ConfigModel):
     fill_chunk_size: PositiveInt | None = Field(
         None, description="Prompt tokens of one job in one step, at most."
     )
-    tasks_capacity: PositiveInt = Field(
-        256, description="Completions that ServeCore may place here at once."
-    )
     tokens_capacity: PositiveInt | None = Field(
         None, description="Tokens of KV that ServeCore may use here."
     )
-    heartbeat_interval: float = Field(3.0, gt=0.0, description="In seconds.")
     drain_timeout: float = Field(
         0.0,
         ge=0.0,
@@ -264,15 +254,6 @@ class EngineConfig(ConfigModel):
     allowed_hosts: HostNames = Field((), description="As ServeCore's.")
     state_dir: str | None = Field(None, min_length=1, description="As ServeCore's.")
     otlp_endpoint: str | None = Field(None, min_length=1, description="As ServeCore's.")
-    serve_core: ServeCoreAddress = ServeCoreAddress()
-    standby_cores: tuple[ServeCoreAddress, ...] = Field(
-        (),
-        strict=False,
-        max_length=16,
-        description="Others that may serve in the place of `serve_core`, with the same journal: "
-        "the engine is registered with the one that does (docs/standby.md), and its heartbeats are "
-        "at most a second apart.",
-    )
     scheduler: SchedulerConfig = SchedulerConfig()
     connections: ConnectionLimits = ConnectionLimits()
 
@@ -280,13 +261,6 @@ class EngineConfig(ConfigModel):
     def served_model(self) -> str:
         """The name by which clients ask for the model."""
         return self.served_model_name or self.model
-
-    @property
-    def beat_s(self) -> float:
-        """Seconds between two heartbeats."""
-        if not self.standby_cores:
-            return self.heartbeat_interval
-        return min(self.heartbeat_interval, _FAILOVER_BEAT_S)
 
     @property
     def max_requests(self) -> int:

@@ -18,7 +18,8 @@ class Fence:
     What was sent under an earlier registration is refused, since nobody frees what it would make.
     Requests that name no ServeCore and no registration are let in always.
 
-    `era` counts registrations: what came before one and is handed in after it is refused, too."""
+    `era` counts registrations: what came before one and is handed in after it is refused, too.
+    `registration`: the name of the one that has begun; empty: none."""
 
     def __init__(self) -> None:
         self.era = 0
@@ -27,19 +28,19 @@ class Fence:
         )  # the latest, if not the first
         self._owner: CoreIdentity | None = None
         self._is_registered = False
-        self._registration = ""
+        self.registration = ""
 
     def registering(self) -> str:
         """Name the registration that begins now."""
-        self._registration = new_token()
-        return self._registration
+        self.registration = new_token()
+        return self.registration
 
     def registered(self, owner: CoreIdentity) -> None:
         self._owner, self._is_registered = owner, True
 
     def released(self) -> None:
         """It registers again."""
-        self._is_registered, self._registration = False, ""
+        self._is_registered, self.registration = False, ""
         self.era += 1
         self._attempts.clear()
 
@@ -47,7 +48,7 @@ class Fence:
         """Raise `StaleCore` if it comes from a ServeCore that is not obeyed, or any more."""
         if named := request.headers.get(CORE_HEADER):
             self.admit(CoreIdentity.parse(named))
-        if request.headers.get(REGISTRATION_HEADER, self._registration) != self._registration:
+        if request.headers.get(REGISTRATION_HEADER, self.registration) != self.registration:
             raise StaleCore("this engine has registered anew since, or is about to")
 
     def admit(self, asking: CoreIdentity) -> None:

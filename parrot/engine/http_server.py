@@ -9,20 +9,16 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fastapi import FastAPI
-
 from parrot.engine.app import create_app
 from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
-from parrot.engine.heartbeat import Heartbeat
+from parrot.engine.owners.registrations import Registrations, registration
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
-from parrot.protocol.failover.client import client_of
 from parrot.protocol.gate.cluster_token import settled_token
-from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
@@ -46,67 +42,43 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
         state_dir=config.state_dir,
     )
     config = config.model_copy(update={"cluster_token": token})
-    service, reorder = create_service(config), ReorderBuffer(MonotonicClock())
-    incarnation = new_token()
-    app = create_app(service, reorder, config, incarnation)
-
-    heartbeat = registration(config, service, reorder, app, incarnation) if with_core else None
+    service, incarnation = create_service(config), new_token()
+    app = create_app(service, ReorderBuffer(MonotonicClock()), config, incarnation)
+    registrations = registration(config, app.state.owners, incarnation) if with_core else None
 
     async def end_requests() -> None:
         await service.close()
-        app.state.channels.close()
+        app.state.owners.close_channels()
 
     async def drain() -> None:
-        if heartbeat is not None and config.drain_timeout:
-            await heartbeat.leave(config.drain_timeout)
+        if registrations is not None and config.drain_timeout:
+            await registrations.leave(config.drain_timeout)
 
     server = AppServer(app, config.host, config.port, end_requests, config.connections, drain)
-    engine = asyncio.create_task(run_engine(config, service, heartbeat))
+    engine = asyncio.create_task(run_engine(config, service, registrations))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
     finally:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
-        if heartbeat is not None:
-            await heartbeat.close()
+        if registrations is not None:
+            await registrations.close()
     if not engine.cancelled() and (error := engine.exception()) is not None:
         raise error
 
 
-def registration(
-    config: AnyEngineConfig,
-    service: EngineService,
-    reorder: ReorderBuffer,
-    app: FastAPI,
-    incarnation: str = "",
-) -> Heartbeat:
-    """The heartbeat that keeps the engine registered with the config's ServeCores."""
-    cores = [(core.host, core.port) for core in (config.serve_core, *config.standby_cores)]
-    urls = [f"http://{host}:{port}" for host, port in cores]
-    return Heartbeat(
-        RegistrationClient(client_of(urls, bearer_token=config.cluster_token)),
-        service,
-        reorder,
-        app.state.fence,
-        MonotonicClock(),
-        interval_s=config.beat_s,
-        cores=cores,
-        incarnation=incarnation,
-    )
-
-
 async def run_engine(
-    config: AnyEngineConfig, service: EngineService, heartbeat: Heartbeat | None
+    config: AnyEngineConfig, service: EngineService, registrations: Registrations | None
 ) -> None:
     """Load, then stay registered, until the engine has left, or alone. Else it ends only by an
     error: another process may have more luck with the device that this one has lost."""
     await service.start()
     logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
-    if heartbeat is None:
+    if registrations is None:
         await asyncio.Event().wait()
     else:
-        await heartbeat.run()
+        await registrations.run()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,7 +12,8 @@ from parrot.cluster.ports import free_port
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.engine_types import create_service
-from parrot.engine.http_server import registration, run_engine
+from parrot.engine.http_server import run_engine
+from parrot.engine.owners.registrations import registration
 from parrot.engine.reorder import ReorderBuffer
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
@@ -36,10 +37,9 @@ async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIter
             | {"cluster_token": engine_token}
         )
         service = create_service(config)
-        reorder = ReorderBuffer(MonotonicClock())
-        app = create_engine_app(service, reorder, config)
+        app = create_engine_app(service, ReorderBuffer(MonotonicClock()), config)
         async with serve_app(app, port):
-            heartbeat = registration(config, service, reorder, app)
+            heartbeat = registration(config, app.state.owners)
             engine = asyncio.create_task(run_engine(config, service, heartbeat))
             yield http
             engine.cancel()

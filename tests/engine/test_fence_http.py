@@ -28,7 +28,8 @@ async def registered() -> AsyncIterator[tuple[EngineClient, Fence, SimService, R
     await service.start()
     reorder = ReorderBuffer(MonotonicClock())
     app = create_app(service, reorder, config)
-    fence: Fence = app.state.fence
+    (owner,) = app.state.owners
+    fence: Fence = owner.fence
     async with serve_app(app) as url:
         headers = {REGISTRATION_HEADER: fence.registering()}
         async with HttpClient(url, headers=headers) as http:
@@ -78,7 +79,7 @@ async def test_what_is_still_being_sent_when_the_engine_registers_again_is_refus
     path: str,
 ) -> None:
     async with registered() as (_, fence, service, reorder, url):
-        registration = fence._registration
+        registration = fence.registration
         body = orjson.dumps({"context_id": 1, "token_ids": [97] * 20})
         host, _, port = url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
