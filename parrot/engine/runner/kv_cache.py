@@ -29,10 +29,8 @@ from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.device import make_of
 from parrot.engine.runner.host.available import available_memory
 from parrot.engine.runner.host.copies import HostCopies, PlainCopies
-from parrot.utils.config import ConfigError
 
 MIB = 1 << 20
-GIB = 1 << 30
 _CPU_CACHE_LIMIT = 2048 * MIB
 _CPU_SHARE_OF_FREE = 0.25
 _DEVICE_SHARE_OF_FREE = 0.9
@@ -67,19 +65,15 @@ class KVLayout:
         return rows * (self.head_dim + 1 if self.quantised else self.head_dim * self.dtype.itemsize)
 
 
-def blocks_in_free_memory(layout: KVLayout, device: torch.device) -> int:
-    """Default number of blocks: as many as fit a share of the free memory, without swap."""
+def blocks_in_free_memory(layout: KVLayout, device: torch.device, num_ranks: int = 1) -> int:
+    """Default number of blocks: as many as fit a share of the free memory, without swap; on a
+    device there may be room for none. `num_ranks`: those that the host's memory is divided among.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        budget = int(free * _DEVICE_SHARE_OF_FREE)
-        if budget < layout.block_bytes:
-            raise ConfigError(
-                f"the weights leave {free / GIB:.1f} GiB of {device}'s memory free: not enough for "
-                f"KV; use a smaller model or a device with more memory"
-            )
-    else:
-        budget = min(_CPU_CACHE_LIMIT, int(available_memory() * _CPU_SHARE_OF_FREE))
-    return max(1, budget // layout.block_bytes)
+        return int(free * _DEVICE_SHARE_OF_FREE) // layout.block_bytes
+    budget = min(_CPU_CACHE_LIMIT, int(available_memory() * _CPU_SHARE_OF_FREE))
+    return max(1, budget // num_ranks // layout.block_bytes)
 
 
 class KVCache:

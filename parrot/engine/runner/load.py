@@ -84,9 +84,7 @@ def load_rank(
     quantised = instance.kv_cache_dtype == "fp8"
     layout = KVLayout.of(model.spec, block_size, model.dtype, quantised=quantised)
     unit = None if seat is None else seat.join(device, with_tables=not use_triton)
-    num_blocks = instance.num_kv_cache_blocks or blocks_in_free_memory(layout, device)
-    if seat is not None:
-        num_blocks = seat.group.least(num_blocks)
+    num_blocks = instance.num_kv_cache_blocks or _blocks_for_all(layout, device, seat)
     num_host_blocks = 0
     has_tier = use_triton and config.scheduler.prefix_caching and seat is None
     if instance.host_kv_gb is not None or has_tier:
@@ -130,10 +128,28 @@ def _log(runner: "ModelRunner | CudaRunner") -> None:
     )
 
 
+def _blocks_for_all(layout: KVLayout, device: torch.device, seat: Seat | None) -> int:
+    """The number of blocks for which every rank has room. All ranks ask, and all raise."""
+    ranks = 1 if seat is None else seat.group.size
+    own = blocks_in_free_memory(layout, device, ranks)
+    found = own if seat is None else seat.group.least(own)
+    if not found:
+        which = str(device) if not own else "another rank's device"
+        raise ConfigError(
+            f"the weights leave too little of the memory of {which} free for KV; use a smaller "
+            "model, or a device with more memory"
+        )
+    return found
+
+
 def _device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
-    """The device of a rank: those of one host follow each other."""
+    """The device of a rank, from now on that of this thread: those of one host follow each
+    other."""
     device = resolve_device(config.device)
-    if seat is None or device.type == "cpu":
+    if device.type == "cpu":
+        return device
+    if seat is None:
+        torch.cuda.set_device(device)  # marks are put into the current device's stream
         return device
     first, size = device.index or 0, seat.group.size
     if first + size > torch.cuda.device_count():

@@ -8,13 +8,18 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.engine_types import create_service
+from parrot.engine.runner import load
+from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
+from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import GenerateRequest, ScoreRequest, ScoreResponse
@@ -22,6 +27,7 @@ from parrot.protocol.errors import Unavailable
 from parrot.testing.runner_driver import Driver
 from parrot.utils.config import ConfigError
 from tests.support.processes import LOOPBACK, children, needs_proc, own_addresses
+from tests.support.rank_threads import on_ranks
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(300), needs_proc]
@@ -125,6 +131,27 @@ def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -
     assert children(os.getpid()) == before
     with pytest.raises(ValidationError, match="`host_kv_gb` needs `tensor_parallel` 1"):
         config(folder, 2, host_kv_gb=1.0)
+
+
+def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layout, cpu = KVLayout(1, 1, 16, 16, torch.float32), torch.device("cpu")
+
+    def agreed(free: list[int]) -> list[Any]:
+        rooms = iter(free)
+        monkeypatch.setattr(load, "blocks_in_free_memory", lambda *_: next(rooms))
+
+        def ask(group: RankGroup) -> object:
+            try:
+                return load._blocks_for_all(layout, cpu, Mock(group=group))
+            except ConfigError:
+                return ConfigError
+
+        return on_ranks(3, ask)
+
+    assert agreed([7, 5, 6]) == [5, 5, 5]
+    assert agreed([7, 0, 6]) == [ConfigError] * 3
 
 
 @pytest.mark.slow

@@ -87,13 +87,14 @@ def test_what_an_earlier_owner_left_is_gone_even_if_it_was_nan() -> None:
 
 
 def test_the_default_size_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def blocks(available: int) -> int:
+    def blocks(available: int, num_ranks: int = 1) -> int:
         monkeypatch.setattr(kv_cache, "available_memory", lambda: available)
-        return blocks_in_free_memory(LAYOUT, CPU)
+        return blocks_in_free_memory(LAYOUT, CPU, num_ranks)
 
     assert blocks(1000 * MIB) == 250 * MIB // LAYOUT.block_bytes
     assert blocks(10**12) == 2048 * MIB // LAYOUT.block_bytes
-    assert blocks(0) == 1
+    assert blocks(0) == blocks(0, 4) == 1
+    assert blocks(1000 * MIB, 4) == 250 * MIB // 4 // LAYOUT.block_bytes
 
 
 def test_memory_is_known_where_proc_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,21 +28,19 @@ logger = logging.getLogger(__name__)
 class FollowerSeat:
     """A `Seat` behind a link."""
 
-    def __init__(self, link: Link, group: RankGroup, store: str) -> None:
+    def __init__(self, link: Link, group: RankGroup) -> None:
         self.group = group
         self._link = link
-        self._store = store
 
     def join(self, device: torch.device, *, with_tables: bool) -> None:
         self._link.send(json.dumps({"error": None}).encode())
-        self._link.receive()
-        self.group.connect_by_file(self._store, device)
+        self.group.connect_by_file(self._link.receive().decode(), device)
 
 
 def follow(link: Link) -> NoReturn:
     """Raises `EOFError` when rank 0 has ended, and whatever fails: then there is no going on."""
     task = json.loads(link.receive())
-    seat = FollowerSeat(link, RankGroup(task["rank"], task["size"]), task["store"])
+    seat = FollowerSeat(link, RankGroup(task["rank"], task["size"]))
     try:
         runner, _ = load_rank(BuiltinConfig.model_validate(task["config"]), seat)
     except ConfigError as error:

@@ -31,7 +31,8 @@ class RankGroup:
         self.least(0)  # so that nothing is left to be set up in a graph
 
     def connect_by_file(self, path: str, device: torch.device) -> None:
-        """`connect` through a file in a folder that nobody else may enter."""
+        """`connect` through a file in a folder that nobody else may enter; it is not needed
+        afterwards."""
         store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]
         self.connect(store, device)
 

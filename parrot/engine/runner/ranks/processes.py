@@ -2,11 +2,9 @@
 
 import json
 import logging
-import shutil
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 
@@ -29,18 +27,13 @@ class RankProcesses:
     def __init__(self, config: BuiltinConfig) -> None:
         size = config.instance.tensor_parallel
         self.group = RankGroup(0, size)
-        self._folder = Path(tempfile.mkdtemp(prefix="parrot-ranks-"))  # nobody else may enter it
         self._links: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._unit: Unit | None = None
         # The others serve nobody, so they need no token.
         shared = config.model_dump(mode="json", exclude={"cluster_token"})
         for rank in range(1, size):
-            self._start({"rank": rank, "size": size, "store": self._store, "config": shared})
-
-    @property
-    def _store(self) -> str:
-        return str(self._folder / "store")
+            self._start({"rank": rank, "size": size, "config": shared})
 
     def _start(self, task: dict[str, object]) -> None:
         link, other = Link.pair()
@@ -63,9 +56,11 @@ class RankProcesses:
                 raise DeviceLost(f"rank {rank} has ended while it loaded the model") from None
             if (error := answer["error"]) is not None:
                 raise ConfigError(f"rank {rank}: {error}")
-        for link in self._links:
-            link.send(b"")
-        self.group.connect_by_file(self._store, device)
+        with tempfile.TemporaryDirectory(prefix="parrot-ranks-") as folder:  # nobody else's
+            store = f"{folder}/store"
+            for link in self._links:
+                link.send(store.encode())
+            self.group.connect_by_file(store, device)
         self._unit = Unit(
             self.group, self._links, with_tables=with_tables, wait_for_others=self._wait
         )
@@ -87,4 +82,3 @@ class RankProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
