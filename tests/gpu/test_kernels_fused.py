@@ -7,9 +7,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.attention.quantised import dequantise, quantise
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.kernels.fused import (
-    HeadNorm,
     add_rms_norm,
     rope_and_store,
     silu_mul,

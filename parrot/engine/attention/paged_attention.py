@@ -5,7 +5,6 @@ depends on nothing but its own context: not on other rows of the step, nor on th
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import torch
 
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.work_list import StepRows
+from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.cpu import layout
 from parrot.engine.kernels.cpu.native import Kernels
 
@@ -28,15 +28,6 @@ def address_of(array: Array) -> int:
     return address
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorms:
-    """Weights [head_dim] of the RMSNorm of each head of q and of k."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    eps: float
-
-
 class PagedAttention:
     """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim] that is not
     quantised, of the type of the kernels."""
@@ -46,7 +37,7 @@ class PagedAttention:
         pool: PooledKV,
         num_heads: int,
         frequencies: torch.Tensor,
-        norms: Sequence[HeadNorms | None],
+        norms: Sequence[HeadNorm | None],
         kernels: Kernels,
         max_rows: int,
     ) -> None:
@@ -146,13 +137,13 @@ class PagedAttention:
             self._put(field, np.empty(size * 5 // 4, dtype=np.float32))
 
 
-def _layer_block(numbers: torch.Tensor, norms: HeadNorms | None) -> tuple[Array, object]:
+def _layer_block(numbers: torch.Tensor, norm: HeadNorm | None) -> tuple[Array, object]:
     """A layer's block for its keys and values [2, ...], and what that names by address."""
     block = np.zeros(layout.LAYER_FIELDS, dtype=np.int64)
     block[layout.K_POOL], block[layout.V_POOL] = (part.data_ptr() for part in numbers)
-    if norms is None:
+    if norm is None:
         return block, None
-    weights = norms.q.float().contiguous(), norms.k.float().contiguous()
+    weights = norm.q_weight.float().contiguous(), norm.k_weight.float().contiguous()
     block[layout.Q_NORM], block[layout.K_NORM] = (weight.data_ptr() for weight in weights)
-    block.view(np.float32)[2 * layout.NORM_EPS] = norms.eps
+    block.view(np.float32)[2 * layout.NORM_EPS] = norm.eps
     return block, weights

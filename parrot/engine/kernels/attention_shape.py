@@ -1,6 +1,19 @@
-"""The shape of a model's attention (no torch)."""
+"""The shape of a model's attention, and what is done to heads before it (no torch)."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMS norm of each head of q and k (Qwen3): weights [head_dim]."""
+
+    q_weight: "torch.Tensor"
+    k_weight: "torch.Tensor"
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
 """Launch the kernels between the matrix products of a layer."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.kernels.fused_kernels import (
     add_rms_norm_kernel,
     rope_and_store_kernel,
@@ -50,15 +48,6 @@ def add_rms_norm(
         num_warps=min(max(block // 1024, 1), 8),
     )
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """RMS norm of each head of q and k (Qwen3): weights [head_dim]."""
-
-    q_weight: torch.Tensor
-    k_weight: torch.Tensor
-    eps: float
 
 
 def rope_and_store(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.models.ggml_blocks import FourBit
 from parrot.engine.models.layers import (
     ACTIVATIONS,
@@ -64,6 +65,14 @@ class Layer:
     def linears(self) -> tuple[Linear, ...]:
         linears = self.qkv, self.out, self.mlp.up, self.mlp.down
         return tuple(x.linear if isinstance(x, SummedLinear) else x for x in linears)
+
+    @property
+    def head_norm(self) -> HeadNorm | None:
+        """`qk_norm`, whose weight is the same for all heads of q, and for all of k."""
+        norm = self.qk_norm
+        if norm is None:
+            return None
+        return HeadNorm(norm.weight[0], norm.weight[self.spec.num_heads], norm.eps)
 
     def __call__(
         self,

@@ -9,7 +9,6 @@ import torch
 from parrot.engine.attention.paged_attention import (
     HEAD_DIM_MULTIPLE,
     Array,
-    HeadNorms,
     PagedAttention,
     address_of,
 )
@@ -17,7 +16,7 @@ from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.work_list import StepRows
 from parrot.engine.kernels.cpu import layout
 from parrot.engine.kernels.cpu.native import Kernels
-from parrot.engine.models.decoder import Decoder, Layer
+from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import RMSNorm, inverse_frequencies
 
 MAX_ROWS = 64
@@ -61,7 +60,7 @@ class FewRowsDecoder:
             pool,
             spec.num_heads,
             inverse_frequencies(spec.rope, spec.head_dim),
-            [_head_norms(layer) for layer in model.layers],
+            [layer.head_norm for layer in model.layers],
             kernels,
             MAX_ROWS,
         )
@@ -107,10 +106,3 @@ class FewRowsDecoder:
         block[layout.NORMED] = self._normed.data_ptr()
         self._kept += block, weight
         return address_of(block)
-
-
-def _head_norms(layer: Layer) -> HeadNorms | None:
-    if layer.qk_norm is None:
-        return None
-    weight = layer.qk_norm.weight
-    return HeadNorms(weight[0], weight[layer.spec.num_heads], layer.qk_norm.eps)

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
-from parrot.engine.kernels.fused import HeadNorm, add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.attention_shape import HeadNorm
+from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
 from parrot.engine.kernels.linear import (
     FEW_ROWS,
     UndividedRows,
@@ -161,10 +162,6 @@ class _FusedLayer:
         attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         assert isinstance(attn_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
-        head_norm = None
-        if layer.qk_norm is not None:
-            weight = layer.qk_norm.weight
-            head_norm = HeadNorm(weight[0], weight[layer.spec.num_heads], layer.qk_norm.eps)
         return cls(
             qkv=_Weight.of(layer.qkv),
             out=_Weight.of(layer.out),
@@ -172,7 +169,7 @@ class _FusedLayer:
             down=_Weight.of(layer.mlp.down),
             attn_norm=attn_norm,
             mlp_norm=mlp_norm,
-            head_norm=head_norm,
+            head_norm=layer.head_norm,
         )
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.engine.attention import paged_attention
-from parrot.engine.attention.paged_attention import HeadNorms, PagedAttention, address_of
+from parrot.engine.attention.paged_attention import PagedAttention, address_of
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.work_list import StepRows
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.kernels.cpu import layout, native
 from parrot.engine.kernels.cpu.native import Kernels
 from parrot.engine.models.decoder import QKNorm
@@ -144,7 +144,7 @@ def test_heads_are_turned_as_in_torch(kernels: dict[torch.dtype, Kernels], has_n
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(3, heads + 2 * kv_heads, dim, generator=generator)
     weights = torch.rand(2, dim, generator=generator) + 0.5
-    norms = HeadNorms(weights[0], weights[1], 1e-3) if has_norms else None
+    norms = HeadNorm(weights[0], weights[1], 1e-3) if has_norms else None
     pool = torch.zeros(1, 2, kv_heads, 80, page_size, dim)
     table = torch.randperm(80, generator=generator)[None].int().numpy()
     attention = PagedAttention(

@@ -8,9 +8,8 @@ import torch
 
 from parrot.engine.attention.quantised import dequantise, quantise
 from parrot.engine.kernels import fused_kernels
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.kernels.fused import (
-    HeadNorm,
     add_rms_norm,
     rope_and_store,
     silu_mul,
