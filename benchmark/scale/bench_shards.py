@@ -21,19 +21,20 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import aiohttp
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from benchmark.serve.bench_calls import ENGINE, Program, connect, cpu_seconds, run
+from benchmark.serve.bench_calls import ENGINE, Program, connect, cpu_seconds, pinned, run
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 
 CORE = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 100_000}}
 TOKEN = "of-this-benchmark"
+_MIN_CORES = 4
 
 
 class BlindProgram(Program):
@@ -61,25 +62,6 @@ def two_shards() -> Iterator[list[Cluster]]:
 
     with shard(0) as first, shard(1) as second:
         yield [first, second]
-
-
-@contextmanager
-def pinned(clusters: Sequence[Cluster]) -> Iterator[bool]:
-    """ServeCores on a core each, all else on the others, if there are enough."""
-    cores = sorted(os.sched_getaffinity(0))
-    num_own = 2
-    if len(cores) < 2 * num_own:
-        yield False
-        return
-    for number, cluster in enumerate(clusters):
-        for name in ("core", *cluster.engine_names):
-            own = cores[number % num_own : number % num_own + 1] if name == "core" else None
-            os.sched_setaffinity(cluster.process(name).pid, own or cores[num_own:])
-    os.sched_setaffinity(0, cores[num_own:])
-    try:
-        yield True
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 async def rate(clusters: Sequence[Cluster], args: argparse.Namespace, *, blind: bool) -> Any:
@@ -131,10 +113,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("engine", ENGINE)
+    is_pinned = len(os.sched_getaffinity(0)) >= _MIN_CORES
     with (
         Cluster(CORE, [ENGINE]) as one,
         two_shards() as shards,
-        pinned([*shards, one]) as is_pinned,
+        pinned(*shards, one, num_own=2) if is_pinned else nullcontext(),
     ):
         sides = {"one": ([one], False), "own": (shards, False), "any": (shards, True)}
         found: dict[str, list[Any]] = {name: [] for name in sides}

@@ -187,16 +187,17 @@ def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
 
 
 @contextmanager
-def pinned(*clusters: Cluster) -> Iterator[None]:
-    """ServeCore alone on the first core, all else on the others, also what it has started."""
+def pinned(*clusters: Cluster, num_own: int = 1) -> Iterator[None]:
+    """ServeCores in turn on one of the first `num_own` cores, all else on the others, also what
+    they have started."""
     cores = sorted(os.sched_getaffinity(0))
-    for cluster in clusters:
+    for number, cluster in enumerate(clusters):
         core = cluster.process("core").pid
-        os.sched_setaffinity(core, cores[:1])
+        os.sched_setaffinity(core, {cores[number % num_own]})
         engines = [cluster.process(name).pid for name in cluster.engine_names]
         for pid in (*engines, *children(core)):
-            os.sched_setaffinity(pid, cores[1:])
-    os.sched_setaffinity(0, cores[1:])
+            os.sched_setaffinity(pid, cores[num_own:])
+    os.sched_setaffinity(0, cores[num_own:])
     try:
         yield
     finally:
