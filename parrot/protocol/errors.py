@@ -40,7 +40,7 @@ are raised again by the clients.
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class ParrotError(Exception):
@@ -62,6 +62,14 @@ class ParrotError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+
+    def again(self) -> Self:
+        """An equal one to raise, if this one is kept for others: raised itself, it would hold on to
+        the frames that it went through, and they to whatever keeps it."""
+        other = type(self).__new__(type(self), *self.args)  # `__init__` may ask for more
+        vars(other).update(vars(self))
+        other.__cause__ = self.__cause__
+        return other
 
     def to_payload(self) -> dict[str, Any]:
         error: dict[str, Any] = {"type": self.type, "message": self.message}

@@ -257,3 +257,4 @@ class ServeCore:
         self.sessions.remove(session)
         self._metrics.session_ended(session, self.clock.now() - session.created_at)
         self._observers.tell(lambda one: one.session_ended(session))
+        yield from session.graph.dissolve()

@@ -172,7 +172,7 @@ class _Race:
 
     def result(self) -> list[SemanticVariable]:
         if self._error is not None:
-            raise self._error
+            raise self._error.again()
         return self._winners
 
     def _on_settled(self, variable: SemanticVariable) -> None:

@@ -20,7 +20,7 @@ from parrot.protocol.errors import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
-from parrot.serve.graph.graph import SessionGraph, not_written
+from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.ids import SessionIds, Shared
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.graph.runner import Predictor, Runner
@@ -72,7 +72,7 @@ class Session:
     def follow(self, history: History | None) -> None:
         """Write down what happens from now on."""
         self.history = history
-        self.graph.on_settled = not_written if history is None else history.settled
+        self.graph.flow.on_settled = None if history is None else history.settled
 
     def require_room(self) -> None:
         """Raise `InsufficientStorage` if nothing can be written down."""

@@ -154,14 +154,13 @@ def engine_view(engine: EngineView) -> EngineStatus:
 
 def value_view(variable: SemanticVariable) -> VarGetResponse:
     """The value of a ready variable, as a reader gets it."""
-    task = variable.producer
-    if not isinstance(task, Completion) or task.stats.finish_reason is None:
+    stats = variable.stats
+    if stats is None or stats.finish_reason is None:
         return VarGetResponse(content=variable.text)
-    stats = task.stats
     return VarGetResponse(
         content=variable.text,
-        finish_reason=task.stats.finish_reason.value,
-        stop_string=task.stats.stop_string,
+        finish_reason=stats.finish_reason.value,
+        stop_string=stats.stop_string,
         usage=TokenUsage(
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
@@ -174,9 +173,9 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
 
 async def read_view(variable: SemanticVariable) -> VarGetResponse:
     """The same, and how likely its tokens were, if that is wanted. Else it does not suspend."""
-    value, task = value_view(variable), variable.producer
-    if isinstance(task, Completion):
-        value.logprobs = await logprobs_view(task.stats.logprobs)
+    value, stats = value_view(variable), variable.stats
+    if stats is not None:
+        value.logprobs = await logprobs_view(stats.logprobs)
     return value
 
 

@@ -14,7 +14,7 @@ from parrot.protocol.graph_api import GraphRequest
 from parrot.protocol.public import SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.nodes import CompletionState
+from parrot.serve.graph.nodes import CompletionState, Task
 from parrot.serve.sessions import Session
 from tests.support.manual_clock import ManualClock
 
@@ -33,6 +33,7 @@ class Large:
         session = core.sessions.find(self.scope.session_id)
         assert session is not None
         self.session: Session = session
+        self._tasks: list[Task] = []
         self.first = self.last = self.create("v")
         for _ in range(NUM_CALLS // AT_ONCE):
             given = self.last if is_chain else self.first
@@ -66,11 +67,14 @@ class Large:
         return asyncio.create_task(self.core.programs.read(request, var_id))
 
     def end(self) -> None:
+        self._tasks = self._all_tasks()  # the session will not have them any more
         self.core.delete_session(*self._ids())
 
     def count(self, *states: CompletionState) -> int:
-        tasks = [task for call in self.session.graph.calls.values() for task in call.tasks]
-        return sum(task.state in states for task in tasks)
+        return sum(task.state in states for task in self._tasks or self._all_tasks())
+
+    def _all_tasks(self) -> list[Task]:
+        return [task for call in self.session.graph.calls.values() for task in call.tasks]
 
     def _ids(self) -> tuple[int, str]:
         return self.scope.session_id, self.scope.session_auth
@@ -121,6 +125,7 @@ async def test_a_session_ends() -> None:
         assert len(grown) >= NUM_CALLS // AT_ONCE - 1
         assert max(grown) <= AT_ONCE
         assert num_ended() == NUM_CALLS
+        await slices(large, lambda: len(large.session.graph.variables))
         assert large.core.sessions.num_of(large.session.tenant) == 0
         with pytest.raises(SessionGone):
             await reading
@@ -265,4 +270,18 @@ async def test_nothing_is_left_of_a_session_that_has_ended() -> None:
     await _use_and_end(core, clock)
     left = live_objects() - before
     assert left.total() < 30, left
+    await core.close()
+
+
+async def test_the_collector_has_nothing_to_do_for_a_session_that_has_ended() -> None:
+    """Its calls and variables hold each other while it lives."""
+    clock = ManualClock()
+    core = ServeCore(CoreConfig(), clock=clock)
+    gc.collect()
+    gc.disable()
+    try:
+        await _use_and_end(core, clock)
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
     await core.close()

@@ -16,19 +16,18 @@ class Flow:
     """Handles settled variables: those who make them hear of it at once, those who take them one
     after the other, by way of the backlog, since settling one may settle thousands that depend on
     it. A consumer that has not heard yet is as if the value had not come; it may be cancelled,
-    become wanted, or be given up meanwhile."""
+    become wanted, or be given up meanwhile. `on_settled` hears of each variable before what follows
+    from it."""
 
     def __init__(
         self,
         clock: Clock,
         runner: Runner,
         activation: Activation,
-        on_settled: Callable[[SemanticVariable], None],
         backlog: Backlog,
     ) -> None:
-        """`on_settled` hears of each variable before what follows from it."""
         self.num_settled = dict.fromkeys(VariableState, 0)
-        self._on_settled = on_settled
+        self.on_settled: Callable[[SemanticVariable], None] | None = None
         self._clock = clock
         self._runner = runner
         self._activation = activation
@@ -42,7 +41,8 @@ class Flow:
         variable.readers.clear()
         if variable.producer is not None:
             self._finish(variable.producer, variable)
-        self._on_settled(variable)
+        if self.on_settled is not None:
+            self.on_settled(variable)
         if variable.consumers and not self._is_closed:  # those that come later find it settled
             self._untold[variable] = deque(variable.consumers)
             self._backlog.add(self._activation, self._tell(variable))

@@ -1,6 +1,6 @@
 """One session's graph: its variables, the calls that make and take them, what is wanted of it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,8 +61,8 @@ class SessionGraph:
 
     Tasks run by way of `runner`, when `activation` says that somebody wants them; their results
     come back through the variables alone. `on_demand` holds for calls that do not say it
-    themselves: nothing but a reader makes them run. `on_settled` hears of every variable that was
-    not born with its value, before what follows from it."""
+    themselves: nothing but a reader makes them run. `flow.on_settled` hears of every variable
+    that was not born with its value, before what follows from it."""
 
     def __init__(
         self,
@@ -90,13 +90,12 @@ class SessionGraph:
         self._on_demand = on_demand
         self._clock = clock
         self.ids = ids
-        self._flow = Flow(clock, runner, self.activation, lambda one: self.on_settled(one), backlog)
-        self.on_settled: Callable[[SemanticVariable], None] = not_written
+        self.flow = Flow(clock, runner, self.activation, backlog)
 
     def num_variables(self, state: VariableState) -> int:
         if state is VariableState.EMPTY:
-            return len(self.variables) - sum(self._flow.num_settled.values())
-        return self._flow.num_settled[state]
+            return len(self.variables) - sum(self.flow.num_settled.values())
+        return self.flow.num_settled[state]
 
     def variable(self, var_id: str) -> SemanticVariable:
         try:
@@ -184,7 +183,7 @@ class SessionGraph:
         if variable.is_settled:
             return
         if variable.producer is not None:
-            self._flow.cancel(variable.producer, error)
+            self.flow.cancel(variable.producer, error)
         else:
             variable.fail(error)
 
@@ -192,19 +191,30 @@ class SessionGraph:
         """Cancel every output of the call that is not settled."""
         error = Cancelled(f"request {request_id} was cancelled")
         for task in reversed(self._call(request_id).tasks):
-            self._flow.cancel(task, error)
+            self.flow.cancel(task, error)
 
     def close(self, error: ParrotError) -> Iterator[int]:
         """The session ends, and nothing of it starts any more. The steps stop all work, and fail
         every variable that is not settled."""
         tasks = (task for call in reversed(self.calls.values()) for task in reversed(call.tasks))
-        return self._flow.close(tasks, self.variables.values(), error)
+        return self.flow.close(tasks, self.variables.values(), error)
+
+    def dissolve(self) -> Iterator[int]:
+        """Take apart what `close` has ended. The steps free its parts one after the other: they
+        hold each other, and Python's collector would free all of them in one turn of the loop."""
+        for variable in self.variables.values():
+            variable.unlink()
+            yield 1
+        for parts in (self.calls, self.variables):
+            while parts:
+                parts.popitem()
+                yield 1
 
     def check_integrity(self) -> None:
         """Recount what is kept incrementally. Only between events of the loop."""
         tasks = [task for call in self.calls.values() for task in call.tasks]
         self.activation.check_integrity(tasks)
-        self._flow.check_integrity(tasks)
+        self.flow.check_integrity(tasks)
         for state in VariableState:
             count = sum(variable.state is state for variable in self.variables.values())
             assert count == self.num_variables(state), (state, count)
@@ -284,9 +294,9 @@ class SessionGraph:
     def _register(self, variable: SemanticVariable) -> None:
         self.variables[variable.id] = variable
         if variable.is_settled:  # born with its value: those who need it never waited for it
-            self._flow.num_settled[variable.state] += 1
+            self.flow.num_settled[variable.state] += 1
         else:
-            variable.on_settled(self._flow.settled)
+            variable.on_settled(self.flow.settled)
 
     def _bind(
         self, parameters: Sequence[CallParameter], new: Mapping[str, SemanticVariable]
@@ -317,16 +327,12 @@ class SessionGraph:
         for task in tasks:
             task.times.submitted = now
         for task in tasks:
-            self._flow.enter(task)
+            self.flow.enter(task)
         for draft in drafts:
             if draft.criteria is not None and draft.call.tasks:
                 last = draft.call.tasks[-1].outputs[-1]
                 if not last.is_settled:
                     self.activation.add_reader(Reader(last, draft.criteria))
-
-
-def not_written(variable: SemanticVariable) -> None:
-    """The session has no history."""
 
 
 @contextmanager

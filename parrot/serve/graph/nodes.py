@@ -262,6 +262,10 @@ class NativeCall(Node):
     arguments: tuple[tuple[str, SemanticVariable], ...]  # the inputs, by parameter name
     results: tuple[tuple[str, SemanticVariable], ...]  # the outputs, by parameter name
 
+    @property
+    def stats(self) -> None:
+        return None
+
     def __post_init__(self) -> None:
         self.inputs = tuple(dict.fromkeys(variable for _, variable in self.arguments))
         self.outputs = tuple(variable for _, variable in self.results)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from parrot.protocol.errors import AlreadySet, ParrotError
 
 if TYPE_CHECKING:
-    from parrot.serve.graph.nodes import Reader, Task
+    from parrot.serve.graph.nodes import Reader, RunStats, Task
 
 
 class VariableState(StrEnum):
@@ -54,6 +54,7 @@ class SemanticVariable:
     __slots__ = (
         "_digest",
         "_settled_callbacks",
+        "_stats",
         "_watchers",
         "consumers",
         "error",
@@ -81,6 +82,7 @@ class SemanticVariable:
         self.readers: list[Reader] = []
         self.origin: ParrotError | None = None
         self._digest: bytes | None = None
+        self._stats: RunStats | None = None
         self._settled_callbacks: list[Callable[[SemanticVariable], None]] = []
         self._watchers: list[asyncio.Future[None]] = []
 
@@ -108,6 +110,17 @@ class SemanticVariable:
     def is_idle(self) -> bool:
         """Whether wanting it would set work going."""
         return self.producer is not None and not self.producer.demand and not self.is_settled
+
+    @property
+    def stats(self) -> "RunStats | None":
+        """How the completion ran that makes or made it; None: no completion does."""
+        return self._stats if self.producer is None else self.producer.stats
+
+    def unlink(self) -> None:
+        """Nothing follows from it any more. A reader may be about to tell of it still."""
+        self._stats = self.stats
+        self.producer = None
+        self.consumers.clear()
 
     def append(self, delta: str) -> None:
         """The producer has generated some more text."""
@@ -159,7 +172,7 @@ class SemanticVariable:
     def result(self) -> str:
         """The value of a settled variable, or raises its error."""
         if self.error is not None:
-            raise self.error.with_traceback(None)  # else every read would lengthen its traceback
+            raise self.error.again()
         return self.text
 
     async def stream(self) -> AsyncIterator[str]:
@@ -171,7 +184,7 @@ class SemanticVariable:
                 sent = len(self.partial_text)
                 yield delta
             elif self.error is not None:
-                raise self.error.with_traceback(None)
+                raise self.error.again()
             elif self.is_settled:
                 return
             else:

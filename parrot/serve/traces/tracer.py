@@ -12,9 +12,10 @@ spans makes them of these. Their ids follow from those of the trace and of the t
 be told of a completion's span before there is one."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from parrot.protocol.public import SessionCreateRequest
+from parrot.serve.graph.graph import Call
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.observers import Observer
 from parrot.serve.sessions import Session
@@ -43,11 +44,13 @@ class Tracer(Observer):
         spans = session.graph.spans
         if spans.trace_id or spans.is_joined:
             ended = self._clock.now()
-            self._export.send(lambda: list(self._facts(session, parent, ended)))
+            calls = list(session.graph.calls.values())  # which the graph has no longer
+            self._export.send(lambda: list(self._facts(session, calls, parent, ended)))
 
     def _facts(
-        self, session: Session, parent: TraceParent | None, ended: float
+        self, session: Session, calls: list[Call], parent: TraceParent | None, ended: float
     ) -> Iterator[SessionFacts | TaskFacts]:
+        """Takes the calls away one by one, as it frees what nobody else has any more."""
         yield SessionFacts(
             session.graph.spans.trace_id,
             session.id,
@@ -58,22 +61,29 @@ class Tracer(Observer):
             ended,
             self._epoch,
         )
-        for call in session.graph.calls.values():
-            for task in call.tasks:
+        makers = {
+            output.id: (task.id, task.options.traceparent)
+            for call in calls
+            for task in call.tasks
+            for output in task.outputs
+        }
+        calls.reverse()
+        while calls:
+            for task in calls.pop().tasks:
                 if task.times.activated is not None:
-                    yield _task_facts(task, task.times.activated)
+                    yield _task_facts(task, task.times.activated, makers)
 
 
-def _task_facts(task: Task, activated: float) -> TaskFacts:
+def _task_facts(task: Task, activated: float, makers: Mapping[str, tuple[int, str]]) -> TaskFacts:
+    """`makers`: of each variable that a call makes, by its id."""
     times = task.times
     error = task.outputs[0].error if task.state is CompletionState.FAILED else None
-    makers = dict.fromkeys(v.producer for v in task.inputs if v.producer is not None)
     return TaskFacts(
         task.id,
         task.request_id,
         task.func_name,
         task.options.traceparent,
-        [(maker.id, maker.options.traceparent) for maker in makers],
+        list(dict.fromkeys(makers[v.id] for v in task.inputs if v.id in makers)),
         task.state,
         None if error is None else error.type,
         activated,
