@@ -24,6 +24,11 @@ TINY = {
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_tenants": ["--crowd 150 --settle 0.5 --turns 1 --kinds latency --queries 100"],
     "scale.bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
+    "scale.simulate": [
+        "--part division --shards 4 --tenants 9",
+        "--part windows --shards 3 --sampled 2 --engines 1 --tenants 3 --warm_up 3 --measured 3",
+        "--part failures --shards 1 --engines 2 --tenants 3 --warm_up 3 --measured 3",
+    ],
     "bench_journal": ["--calls 4 --submits 2 --turns 2 --concurrency 2 --sessions 3"],
     "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
     "bench_telemetry": [

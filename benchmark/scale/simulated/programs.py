@@ -1,0 +1,201 @@
+"""What the sessions of each kind do, at ServeCore's own verbs, and how much of their prompts an
+endless memory would have."""
+
+import asyncio
+import random
+from dataclasses import dataclass
+from functools import cache
+
+from benchmark.agents.replay import MIN_OUTPUT, Recorded, recorded_sessions
+from benchmark.scale.simulated.traffic import App, Kind, Start
+from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.public import (
+    CallParameter,
+    SemanticCallRequest,
+    SessionCreateRequest,
+    VarGetRequest,
+)
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.template import placeholder
+from parrot.serve.core import ServeCore
+
+SCALE = 0.25  # of the lengths of recorded agents, as in the replay that was measured
+_MAX_LEN = 32_000
+_MAX_WAIT_S = 120.0
+_LAST_STARTED = 20  # turns at a session's end in which no old one begins
+_THINK_S = 20.0
+
+_sessions = cache(recorded_sessions)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call that was submitted. `ideal`: tokens of its prompt that came before, in whatever
+    session; `ended` None: not yet. The others are its outcome."""
+
+    kind: Kind
+    submitted: float
+    ideal: int
+    prompt: int
+    ended: float | None = None
+    waited_s: float = 0.0
+    cached: int = 0
+    computed: int = 0
+    attempts: int = 0
+    num_ends: int = 0
+    is_done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a user waits for: a turn, a completion, or a whole map-reduce."""
+
+    kind: Kind
+    began: float
+    took_s: float
+
+
+class Text:
+    """A piece of a prompt that a variable has."""
+
+    def __init__(self, var_id: str, length: int) -> None:
+        self.var_id, self.length = var_id, length
+
+
+class Client:
+    """The sessions of one ServeCore's programs, and what became of their calls."""
+
+    def __init__(self, core: ServeCore) -> None:
+        self.core = core
+        self.calls: dict[tuple[int, int], Call] = {}
+        self.jobs: list[Job] = []
+        self._now = asyncio.get_running_loop().time
+
+    async def run(self, start: Start) -> None:
+        await asyncio.sleep(start.at)
+        draw, app = random.Random(start.seed), start.app
+        if app.kind is Kind.AGENT:
+            is_old = start.is_old
+            while True:
+                await self._agent(draw, app, is_old=is_old)
+                is_old = False
+        elif app.kind is Kind.CHAT:
+            await self._chat(draw, app)
+        elif app.kind is Kind.MAP:
+            await self._map_reduce(draw, app)
+        else:
+            session = Session(self, app)
+            text = _words(draw, draw.randint(117, 2385))
+            await session.ask([session.give(text)], draw.randint(183, 800), ideal=app.shared)
+            session.end()
+
+    async def _agent(self, draw: random.Random, app: App, *, is_old: bool) -> None:
+        recorded: list[Recorded] = draw.choice(_sessions())
+        begin = draw.randrange(max(1, len(recorded) - _LAST_STARTED)) if is_old else 0
+        session, history, before = Session(self, app), list[Text](), 0
+        for number, turn in enumerate(recorded[begin:]):
+            size, output = int(turn.input * SCALE), max(MIN_OUTPUT, int(turn.output * SCALE))
+            if size + output > _MAX_LEN:
+                break
+            if number:
+                await asyncio.sleep(min(turn.wait_s, _MAX_WAIT_S) * draw.uniform(0.8, 1.2))
+                kept = int(turn.shared * SCALE)
+                if kept < 0.98 * before:
+                    while history and app.shared + _length(history) > max(kept, app.shared):
+                        history.pop()
+            known = app.shared + _length(history)
+            new = session.give(_words(draw, max(MIN_OUTPUT, size - known)))
+            answer = await session.ask([*history, new], output, ideal=known)
+            history += [new, answer]
+            before = known + new.length
+        session.end()
+
+    async def _chat(self, draw: random.Random, app: App) -> None:
+        session, history = Session(self, app), list[Text]()
+        for number in range(draw.randint(2, 8)):
+            if number:
+                await asyncio.sleep(draw.expovariate(1 / _THINK_S))
+            new = session.give(_words(draw, draw.randint(20, 200)))
+            known = app.shared + _length(history)
+            answer = await session.ask([*history, new], draw.randint(50, 250), ideal=known)
+            history += [new, answer]
+        session.end()
+
+    async def _map_reduce(self, draw: random.Random, app: App) -> None:
+        session, began, parts = Session(self, app), self._now(), list[Text]()
+        for _ in range(draw.randint(6, 14)):
+            text = session.give(_words(draw, draw.randint(300, 900)))
+            parts.append(session.submit([text], draw.randint(30, 80), ideal=app.shared))
+        total = session.submit(parts, 200, ideal=app.shared)
+        await session.read(total)
+        self.jobs.append(Job(app.kind, began, self._now() - began))
+        session.end()
+
+
+class Session:
+    def __init__(self, client: Client, app: App) -> None:
+        self._client, self._app = client, app
+        self._core = client.core
+        self._now = asyncio.get_running_loop().time
+        begun = self._core.begin_session(app.tenant, SessionCreateRequest())
+        self._id, self._auth = begun.session_id, begun.session_auth
+        self._head = _head(app)
+
+    def give(self, text: str) -> Text:
+        var_id = self._core.programs.create_var(self._id, self._auth, "given", text)
+        return Text(var_id, len(text))
+
+    def submit(self, pieces: list[Text], output: int, *, ideal: int) -> Text:
+        """A call whose prompt has these behind the application's own beginning."""
+        template, size, parameters = self._head, len(self._head), []
+        for number, piece in enumerate(pieces):
+            name = f"i{number}"
+            parameters.append(CallParameter(name=name, is_output=False, var_id=piece.var_id))
+            template += placeholder(name)
+            size += piece.length
+        sampling = SamplingConfig(max_gen_length=output, ignore_tokenizer_eos=True)
+        parameters.append(CallParameter(name="out", is_output=True, sampling_config=sampling))
+        request = SemanticCallRequest(
+            session_id=self._id,
+            session_auth=self._auth,
+            template=template + placeholder("out"),
+            parameters=parameters,
+            func_name=f"{self._app.kind}",
+        )
+        response = self._core.programs.submit_call(request)
+        self._client.calls[self._id, response.request_id] = Call(
+            self._app.kind, self._now(), ideal, size
+        )
+        return Text(response.param_info[-1].var_id, output)
+
+    async def read(self, text: Text) -> None:
+        request = VarGetRequest(
+            session_id=self._id, session_auth=self._auth, criteria=PerformanceCriteria.LATENCY
+        )
+        await self._core.programs.read(request, text.var_id)
+
+    async def ask(self, pieces: list[Text], output: int, *, ideal: int) -> Text:
+        """A call and its answer: a job of the user's."""
+        began = self._now()
+        answer = self.submit(pieces, output, ideal=ideal)
+        await self.read(answer)
+        self._client.jobs.append(Job(self._app.kind, began, self._now() - began))
+        return answer
+
+    def end(self) -> None:
+        self._core.delete_session(self._id, self._auth)
+
+
+def _length(texts: list[Text]) -> int:
+    return sum(text.length for text in texts)
+
+
+@cache
+def _head(app: App) -> str:
+    """What all prompts of the application begin with."""
+    return _words(random.Random(f"{app.tenant} {app.name}"), app.shared)
+
+
+def _words(draw: random.Random, size: int) -> str:
+    """So many letters, which nobody else has: a token each."""
+    return (f"{draw.getrandbits(128):x} " * (size // 16 + 1))[:size]

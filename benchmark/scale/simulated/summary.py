@@ -1,0 +1,67 @@
+"""What became of a window's calls, in a row of figures."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from benchmark.scale.simulated.shard import Outcome
+from benchmark.scale.simulated.traffic import Kind
+from parrot.simulation.report import percentile
+
+
+def joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """As if it had been one."""
+    first, *others = outcomes
+    total = replace(first, calls=[*first.calls], jobs=[*first.jobs], counts=[*first.counts],
+                    busy_s=[*first.busy_s])  # fmt: skip
+    for one in others:
+        total.calls += one.calls
+        total.jobs += one.jobs
+        total.counts += one.counts
+        total.busy_s += one.busy_s
+        total.late += one.late
+        total.most_queued = max(total.most_queued, one.most_queued)
+    return total
+
+
+def summary(outcome: Outcome) -> dict[str, Any]:
+    """Calls that ended while it was counted, and jobs that began then. `hit`: the part of their
+    prompts that no engine computed, prefetched ones included; `bound`: the same if memory had no
+    end. `reused`: what calls found, of what they could have found, by kind."""
+    window = outcome.window
+    begin, end = window.warm_up_s, window.end_s
+    ended = [c for c in outcome.calls if c.ended is not None and begin <= c.ended < end]
+    prompts = sum(call.prompt for call in ended)
+    computed = sum(counts.computed for counts in outcome.counts)
+    waits = [call.waited_s for call in ended]
+    busy = outcome.busy_s
+    row: dict[str, Any] = {
+        "engines": len(busy),
+        "calls": len(ended),
+        "calls_per_s": len(ended) / (end - begin),
+        "failed": sum(not call.is_done for call in ended),
+        "rerun": sum(call.attempts > 1 for call in ended),
+        "late": outcome.late,
+        "hit": 1.0 - computed / prompts if prompts else 0.0,
+        "bound": sum(call.ideal for call in ended) / prompts if prompts else 0.0,
+        "wait_p99_s": percentile(waits, 99),
+        "most_queued": outcome.most_queued,
+        "busy": fmean(busy) / (end - begin),
+        "busiest_over_mean": max(busy) / fmean(busy) if any(busy) else 1.0,
+        "reused": {},
+        "job_s": {},
+    }
+    for kind in Kind:
+        mine = [call for call in ended if call.kind is kind]
+        if ideal := sum(call.ideal for call in mine):
+            row["reused"][str(kind)] = sum(min(call.cached, call.ideal) for call in mine) / ideal
+        took = [j.took_s for j in outcome.jobs if j.kind is kind and begin <= j.began < end]
+        if took:
+            row["job_s"][str(kind)] = {
+                "count": len(took),
+                "mean": fmean(took),
+                "p50": percentile(took, 50),
+                "p99": percentile(took, 99),
+            }
+    return row
