@@ -175,13 +175,14 @@ class BlockPool:
         while held is not None:
             held.num_users -= 1
             if held.num_users:
-                return
+                break
             for key in held.keys:
                 self._users[key] -= 1
                 if not self._users[key]:
                     del self._users[key]
                     self._idle[key] = None
             held = held.parent
+        self._make_room(0)
 
 
 def _key(before: Key, tokens: "array[int]") -> Key:
