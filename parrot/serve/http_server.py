@@ -3,7 +3,7 @@
 `python3 -m parrot.serve.http_server --config_path core.json`
 """
 
-import gc
+import asyncio
 import logging
 import os
 import sys
@@ -15,12 +15,12 @@ from parrot.protocol.gate.names import is_loopback
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.journal.storage import is_address
 from parrot.serve.process.assembly import serving
+from parrot.serve.process.collector import Collector
 from parrot.serve.process.standby import serve_in_turn
+from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
 
 logger = logging.getLogger(__name__)
-
-_YOUNG_OBJECTS = 10_000  # the interpreter's 700 are a call's or two
 
 
 async def serve(config: CoreConfig) -> None:
@@ -39,9 +39,14 @@ async def serve(config: CoreConfig) -> None:
             "binding %s without api_keys: whoever reaches this address may use the service",
             config.host,
         )
-    if config.journal is not None and is_address(config.journal):
-        await serve_in_turn(config)
-        return
+    with Collector(asyncio.get_running_loop().call_soon_threadsafe, MonotonicClock()):
+        if config.journal is not None and is_address(config.journal):
+            await serve_in_turn(config)
+        else:
+            await _serve(config)
+
+
+async def _serve(config: CoreConfig) -> None:
     async with serving(config) as parts:
 
         async def end_requests() -> None:
@@ -51,21 +56,12 @@ async def serve(config: CoreConfig) -> None:
         await server.serve()
 
 
-def _spare_garbage_collection() -> None:
-    """Modules live as long as the process, and nearly all that a call makes is freed without the
-    collector: let it pass over the first, and look at the others less often."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = server_options("Run Parrot's ServeCore.", "core_server.log").parse_args(argv)
     try:
         options = given_options(args, "host", "port", "insecure")
         settings = core_settings(args.config_path, options, os.environ)
         config = parse_config(CoreConfig, settings.payload, settings.blamed)
-        _spare_garbage_collection()
         run_server(args, serve(config))
     except ConfigError as error:
         sys.exit(f"error: {error}")

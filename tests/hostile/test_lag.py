@@ -18,7 +18,7 @@ from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.http_server import _spare_garbage_collection
+from parrot.serve.process.collector import Collector
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import fake_engine, register
@@ -101,9 +101,9 @@ def server() -> Iterator[Server]:
     clock, config = MonotonicClock(), CoreConfig(engine_heartbeat_timeout=1e6)
     engine = fake_engine("e0", model="m", max_seq_len=131_072, tokens_capacity=10**7)
     core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
-    before, others = gc.get_threshold(), threading.enumerate()
-    _spare_garbage_collection()  # as in its own process
-    with running_in_thread(create_app(core)) as url:
+    others = threading.enumerate()
+    collector = Collector(lambda _: None, clock)  # as in its own process
+    with collector, running_in_thread(create_app(core)) as url:
         asyncio.run(register(url, engine))
         (watch.thread,) = [
             thread.ident or 0
@@ -111,8 +111,6 @@ def server() -> Iterator[Server]:
             if thread.name == "server" and thread not in others
         ]
         yield Server(url, watch)
-    gc.unfreeze()
-    gc.set_threshold(*before)
     patch.undo()
 
 

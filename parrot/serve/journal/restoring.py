@@ -59,15 +59,18 @@ def _restore_rest(core: ServeCore) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """All that is made in the block stays: the collector would look at it again and again."""
+    """All that is made in the block stays: the collector would look at it again and again. It
+    passes over it from then on if it does over other things (see `Collector`)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            has_frozen = gc.get_freeze_count() > 0
             gc.freeze()
-            gc.unfreeze()  # into the oldest generation, which is seldom looked at
+            if not has_frozen:
+                gc.unfreeze()  # into the oldest generation, which is seldom looked at
             gc.enable()
 
 

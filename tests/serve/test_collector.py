@@ -1,0 +1,132 @@
+"""The garbage collector looks at few objects at a time, and finds garbage in the end."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from parrot.serve.process.collector import Collector
+from tests.support.manual_clock import ManualClock
+
+YOUNG, MOST_OLD = 200, 1000
+# Five collections of young objects before one of those that survive, three of these before the
+# oldest are looked at, a quarter more of which Python waits for, and those that were there.
+AT_ONCE = 2 * (YOUNG * 5 * 3 + MOST_OLD)
+HOUR_S = 3600.0
+
+
+class Node:
+    """One of two in a cycle."""
+
+    def __init__(self) -> None:
+        self.other: Node | None = None
+
+
+def cycle() -> Node:
+    one, other = Node(), Node()
+    one.other, other.other = other, one
+    return one
+
+
+class World:
+    """`size`: the blocks of memory. What is to be called soon is called by `turn`."""
+
+    def __init__(self) -> None:
+        self.clock, self.size, self.soon = ManualClock(), 10**6, list[Callable[[], None]]()
+        self.looked_at: list[int] = []
+        self.alive: list[Any] = []
+        self.collector = Collector(
+            self.soon.append,
+            self.clock,
+            young=YOUNG,
+            most_old=MOST_OLD,
+            num_blocks=lambda: self.size,
+        )
+
+    def note(self, phase: str, info: dict[str, Any]) -> None:
+        if phase == "start" and not self.soon:
+            self.looked_at.append(
+                sum(len(gc.get_objects(n)) for n in range(info["generation"] + 1))
+            )
+
+    def make(self, count: int) -> None:
+        """So many objects that stay."""
+        self.alive += [[None] for _ in range(count)]
+
+    def turn(self) -> int:
+        """Call what is due. Returns how much that was."""
+        due = self.soon[:]
+        for call in due:
+            call()
+        self.soon.clear()
+        return len(due)
+
+    def lost_cycle(self) -> "weakref.ref[Node]":
+        """One that was frozen before it became garbage."""
+        node = cycle()
+        before = gc.get_freeze_count()
+        while gc.get_freeze_count() == before:
+            self.make(YOUNG)
+        return weakref.ref(node)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    with world.collector:
+        gc.callbacks.append(world.note)
+        yield world
+        gc.callbacks.remove(world.note)
+
+
+def test_however_many_are_alive_it_looks_at_few(world: World) -> None:
+    world.size *= 3
+    world.make(100 * AT_ONCE)
+    assert len(world.looked_at) > 100
+    assert max(world.looked_at) < AT_ONCE
+    assert gc.get_freeze_count() > 90 * AT_ONCE
+    assert not world.soon
+
+
+def test_few_are_all_looked_at(world: World) -> None:
+    world.size *= 3
+    lost = world.lost_cycle()
+    gc.collect()
+    assert lost() is not None
+    world.size //= 3
+    world.make(2 * AT_ONCE)
+    assert world.turn() == 1
+    assert lost() is None
+    assert gc.get_freeze_count() > AT_ONCE
+    world.make(YOUNG * 5)
+    assert world.turn() == 0  # nothing has been frozen since
+
+
+async def test_what_is_kept_for_an_hour_may_be_garbage(world: World) -> None:
+    world.size *= 3
+    lost = world.lost_cycle()
+    await world.clock.advance(HOUR_S - 1)
+    world.make(2 * AT_ONCE)
+    world.size //= 2
+    world.make(2 * AT_ONCE)  # less is kept
+    world.size *= 2
+    world.make(2 * AT_ONCE)
+    await world.clock.advance(HOUR_S - 1)
+    world.make(2 * AT_ONCE)
+    assert world.turn() == 0
+    await world.clock.advance(1)
+    world.make(2 * AT_ONCE)
+    assert world.turn() == 1
+    assert lost() is None
+    await world.clock.advance(2 * HOUR_S)
+    world.make(2 * AT_ONCE)
+    assert world.turn() == 0  # it has not grown since
+
+
+def test_afterwards_all_is_as_before() -> None:
+    before = gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count()
+    with World().collector:
+        assert gc.get_threshold() != before[0]
+    assert (gc.get_threshold(), gc.callbacks, gc.get_freeze_count()) == before
