@@ -5,8 +5,8 @@
 `ms`: a step that is run and waited for; `ahead_ms`: one of many that are launched one behind the
 other, as the engine does. Floors: a rank's part of the weights and of the unique KV once at the
 copy rate of an H200, or its part of the arithmetic at the matrix rate; and what the sums and the
-logits bring over NVLink, at its rate, without what each of these steps waits for the other ranks.
-`reductions` says how many they are. With `--ranks 1` the same on one GPU, to compare.
+largest logits bring over NVLink, at its rate, without what each of these steps waits for the other
+ranks. `reductions` says how many they are. With `--ranks 1` the same on one GPU, to compare.
 
 Only rank 0's KV is random, that of the others zero."""
 
@@ -49,9 +49,10 @@ def config(model: str, ranks: int) -> BuiltinConfig:
 
 
 def link_ms(spec: DecoderSpec, ranks: int, tokens: int, sampled: int) -> float:
-    """The bytes that a rank sends: two sums in each layer, one of embeddings, and its logits."""
+    """The bytes that a rank sends: two sums in each layer, one of embeddings, and its largest
+    logits with their tokens."""
     sums = (2 * spec.num_layers + 1) * tokens * spec.hidden_size * 2 * 2 * (ranks - 1) / ranks
-    logits = sampled * spec.vocab_size * 2 * (ranks - 1) / ranks
+    logits = sampled * -(-spec.vocab_size // ranks // 4096) * 8 * (ranks - 1)
     return (sums + logits) / LINK_RATE * 1e3
 
 

@@ -1,5 +1,7 @@
 """Launch the choice of a token for each row of logits."""
 
+from typing import Protocol
+
 import torch
 import triton
 
@@ -21,18 +23,44 @@ _FLOOR_WARPS = 32
 _ENTRIES = 1024
 
 
-def best_tokens(logits: torch.Tensor) -> torch.Tensor:
+class TokenShard(Protocol):
+    """The tokens of a vocabulary of which one rank has the logits: `count` from `first` on."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, columns] -> [rows, ranks * columns]: those of all ranks, in order."""
+        ...
+
+
+def best_tokens(logits: torch.Tensor, shard: TokenShard | None = None) -> torch.Tensor:
     """int32 [rows]: the first token of the largest logit; -1 where any logit is not finite.
 
-    logits [rows, vocab], of any float type, rows contiguous."""
-    rows, vocab_size = logits.shape
+    logits  [rows, vocab], of any float type, rows contiguous
+    shard   whose logits they are, and padding behind them; None: those of all tokens"""
+    rows, width = logits.shape
     assert logits.stride(1) == 1
-    scores, tokens = _room(logits)
-    best_of_chunks_kernel[scores.shape](
-        logits, scores, tokens, logits.stride(0), vocab_size, BLOCK=_CHUNK, num_warps=_CHUNK_WARPS
+    found = torch.empty((2, *_chunks(logits)), dtype=torch.int32, device=logits.device)
+    first, count = (0, width) if shard is None else (shard.first, shard.count)
+    best_of_chunks_kernel[found.shape[1:]](
+        logits,
+        found[0].view(torch.float32),
+        found[1],
+        logits.stride(0),
+        count,
+        first,
+        BLOCK=_CHUNK,
+        num_warps=_CHUNK_WARPS,
     )
+    if shard is not None:
+        gathered = shard.all_gather(found.flatten(0, 1))
+        found = gathered.view(2, rows, gathered.shape[1])
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    return _best_of_rows(scores, tokens, out)
+    return _best_of_rows(found[0].view(torch.float32), found[1], out)
 
 
 def adjust_logits(
@@ -132,9 +160,13 @@ def draw_tokens(
 
 def _room(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A score and a token for each chunk of each row."""
-    size = (len(logits), triton.cdiv(logits.shape[1], _CHUNK))
+    size = _chunks(logits)
     scores = torch.empty(size, dtype=torch.float32, device=logits.device)
     return scores, torch.empty(size, dtype=torch.int32, device=logits.device)
+
+
+def _chunks(logits: torch.Tensor) -> tuple[int, int]:
+    return len(logits), triton.cdiv(logits.shape[1], _CHUNK)
 
 
 def _best_of_rows(scores: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -91,8 +91,11 @@ def mask_logits_kernel(logits, rows, words, stride, num_words, vocab_size, BLOCK
 
 
 @triton.jit
-def best_of_chunks_kernel(logits, scores, tokens, stride, vocab_size, BLOCK: tl.constexpr):
-    """Program (row, chunk): the largest logit and its token, which is -1 if any is not finite."""
+def best_of_chunks_kernel(
+    logits, scores, tokens, stride, vocab_size, first_token, BLOCK: tl.constexpr
+):
+    """Program (row, chunk): the largest logit and its token, which is -1 if any is not finite.
+    Tokens count from `first_token`."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
@@ -101,7 +104,7 @@ def best_of_chunks_kernel(logits, scores, tokens, stride, vocab_size, BLOCK: tl.
     logit = tl.where(inside & ~is_bad, logit, -_INFINITY)
     num_bad = tl.sum(is_bad.to(tl.int32), 0)
     at = row * tl.num_programs(1) + chunk
-    best = chunk * BLOCK + tl.argmax(logit, 0)
+    best = first_token + chunk * BLOCK + tl.argmax(logit, 0)
     tl.store(scores + at, tl.max(logit, 0))
     tl.store(tokens + at, tl.where(num_bad > 0, -1, best))
 

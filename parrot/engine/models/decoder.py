@@ -124,7 +124,7 @@ class Decoder:
         self.device = device
         self.ranks = ranks
         names = spec.names
-        self._vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
+        self.vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
         self.embed = self._of_vocabulary(take(f"{names.embed}.weight"))
         self._positions = take(f"{names.positions}.weight") if names.positions else None
         self._project_in = self._project_out = None
@@ -144,7 +144,7 @@ class Decoder:
         self.lm_head = make_linear(head, None)
 
     def _of_vocabulary(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self._vocabulary is None else self._vocabulary.padded(rows)
+        return rows if self.vocabulary is None else self.vocabulary.padded(rows)
 
     @property
     def num_bytes(self) -> int:
@@ -179,8 +179,8 @@ class Decoder:
         return self.layers[-1](x, angles, attend, rows)
 
     def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        if self._vocabulary is not None:
-            return self._vocabulary.embed(token_ids, self.embed)
+        if self.vocabulary is not None:
+            return self.vocabulary.embed(token_ids, self.embed)
         return F.embedding(token_ids, self.embed)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -191,11 +191,14 @@ class Decoder:
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """states [rows, width] as `final` gives them -> logits float32 [rows, vocab]."""
-        return self.gathered(self.lm_head(states)).float()
+        logits = self.lm_head(states)
+        return (logits if self.vocabulary is None else self.vocabulary.gather(logits)).float()
 
-    def gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Put what each rank's `lm_head` gives together: the logits of the whole vocabulary."""
-        return logits if self._vocabulary is None else self._vocabulary.gather(logits)
+    def best(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [rows, hidden] as `forward` gives it -> int32 [rows]: see `VocabularyShard.best`.
+        For decoders that are divided."""
+        assert self.vocabulary is not None
+        return self.vocabulary.best(self.lm_head(self.final(hidden)).float())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""

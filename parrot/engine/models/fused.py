@@ -24,13 +24,14 @@ from parrot.engine.kernels.linear import (
 )
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
-from parrot.engine.models.parallel import Ranks, SummedLinear
+from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 
 
 class Forward(Protocol):
-    """A forward pass over a step's tokens. `ranks`: those that make it together, if several do."""
+    """A forward pass over a step's tokens. `vocabulary`: the tokens whose logits it gives, if
+    several ranks make it together; else those of all."""
 
-    ranks: Ranks | None
+    vocabulary: VocabularyShard | None
 
     def __call__(
         self,
@@ -39,7 +40,7 @@ class Forward(Protocol):
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [sampled rows, vocab]; `sample_rows` None: of all rows."""
+        """Logits [sampled rows, tokens]; `sample_rows` None: of all rows."""
         ...
 
     def states(
@@ -49,7 +50,7 @@ class Forward(Protocol):
         ...
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Final states [rows, width] -> logits [rows, vocab]."""
+        """Final states [rows, width] -> logits [rows, tokens]."""
         ...
 
 
@@ -74,7 +75,7 @@ class PlainDecoder:
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
-        self.ranks = model.ranks
+        self.vocabulary = model.vocabulary
 
     def __call__(
         self,
@@ -85,7 +86,7 @@ class PlainDecoder:
     ) -> torch.Tensor:
         attend = partial(attention.run, plan=plan)
         hidden = self._model.forward(token_ids, plan.positions, attend, sample_rows)
-        return self._model.logits(hidden)
+        return self.head(self._model.final(hidden))
 
     def states(
         self, token_ids: torch.Tensor, attention: TritonAttention, plan: TritonPlan
@@ -94,7 +95,7 @@ class PlainDecoder:
         return self._model.final(hidden)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        return self._model.head(states)
+        return self._model.lm_head(states)
 
 
 Normed = torch.Tensor | UndividedRows
@@ -181,8 +182,8 @@ class FusedDecoder:
         spec = model.spec
         assert spec.rope is not None
         assert isinstance(model.norm, RMSNorm)
-        self.ranks = model.ranks
-        self._embedded, self._gathered = model.embedded, model.gathered
+        self.vocabulary = model.vocabulary
+        self._embedded = model.embedded
         self._layers = [_FusedLayer.of(layer) for layer in model.layers]
         self._norm = model.norm
         self._lm_head = _Weight.of(model.lm_head)
@@ -206,7 +207,7 @@ class FusedDecoder:
         return self._norm(self._normed(token_ids, attention, plan, None)[1])
 
     def head(self, states: Normed) -> torch.Tensor:
-        return self._gathered(self._lm_head(states))
+        return self._lm_head(states)
 
     def _normed(
         self,

@@ -5,9 +5,10 @@
     split by tokens     embedding, head       rows are summed, logits put side by side
 
 A KV head that several ranks need is on each of them. All else (norms, positions) is on every rank,
-and so are hidden states. A layer sums twice, a step once more for its embeddings, and its logits
-are gathered."""
+and so are hidden states. A layer sums twice, a step once more for its embeddings. Of its logits
+each rank's largest are gathered, and all if more than those is wanted."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -160,12 +161,15 @@ class SummedLinear:
 
 
 class VocabularyShard:
-    """The tokens whose embeddings, and logits, are this rank's."""
+    """The tokens whose embeddings, and logits, are this rank's: `count` from `first` on. Every rank
+    has as many rows of both, so that some may have padding at the end."""
 
     def __init__(self, spec: DecoderSpec, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._vocab_size = spec.vocab_size
         self._share = _tokens_of_rank(spec, ranks)
+        self.first = ranks.rank * self._share
+        self.count = max(0, min(self._share, spec.vocab_size - self.first))
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the embedding or the head, as many as every rank has."""
@@ -173,11 +177,27 @@ class VocabularyShard:
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """token_ids [tokens] -> [tokens, width]."""
-        own = token_ids - self._ranks.rank * self._share
+        own = token_ids - self.first
         is_other = (own < 0) | (own >= self._share)
         found = F.embedding(own.masked_fill(is_other, 0), rows)
-        return self._ranks.all_reduce(found.masked_fill_(is_other.unsqueeze(1), 0))
+        return self.ranks.all_reduce(found.masked_fill_(is_other.unsqueeze(1), 0))
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's logits [rows, share] -> all [rows, vocab]; a row's are contiguous."""
-        return self._ranks.all_gather(logits)[:, : self._vocab_size]
+        return self.all_gather(logits)[:, : self._vocab_size]
+
+    def best(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits float32 [rows, share] -> int32 [rows]: the first token of the largest
+        of all; -1 where any is not finite."""
+        own = F.pad(logits[:, : self.count], (0, self._share - self.count), value=-math.inf)
+        largest, places = own.max(dim=-1)
+        finite = logits[:, : self.count].sum(dim=-1).isfinite()
+        tokens = torch.where(finite, self.first + places, -1).int()
+        pairs = torch.stack((largest.view(torch.int32), tokens), dim=1)
+        gathered = self.all_gather(pairs).view(len(logits), self.ranks.size, 2)
+        scores, candidates = gathered.view(torch.float32)[:, :, 0], gathered[:, :, 1]
+        found = candidates.gather(1, scores.argmax(dim=1, keepdim=True))
+        return torch.where((candidates < 0).any(dim=1), -1, found[:, 0])
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.all_gather(x)

@@ -25,7 +25,7 @@ from parrot.engine.runner.device import Reads, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankStep, Unit, together
-from parrot.engine.runner.sampling import sample
+from parrot.engine.runner.sampling import needs_logits, results, sample
 from parrot.engine.runner.threads import StepThreads
 
 _DRAFT_SIZES = (2, 4, 8, 16, 32, 64, 128)
@@ -89,7 +89,8 @@ class ModelRunner:
     def _run(self, plan: StepPlan) -> StepResult:
         inputs = self._inputs.build(plan)
         work = self.planner.plan(inputs.versions, inputs.step) if inputs.num_tokens else None
-        step = RankStep(plan.copies, inputs, work, Reads.of(plan.sequences))
+        needs_all = self._unit is None or needs_logits(inputs.samples)
+        step = RankStep(plan.copies, inputs, work, Reads.of(plan.sequences), needs_all)
         if self._threads is None or work is None:
             return self._sampled(step)
         with self._threads.step(inputs.num_tokens):
@@ -99,17 +100,19 @@ class ModelRunner:
         with together(self._unit):
             if self._unit is not None:
                 self._unit.tell(step)
-            logits = self.compute(step)
+            found = self.compute(step)
         read = {} if step.reads is None else step.reads.landed()
-        if logits is None:
+        if found is None:
             return StepResult({}, {}, read=read)
         specs = [spec for spec in step.inputs.samples if spec is not None]
-        return replace(sample(logits, specs), read=read)
+        chosen = sample(found, specs) if step.needs_logits else results(specs, found.tolist())
+        return replace(chosen, read=read)
 
     @torch.inference_mode()
     def compute(self, step: RankStep) -> torch.Tensor | None:
         """Do what every rank does for a step; returns the logits of the rows that are sampled,
-        float32 [rows, vocab], if any are. `step.reads` get what they want."""
+        float32 [rows, vocab], if any are; or the tokens of the largest [rows], if the step needs no
+        more. `step.reads` get what they want."""
         inputs, rows, reads = step.inputs, step.inputs.step, step.reads
         self._cache.prepare(step.copies, rows.fresh_pages(self._info.block_size))
         if step.work is None:
@@ -127,7 +130,9 @@ class ModelRunner:
         if reads is not None:
             reads.take(self._model.final(hidden), self._model.head)
             hidden = hidden.index_select(0, logit_rows)
-        return self._model.logits(hidden) if asked else None
+        if not asked:
+            return None
+        return self._model.logits(hidden) if step.needs_logits else self._model.best(hidden)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         self._copies.transfer(transfers)

@@ -26,7 +26,7 @@ from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankStep, Unit, together
-from parrot.engine.runner.sampling import results
+from parrot.engine.runner.sampling import needs_logits, results
 from parrot.engine.runner.step_computer import PlannedStep, Sources, StepComputer, WatchedAttention
 from parrot.engine.runner.warm_up import SyntheticPlans
 from parrot.protocol.errors import OutOfMemory
@@ -191,7 +191,8 @@ class CudaRunner:
                 if plan.num_tokens:
                     return self._launch(plan, None).wait()
                 self._copies.guard(plan)
-                self._tell(RankStep(plan.copies, self._inputs.build(plan), None, None))
+                inputs = self._inputs.build(plan)
+                self._tell(RankStep(plan.copies, inputs, None, None, needs_logits=False))
                 self._cache.prepare(plan.copies)
                 return StepResult({}, {})
         except torch.OutOfMemoryError:
@@ -229,8 +230,9 @@ class CudaRunner:
         due.put()  # of a graph, now; of kernels that are launched one by one, later
         landed = previous.landed if isinstance(previous, Launched) else dict
         draws, reads = self._draws.build(inputs, landed), Reads.of(plan.sequences)
-        step = PlannedStep(inputs, draws, work, sources, reads)
-        self._tell(RankStep(plan.copies, inputs, work, reads))
+        needs_all = self._unit is None or needs_logits(inputs.samples)
+        step = PlannedStep(inputs, draws, work, sources, reads, needs_all)
+        self._tell(RankStep(plan.copies, inputs, work, reads, needs_all))
         self._launching = self.computer.launch(step, landing)
         launched = (self._launching, landing, due, self._device)
         return Launched(inputs, draws.scored, *launched, reads, self._unit)
@@ -244,5 +246,5 @@ class CudaRunner:
         """Launch what the ranks besides rank 0 do for a step."""
         self._cache.prepare(step.copies)
         if step.work is not None:
-            planned = PlannedStep(step.inputs, NO_DRAWS, step.work, None, step.reads)
-            self.computer.compute(planned)
+            planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)
+            self.computer.compute(PlannedStep(*planned))

@@ -41,7 +41,8 @@ class StepSize:
 
 
 class Decoded(NamedTuple):
-    """Row by row: the token of the largest logit, or -1 where the logits are not finite."""
+    """Row by row: the token of the largest logit, or -1 where the logits are not finite; and the
+    logits that this rank has."""
 
     tokens: torch.Tensor
     logits: torch.Tensor

@@ -40,6 +40,17 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
     return results(specs, tokens.tolist(), wanted, looked_up)
 
 
+def needs_logits(specs: Sequence[SampleSpec | None]) -> bool:
+    """Whether more is wanted than the token of each row's largest logit."""
+    return any(spec is not None and not _takes_the_best(spec) for spec in specs)
+
+
+def _takes_the_best(spec: SampleSpec) -> bool:
+    config = spec.sampling
+    is_plain = config.logprobs is None and not config.adjusts_logits and spec.constraint is None
+    return is_plain and config.takes_the_largest
+
+
 def results(
     specs: Sequence[SampleSpec],
     tokens: Sequence[int],

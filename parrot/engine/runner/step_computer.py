@@ -34,13 +34,15 @@ Sources = tuple[torch.Tensor, IntArray]
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """`work` names rows of the device's block table. `sources`: None if no token is pending;
-    `reads`: None if nothing is made of hidden states."""
+    `reads`: None if nothing is made of hidden states. `needs_logits`: of all tokens, not only the
+    token of the largest."""
 
     inputs: StepInputs
     draws: Draws
     work: WorkList
     sources: Sources | None
     reads: Reads | None = None
+    needs_logits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class StepComputer:
         rows, width = table_size
         device = attention.device
         self._device = device
-        self._forward, self._ranks = forward, forward.ranks
+        self._forward, self._vocabulary = forward, forward.vocabulary
         self._attention = attention
         self.graphs: StepGraphs | None = None
         self._synthetic = synthetic
@@ -145,8 +147,21 @@ class StepComputer:
 
     @torch.inference_mode()
     def _decoded(self, step: PlannedStep, size: StepSize | None) -> tuple[Decoded, _Sent]:
+        """The logits are those of all tokens only if the step needs them."""
         found = None if size is None else self._run_graph(step, size)
-        return found or self._run_eagerly(step)
+        decoded, sent = found or self._run_eagerly(step)
+        if step.needs_logits:
+            decoded = decoded._replace(
+                logits=self._gathered(decoded.logits[: len(step.inputs.samples)])
+            )
+        return decoded, sent
+
+    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
+        """Of all tokens, of those that each rank has."""
+        return logits if self._vocabulary is None else self._vocabulary.gather(logits)
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        return self._gathered(self._forward.head(states))
 
     def _run_eagerly(self, step: PlannedStep) -> tuple[Decoded, _Sent]:
         inputs = step.inputs
@@ -165,9 +180,9 @@ class StepComputer:
             return self._decode(sent[:3], sent[3], buffers, self._attention)
         plan = TritonPlan(buffers, self._tables, sent[1], sent[2])
         states = self._forward.states(sent[0], self._attention, plan)
-        reads.take(states, self._forward.head)
+        reads.take(states, self._head)
         logits = self._forward.head(states.index_select(0, sent[3]))
-        return Decoded(best_tokens(logits), logits)
+        return Decoded(best_tokens(logits, self._vocabulary), logits)
 
     def _decode(
         self,
@@ -179,7 +194,7 @@ class StepComputer:
         token_ids, positions, table_rows = rows
         plan = TritonPlan(work, self._tables, positions, table_rows)
         logits = self._forward(token_ids, attention, plan, logit_rows)
-        return Decoded(best_tokens(logits), logits)
+        return Decoded(best_tokens(logits, self._vocabulary), logits)
 
     def _run_graph(self, step: PlannedStep, size: StepSize) -> tuple[Decoded, _Sent] | None:
         """None if no graph is large enough."""
@@ -213,8 +228,8 @@ class StepComputer:
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
-        if self._ranks is not None and len(inputs.pending_at):
-            self._ranks.broadcast(sent[0])  # only rank 0 has the step before's
+        if self._vocabulary is not None and len(inputs.pending_at):
+            self._vocabulary.ranks.broadcast(sent[0])  # only rank 0 has the step before's
         adjusted = draws.adjustments
         adjustments = None if adjusted is None else self._chooser.send(adjusted)
         return _Sent(sent, settings, scored, adjustments)
@@ -264,7 +279,7 @@ class StepComputer:
         """The tokens, and the logits of as many as products of few rows take."""
         num_tokens = len(work.token_order)
         sent = self._stage_padding(num_tokens, min(num_tokens, FEW_ROWS))
-        return sent[0], self._forward_eagerly(sent, work).logits
+        return sent[0], self._gathered(self._forward_eagerly(sent, work).logits)
 
     def _stage_padding(self, num_tokens: int, num_logits: int) -> list[torch.Tensor]:
         positions = np.arange(num_tokens, dtype=np.int32) % self._synthetic.max_seq_len

@@ -335,9 +335,9 @@ def best_variant(*, warps: int = 4) -> dict[str, Any]:
     pointers = {"logits": "*bf16", "scores": "*fp32", "tokens": "*i32"}
     return compile_kernel(
         best_of_chunks_kernel,
-        {**pointers, "stride": "i32", "vocab_size": "i32"},
+        {**pointers, "stride": "i32", "vocab_size": "i32", "first_token": "i32"},
         {"BLOCK": 4096},
-        divisible=(*pointers, "stride", "vocab_size"),
+        divisible=(*pointers, "stride", "vocab_size", "first_token"),
         num_warps=warps,
     )
 

@@ -44,6 +44,37 @@ def test_the_largest_logit(vocab_size: int) -> None:
     assert best_tokens(torch.zeros(2, vocab_size)).tolist() == [0, 0]
 
 
+class OneAfterAnother:
+    """`TokenShard`s of ranks that speak in order, so that the last hears what all say."""
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        self._width, self._vocab_size = width, vocab_size
+        self.first = self.count = 0
+        self._said: list[torch.Tensor] = []
+
+    def be(self, rank: int) -> None:
+        self.first = rank * self._width
+        self.count = min(self._width, self._vocab_size - self.first)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._said.append(x)
+        return torch.cat(self._said, dim=1)
+
+
+def test_the_largest_logit_of_several_ranks() -> None:
+    """What is behind a rank's tokens is not looked at, and the first of equals is taken."""
+    logits = normal(6, 9001).round()
+    logits[2, 8999], logits[3, 17] = float("nan"), float("inf")
+    want = best_tokens(logits).tolist()
+    assert want[2] == want[3] == -1
+    shards = OneAfterAnother(5000, 9001)
+    parts = (logits[:, :5000], torch.nn.functional.pad(logits[:, 5000:], (0, 999), value=99.0))
+    for rank, part in enumerate(parts):
+        shards.be(rank)
+        found = best_tokens(part, shards)
+    assert found.tolist() == want
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_with_a_number_that_is_not_finite(bad: float) -> None:
     logits = normal(4, 5000)

@@ -1,8 +1,12 @@
 """What ranks say to each other over loopback."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.parallel import VocabularyShard
 from parrot.engine.runner.ranks.group import RankGroup
 from tests.support.rank_threads import on_ranks
 
@@ -26,3 +30,24 @@ def test_all_collectives(dtype: torch.dtype) -> None:
 
     want = [[[6.0] * 3] * 2, [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23]], [7, 8], 7]
     assert on_ranks(3, work) == [want] * 3
+
+
+@pytest.mark.parametrize("vocab_size", [9, 8, 5])
+def test_the_best_of_all_tokens_is_that_of_the_whole(vocab_size: int) -> None:
+    """On 4 ranks, of which the last may have less to say, or nothing: the first of equals, and
+    -1 where any is not finite."""
+    logits = torch.randint(0, 3, (64, vocab_size), generator=torch.Generator().manual_seed(1))
+    logits = torch.cat((logits.float(), torch.full((1, vocab_size), -7.0)))
+    logits[3, 1], logits[4, 4], logits[5, -1] = torch.nan, torch.inf, -torch.inf
+    want = torch.where(logits.sum(dim=1).isfinite(), logits.argmax(dim=1), -1)
+    spec = replace(open_checkpoint("embedded").spec, vocab_size=vocab_size)
+
+    def best(ranks: RankGroup) -> tuple[list[int], list[list[float]]]:
+        shard = VocabularyShard(spec, ranks)
+        own = logits[:, shard.first : shard.first + shard.count]
+        own = shard.padded(own.t()).t().contiguous()  # with zeros, which are larger than -7
+        return shard.best(own).tolist(), shard.gather(own)[6:].tolist()
+
+    for tokens, everything in on_ranks(4, best):
+        assert tokens == want.tolist()
+        assert everything == logits[6:].tolist()

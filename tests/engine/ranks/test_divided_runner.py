@@ -119,6 +119,34 @@ def test_tokens_are_those_of_one_rank(
         assert outputs(runner) == want
 
 
+def test_logits_are_gathered_only_where_more_than_the_largest_is_wanted(
+    checkpoint_of: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+    all_gather = RankGroup.all_gather
+
+    def gather(ranks: RankGroup, x: torch.Tensor) -> torch.Tensor:
+        if ranks.rank == 0:
+            widths.append(x.shape[1])
+        return all_gather(ranks, x)
+
+    monkeypatch.setattr(RankGroup, "all_gather", gather)
+    wanted = [
+        SamplingConfig(temperature=0.0),
+        SamplingConfig(temperature=0.0, logprobs=1),
+        SamplingConfig(temperature=0.0, frequency_penalty=1.0),
+        SamplingConfig(temperature=1.0),
+        SamplingConfig(temperature=1.0, top_k=1),
+    ]
+    checkpoint = checkpoint_of("llama")
+    share = checkpoint.spec.vocab_size // 2 + checkpoint.spec.vocab_size % 2
+    with divided(checkpoint, 2) as runner:
+        driver = Driver(runner)
+        for sampling in wanted:
+            driver.generate([driver.context([1, 2, 3])], 1, sampling=sampling)
+    assert widths == [2, share, share, share, 2]
+
+
 def test_log_probabilities_and_states_are_those_of_one_rank(
     checkpoint_of: Callable[[str], Checkpoint],
 ) -> None:

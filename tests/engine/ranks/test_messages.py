@@ -68,9 +68,10 @@ def test_others_read_what_rank_0_tells(with_tables: bool) -> None:
     for plan in PLANS:
         inputs = builder.build(plan)
         work = work_of(inputs)
-        told = RankStep(plan.copies, inputs, work, Reads.of(plan.sequences))
+        told = RankStep(plan.copies, inputs, work, Reads.of(plan.sequences), plan is PLANS[1])
         read = reader.step(writer.message(told))
         assert read.copies == plan.copies
+        assert read.needs_logits == told.needs_logits
         assert same(work, read.work)
         for name in ("starts", "q_lens") + (("tables",) if with_tables else ()):
             if len(inputs.rows):
@@ -95,10 +96,10 @@ def test_a_work_list_is_told_once() -> None:
     builder, writer, reader = InputBuilder(16, 8, SIZE), StepWriter(with_tables=False), StepReader()
     inputs = builder.build(PLANS[1])
     work = work_of(inputs)
-    first = writer.message(RankStep((), inputs, work, None))
+    first = writer.message(RankStep((), inputs, work, None, needs_logits=True))
     read = reader.step(first)
-    copies = writer.message(RankStep(PLANS[0].copies, builder.build(PLANS[0]), None, None))
+    copies = writer.message(RankStep(PLANS[0].copies, builder.build(PLANS[0]), None, None, True))
     assert reader.step(copies).work is None
-    again = writer.message(RankStep((), builder.build(PLANS[2]), work, None))
+    again = writer.message(RankStep((), builder.build(PLANS[2]), work, None, True))
     assert len(again) < len(first)
     assert reader.step(again).work is read.work

@@ -2,10 +2,11 @@
 
 import os
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -14,6 +15,8 @@ TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for another, which may compile kernels meanwhile."""
 
 _LOOPBACK = "127.0.0.1"
+
+Options = TypeVar("Options", AllgatherOptions, AllreduceOptions, BroadcastOptions)
 
 
 class RankGroup:
@@ -37,30 +40,48 @@ class RankGroup:
         self.connect(store, device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self._group.allreduce([x]).wait()
+        if x.numel():
+            _wait(self._group.allreduce([x], _in_this_stream(AllreduceOptions())))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = x.shape
         found = x.new_empty((self.size * rows, columns))
-        self._group._allgather_base(found, x.contiguous()).wait()
-        return found.view(self.size, rows, columns).transpose(0, 1).reshape(rows, -1)
+        if x.numel():
+            options = _in_this_stream(AllgatherOptions())
+            _wait(self._group._allgather_base(found, x.contiguous(), options))
+        by_rank = found.view(self.size, rows, columns)
+        return by_rank.transpose(0, 1).reshape(rows, self.size * columns)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        self._group.broadcast([x]).wait()
+        _wait(self._group.broadcast([x], _in_this_stream(BroadcastOptions())))
 
     def least(self, number: int) -> int:
         """The least of the ranks' numbers."""
-        options = dist.AllreduceOptions()
+        options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         found = torch.tensor([number], device=self._device)
-        self._group.allreduce([found], options).wait()
+        _wait(self._group.allreduce([found], options))
         return int(found.item())
 
     def abort(self) -> None:
         """Let those go that wait in a collective for a rank that is not there any more. They
         raise."""
         self._group.abort()
+
+
+def _in_this_stream(options: Options) -> Options:
+    """Let NCCL's kernels be launched in the current stream, and not in one of their own between two
+    events. torch can from 2.8 on."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _wait(work: Any) -> None:
+    """None: of what is in the current stream."""
+    if work is not None:
+        work.wait()
 
 
 def _make_group(

@@ -24,12 +24,13 @@ _NONE: IntArray = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A step without `work` has no tokens."""
+    """A step without `work` has no tokens. `needs_logits`: see `sampling.needs_logits`."""
 
     copies: tuple[BlockCopy, ...]
     inputs: StepInputs
     work: WorkList | None
     reads: Reads | None
+    needs_logits: bool
 
 
 class StepWriter:
@@ -45,7 +46,7 @@ class StepWriter:
         is_known = work is None or work is self._last
         self._last = work or self._last
         asked = np.array([spec is not None for spec in inputs.samples], dtype=np.int32)
-        head = [work is not None, is_known, step.reads is not None]
+        head = [work is not None, is_known, step.reads is not None, step.needs_logits]
         parts: list[IntArray] = [
             np.array(head, dtype=np.int32),
             _ints([(c.source, c.target, c.num_tokens) for c in step.copies]),
@@ -78,13 +79,14 @@ class StepReader:
         """Its arrays are views of the message."""
         places = accumulate(message[:_NUM_PARTS].tolist(), initial=_NUM_PARTS)
         parts = iter([message[first:end] for first, end in pairwise(places)])
-        has_work, is_known, has_reads = next(parts).tolist()
+        has_work, is_known, has_reads, needs_logits = next(parts).tolist()
         copies = tuple(BlockCopy(*copy) for copy in next(parts).reshape(-1, 3).tolist())
         inputs = _inputs(parts)
         reads = _read_reads(next(parts), has_any=bool(has_reads))
         if not is_known:
             self._last = _read_work(list(parts))
-        return RankStep(copies, inputs, self._last if has_work else None, reads)
+        work = self._last if has_work else None
+        return RankStep(copies, inputs, work, reads, bool(needs_logits))
 
 
 def _ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> IntArray:
