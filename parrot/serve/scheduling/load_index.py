@@ -1,5 +1,6 @@
 """All engines' loads, and for each model its engines in order of load."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,20 +25,25 @@ _MAX_ALIKE = 63  # engines among whose costs the one in the middle is looked for
 @dataclass(slots=True)
 class _Pool:
     """The engines of one model. `open` has those with a free slot, the least loaded first, and
-    `full` the others; `max_lens` the longest sequence that one with these features takes."""
+    `full` the others; `max_lens` the longest sequence that one with these features takes, and
+    `num_alike` how many members have the same features and take the same."""
 
     members: dict[int, EngineLoad] = field(default_factory=dict)
     open: LazyHeap[int, tuple[float, ...]] = field(default_factory=LazyHeap)
     full: LazyHeap[int, tuple[float, ...]] = field(default_factory=LazyHeap)
     max_lens: dict[Features, int] = field(default_factory=dict)
+    num_alike: Counter[tuple[Features, int]] = field(default_factory=Counter)
     step_s: float = 0.0  # of all members, summed up
 
-    def review(self) -> None:
-        """Members have come or gone, or have other features."""
+    def count(self, load: EngineLoad, sign: int) -> None:
+        """A member comes, or goes. It takes no longer where there are thousands."""
+        key = load.features, load.max_len
+        self.num_alike[key] += sign
+        if not self.num_alike[key]:
+            del self.num_alike[key]
         self.max_lens.clear()
-        for load in self.members.values():
-            known = self.max_lens.get(load.features, 0)
-            self.max_lens[load.features] = max(known, load.max_len)
+        for features, max_len in self.num_alike:
+            self.max_lens[features] = max(self.max_lens.get(features, 0), max_len)
 
 
 class LoadIndex:
@@ -87,9 +93,11 @@ class LoadIndex:
             known = self._forget_costs(load)
             load.device, costs = device, costs or known
         if features is not None and load.features != features:
+            for pool in self._pools_of(load):
+                pool.count(load, -1)
             load.features = features
             for pool in self._pools_of(load):
-                pool.review()
+                pool.count(load, 1)
         costs, server = self._take_costs(load, costs), server or IDLE
         if (load.costs, load.server) != (costs, server):
             load.reported(costs, server)
@@ -143,18 +151,18 @@ class LoadIndex:
         for name in (_ANY_MODEL, load.model):
             pool = self._pools.setdefault(name, _Pool())
             pool.members[load.id] = load
-            pool.review()
+            pool.count(load, 1)
         self.changed(load)
 
     def _leave_pools(self, load: EngineLoad) -> None:
-        del self._step_s[load.id]
+        step_s = self._step_s.pop(load.id)
         for name in (_ANY_MODEL, load.model):
             pool = self._pools[name]
             del pool.members[load.id]
             pool.open.discard(load.id)
             pool.full.discard(load.id)
-            pool.review()
-            pool.step_s = sum([other.step_s for other in pool.members.values()])
+            pool.count(load, -1)
+            pool.step_s -= step_s
             if not pool.members:
                 del self._pools[name]
 
