@@ -107,6 +107,7 @@ def bench_model(config: BuiltinConfig) -> Iterator[Row]:
     row = {"case": f"prefill {PREFILL}"} | floors(shape, spec, ranks, None)
     row |= bench_prefill(runner, PREFILL, PREFILL)
     yield row | {"over_floor": row["ms"] / row["floor_ms"]}
+    runner.close()
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +121,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.uses(model, {"config": settings.model_dump(mode="json"), "ranks": args.ranks})
         for row in bench_model(settings):
             report.add("rows", {"model": model, "ranks": args.ranks} | row)
-        gc.collect()  # ends the other ranks
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -168,11 +168,14 @@ class CudaRunner:
     def close(self) -> None:
         if self._unit is not None:
             self._unit.close()
+        self.computer.close()
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them."""
         self.computer.warm_up()
         self._copies.warm_up(self._cache.num_blocks - 1)
+        with together(self._unit):
+            pass  # sums of a rank that has ended meanwhile come without an error
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         wait((self._launching,))

@@ -250,6 +250,10 @@ class StepComputer:
         *places, logit_rows = self._stage.places([size.rows] * 3 + [size.logits or 0])
         return self._decode(places, None if size.logits is None else logit_rows, work, attention)
 
+    def close(self) -> None:
+        """Drop the graphs, for which the ranks' communicator waits before it ends."""
+        self.graphs = None
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. No context's

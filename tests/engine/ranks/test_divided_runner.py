@@ -219,6 +219,17 @@ def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
     unit.close()
 
 
+def test_telling_a_rank_that_hangs_ends_before_the_communicator_does() -> None:
+    """Which waits for CUDA graphs, whose owner may be who tells."""
+    group, (link, other) = Hung(), Link.pair()
+    group.abort = lambda: group.given_up.wait(60)  # type: ignore[method-assign,assignment,return-value]
+    unit = Unit(group, [link], with_tables=True, patience=timedelta(seconds=0.02))
+    with other, pytest.raises(DeviceLost, match="a step has not ended"), unit.together():
+        link.send(bytes(1 << 24))  # more than there is room for
+    assert not group.given_up.is_set()
+    group.given_up.set()
+
+
 def test_a_rank_that_hangs_is_noticed_while_the_next_step_is_awaited() -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from parrot.engine.runner.cuda import Launched

@@ -66,7 +66,8 @@ class RankGroup:
 
     def abort(self) -> None:
         """Let those go that wait in a collective for a rank that is not there any more. They
-        raise."""
+        raise, or go on with anything. Returns when there are no CUDA graphs with collectives any
+        more, of which NCCL counts those that are captured."""
         self._group.abort()
 
 
@@ -92,7 +93,7 @@ def _make_group(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where its ranks first meet
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
+        nccl._timeout = 3 * timeout  # it ends the process; a unit has noticed by then, in order
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]

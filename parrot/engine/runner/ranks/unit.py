@@ -113,9 +113,9 @@ class Unit:
             logger.critical("%s: no step can be run any more", reason)
             for tell in self._when_lost:
                 tell()
+        link.end()  # before what may wait: a step may be told to a rank that hangs
         with suppress(RuntimeError):  # of a backend that cannot: its collectives fail on their own
             self._group.abort()
-        link.end()
         link.close()
 
 
