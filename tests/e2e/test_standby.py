@@ -92,6 +92,18 @@ async def assert_refuses_all_but_health(standby: Cluster) -> None:
     assert body["type"] == "error"
 
 
+async def assert_says_nothing_of_others(stale: Cluster, serving: Cluster) -> None:
+    """A session that it cannot know is not gone."""
+    async with HttpClient(serving.core_url) as http:
+        client = ServeClient(http)
+        created = await client.create_session()
+        scope = created.session_id, created.session_auth
+        var_id = await client.create_var(*scope, "v", "text")
+    async with HttpClient(stale.core_url) as http:
+        with pytest.raises(Standby):
+            await ServeClient(http).read_var(*scope, var_id)
+
+
 async def test_a_standby_waits_and_takes_over_from_one_that_is_stopped(postgres: Server) -> None:
     with two_cores(postgres.database()) as (first, second):
         await serving(first)
@@ -160,6 +172,7 @@ async def test_one_that_cannot_reach_the_database_stands_down(postgres: Server) 
                 link.stall()
                 async with asyncio.timeout(HANGS_S):
                     await serving(second)
+                    await assert_says_nothing_of_others(first, second)
                     assert await asyncio.gather(*reads.values()) == expected
                     while await role(first) != "standby":
                         await asyncio.sleep(0.05)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fastapi import FastAPI
@@ -19,27 +19,36 @@ from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
+# An engine that was refused would end its work, though the lease may be renewed in time.
+_OF_ENGINES = frozenset({"/register_engine", "/engine_heartbeat", "/engine_leave"})
+
 
 class Front:
-    """The app of a process that serves while it is its turn, and refuses else."""
+    """The app of a process that serves while it is its turn, and refuses else, and programs as soon
+    as another one may serve: what they have done there is not known here."""
 
     def __init__(self, config: CoreConfig) -> None:
         self._standby = standby_app(config)
-        self._app: ASGIApp = self._standby
         self._serving: Serving | None = None
+        self._is_alone: Callable[[], bool] = bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        app = self._standby if scope["type"] == "lifespan" else self._app
+        app: ASGIApp = self._standby
+        if self._serving is not None and self._is_open(scope):
+            app = self._serving.app
         await app(scope, receive, send)
 
+    def _is_open(self, scope: Scope) -> bool:
+        is_request = scope["type"] != "lifespan"
+        return is_request and (self._is_alone() or scope["path"] in _OF_ENGINES)
+
     @contextmanager
-    def turn(self, serving: Serving) -> Iterator[None]:
-        """Requests go to this app until the block ends."""
-        self._app, self._serving = serving.app, serving
+    def turn(self, serving: Serving, is_alone: Callable[[], bool]) -> Iterator[None]:
+        """Requests go to this app until the block ends, while it is certain that it `is_alone`."""
+        self._serving, self._is_alone = serving, is_alone
         try:
             yield
         finally:
-            self._app = self._standby
             self.end_requests()
             self._serving = None
 
@@ -89,7 +98,7 @@ async def _take_turns(config: CoreConfig, address: str, front: Front) -> None:
             logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
             records = PostgresRecords(lease, config.journal_size)
             async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
-                with front.turn(it):
+                with front.turn(it, lease.is_held):
                     await lease.over()
                 logger.error("another ServeCore has the journal now, or may: this one stands by")
         finally:
@@ -101,7 +110,7 @@ def standby_app(config: CoreConfig) -> FastAPI:
     app = empty_app(config)
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        raise Standby("this ServeCore stands by: another one with its journal serves")
+        raise Standby("this ServeCore stands by: another one with its journal serves, or may")
 
     def alive() -> None: ...
 
