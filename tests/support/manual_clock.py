@@ -23,6 +23,11 @@ class ManualClock:
         finally:
             self._sleepers.discard(wake)
 
+    def pass_time(self, seconds: float) -> None:
+        """Move time on where nobody sleeps."""
+        assert not self._sleepers
+        self._now += seconds
+
     async def advance(self, seconds: float) -> None:
         """Move time on by `seconds`, waking sleepers in order of their wake-up times."""
         end = self._now + seconds

@@ -12,10 +12,12 @@ salt. Only this module touches block reference counts."""
 
 import secrets
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
+
+from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_held
 
 _KEY_SIZE = 16
 
@@ -105,15 +107,19 @@ class BlockPool:
     what it holds, and then be found by it, also while it is free: until it is handed out again.
 
     Handed out first are free blocks without a key, the last freed before all others, while it may
-    still be warm in a cache; then those with a key, the one freed first before all others. Whoever
-    holds a block holds the blocks before it, and gives them up after it: so the end of a prefix
-    goes before its beginning. `watcher` may be set before the first block is published."""
+    still be warm in a cache; then those with a key: the ones that were made ready for it, and then
+    of the group whose turn it is the one freed first. Whoever holds a block holds the blocks before
+    it, and gives them up after it: so the end of a prefix goes before its beginning. `watcher` may
+    be set before the first block is published. `shares` has the groups; None: nobody else's."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, shares: KvShares | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.shares = shares or KvShares(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._found_free: dict[int, None] = {}  # free blocks with a key, longest free first
+        self._ready: OrderedDict[int, None] = OrderedDict()  # free blocks with a key, in order,
+        self._line: FairLine[int] = FairLine(self.shares, num_held)  # and the others
+        self._owners: list[ShareGroup | None] = [None] * num_blocks  # None: blank
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
@@ -122,7 +128,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._found_free)
+        return len(self._free) + len(self._ready) + len(self._line)
+
+    @property
+    def num_blank(self) -> int:
+        """Free blocks without a key."""
+        return len(self._free)
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
 
     @property
     def num_used(self) -> int:
@@ -135,8 +150,9 @@ class BlockPool:
         """The number of blocks that hold so many tokens."""
         return -(-num_tokens // self.block_size)
 
-    def allocate(self, num_blocks: int) -> list[int] | None:
-        """Take blocks, each with one reference; None (and nothing taken) when there is no room."""
+    def allocate(self, num_blocks: int, group: ShareGroup | None = None) -> list[int] | None:
+        """Take blocks for a group, each with one reference; None (and nothing taken) when there is
+        no room."""
         if num_blocks > self.num_free:
             return None
         if num_blocks == 0:
@@ -144,25 +160,66 @@ class BlockPool:
         taken = self._free[-num_blocks:]
         del self._free[-num_blocks:]
         while len(taken) < num_blocks:
-            block = next(iter(self._found_free))
+            block = self.next_in_line() if not self._ready else next(iter(self._ready))
+            assert block is not None, "a free block is lost"
             if self.watcher is not None:
                 self.watcher.given_away(block)
             self.forget((block,))
             taken.append(self._free.pop())
+        group = group or self.shares.group("")
         for block in taken:
             self._refs[block] = 1
+            self._owners[block] = group
+        group.num_used += num_blocks
+        self.shares.grew(group)
         return taken
+
+    def next_in_line(self) -> int | None:
+        """The next free block with a key to be given away that is not ready for it."""
+        return self._line.first()
+
+    def make_ready(self, block: int) -> None:
+        """The block, which is next in line, shall be given away behind those that are ready."""
+        self._line.discard(self.owner(block), block)
+        self._ready[block] = None
+
+    def is_ready(self, block: int) -> bool:
+        return block in self._ready
+
+    def owner(self, block: int) -> ShareGroup:
+        """For which group it was computed. It must not be blank."""
+        group = self._owners[block]
+        assert group is not None, f"block {block} is blank"
+        return group
+
+    def _blank(self, block: int) -> None:
+        group = self.owner(block)
+        self._owners[block] = None
+        self._free.append(block)
+        self.shares.forget_if_gone(group)
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference on each block; all must be in use or found by their keys."""
         refs = self._refs
+        grown: dict[ShareGroup, None] = {}
         for block in blocks:
             if not refs[block]:
-                assert block in self._found_free, f"block {block} is free and cannot be shared"
-                del self._found_free[block]
+                assert self._keys[block] is not None, f"block {block} is free and cannot be shared"
+                group = self._leave_line(block)
+                group.num_used += 1
+                grown[group] = None
                 if self.watcher is not None:
                     self.watcher.taken(block)
             refs[block] += 1
+        for group in grown:
+            self.shares.grew(group)
+
+    def _leave_line(self, block: int) -> ShareGroup:
+        group = self.owner(block)
+        self._ready.pop(block, None)
+        self._line.discard(group, block)
+        group.num_kept -= 1
+        return group
 
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less on each block; at zero it is free. Later blocks are freed first."""
@@ -172,10 +229,13 @@ class BlockPool:
             assert refs[block] > 0, f"block {block} is already free"
             refs[block] -= 1
             if refs[block] == 0:
+                group = self.owner(block)
+                group.num_used -= 1
                 if self._keys[block] is None:
-                    self._free.append(block)
+                    self._blank(block)
                 else:
-                    self._found_free[block] = None
+                    group.num_kept += 1
+                    self._line.add(group, block)
                     if self.watcher is not None:
                         self.watcher.released(block)
 
@@ -200,8 +260,8 @@ class BlockPool:
             self._keys[block] = None
             del self._by_key[key]
             if self._refs[block] == 0:
-                del self._found_free[block]
-                self._free.append(block)
+                self._leave_line(block)
+                self._blank(block)
             if self.watcher is not None:
                 self.watcher.forgotten(block, key)
 
@@ -214,10 +274,6 @@ class BlockPool:
             if (block := self._by_key.get(key)) is not None:
                 self.forget((block,))
 
-    def found_free(self) -> list[int]:
-        """The free blocks that are found by their keys, in the order in which they go."""
-        return list(self._found_free)
-
     def key_of(self, block: int) -> bytes | None:
         return self._keys[block]
 
@@ -229,10 +285,20 @@ class BlockPool:
             counted.update(blocks)
         for block, refs in enumerate(self._refs):
             assert refs == counted[block], f"block {block}: {refs} refs, {counted[block]} holders"
-        free = {*self._free, *self._found_free}
+        found_free = {*self._ready, *self._line}
+        free = {*self._free, *found_free}
         assert len(free) == self.num_free, "a block is free twice"
         assert free == {block for block, refs in enumerate(self._refs) if refs == 0}
         keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert {block: key for key, block in self._by_key.items()} == keyed
-        assert all(block in keyed for block in self._found_free), "a blank block is kept"
+        assert all(block in keyed for block in found_free), "a blank block is kept"
         assert not any(block in keyed for block in self._free), "a published block is lost"
+        self._line.check_integrity()
+        blank = [block for block, group in enumerate(self._owners) if group is None]
+        assert blank == sorted(self._free), "a blank block is somebody's"
+        assert all(self._line.has(self.owner(block), block) for block in self._line)
+
+    def count_owners(self) -> Counter[tuple[ShareGroup, bool]]:
+        """Of each group, the blocks in use (True) and the free ones that are not blank."""
+        owned = ((g, self._refs[i] > 0) for i, g in enumerate(self._owners) if g is not None)
+        return Counter(owned)

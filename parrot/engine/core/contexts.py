@@ -25,7 +25,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from parrot.engine.core.block_pool import NO_ROOT, BlockHasher, BlockPool, Root
+from parrot.engine.core.fair.kv_shares import KvShares, ShareGroup
 from parrot.engine.core.plan import BlockCopy
+from parrot.utils.clock import Clock
 
 if TYPE_CHECKING:
     from parrot.engine.core.jobs import Job
@@ -47,12 +49,13 @@ class Context:
     """State of one context; `ContextTree` keeps it. `fork` is set until the fork is carried out,
     and until then the context has no tokens. `jobs` are those that write to it, in order of
     arrival; only the first may run. `keys` are those of its first blocks, as far as they were
-    wanted; its first `num_published` blocks need not be published. Only requests of its `salt` may
-    use it. `is_temporary`: it is its only job's, ends with that, and shares KV with nobody."""
+    wanted; its first `num_published` blocks need not be published. Only requests with the salt of
+    its `group` may use it. `is_temporary`: it is its only job's, ends with that, and shares KV with
+    nobody."""
 
     context_id: int
+    group: ShareGroup
     fork: Fork | None = None
-    salt: str = ""
     jobs: "list[Job]" = field(default_factory=list, repr=False)
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_computed: int = 0
@@ -62,6 +65,10 @@ class Context:
     keys: list[bytes] = field(default_factory=list)
     num_published: int = 0
     is_temporary: bool = False
+
+    @property
+    def salt(self) -> str:
+        return self.group.salt
 
     @property
     def num_missing(self) -> int:
@@ -74,10 +81,12 @@ class Context:
         return len(self.token_ids) if self.fork is None else self.fork.length or 0
 
 
-def make_tree(num_blocks: int, block_size: int, *, publishes: bool) -> "ContextTree":
+def make_tree(
+    num_blocks: int, block_size: int, clock: Clock | None = None, *, publishes: bool
+) -> "ContextTree":
     """No contexts yet, and a pool of their own. With `publishes` they share what is equal."""
     hasher = BlockHasher(block_size) if publishes else None
-    return ContextTree(BlockPool(num_blocks, block_size), hasher)
+    return ContextTree(BlockPool(num_blocks, block_size, KvShares(num_blocks, clock)), hasher)
 
 
 class ContextTree:
@@ -87,6 +96,7 @@ class ContextTree:
 
     def __init__(self, pool: BlockPool, hasher: BlockHasher | None = None) -> None:
         self.pool = pool
+        self.shares = pool.shares
         self.block_size = pool.block_size
         self.pending: dict[Context, None] = {}
         self._hasher = hasher
@@ -110,9 +120,10 @@ class ContextTree:
         """`salt` counts for roots only: a fork has that of its root. So does `public_len`: the
         first tokens that it will be given, whose full blocks it shares with any salt."""
         assert context_id not in self._contexts, f"context {context_id} exists"
-        salt = salt if fork is None else fork.parent.salt
+        group = self.shares.group(salt if fork is None else fork.parent.salt)
+        group.num_contexts += 1
         context = self._contexts[context_id] = Context(
-            context_id, fork, salt, is_temporary=is_temporary
+            context_id, group, fork, is_temporary=is_temporary
         )
         if fork is not None:
             self.pending[context] = None
@@ -201,7 +212,7 @@ class ContextTree:
         if tail >= context.owned_from and end <= len(context.block_ids) * size:
             return ()  # nearly every generated token
         must_copy = self.must_copy(context)
-        taken = self.pool.allocate(self.blocks_missing(context, end))
+        taken = self.pool.allocate(self.blocks_missing(context, end), context.group)
         if taken is None:
             return None
         copies: tuple[BlockCopy, ...] = ()
@@ -280,6 +291,8 @@ class ContextTree:
         self.pool.release(context.block_ids)
         context.block_ids = []
         context.num_computed = 0
+        context.group.num_contexts -= 1
+        self.shares.forget_if_gone(context.group)
         return len(context.token_ids)
 
     def check_integrity(self, held_by_others: Iterable[Sequence[int]] = ()) -> None:
@@ -297,6 +310,17 @@ class ContextTree:
             assert 0 <= context.owned_from <= len(context.block_ids), context
             assert context.fork is None or not context.token_ids, context
             self._check_keys(context)
+
+    def check_shares(self, on_host: Counter[ShareGroup]) -> None:
+        """`on_host`: slots of the host, by whose they are."""
+        contexts = Counter(context.group for context in self)
+        blocks = self.pool.count_owners()
+        groups = {*contexts, *on_host, *(group for group, _ in blocks)}
+        counts = {
+            group: (contexts[group], blocks[group, True], blocks[group, False] + on_host[group])
+            for group in groups
+        }
+        self.shares.check_integrity(counts)
 
     def _check_keys(self, context: Context) -> None:
         assert context.num_published <= len(context.block_ids), context

@@ -80,7 +80,7 @@ class EngineCore:
         self._suspects: list[Job] = []
         self._streams: list[Job] = []  # whose newest tokens were not given to those who read along
         is_found = config.scheduler.prefix_caching
-        self._tree = make_tree(num_blocks, info.block_size, publishes=is_found)
+        self._tree = make_tree(num_blocks, info.block_size, clock, publishes=is_found)
         self._costs = StepCostMeter(info)
         self._found = FoundKv(self._tree)
         if is_found and self._runner.has_host_tier:

@@ -96,7 +96,9 @@ class RequestTable:
             self._add(job)
         if generation is not None:
             self.followers.began(state.context_id, generation)
-        for context in dict.fromkeys(job.context for job in state.jobs):
+        share, contexts = request.share, dict.fromkeys(job.context for job in state.jobs)
+        self._tree.shares.came(state.jobs[0].context.group, share.tenant, share.weight)
+        for context in contexts:
             self._advance(context)
 
     def _refuse(self, request: EngineRequest, sink: Sink, error: ParrotError) -> None:
@@ -131,7 +133,8 @@ class RequestTable:
 
     def _create(self, piece: Piece, request: EngineRequest) -> Context:
         if request.reading() is not None:
-            return self._tree.create(piece.context_id, is_temporary=True)
+            salt = request.cache_salt
+            return self._tree.create(piece.context_id, salt=salt, is_temporary=True)
         return create_context(self._tree, piece, request.cache_salt)
 
     def _add(self, job: Job) -> None:

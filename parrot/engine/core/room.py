@@ -1,53 +1,88 @@
 """Making room in the KV pool: whose KV is dropped, and in which order."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from parrot.engine.core.contexts import Context, ContextTree
+from parrot.engine.core.fair.kv_shares import FairLine, ShareGroup, num_used
 
 
 class IdleContexts:
-    """Contexts that hold KV and have no job, least recently used first. Their KV is a cache: any
-    of it may be dropped."""
+    """Contexts that hold KV and have no job; of the group whose turn it is, the least recently used
+    first. Their KV is a cache: any of it may be dropped."""
 
     def __init__(self, tree: ContextTree) -> None:
         self._tree = tree
-        self._contexts: dict[Context, None] = {}
-        self._exhausted_at = -1
+        self._shares = tree.shares
+        self._line: FairLine[Context] = FairLine(tree.shares, num_used)
+        self._exhausted_at = (-1, -1)
 
     def __contains__(self, context: Context) -> bool:
-        return context in self._contexts
+        return self._line.has(context.group, context)
 
     def __iter__(self) -> Iterator[Context]:
-        return iter(self._contexts)
+        return iter(self._line)
 
     def add(self, context: Context) -> None:
         """`context` has just been used."""
-        self._contexts.pop(context, None)
+        self.discard(context)
         if context.block_ids:
-            self._contexts[context] = None
-            self._exhausted_at = -1
+            self._shares.touch(context.group)
+            self._line.add(context.group, context)
+            self._exhausted_at = (-1, -1)
 
     def discard(self, context: Context) -> None:
-        self._contexts.pop(context, None)
+        self._line.discard(context.group, context)
 
     def evict(self, num_free: int) -> bool:
-        """Drop KV until `num_free` blocks are free; False if that cannot be reached so."""
+        """Drop KV of groups that are not protected until `num_free` blocks are free; False if that
+        cannot be reached so."""
         pool = self._tree.pool
         if pool.num_free >= num_free:
             return True
-        if self._exhausted_at == pool.num_releases:
-            return False  # nothing was released or became idle since the last vain attempt
-        for context in drop_kv(self._tree, list(self._contexts), num_free):
-            if not context.block_ids:
-                self.discard(context)
+        if self._exhausted_at == (pool.num_releases, self._shares.num_changes):
+            return False  # nothing else may be dropped than at the last vain attempt
+        spent: list[ShareGroup] = []
+        while pool.num_free < num_free and (group := self._next_group()) is not None:
+            surplus = self._line.surplus(group)
+            goal = num_free if surplus is None else min(num_free, pool.num_free + surplus)
+            for context in drop_kv(self._tree, self._line.of(group), goal):
+                if not context.block_ids:
+                    self.discard(context)
+            if pool.num_free < goal:
+                self._line.pass_over(group)
+                spent.append(group)
+        self._line.restore(spent)
         if pool.num_free >= num_free:
             return True
-        self._exhausted_at = pool.num_releases
+        self._exhausted_at = (pool.num_releases, self._shares.num_changes)
         return False
 
+    def _next_group(self) -> ShareGroup | None:
+        group = self._line.first_group()
+        return None if group is None or self._shares.protects(group) else group
 
-def drop_kv(tree: ContextTree, contexts: Sequence[Context], num_free: int) -> set[Context]:
+    def make_room(
+        self, context: Context, later: Sequence[Context], num_blocks: int, *, is_first: bool
+    ) -> tuple[set[Context], bool]:
+        """Drop KV of the contexts of later jobs, too, till `num_blocks` blocks are free, or till
+        `context` need not copy the block it writes to. The others of its group have no protection
+        from it, and if its job `is_first` nobody has: else it might wait for ever. Returns the
+        contexts that lost KV, and whether there is room."""
+        tree = self._tree
+        spared = {c: None for c in self if self._shares.protects(c.group)}
+        contexts = [*(c for c in self if c not in spared), *later]
+        changed = drop_kv(tree, contexts, num_blocks)
+        if tree.pool.num_free < num_blocks:
+            contexts += [c for c in spared if is_first or c.group is context.group]
+            changed |= drop_kv(tree, contexts, num_blocks)
+        unshared = set()
+        if tree.pool.num_free < num_blocks:
+            unshared = unshare_tail(tree, context, contexts)
+        return changed | unshared, bool(unshared) or tree.pool.num_free >= num_blocks
+
+
+def drop_kv(tree: ContextTree, contexts: Collection[Context], num_free: int) -> set[Context]:
     """Drop KV of these contexts, in order and from their ends, until `num_free` blocks are free.
     First blocks that one context holds alone, then those that only these contexts share. Returns
     the contexts that lost KV."""
@@ -76,7 +111,7 @@ def _drop_own_tail(tree: ContextTree, context: Context, max_blocks: int) -> bool
 
 
 def _drop_shared_tails(
-    tree: ContextTree, contexts: Sequence[Context], num_free: int
+    tree: ContextTree, contexts: Collection[Context], num_free: int
 ) -> list[Context]:
     """Drop, context by context, the blocks that only these contexts hold, and what comes after
     them, until `num_free` blocks are free. Returns the contexts that lost KV."""

@@ -29,7 +29,7 @@ from parrot.engine.core.host.found import FoundKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
 from parrot.engine.core.queues import POLICIES, BackgroundPace, JobQueue
-from parrot.engine.core.room import IdleContexts, drop_kv, unshare_tail
+from parrot.engine.core.room import IdleContexts, drop_kv
 from parrot.engine.core.step_costs import StepCostMeter
 
 _PASSED = 4  # times its own length
@@ -65,10 +65,11 @@ class LocalScheduler:
     """Keeps the open jobs in queues and plans steps. All open jobs are in exactly one queue; a job
     is `admitted` while its context holds blocks for all its known tokens.
 
-    Room for KV is taken in this order: free blocks, KV of idle contexts, KV of jobs with a later
-    key (they are no longer admitted, and compute it again). So the first job never waits for
-    room, and every job becomes the first. Background jobs are the exception: they take free blocks
-    only, give way before idle contexts do, and without room they are turned away."""
+    Room for KV is taken in this order: free blocks, KV of idle contexts that no share protects
+    (fair/kv_shares.py), KV of jobs with a later key (they are no longer admitted, and compute it
+    again), what is protected. So the first job never waits for room, and every job becomes the
+    first. Background jobs are the exception: they take free blocks only, give way before idle
+    contexts do, and without room they are turned away."""
 
     def __init__(
         self, config: EngineConfig, tree: ContextTree, found: FoundKv, costs: StepCostMeter
@@ -77,9 +78,7 @@ class LocalScheduler:
         self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
         self._tree = tree
         self._policy = POLICIES[limits.policy]
-        self._decoding = JobQueue()
-        self._queue = JobQueue()
-        self._background = JobQueue()
+        self._decoding, self._queue, self._background = JobQueue(), JobQueue(), JobQueue()
         self._queues = (self._decoding, self._queue, self._background)
         self._pace = BackgroundPace(limits.background_chunk_size)
         self._turned_away: list[Job] = []
@@ -337,13 +336,12 @@ class LocalScheduler:
             if other.key > job.key and other.context.block_ids
         ]
         later.sort(key=attrgetter("key"), reverse=True)
-        contexts = [*self.idle, *(other.context for other in later)]
-        changed = drop_kv(self._tree, contexts, num_blocks)
-        unshared = set()
-        if self._tree.pool.num_free < num_blocks:
-            unshared = unshare_tail(self._tree, job.context, contexts)
-        self._gave_way(changed | unshared)
-        return bool(unshared) or self._tree.pool.num_free >= num_blocks
+        is_first = all(next(iter(q), job).key >= job.key for q in (self._decoding, self._queue))
+        changed, has_room = self.idle.make_room(
+            job.context, [other.context for other in later], num_blocks, is_first=is_first
+        )
+        self._gave_way(changed)
+        return has_room
 
     def _turn_away(self, num_blocks: int) -> None:
         """Drop KV of background jobs until so many blocks are free."""

@@ -66,6 +66,8 @@ class DirectRequests:
         request = EmbedRequest.model_construct(
             priority=_PRIORITY,
             cache_salt=self._tenants.cache_salt(tenant),
+            tenant=tenant,
+            weight=self._tenants.weigh(tenant),
             traceparent=traceparent,
             inputs=[],
         )
@@ -88,6 +90,8 @@ class DirectRequests:
         request = ScoreRequest.model_construct(
             priority=_PRIORITY,
             cache_salt=self._tenants.cache_salt(tenant),
+            tenant=tenant,
+            weight=self._tenants.weigh(tenant),
             traceparent=traceparent,
             inputs=[],
             num_top=num_top,

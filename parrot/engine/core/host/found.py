@@ -1,8 +1,10 @@
 """KV that a job need not compute, since others have published it, on the device or on the host."""
 
+from collections import Counter
 from collections.abc import Callable
 
 from parrot.engine.core.contexts import Context, ContextTree
+from parrot.engine.core.fair.kv_shares import ShareGroup
 from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import StepPlan, TieredRunner
@@ -79,7 +81,7 @@ class FoundKv:
         while (num_blocks := self._tree.blocks_missing(context, end)) > self._tree.pool.num_free:
             if not make_room(job, num_blocks):
                 return False
-        job.arrival = tier.bring_back(keys, job)
+        job.arrival = tier.bring_back(keys, job, context.group)
         return job.arrival is not None
 
     def begin_transfers(self, idle: IdleContexts, plan: StepPlan | None) -> None:
@@ -132,5 +134,8 @@ class FoundKv:
     def check_integrity(self) -> None:
         """Recount the references to blocks, and check both tiers."""
         self._tree.check_integrity(() if self._tier is None else self._tier.held_blocks())
+        on_host: Counter[ShareGroup] = Counter()
         if self._tier is not None:
             self._tier.check_integrity()
+            on_host = self._tier.count_owners()
+        self._tree.check_shares(on_host)

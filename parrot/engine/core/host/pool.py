@@ -1,7 +1,9 @@
 """The slots of the host tier: each holds a copy of one block of KV, found by the block's key."""
 
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection
+
+from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_held
 
 _MAX_LOOKS = 64  # at slots that are spared, before one is given up
 
@@ -12,14 +14,18 @@ class HostPool:
         blank --take--> being written --put--> held --evict--> (being written again)
           ^-----------give_back-----'            '--pin--> being read --unpin--> held
 
-    Held ones are found by their keys, also while they are read. They go in order: the one that was
-    put or touched first before all others, unless it was put to go soon."""
+    Held ones are found by their keys, also while they are read. They go in order: of the group of
+    `shares` whose turn it is, the one that was put or touched first, unless it was touched to go
+    soon."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, shares: KvShares | None = None) -> None:
         self.num_slots = num_slots
+        self._shares = shares or KvShares(num_slots)
         self._blank = list(range(num_slots - 1, -1, -1))
         self._by_key: dict[bytes, int] = {}
-        self._held: OrderedDict[int, bytes] = OrderedDict()  # not being read, first to go first
+        self._held: dict[int, bytes] = {}  # those not being read,
+        self._line: FairLine[int] = FairLine(self._shares, num_held)  # and in which order they go
+        self._owners: dict[int, ShareGroup] = {}  # of those, and of those being read
         self._pins: dict[int, int] = {}  # how often each is being read
         self._pinned_keys: dict[int, bytes] = {}  # of those, if they still have one
 
@@ -41,19 +47,35 @@ class HostPool:
         """Take the slot that is to go first, to be written; with the key that it had. Those whose
         keys are spared are moved to the end. None: no slot was found, or not soon enough."""
         for _ in range(min(len(self._held), _MAX_LOOKS)):
-            slot, key = next(iter(self._held.items()))
+            slot = self._line.first()
+            assert slot is not None, "a held slot is lost"
+            key = self._held[slot]
             if is_spared(key):
-                self._held.move_to_end(slot)
+                self._line.add(self._owners[slot], slot)
                 continue
-            del self._held[slot], self._by_key[key]
+            del self._by_key[key]
+            self._lose(slot)
             return slot, key
         return None
 
-    def put(self, slot: int, key: bytes) -> None:
-        """A slot was written, and holds what belongs to `key`, which nobody else has."""
+    def put(self, slot: int, key: bytes, group: ShareGroup | None = None) -> None:
+        """A slot was written, and holds what belongs to `key`, which nobody else has, and to a
+        group."""
         assert key not in self._by_key, f"slot {slot} holds what another one holds"
         self._by_key[key] = slot
+        self._hold(slot, key, self._shares.having(group))
+
+    def _hold(self, slot: int, key: bytes, group: ShareGroup) -> None:
         self._held[slot] = key
+        self._owners[slot] = group
+        self._line.add(group, slot)
+
+    def _lose(self, slot: int) -> None:
+        """A held slot, or one that was read, holds nothing any more."""
+        group = self._owners.pop(slot)
+        if self._held.pop(slot, None) is not None:
+            self._line.discard(group, slot)
+        self._shares.kept_less(group)
 
     def give_back(self, slot: int) -> None:
         """A slot that was to be written is blank again."""
@@ -63,12 +85,13 @@ class HostPool:
         """If there is a copy, it is the last to go, or else the first."""
         slot = self._by_key.get(key)
         if slot is not None and slot in self._held:
-            self._held.move_to_end(slot, last=not goes_first)
+            self._line.add(self._owners[slot], slot, goes_first=goes_first)
 
     def pin(self, slot: int) -> None:
         """A held slot is being read."""
         if slot in self._held:
             self._pinned_keys[slot] = self._held.pop(slot)
+            self._line.discard(self._owners[slot], slot)
         assert slot in self._pinned_keys, f"slot {slot} holds nothing"
         self._pins[slot] = self._pins.get(slot, 0) + 1
 
@@ -79,9 +102,10 @@ class HostPool:
             return
         del self._pins[slot]
         if (key := self._pinned_keys.pop(slot, None)) is None:
+            self._lose(slot)
             self._blank.append(slot)
         else:
-            self._held[slot] = key
+            self._hold(slot, key, self._owners[slot])
 
     def discard(self, key: bytes) -> None:
         """The copy, if there is one, must not be found any more."""
@@ -90,8 +114,12 @@ class HostPool:
         if slot in self._pins:
             del self._pinned_keys[slot]
         else:
-            del self._held[slot]
+            self._lose(slot)
             self._blank.append(slot)
+
+    def count_owners(self) -> Counter[ShareGroup]:
+        """Of each group, the slots that hold something, or are still read."""
+        return Counter(self._owners.values())
 
     def check_integrity(self, being_written: Collection[int]) -> None:
         keys = {**self._held, **self._pinned_keys}
@@ -100,3 +128,6 @@ class HostPool:
         assert all(count > 0 for count in self._pins.values()), self._pins
         slots = [*self._blank, *self._held, *self._pins, *being_written]
         assert sorted(slots) == list(range(self.num_slots)), f"a slot is lost or twice: {slots}"
+        assert self._owners.keys() == {*self._held, *self._pins}, self._owners
+        assert set(self._line) == set(self._held), self._line
+        self._line.check_integrity()

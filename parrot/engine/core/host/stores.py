@@ -7,7 +7,7 @@ be, with a copy or blank; and of the copies, those of what the device keeps go f
 
                  blocks of the device                               slots of the host
     in use                                                          (copies go first)
-    free         | line, longest free first . . . | ready: copied |  kept for last
+    free         | in line . . . . . . . . . . . . | ready: copied |  kept for last
     given away                                                      the rest, oldest first
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.fair.kv_shares import ShareGroup
 from parrot.engine.core.host.pool import HostPool
 
 _MARGIN = 1 / 16  # of all blocks
@@ -26,6 +27,13 @@ class Store(NamedTuple):
     block: int
     slot: int
     key: bytes
+
+
+class _Storing(NamedTuple):
+    """A slot that is being written for a group."""
+
+    slot: int
+    group: ShareGroup
 
 
 class HostStores:
@@ -40,12 +48,9 @@ class HostStores:
         self._on_distrust = on_distrust
         self.margin = max(1, int(_MARGIN * pool.num_blocks))
         self.may_choose = False
-        self._storing: dict[bytes, int] = {}  # key -> slot that is being written
+        self._storing: dict[bytes, _Storing] = {}  # by key
         self._late: list[Store] = []  # of blocks that were given away since the last choice
         self._uncopied: dict[int, None] = {}  # published blocks, in use or free
-        # Free published blocks, in the order in which they are given away: those ready, the others.
-        self._ready: dict[int, None] = {}
-        self._line: dict[int, None] = {}
         pool.watcher = self
 
     def published(self, block: int, key: bytes) -> None:
@@ -54,11 +59,10 @@ class HostStores:
             self.may_choose = True
 
     def released(self, block: int) -> None:
-        self._line[block] = None
         self.may_choose = True
 
     def taken(self, block: int) -> None:
-        self._leave(block)
+        self.may_choose = True
         self._host.touch(self._key_of(block), goes_first=True)
 
     def given_away(self, block: int) -> None:
@@ -69,13 +73,8 @@ class HostStores:
 
     def forgotten(self, block: int, key: bytes) -> None:
         self._uncopied.pop(block, None)
-        self._leave(block)
-        self._host.touch(key)
-
-    def _leave(self, block: int) -> None:
-        self._ready.pop(block, None)
-        self._line.pop(block, None)
         self.may_choose = True
+        self._host.touch(key)
 
     def _has_copy(self, key: bytes) -> bool:
         """True also while the copy is being made."""
@@ -100,20 +99,20 @@ class HostStores:
         return chosen
 
     def _store(self, store: Store, stores: list[Store]) -> None:
-        self._storing[store.key] = store.slot
+        self._storing[store.key] = _Storing(store.slot, self._pool.owner(store.block))
         del self._uncopied[store.block]
         stores.append(store)
 
     def _next(self) -> Store | None:
-        num_blank = self._pool.num_free - len(self._ready) - len(self._line)
-        while self._line and num_blank + len(self._ready) < self.margin:
-            block = next(iter(self._line))
+        pool = self._pool
+        while pool.num_blank + pool.num_ready < self.margin:
+            if (block := pool.next_in_line()) is None:
+                break
             key = self._key_of(block)
             slot = self._take_slot() if block in self._uncopied else None
             if slot is None and block in self._uncopied:
                 return None
-            del self._line[block]
-            self._ready[block] = None
+            pool.make_ready(block)
             if slot is not None:
                 return Store(block, slot, key)
             self._host.touch(key)
@@ -141,26 +140,25 @@ class HostStores:
 
     def _is_last_copy_soon(self, key: bytes) -> bool:
         """Whether the device still has it, but is about to give it away."""
-        return self._pool.find(key) in self._ready
+        block = self._pool.find(key)
+        return block is not None and self._pool.is_ready(block)
 
     def over(self, key: bytes, slot: int, succeeded: bool) -> None:
         """A copy has been made, or not. A key that was distrusted meanwhile is not kept."""
         self.may_choose = True
-        is_kept = self._storing.get(key) == slot
+        storing = self._storing.get(key)
+        is_kept = storing is not None and storing.slot == slot
         if is_kept:
             del self._storing[key]
-        if is_kept and succeeded:
-            self._host.put(slot, key)
+        if storing is not None and is_kept and succeeded:
+            self._host.put(slot, key, storing.group)
         else:
             self._host.give_back(slot)
 
     def check_integrity(self, being_written: dict[bytes, int]) -> None:
         """`being_written`: the slots that transfers under way write, by key."""
-        for key, slot in self._storing.items():
+        for key, (slot, _) in self._storing.items():
             assert being_written.get(key) == slot, f"slot {slot} is said to be written"
             assert key not in self._host, f"slot {slot} is written for nothing"
-        free = [*self._ready, *self._line]
-        assert len(set(free)) == len(free), "a free block is twice in line"
-        assert free == self._pool.found_free(), "blocks are given away in another order"
         for block in self._uncopied:
             assert not self._has_copy(self._key_of(block)), f"block {block} has a copy"

@@ -3,11 +3,13 @@
 What is brought back goes into blocks that this tier holds until all of it is there and whoever
 waited has taken it over. A block whose key is distrusted meanwhile is not published."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.fair.kv_shares import ShareGroup
 from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.stores import HostStores
 from parrot.engine.core.plan import Landed, Transfer
@@ -64,7 +66,7 @@ class HostTier(Generic[W]):
     ) -> None:
         """`prefill_s`: what computing a token costs, if it is known."""
         self._pool = pool
-        self._host = HostPool(num_slots)
+        self._host = HostPool(num_slots, pool.shares)
         self._block_bytes = block_bytes
         self._prefill_s = prefill_s
         self._block_s: float | None = None  # to bring one back, as measured
@@ -123,13 +125,15 @@ class HostTier(Generic[W]):
                 return
             yield slot
 
-    def bring_back(self, keys: Sequence[bytes], waiter: W | None) -> Arrival[W] | None:
-        """Plan to copy back what only the host has, as far as these keys go without a gap; None if
-        there is nothing, or no room."""
+    def bring_back(
+        self, keys: Sequence[bytes], waiter: W | None, group: ShareGroup | None = None
+    ) -> Arrival[W] | None:
+        """Plan to copy back for a group what only the host has, as far as these keys go without a
+        gap; None if there is nothing, or no room."""
         slots = tuple(self._run(keys))
         for slot in slots:  # first: what is given away for these blocks goes to other slots
             self._host.pin(slot)
-        blocks = self._pool.allocate(len(slots)) if slots else None
+        blocks = self._pool.allocate(len(slots), group) if slots else None
         if blocks is None:
             for slot in slots:
                 self._host.unpin(slot)
@@ -237,6 +241,10 @@ class HostTier(Generic[W]):
     def token_s(self) -> float:
         """Seconds to bring back a token, as measured; 0 before the first."""
         return (self._block_s or 0.0) / self._pool.block_size
+
+    def count_owners(self) -> Counter[ShareGroup]:
+        """See `HostPool`."""
+        return self._host.count_owners()
 
     def check_integrity(self) -> None:
         flights = [*self._flights.values(), *self._planned]

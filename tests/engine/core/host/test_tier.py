@@ -243,9 +243,9 @@ def test_copies_of_what_the_device_uses_go_first():
     for store in stores.choose(8):
         stores.over(store.key, store.slot, True)
     pool.release(blocks)
-    assert list(host._held.values()) == [b"first", b"second"]
+    assert [host._held[slot] for slot in host._line] == [b"first", b"second"]
     pool.share(blocks[1:])
-    assert list(host._held.values()) == [b"second", b"first"]
+    assert [host._held[slot] for slot in host._line] == [b"second", b"first"]
     stores.check_integrity({})
 
 
@@ -288,7 +288,8 @@ def test_what_a_freed_context_has_on_the_host_goes_first():
     fill_the_device(harness)
     keys = list(harness.context(2).keys)
     harness.free(2)
-    assert list(harness.tier._host._held.values())[:3] == keys[::-1]
+    host = harness.tier._host
+    assert [host._held[slot] for slot in host._line][:3] == keys[::-1]
 
 
 def test_kv_that_may_be_wrong_leaves_the_host():

@@ -1,0 +1,335 @@
+"""Whose KV goes first: of tenants on one engine, nobody within its part pays for another."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parrot.engine.core.block_pool import BlockPool
+from parrot.engine.core.contexts import Context
+from parrot.engine.core.fair.budgets import TenantShare
+from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_used
+from parrot.protocol.engine_api import NO_PARENT
+from parrot.protocol.sampling import SamplingConfig
+from tests.engine.core.host.test_tier import Tiered
+from tests.support.core_harness import Harness, piece
+from tests.support.manual_clock import ManualClock
+
+AWAY_S = 121.0
+EIGHT = SamplingConfig(max_gen_length=8)
+
+
+def fill(engine: Harness, number: int, salt: str, num_blocks: int = 1, weight: float = 1.0) -> int:
+    """Give a context of its own text; returns how many of its tokens were cached."""
+    text = f"{number:03d}{salt[0]}" * num_blocks
+    answer = engine.fill(
+        piece(number, text), cache_salt=salt, share=TenantShare(f"tenant {salt}", weight)
+    )
+    engine.run()
+    return answer.response.cached_tokens
+
+
+def kept(engine: Harness, *numbers: int) -> list[int]:
+    """Which of these contexts have all their KV."""
+    contexts = [engine.context(number) for number in numbers]
+    return [c.context_id for c in contexts if c is not None and not c.num_missing]
+
+
+def test_a_crowd_s_idle_contexts_go_before_another_s_older_one():
+    engine = Harness(num_blocks=8)
+    fill(engine, 1, "quiet", 2)
+    for number in range(10, 30):
+        fill(engine, number, "crowd")
+    assert kept(engine, 1) == [1]
+    assert kept(engine, *range(10, 30)) == list(range(24, 30))  # the oldest went
+
+
+def test_with_one_group_the_oldest_goes_whoever_it_is():
+    engine = Harness(num_blocks=8)
+    fill(engine, 1, "crowd", 2)
+    for number in range(10, 18):
+        fill(engine, number, "crowd")
+    assert kept(engine, 1) == []
+    assert kept(engine, *range(10, 18)) == list(range(10, 18))
+
+
+def test_a_crowd_that_runs_takes_nothing_of_one_within_its_part():
+    """All its contexts are in use, so that it has none to lose: its later calls wait."""
+    engine = Harness(num_blocks=8)
+    fill(engine, 1, "quiet", 2)
+    crowd = [
+        engine.submit(piece(n, f"{n}"), sampling=EIGHT, cache_salt="crowd") for n in range(10, 20)
+    ]
+    engine.run()
+    assert all(answer.response is not None for answer in crowd)
+    assert kept(engine, 1) == [1]
+
+
+def test_the_first_call_takes_what_it_needs():
+    """There is nobody left who could give way."""
+    engine = Harness(num_blocks=8)
+    fill(engine, 1, "quiet", 2)
+    fill(engine, 2, "crowd", 8)
+    assert kept(engine, 1, 2) == [2]
+
+
+def test_a_call_may_have_its_own_group_s_room():
+    engine = Harness(num_blocks=8)
+    fill(engine, 1, "quiet", 2)
+    engine.generate(piece(10, "abcdefghijklmnopqrst"), length=4)  # holds the rest, and goes first
+    engine.step()
+    fill(engine, 2, "quiet", 2)
+    assert kept(engine, 1, 2) == [2]
+
+
+def test_weights_part_the_memory():
+    engine = Harness(num_blocks=12)
+    for number in range(40):
+        fill(engine, number, "large", weight=3.0)
+        fill(engine, 100 + number, "small")
+    assert len(kept(engine, *range(40))) in (8, 9)
+    assert len(kept(engine, *range(100, 140))) in (3, 4)
+
+
+def test_the_weights_of_a_group_s_tenants_add_up():
+    shares = KvShares(10)
+    ours, other = shares.group("ours"), shares.group("other")
+    for tenant in ("a", "b", "a"):
+        shares.came(ours, tenant, 2.0)
+    shares.came(other, "c", 1.0)
+    assert (ours.weight, other.weight, shares.part) == (4.0, 1.0, 2.0)
+
+
+def test_who_is_away_loses_first():
+    engine = Harness(num_blocks=8)
+    fill(engine, 1, "quiet")
+    engine.clock.pass_time(AWAY_S)
+    for number in range(10, 18):
+        fill(engine, number, "crowd")
+    assert kept(engine, 1) == []
+    fill(engine, 1, "quiet")  # and has its part again once it is back
+    for number in range(20, 30):
+        fill(engine, number, "crowd")
+    assert kept(engine, 1) == [1]
+
+
+def test_freed_blocks_go_by_groups_too():
+    engine = Harness(num_blocks=8)
+    for number, salt in ((1, "quiet"), *((n, "crowd") for n in range(10, 16))):
+        fill(engine, number, salt)
+        engine.free(number)
+    for number in range(20, 26):
+        fill(engine, number, "crowd")
+        engine.free(number)
+    assert fill(engine, 1, "quiet", 2) == 4
+
+
+def test_a_public_prefix_goes_by_the_age_of_its_last_use():
+    engine = Harness(num_blocks=8)
+    engine.fill(piece(1, "publicpr", public=8), cache_salt="crowd")
+    engine.run()
+    engine.free(1)
+    for number in range(10, 30):
+        fill(engine, number, "crowd")
+        engine.free(number)
+        if number % 2:
+            answer = engine.fill(piece(2, "publicprefix", public=8), cache_salt="quiet")
+            engine.run()
+            assert answer.response.cached_tokens >= 8
+            engine.free(2)
+
+
+def test_the_host_keeps_a_part_for_each():
+    engine = Tiered(num_blocks=4, num_host_blocks=8)
+    fill(engine, 1, "quiet", 2)
+    engine.free(1)
+    for number in range(10, 40):
+        fill(engine, number, "crowd", 2)
+        engine.free(number)
+    assert fill(engine, 2, "quiet") == 0
+    again = engine.fill(piece(3, "001q001qx"), cache_salt="quiet")
+    engine.run()
+    assert again.response.cached_tokens == 8
+
+
+def test_groups_without_contexts_and_kv_are_forgotten():
+    engine = Harness(num_blocks=8)
+    for number in range(200):
+        fill(engine, number, f"salt {number}")
+        engine.free(number)
+    assert len(engine.core._tree.shares._groups) <= 8
+    engine.embed("")  # is refused
+    engine.run()
+    engine.core.check_integrity()
+
+
+class Losses:
+    """Watches a pool: what is given away is of a group than which none has more, by weight."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self.num_given_away = 0
+
+    def given_away(self, block: int) -> None:
+        held: Counter[ShareGroup] = Counter()
+        for (group, _), number in self.pool.count_owners().items():
+            held[group] += number
+        with_free = {g for (g, in_use), n in self.pool.count_owners().items() if n and not in_use}
+        most = max(Fraction(held[g]) / Fraction(g.weight) for g in with_free)
+        loser = self.pool.owner(block)
+        assert Fraction(held[loser]) / Fraction(loser.weight) == most
+        self.num_given_away += 1
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: None
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.lists(st.sampled_from([1.0, 2.0, 4.0, 0.5]), min_size=1, max_size=4),
+    steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=60),
+)
+def test_blocks_that_nobody_holds_are_given_away_by_weight(weights, steps):
+    pool = BlockPool(12, 4, KvShares(12, ManualClock()))
+    pool.watcher = Losses(pool)
+    groups = [pool.shares.group(f"{n}") for n in range(len(weights))]
+    for group, weight in zip(groups, weights, strict=True):
+        group.num_contexts = 1
+        pool.shares.came(group, "", weight)
+    tables: list[list[int]] = []
+    for number, (turn, size) in enumerate(steps):
+        if tables and turn == 3:
+            pool.release(tables.pop(size % len(tables)))
+        elif (blocks := pool.allocate(size, groups[turn % len(groups)])) is not None:
+            for index, block in enumerate(blocks[: size - 1]):
+                pool.publish(block, bytes([number, index]))
+            tables.append(blocks)
+        pool.check_integrity(tables)
+        counts = pool.count_owners()
+        pool.shares.check_integrity({g: (1, counts[g, True], counts[g, False]) for g in groups})
+
+
+@dataclass
+class Call:
+    group: int
+    num_blocks: int
+    output: int
+    fork: int | None
+    steps: int
+    frees: bool
+    seconds: float
+
+
+calls = st.builds(
+    Call,
+    group=st.integers(0, 2),
+    num_blocks=st.integers(1, 4),
+    output=st.integers(0, 9),
+    fork=st.none() | st.integers(0, 3),
+    steps=st.integers(0, 8),
+    frees=st.booleans(),
+    seconds=st.sampled_from([0.0, 0.0, 1.0, 70.0]),
+)
+
+
+class Spy:
+    """Stands before an engine's idle contexts, and checks that whoever is protected loses nothing
+    but to its own group, or to the first job of all."""
+
+    def __init__(self, engine: Harness) -> None:
+        self.idle = engine.core._scheduler.idle
+        self.shares = engine.core._tree.shares
+        self.evict, self.make_room = self.idle.evict, self.idle.make_room
+        self.idle.evict = self._evict  # type: ignore[method-assign]
+        self.idle.make_room = self._make_room  # type: ignore[method-assign]
+        self.num_spared = 0
+
+    def _protected(self) -> dict[Context, int]:
+        return {c: len(c.block_ids) for c in self.idle if self.shares.protects(c.group)}
+
+    def _check(self, before: dict[Context, int]) -> None:
+        assert {c: len(c.block_ids) for c in before} == before
+        self.num_spared += len(before)
+
+    def _evict(self, num_free: int) -> bool:
+        before = self._protected()
+        used = {c.group: c.group.num_used for c in self.idle}
+        has_room = self.evict(num_free)
+        self._check(before)
+        lost = {group: number - group.num_used for group, number in used.items()}
+        for loser in (group for group, number in lost.items() if number and not group.is_away):
+            idle = {c.group for c in self.idle if not c.group.is_away and lost[c.group] == 0}
+            for group in idle:  # that could have lost something
+                assert group.num_used / group.weight <= (loser.num_used + 1) / loser.weight + 1e-9
+        return has_room
+
+    def _make_room(self, context, later, num_blocks, *, is_first):
+        before = {} if is_first else self._protected()
+        others = {c: number for c, number in before.items() if c.group is not context.group}
+        answer = self.make_room(context, later, num_blocks, is_first=is_first)
+        self._check(others)
+        return answer
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.lists(st.sampled_from([1.0, 2.0, 0.5]), min_size=3, max_size=3),
+    program=st.lists(calls, max_size=30),
+)
+def test_nobody_within_its_part_loses_to_another(weights, program):
+    engine = Harness(num_blocks=10, max_seq_len=36)
+    Spy(engine)
+    answers, contexts = [], defaultdict(list)
+    for number, call in enumerate(program, 1):
+        salt = f"salt {call.group}"
+        mine = contexts[call.group]
+        parent = mine[call.fork % len(mine)] if call.fork is not None and mine else NO_PARENT
+        text = f"{number:03d}{call.group}" * call.num_blocks
+        wanted = SamplingConfig(max_gen_length=call.output) if call.output else None
+        share = TenantShare(salt, weights[call.group])
+        given = piece(number, text, parent, None if parent == NO_PARENT else 4)
+        answers.append(engine.submit(given, sampling=wanted, cache_salt=salt, share=share))
+        mine.append(number)
+        for _ in range(call.steps):
+            engine.step()
+        if call.frees:
+            engine.free(mine.pop(0))
+        engine.clock.pass_time(call.seconds)
+    engine.run()
+    assert all(one.response is not None or one.error is not None for one in answers)
+
+
+def test_the_property_is_tried_where_somebody_is_protected():
+    engine = Harness(num_blocks=8)
+    spy = Spy(engine)
+    fill(engine, 1, "quiet", 2)
+    for number in range(10, 20):
+        fill(engine, number, "crowd")
+    assert spy.num_spared
+
+
+def test_a_line_takes_log_n_steps_for_many_groups():
+    """Counts what is looked at, not seconds."""
+    shares = KvShares(10_000, ManualClock())
+    looks = 0
+
+    def amount(group: ShareGroup) -> int:
+        nonlocal looks
+        looks += 1
+        return num_used(group)
+
+    line: FairLine[int] = FairLine(shares, amount)
+    for number in range(1000):
+        group = shares.group(f"{number}")
+        group.num_used = 10
+        line.add(group, number)
+        shares.grew(group)
+    looks = 0
+    for _ in range(1000):
+        group = line.first_group()
+        assert group is not None
+        group.num_used -= 1
+    assert looks < 5000
