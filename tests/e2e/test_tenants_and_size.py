@@ -1,5 +1,7 @@
 """Who shares a computed prefix with whom, and a program of more calls than the queue holds."""
 
+import asyncio
+
 from parrot import P
 from parrot.cluster import Cluster
 from parrot.protocol.http import HttpClient
@@ -37,6 +39,25 @@ async def test_a_prefix_is_shared_inside_a_tenant_only() -> None:
             assert stranger.computed_tokens == first.computed_tokens
         log = cluster.log("core")
     assert INSTRUCTIONS[:20] not in log
+
+
+async def test_a_crowd_that_fills_an_engine_leaves_another_tenant_s_prefix_there() -> None:
+    """The crowd's calls run, so none of their contexts is idle: the other tenant's are, and older."""
+    small = FAST_SIM | {"tokens_capacity": 8192}
+    with Cluster(core={"api_keys": ["crowd", "quiet"]}, engines=[small]) as cluster:
+        async with HttpClient(cluster.core_url) as http:
+            client = ServeClient(http)
+            cold = await ask_once(client, "quiet", "What is the time?")
+            assert cold.computed_tokens > 2000
+            created = await client.create_session("crowd")
+            crowd = Program(client, created.session_id, created.session_auth)
+            calls = [
+                await crowd.call(f"{number} of many. " * 100 + "{{out}}", 40)
+                for number in range(40)
+            ]
+            await asyncio.gather(*map(crowd.get, calls))
+            warm = await ask_once(client, "quiet", "Who is there?")
+            assert warm.cached_tokens > 2000
 
 
 def test_a_map_larger_than_the_queue_and_its_reduce() -> None:
