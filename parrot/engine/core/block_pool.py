@@ -13,7 +13,7 @@ salt. Only this module touches block reference counts."""
 import secrets
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -100,6 +100,53 @@ class Watcher(Protocol):
         ...
 
 
+class FoundFree:
+    """The free blocks that have a key. Given away are first those that were made ready for it, and
+    then, of the group whose turn it is, the one freed first."""
+
+    def __init__(self, shares: KvShares) -> None:
+        self._ready: OrderedDict[int, None] = OrderedDict()
+        self._line: FairLine[int] = FairLine(shares, num_held)
+
+    def __len__(self) -> int:
+        return len(self._ready) + len(self._line)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._ready
+        yield from self._line
+
+    @property
+    def num_ready(self) -> int:
+        return len(self._ready)
+
+    def is_ready(self, block: int) -> bool:
+        return block in self._ready
+
+    def add(self, block: int, group: ShareGroup) -> None:
+        self._line.add(group, block)
+
+    def discard(self, block: int, group: ShareGroup) -> None:
+        self._ready.pop(block, None)
+        self._line.discard(group, block)
+
+    def first(self) -> int | None:
+        return next(iter(self._ready), None) if self._ready else self._line.first()
+
+    def next_in_line(self) -> int | None:
+        """The first of those that are not ready."""
+        return self._line.first()
+
+    def make_ready(self, block: int, group: ShareGroup) -> None:
+        """Give it away behind those that are ready."""
+        self._line.discard(group, block)
+        self._ready[block] = None
+
+    def check_integrity(self, owner: Callable[[int], ShareGroup]) -> None:
+        self._line.check_integrity()
+        assert all(self._line.has(owner(block), block) for block in self._line), self._line
+        assert not any(block in self._ready for block in self._line), "a block is free twice"
+
+
 class BlockPool:
     """Blocks 0..num_blocks-1 of `block_size` token slots each, counted by reference.
 
@@ -107,18 +154,17 @@ class BlockPool:
     what it holds, and then be found by it, also while it is free: until it is handed out again.
 
     Handed out first are free blocks without a key, the last freed before all others, while it may
-    still be warm in a cache; then those with a key: the ones that were made ready for it, and then
-    of the group whose turn it is the one freed first. Whoever holds a block holds the blocks before
-    it, and gives them up after it: so the end of a prefix goes before its beginning. `watcher` may
-    be set before the first block is published. `shares` has the groups; None: nobody else's."""
+    still be warm in a cache; then those with a key, `found_free`. Whoever holds a block holds the
+    blocks before it, and gives them up after it: so the end of a prefix goes before its beginning.
+    `watcher` may be set before the first block is published. `shares` has the groups; by default
+    they are the pool's own."""
 
     def __init__(self, num_blocks: int, block_size: int, shares: KvShares | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shares = shares or KvShares(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._ready: OrderedDict[int, None] = OrderedDict()  # free blocks with a key, in order,
-        self._line: FairLine[int] = FairLine(self.shares, num_held)  # and the others
+        self.found_free = FoundFree(self.shares)
         self._owners: list[ShareGroup | None] = [None] * num_blocks  # None: blank
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -128,16 +174,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self._ready) + len(self._line)
-
-    @property
-    def num_blank(self) -> int:
-        """Free blocks without a key."""
-        return len(self._free)
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
+        return len(self._free) + len(self.found_free)
 
     @property
     def num_used(self) -> int:
@@ -160,7 +197,7 @@ class BlockPool:
         taken = self._free[-num_blocks:]
         del self._free[-num_blocks:]
         while len(taken) < num_blocks:
-            block = self.next_in_line() if not self._ready else next(iter(self._ready))
+            block = self.found_free.first()
             assert block is not None, "a free block is lost"
             if self.watcher is not None:
                 self.watcher.given_away(block)
@@ -173,18 +210,6 @@ class BlockPool:
         group.num_used += num_blocks
         self.shares.grew(group)
         return taken
-
-    def next_in_line(self) -> int | None:
-        """The next free block with a key to be given away that is not ready for it."""
-        return self._line.first()
-
-    def make_ready(self, block: int) -> None:
-        """The block, which is next in line, shall be given away behind those that are ready."""
-        self._line.discard(self.owner(block), block)
-        self._ready[block] = None
-
-    def is_ready(self, block: int) -> bool:
-        return block in self._ready
 
     def owner(self, block: int) -> ShareGroup:
         """For which group it was computed. It must not be blank."""
@@ -216,8 +241,7 @@ class BlockPool:
 
     def _leave_line(self, block: int) -> ShareGroup:
         group = self.owner(block)
-        self._ready.pop(block, None)
-        self._line.discard(group, block)
+        self.found_free.discard(block, group)
         group.num_kept -= 1
         return group
 
@@ -235,7 +259,7 @@ class BlockPool:
                     self._blank(block)
                 else:
                     group.num_kept += 1
-                    self._line.add(group, block)
+                    self.found_free.add(block, group)
                     if self.watcher is not None:
                         self.watcher.released(block)
 
@@ -285,20 +309,18 @@ class BlockPool:
             counted.update(blocks)
         for block, refs in enumerate(self._refs):
             assert refs == counted[block], f"block {block}: {refs} refs, {counted[block]} holders"
-        found_free = {*self._ready, *self._line}
-        free = {*self._free, *found_free}
+        free = {*self._free, *self.found_free}
         assert len(free) == self.num_free, "a block is free twice"
         assert free == {block for block, refs in enumerate(self._refs) if refs == 0}
         keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert {block: key for key, block in self._by_key.items()} == keyed
-        assert all(block in keyed for block in found_free), "a blank block is kept"
+        assert all(block in keyed for block in self.found_free), "a blank block is kept"
         assert not any(block in keyed for block in self._free), "a published block is lost"
-        self._line.check_integrity()
+        self.found_free.check_integrity(self.owner)
         blank = [block for block, group in enumerate(self._owners) if group is None]
         assert blank == sorted(self._free), "a blank block is somebody's"
-        assert all(self._line.has(self.owner(block), block) for block in self._line)
 
     def count_owners(self) -> Counter[tuple[ShareGroup, bool]]:
-        """Of each group, the blocks in use (True) and the free ones that are not blank."""
+        """Count each group's blocks: those in use (True), and free ones that are not blank."""
         owned = ((g, self._refs[i] > 0) for i, g in enumerate(self._owners) if g is not None)
         return Counter(owned)

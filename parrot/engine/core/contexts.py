@@ -295,7 +295,12 @@ class ContextTree:
         self.shares.forget_if_gone(context.group)
         return len(context.token_ids)
 
-    def check_integrity(self, held_by_others: Iterable[Sequence[int]] = ()) -> None:
+    def check_integrity(
+        self,
+        held_by_others: Iterable[Sequence[int]] = (),
+        on_host: Iterable[ShareGroup] = (),
+    ) -> None:
+        """`held_by_others`: block tables. `on_host`: whose the slots of the host are."""
         self.pool.check_integrity([*(context.block_ids for context in self), *held_by_others])
         owners = Counter(
             block for context in self for block in context.block_ids[context.owned_from :]
@@ -310,9 +315,9 @@ class ContextTree:
             assert 0 <= context.owned_from <= len(context.block_ids), context
             assert context.fork is None or not context.token_ids, context
             self._check_keys(context)
+        self._check_shares(Counter(on_host))
 
-    def check_shares(self, on_host: Counter[ShareGroup]) -> None:
-        """`on_host`: slots of the host, by whose they are."""
+    def _check_shares(self, on_host: Counter[ShareGroup]) -> None:
         contexts = Counter(context.group for context in self)
         blocks = self.pool.count_owners()
         groups = {*contexts, *on_host, *(group for group, _ in blocks)}

@@ -241,7 +241,7 @@ class Spy:
 
     def __init__(self, engine: Harness) -> None:
         self.idle = engine.core._scheduler.idle
-        self.shares = engine.core._tree.shares
+        self.shares, self.pool = engine.core._tree.shares, engine.core._tree.pool
         self.evict, self.make_room = self.idle.evict, self.idle.make_room
         self.idle.evict = self._evict  # type: ignore[method-assign]
         self.idle.make_room = self._make_room  # type: ignore[method-assign]
@@ -261,8 +261,8 @@ class Spy:
         self._check(before)
         lost = {group: number - group.num_used for group, number in used.items()}
         for loser in (group for group, number in lost.items() if number and not group.is_away):
-            idle = {c.group for c in self.idle if not c.group.is_away and lost[c.group] == 0}
-            for group in idle:  # that could have lost something
+            others = [c for c in self.idle if not c.group.is_away and lost[c.group] == 0]
+            for group in {c.group for c in others if self.pool.num_refs(c.block_ids[-1]) == 1}:
                 assert group.num_used / group.weight <= (loser.num_used + 1) / loser.weight + 1e-9
         return has_room
 

@@ -167,8 +167,9 @@ def _counted(group: ShareGroup) -> tuple[int, int, int]:
 
 
 class FairLine(Generic[T]):
-    """What may go, each group's in an order of its own. First goes what is first of the group with
-    the largest `amount` by weight, but for those who are away. A step is O(log n) of the groups."""
+    """Things that may go, each group's in an order of its own. First goes the first of the group
+    with the largest `amount` by weight; before all, those of groups that are away. A step is
+    O(log n) of the groups."""
 
     def __init__(self, shares: KvShares, amount: Amount) -> None:
         self._shares = shares
@@ -268,10 +269,10 @@ class FairLine(Generic[T]):
 
 
 def num_used(group: ShareGroup) -> int:
-    """What its contexts hold of the device."""
+    """Blocks of the device that its contexts hold."""
     return group.num_used
 
 
 def num_held(group: ShareGroup) -> int:
-    """All that there is of it."""
+    """Blocks that there are of it, and slots of the host."""
     return group.num_used + group.num_kept

@@ -1,10 +1,8 @@
 """KV that a job need not compute, since others have published it, on the device or on the host."""
 
-from collections import Counter
 from collections.abc import Callable
 
 from parrot.engine.core.contexts import Context, ContextTree
-from parrot.engine.core.fair.kv_shares import ShareGroup
 from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import StepPlan, TieredRunner
@@ -133,9 +131,9 @@ class FoundKv:
 
     def check_integrity(self) -> None:
         """Recount the references to blocks, and check both tiers."""
-        self._tree.check_integrity(() if self._tier is None else self._tier.held_blocks())
-        on_host: Counter[ShareGroup] = Counter()
-        if self._tier is not None:
-            self._tier.check_integrity()
-            on_host = self._tier.count_owners()
-        self._tree.check_shares(on_host)
+        tier = self._tier
+        if tier is None:
+            self._tree.check_integrity()
+        else:
+            self._tree.check_integrity(tier.held_blocks(), tier.host.owners())
+            tier.check_integrity()

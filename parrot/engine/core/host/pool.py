@@ -1,6 +1,5 @@
 """The slots of the host tier: each holds a copy of one block of KV, found by the block's key."""
 
-from collections import Counter
 from collections.abc import Callable, Collection
 
 from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_held
@@ -117,9 +116,9 @@ class HostPool:
             self._lose(slot)
             self._blank.append(slot)
 
-    def count_owners(self) -> Counter[ShareGroup]:
-        """Of each group, the slots that hold something, or are still read."""
-        return Counter(self._owners.values())
+    def owners(self) -> Collection[ShareGroup]:
+        """Whose the slots are, each, that hold something or are still read."""
+        return self._owners.values()
 
     def check_integrity(self, being_written: Collection[int]) -> None:
         keys = {**self._held, **self._pinned_keys}

@@ -104,15 +104,15 @@ class HostStores:
         stores.append(store)
 
     def _next(self) -> Store | None:
-        pool = self._pool
-        while pool.num_blank + pool.num_ready < self.margin:
-            if (block := pool.next_in_line()) is None:
+        found, num_blank = self._pool.found_free, self._pool.num_free - len(self._pool.found_free)
+        while num_blank + found.num_ready < self.margin:
+            if (block := found.next_in_line()) is None:
                 break
             key = self._key_of(block)
             slot = self._take_slot() if block in self._uncopied else None
             if slot is None and block in self._uncopied:
                 return None
-            pool.make_ready(block)
+            found.make_ready(block, self._pool.owner(block))
             if slot is not None:
                 return Store(block, slot, key)
             self._host.touch(key)
@@ -141,7 +141,7 @@ class HostStores:
     def _is_last_copy_soon(self, key: bytes) -> bool:
         """Whether the device still has it, but is about to give it away."""
         block = self._pool.find(key)
-        return block is not None and self._pool.is_ready(block)
+        return block is not None and self._pool.found_free.is_ready(block)
 
     def over(self, key: bytes, slot: int, succeeded: bool) -> None:
         """A copy has been made, or not. A key that was distrusted meanwhile is not kept."""

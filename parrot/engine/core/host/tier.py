@@ -3,7 +3,6 @@
 What is brought back goes into blocks that this tier holds until all of it is there and whoever
 waited has taken it over. A block whose key is distrusted meanwhile is not published."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -66,7 +65,7 @@ class HostTier(Generic[W]):
     ) -> None:
         """`prefill_s`: what computing a token costs, if it is known."""
         self._pool = pool
-        self._host = HostPool(num_slots, pool.shares)
+        self.host = HostPool(num_slots, pool.shares)
         self._block_bytes = block_bytes
         self._prefill_s = prefill_s
         self._block_s: float | None = None  # to bring one back, as measured
@@ -74,7 +73,7 @@ class HostTier(Generic[W]):
         self._max_storing = max(1, _STORE_BYTES // max(1, block_bytes))
         self._arriving: dict[bytes, Arrival[W]] = {}
         self._arrivals: dict[Arrival[W], None] = {}
-        self._stores = HostStores(pool, self._host, self._distrusted)
+        self._stores = HostStores(pool, self.host, self._distrusted)
         self.totals = TierTotals()
         self._ids = IdCounter()
         self._planned: list[_Flight[W]] = []
@@ -87,7 +86,7 @@ class HostTier(Generic[W]):
 
     @property
     def num_slots(self) -> int:
-        return self._host.num_slots
+        return self.host.num_slots
 
     @property
     def has_work(self) -> bool:
@@ -102,7 +101,7 @@ class HostTier(Generic[W]):
     # -- bringing back -----------------------------------------------------------------------
 
     def has_copy(self, key: bytes) -> bool:
-        return key in self._host
+        return key in self.host
 
     def is_arriving(self, key: bytes) -> bool:
         return key in self._arriving
@@ -120,7 +119,7 @@ class HostTier(Generic[W]):
     def _run(self, keys: Iterable[bytes]) -> Iterator[int]:
         """The slots of the first keys that only the host has."""
         for key in keys:
-            slot = self._host.find(key)
+            slot = self.host.find(key)
             if slot is None or self._pool.find(key) is not None or key in self._arriving:
                 return
             yield slot
@@ -132,11 +131,11 @@ class HostTier(Generic[W]):
         gap; None if there is nothing, or no room."""
         slots = tuple(self._run(keys))
         for slot in slots:  # first: what is given away for these blocks goes to other slots
-            self._host.pin(slot)
+            self.host.pin(slot)
         blocks = self._pool.allocate(len(slots), group) if slots else None
         if blocks is None:
             for slot in slots:
-                self._host.unpin(slot)
+                self.host.unpin(slot)
             return None
         keys = tuple(keys[: len(slots)])
         arrival = Arrival(keys, tuple(blocks), waiter)
@@ -217,21 +216,21 @@ class HostTier(Generic[W]):
             before = block_s if self._block_s is None else self._block_s
             self._block_s = before + _SMOOTHING * (block_s - before)
         for key, block, slot in zip(flight.keys, transfer.blocks, transfer.slots, strict=True):
-            self._host.unpin(slot)
+            self.host.unpin(slot)
             if self._arriving.get(key) is not arrival:
                 continue  # distrusted meanwhile
             del self._arriving[key]
             if report.succeeded:
                 self._pool.publish(block, key)
-                self._host.touch(key, goes_first=True)
+                self.host.touch(key, goes_first=True)
             else:
-                self._host.discard(key)
+                self.host.discard(key)
 
     def info(self) -> HostTierInfo:
         totals = self.totals
         return HostTierInfo(
             num_max_blocks=self.num_slots,
-            num_free_blocks=self._host.num_blank,
+            num_free_blocks=self.host.num_blank,
             stored_bytes=totals.num_stored * self._block_bytes,
             returned_bytes=totals.num_brought_back * self._block_bytes,
             failed_transfers=totals.num_failed,
@@ -242,14 +241,10 @@ class HostTier(Generic[W]):
         """Seconds to bring back a token, as measured; 0 before the first."""
         return (self._block_s or 0.0) / self._pool.block_size
 
-    def count_owners(self) -> Counter[ShareGroup]:
-        """See `HostPool`."""
-        return self._host.count_owners()
-
     def check_integrity(self) -> None:
         flights = [*self._flights.values(), *self._planned]
         stores = [flight for flight in flights if flight.arrival is None]
-        self._host.check_integrity([slot for f in stores for slot in f.transfer.slots])
+        self.host.check_integrity([slot for f in stores for slot in f.transfer.slots])
         being_written = {
             key: slot for f in stores for key, slot in zip(f.keys, f.transfer.slots, strict=True)
         }

@@ -230,7 +230,7 @@ def test_together_the_tiers_hold_more_than_either():
             harness.fill(piece(number, text))
             harness.run()
             harness.free(number)
-        device, host = harness.core._tree.pool, harness.tier._host
+        device, host = harness.core._tree.pool, harness.tier.host
         assert len({*device._by_key, *host._by_key}) >= 11
 
 
@@ -288,7 +288,7 @@ def test_what_a_freed_context_has_on_the_host_goes_first():
     fill_the_device(harness)
     keys = list(harness.context(2).keys)
     harness.free(2)
-    host = harness.tier._host
+    host = harness.tier.host
     assert [host._held[slot] for slot in host._line][:3] == keys[::-1]
 
 
