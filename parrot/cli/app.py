@@ -129,15 +129,36 @@ def config_show(
 @app.command()
 def launch(
     configs: Annotated[
-        list[Path], typer.Argument(help="Config files of a core and engines, or a launch file.")
-    ],
+        list[Path] | None,
+        typer.Argument(help="Config files of a core and engines, or a launch file."),
+    ] = None,
     log_dir: LogDirOption = Path("logs"),
     ready_timeout: ReadyTimeoutOption = 1800.0,
+    ray: Annotated[bool, typer.Option("--ray", help="Run them on a Ray cluster.")] = False,
+    address: Annotated[
+        str, typer.Option(help="With --ray: of the cluster, auto or ray://HOST:PORT.")
+    ] = "auto",
+    name: Annotated[str, typer.Option(help="With --ray: of the service.")] = "parrot",
+    detach: Annotated[
+        bool, typer.Option("--detach", help="With --ray: leave when all is ready.")
+    ] = False,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="With --ray: end what --detach has left.")
+    ] = False,
 ) -> None:
     """Run ServeCore and engines here until Ctrl-C. Engines that die are started again."""
-    from parrot.cli.launch import launch_and_wait
+    from parrot.cli.launch import RayOptions, launch_and_wait, launch_on_ray, stop_on_ray
 
-    launch_and_wait(configs, log_dir, ready_timeout)
+    if (detach or stop) and not ray:
+        raise typer.BadParameter("--detach and --stop need --ray")
+    if bool(configs) == stop:
+        raise typer.BadParameter("config files are needed, or --stop without any")
+    if not ray:
+        launch_and_wait(configs or [], log_dir, ready_timeout)
+    elif stop:
+        stop_on_ray(address, name)
+    else:
+        launch_on_ray(configs or [], RayOptions(address, name, detach, ready_timeout))
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})

@@ -1,6 +1,8 @@
-"""`parrot launch`: a cluster from config files."""
+"""`parrot launch`: a cluster from config files, here or on Ray."""
 
 import os
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.table import Table
@@ -8,9 +10,19 @@ from rich.table import Table
 from parrot.cli.console import OUT, fail, orderly_exit, warn
 from parrot.cli.servers import running
 from parrot.cluster import Cluster, ClusterError
-from parrot.launch.configs import read_configs
+from parrot.launch.configs import read_configs, read_entries
 from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """Where on Ray: the cluster's address, and the service's name there."""
+
+    address: str
+    name: str
+    is_detached: bool
+    ready_timeout_s: float
 
 
 def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) -> None:
@@ -28,6 +40,53 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
             address = page_url(cluster.core_url, cluster.cluster_token)
             OUT.print(f"Look at it: {address}", soft_wrap=True)
         fail(cluster.supervise(warn).death_message())
+
+
+def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
+    """Run on a Ray cluster until a signal comes, and end by `SystemExit`; or, detached, return when
+    all is ready."""
+    _require_ray()
+    from parrot.launch.on_ray.pools import ray_plan
+    from parrot.launch.on_ray.service import connected, launch_detached, serving
+
+    try:
+        plan = ray_plan(*read_entries(paths, os.environ, "ray"))
+        with connected(options.address, options.name) as namespace:
+            if options.is_detached:
+                url = launch_detached(plan, namespace, options.ready_timeout_s)
+                OUT.print(f"ServeCore is ready at [bold]{url}[/].")
+                OUT.print(f"`parrot launch --ray --stop --name {options.name}` ends all.")
+                return
+            with (
+                orderly_exit(),
+                serving(plan, namespace, options.ready_timeout_s, warn) as supervisor,
+            ):
+                table = Table("process", "address")
+                for name, engine in supervisor.serving.items():
+                    table.add_row(name, f"http://{engine.host}:{engine.port}")
+                OUT.print(table)
+                url = str(supervisor.core_url)
+                OUT.print(f"ServeCore is ready at [bold]{url}[/]. Ctrl-C drains and stops all.")
+                supervisor.run()
+    except (ConfigError, ClusterError) as error:
+        fail(str(error))
+
+
+def stop_on_ray(address: str, name: str) -> None:
+    """End a detached service, after its calls."""
+    _require_ray()
+    from parrot.launch.on_ray.service import connected, stop_detached
+
+    try:
+        with connected(address, name) as namespace:
+            stop_detached(namespace)
+    except ClusterError as error:
+        fail(str(error))
+
+
+def _require_ray() -> None:
+    if find_spec("ray") is None:
+        fail("Ray is not installed: pip install 'parrot[ray]'")
 
 
 def _table(cluster: Cluster) -> Table:

@@ -61,9 +61,13 @@ class Server:
             where["serve_core"] = {"host": core[0], "port": core[1]}
         return {**self.config, **where}
 
+    def args(self, config_path: str) -> list[str]:
+        """The module's arguments for a config file that holds what `placed` gives."""
+        return ["--config_path", config_path]
+
     def command(self, config_path: str, python: str = sys.executable) -> list[str]:
-        """The command line for a config file that holds what `placed` gives."""
-        return [python, "-m", self.module, "--config_path", config_path]
+        """The command line for that."""
+        return [python, "-m", self.module, *self.args(config_path)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,223 @@
+"""Which servers there are to be, and seeing to it that there are."""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from http import HTTPStatus
+from typing import Protocol
+
+from parrot.cluster import ClusterError
+from parrot.launch.on_ray.actor import Address, ServerStatus
+from parrot.launch.on_ray.pools import Needs, Pool, RayPlan
+from parrot.launch.plan import Server
+from parrot.launch.scaling import Autoscaler, measured, spared
+from parrot.protocol.public import EngineStatus, ReadyResponse
+
+TICK_S = 2.0
+_STARTING_S = 0.25
+_MARGIN_S = 60.0  # what ending a server may take beyond its own time
+
+
+class Runtime(Protocol):
+    """Where servers run. No method waits for longer than it is told."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The servers that were started and are not gone, those that end included."""
+        ...
+
+    def start(self, server: Server, needs: Needs) -> None:
+        """Find a place for a server, however long that takes, and run it there; or take over the
+        one of this name that runs already."""
+        ...
+
+    def retire(self, name: str) -> None:
+        """Begin to end a server; its name stays until it is gone."""
+        ...
+
+    def poll(self, core: Address | None, timeout_s: float) -> dict[str, ServerStatus]:
+        """Tell all servers where ServeCore is; returns what those say that answer in time."""
+        ...
+
+    def problem(self, name: str) -> str:
+        """Why a server does not run yet, as far as that is known."""
+        ...
+
+
+class Supervisor:
+    """Starts ServeCore and the least number of engines of each pool, adds and takes away engines by
+    their load, and tells them where ServeCore is when that has moved.
+
+    All is decided anew at each `tick` from what the servers say, so nothing need be remembered
+    over a restart of this one."""
+
+    def __init__(
+        self,
+        plan: RayPlan,
+        runtime: Runtime,
+        tell: Callable[[str], None],
+        wait: Callable[[float], bool],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`wait` returns after as many seconds, or earlier and True: then `run` is to return."""
+        self._plan = plan
+        self._runtime = runtime
+        self._tell = tell
+        self._wait = wait
+        self._now = now
+        self._core: Address | None = None
+        self._serving: dict[str, EngineStatus] = {}
+        self._statuses: dict[str, ServerStatus] = {}
+        self._deaths: dict[str, int] = {}
+        self._leaving: set[str] = set()
+        self._scalers = {pool.name: Autoscaler(pool.scaling) for pool in plan.pools}
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds that `stop` takes at most."""
+        engines = max(pool.engine.stop_s for pool in self._plan.pools)
+        return engines + self._plan.core.stop_s + 2 * _MARGIN_S
+
+    @property
+    def core_url(self) -> str | None:
+        """ServeCore's address; None while it never answered."""
+        return None if self._core is None else f"http://{self._core[0]}:{self._core[1]}"
+
+    @property
+    def serving(self) -> Mapping[str, EngineStatus]:
+        """The engines that ServeCore knew at the last tick, by name."""
+        return self._serving
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of wanted servers that do not serve."""
+        core = self._plan.core.name
+        wanted = [name for pool in self._plan.pools for name in self._present(pool)]
+        missing = [name for name in wanted if name not in self._serving]
+        answer = self._ready()
+        return missing if answer is not None else [core, *missing]
+
+    # Life
+
+    def start(self, existing: Collection[str] = ()) -> None:
+        """Start what there is not: `existing` are the names of servers that an earlier supervisor
+        has started."""
+        self._runtime.start(self._plan.core, self._plan.core_needs)
+        for pool in self._plan.pools:
+            there = [name for name in pool.names() if name in existing]
+            for name in there:
+                self._runtime.start(pool.server(name), pool.needs)
+            self._scalers[pool.name].adopt(len(there))
+            self._fit(pool)
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Return when all that was started serves, or `wait` says that it is over. Raises
+        `ClusterError` as soon as a server has ended twice by itself, or after the timeout."""
+        deadline = self._now() + timeout_s
+        while self._tick() or self.missing:
+            for status in self._statuses.values():
+                if status.num_deaths > 1:
+                    raise ClusterError(status.last_death)
+            if self._now() >= deadline:
+                problems = [f"{name}: {self._problem(name)}" for name in self.missing]
+                raise ClusterError("\n".join(["not ready in time:", *problems]))
+            if self._wait(_STARTING_S):
+                return
+
+    def run(self) -> None:
+        """Keep the service as it is to be."""
+        while not self._wait(TICK_S):
+            self._tick()
+
+    def stop(self) -> None:
+        """End all servers, engines first and after their calls; returns when all are gone."""
+        core = self._plan.core
+        engines = [name for name in self._runtime.names if name != core.name]
+        waits_s = [pool.engine.stop_s for pool in self._plan.pools]
+        self._end(engines, max(waits_s))
+        self._end([core.name], core.stop_s)
+
+    def _end(self, names: Collection[str], wait_s: float) -> None:
+        for name in names:
+            if name not in self._leaving:
+                self._retire(name)
+        deadline = self._now() + wait_s + _MARGIN_S
+        while any(name in self._runtime.names for name in names) and self._now() < deadline:
+            self._runtime.poll(self._core, TICK_S)
+
+    # One round
+
+    def _tick(self) -> bool:
+        """See how all is, and begin to change what is not as it is to be; whether it began to."""
+        self._statuses = self._runtime.poll(self._core, TICK_S)
+        self._leaving &= set(self._runtime.names)
+        self._note_deaths()
+        self._note_core()
+        answer = self._ready()
+        engines = [] if answer is None else answer.engines or []
+        self._serving = {engine.engine_name: engine for engine in engines}
+        changes = [self._scale(pool) for pool in self._plan.pools]
+        return any(changes)
+
+    def _note_deaths(self) -> None:
+        for name, status in self._statuses.items():
+            if status.num_deaths > self._deaths.get(name, 0):
+                self._tell(f"{status.last_death}\n{name} starts again")
+            self._deaths[name] = status.num_deaths
+
+    def _note_core(self) -> None:
+        status = self._statuses.get(self._plan.core.name)
+        if status is None or status.address is None or status.address == self._core:
+            return
+        if self._core is not None:
+            host, port = status.address
+            self._tell(f"ServeCore is at http://{host}:{port} now; engines follow it")
+        self._core = status.address
+
+    def _ready(self) -> ReadyResponse | None:
+        """ServeCore's answer; one without engines if it has none yet."""
+        status = self._statuses.get(self._plan.core.name)
+        if status is None or status.ready is None:
+            return None
+        code, answer = status.ready
+        if code != HTTPStatus.OK:
+            return ReadyResponse(num_queued=0, engines=[])
+        return ReadyResponse.model_validate(answer)
+
+    def _scale(self, pool: Pool) -> bool:
+        """Fit the pool to its load; whether that changed anything."""
+        serving = [self._serving[name] for name in self._present(pool) if name in self._serving]
+        scaler = self._scalers[pool.name]
+        before = scaler.wanted
+        wanted = scaler.observe(self._now(), measured(serving) if serving else None)
+        if wanted != before:
+            self._tell(f"{pool.name}: {wanted} engines instead of {before}")
+        return self._fit(pool)
+
+    def _fit(self, pool: Pool) -> bool:
+        """Start or end as many engines as are wanted; whether it did."""
+        wanted = self._scalers[pool.name].wanted
+        present = self._present(pool)
+        free = [name for name in pool.names() if name not in self._runtime.names]
+        new = free[: max(0, wanted - len(present))]
+        for name in new:
+            self._runtime.start(pool.server(name), pool.needs)
+        gone = spared(present, self._serving, wanted)
+        for name in gone:
+            self._retire(name)
+        return bool(new or gone)
+
+    def _retire(self, name: str) -> None:
+        self._leaving.add(name)
+        self._deaths.pop(name, None)
+        self._runtime.retire(name)
+
+    def _present(self, pool: Pool) -> list[str]:
+        """The names of its engines, but for those that end."""
+        there = set(self._runtime.names) - self._leaving
+        return [name for name in pool.names() if name in there]
+
+    def _problem(self, name: str) -> str:
+        status = self._statuses.get(name)
+        if status is None:
+            return self._runtime.problem(name)
+        return status.last_death or "it runs, and does not serve yet"
