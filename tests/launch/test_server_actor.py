@@ -1,0 +1,85 @@
+"""A server's process, as the actor owns it. With real servers, without Ray."""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from parrot.cluster.ports import free_port
+from parrot.launch.on_ray.actor import ServerActor, ServerStatus
+from parrot.launch.plan import plan
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def actors(folder: Path) -> Iterator[list[ServerActor]]:
+    """ServeCore, and an engine that says goodbye at once."""
+    core = {"port": free_port("127.0.0.1", set()), "api_keys": ["key"]}
+    planned = plan(core, [{"engine_type": "sim", "drain_timeout": 1.0}])
+    servers = (planned.core, *planned.engines)
+    made = [ServerActor(server, "127.0.0.1", hides_gpus=True) for server in servers]
+    yield made
+    for actor in reversed(made):
+        actor.stop()
+    assert not list(folder.glob("parrot-*"))
+
+
+def until(actor: ServerActor, is_met: Callable[[ServerStatus], bool], core=None) -> ServerStatus:  # type: ignore[no-untyped-def]
+    """Follow every so often, as a supervisor does."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_met(status := actor.follow(core)):
+        assert time.monotonic() < deadline, status
+        time.sleep(0.05)
+    return status
+
+
+def serves(status: ServerStatus) -> bool:
+    return status.ready is not None and status.ready[0] == 200
+
+
+def test_an_engine_follows_its_core(
+    actors: list[ServerActor], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    core, engine = actors
+    assert engine.follow(None).address is None  # it waits for an address
+    address = until(core, lambda status: status.ready is not None).address
+    assert address is not None
+    first = engine.follow(address)
+    status = until(core, serves)
+    assert [e["engine_name"] for e in status.ready[1]["engines"]] == ["engine-0"]  # type: ignore[index]
+
+    (config,) = folder.glob("parrot-*/engine-0.json")
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600
+    assert stat.S_IMODE(config.parent.stat().st_mode) == 0o700
+    pid = engine._process.pid
+    process, token = engine._process, core._server.token
+    assert token
+    assert token not in f"{process._command} {process._env}"
+    assert process._env["CUDA_VISIBLE_DEVICES"] == ""
+
+    again = until(engine, lambda s: s.address != first.address, ("127.0.0.2", address[1]))
+    assert again.num_deaths == 0  # it was not its fault
+    assert engine._process.pid != pid
+    engine.follow(address)
+    until(core, serves)
+    assert "joined with id" in capfd.readouterr().out
+
+
+def test_a_server_that_dies_starts_again(actors: list[ServerActor]) -> None:
+    core, _ = actors
+    until(core, lambda status: status.ready is not None)
+    os.kill(core._process.pid, 9)
+    died = until(core, lambda status: status.num_deaths == 1)
+    assert died.address is None
+    assert "core ended with signal 9" in died.last_death
+    until(core, lambda status: status.ready is not None)
