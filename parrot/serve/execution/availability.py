@@ -51,8 +51,9 @@ class Grace:
             self._pending.pop(models).cancel()
 
     def engine_lost(self, last_seen: float) -> None:
-        for models in self._scheduler.unserved():
-            self._give(models, last_seen)
+        for models in self._scheduler.queue_lengths:
+            if not self._scheduler.engines.num_members(models):
+                self._give(models, last_seen)
 
     def _give(self, models: Models, since: float) -> None:
         """Nobody has served these models since then. No effect if that is known."""

@@ -251,18 +251,22 @@ class Fleet:
 
     def views(self) -> list[EngineView]:
         now = self._clock.now()
-        queued = {m: self._scheduler.num_queued_for(m) for m in {e.info.model for e in self}}
+        lengths, loads = self._scheduler.queue_lengths.items(), self._scheduler.engines
+        queued = {
+            model: sum(length for models, length in lengths if not models or model in models)
+            for model in {engine.info.model for engine in self}
+        }
         return [
             EngineView(
                 engine.id,
                 engine.info,
                 engine.runtime,
-                self._scheduler.engines.num_placed(engine.id),
+                loads.num_placed(engine.id),
                 *self._ledger.usage(engine.id),
                 now - engine.last_seen,
                 self._ledger.log.engine(engine.id),
                 self.is_draining(engine),
-                self._scheduler.engines.num_needed(engine.id),
+                load.num_tokens if (load := loads.get(engine.id)) else 0,
                 queued[engine.info.model],
             )
             for engine in self

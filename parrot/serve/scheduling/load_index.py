@@ -191,11 +191,6 @@ class LoadIndex:
         load = self._loads.get(engine_id)
         return 0 if load is None else load.num_tasks
 
-    def num_needed(self, engine_id: int) -> int:
-        """Tokens of KV that the tasks there need, with the room for their outputs."""
-        load = self._loads.get(engine_id)
-        return 0 if load is None else load.num_tokens
-
     # Those with one of some models
 
     def members(self, models: Models) -> Iterator[EngineLoad]:

@@ -65,19 +65,14 @@ class Scheduler:
     def num_queued(self) -> int:
         return sum(len(queue) for queue in self._queues.values())
 
-    def num_queued_for(self, model: str) -> int:
-        """The number of queued tasks that an engine with this model could run."""
-        queues = self._queues.items()
-        return sum(len(queue) for models, queue in queues if not models or model in models)
+    @property
+    def queue_lengths(self) -> dict[Models, int]:
+        """The number of queued tasks, by the models that they want."""
+        return {models: len(queue) for models, queue in self._queues.items() if queue}
 
     def queued(self, models: Models) -> list[CompletionTask]:
         queue = self._queues.get(models)
         return [] if queue is None else queue.tasks()
-
-    def unserved(self) -> list[Models]:
-        """The sets of models that queued tasks want and no engine has."""
-        engines = self.engines
-        return [m for m, queue in self._queues.items() if queue and not engines.num_members(m)]
 
     def add(self, task: CompletionTask) -> None:
         self._tenant_of[task.completion.session_id] = task.tenant

@@ -61,6 +61,9 @@ async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world
     engine.script = Script(hang_after=0)
     runs, queued = world.submit("One"), world.submit("Two")
     await world.settle()
+    (view,) = world.dispatcher.fleet.views()
+    assert (view.num_running, view.num_queued) == (1, 1)
+    assert 0 < view.needed_tokens <= view.info.tokens_capacity
     world.dispatcher.drains.drain(engine_id, is_wanted=True)
     runtime = RuntimeInfo()
     beat = HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=runtime)
