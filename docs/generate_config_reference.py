@@ -28,6 +28,8 @@ from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
+from parrot.launch import scaling
+from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.protocol.gate.access import Access, rules
 from parrot.protocol.gate.config import ConnectionLimits
@@ -49,11 +51,14 @@ from parrot.serve.tenants.tenant import TenantLimits
 from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent
-FILLED_PAGES = ("rest.md", "engine_api.md")
+FILLED_PAGES = ("rest.md", "engine_api.md", "deployment.md")
 TABLE_PAGES = ("clients.md", "engines.md")
 MODELS: dict[str, type[BaseModel]] = {
     name: value
-    for module in (sampling, engine_api, registration_api, streams_api, outputs, public, graph_api)
+    for module in (
+        *(sampling, engine_api, registration_api, streams_api, outputs, public, graph_api),
+        *(on_ray, scaling),
+    )
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)
 }

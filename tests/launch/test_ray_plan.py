@@ -73,3 +73,11 @@ def test_names_of_pools(tmp_path: Path) -> None:
     assert (server.name, server.config["engine_name"]) == ("big-1", "big-1")
     with pytest.raises(ConfigError, match="named 'big-2'"):
         planned(tmp_path, {**sim, "engine_name": "big-2"}, many)
+
+
+def test_the_sample() -> None:
+    environ = {"PARROT_CORE__API_KEYS": '["key"]'}
+    sample = Path(__file__).parents[2] / "sample_configs/deploy/ray/qwen3_8b.json"
+    plan = ray_plan(*read_entries([sample], environ, "ray"))
+    assert [str(pool.needs) for pool in plan.pools] == ["4 CPU, 1 GPU", "4 CPU, 2 GPU"]
+    assert [len(pool.names()) for pool in plan.pools] == [8, 1]

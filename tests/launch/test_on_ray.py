@@ -1,0 +1,269 @@
+"""`parrot launch --ray` as its users run it, on a Ray cluster of several nodes on this machine.
+
+It runs where Ray is installed: `pip install '.[ray]'` (docs/deployment.md)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parrot import P
+from parrot.cluster.ports import ask, free_port
+from tests.support.processes import is_running
+
+ray = pytest.importorskip("ray", reason="needs a foreign server: Ray is not installed")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(500),
+    pytest.mark.filterwarnings("ignore"),  # of Ray itself
+]
+ROOT = Path(__file__).parents[2]
+TOKEN = "token-of-the-test-cluster"
+PATIENCE_S = 120.0
+WORKERS: dict[str, Any] = {
+    "engine-0": {"num_cpus": 1, "num_gpus": 2, "resources": {"left": 1}},
+    "engine-1": {"num_cpus": 1, "resources": {"right": 1}},
+}
+
+
+def until(is_met: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := is_met()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+    return found
+
+
+class Service:
+    """A launch file, and the commands on it."""
+
+    def __init__(self, cluster: Any, folder: Path, *engines: dict[str, Any]) -> None:
+        self.port = free_port("127.0.0.1", set())
+        core = {
+            "port": self.port,
+            "insecure": True,
+            "cluster_token": TOKEN,
+            "ray": {"num_cpus": 0, "resources": {"head": 0.1}},
+        }
+        self.file = folder / "launch.json"
+        self.file.write_text(json.dumps({"core": core, "engines": engines}))
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.address = cluster.address
+        self.output = folder / "output.txt"
+
+    def launch(self, *args: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "parrot.cli", "launch", "--ray", "--address", self.address]
+        with self.output.open("wb") as output:
+            return subprocess.Popen(
+                [*command, "--ready_timeout", "100", *args], stdout=output, stderr=output
+            )
+
+    @property
+    def engines(self) -> dict[str, dict[str, Any]]:
+        answer = ask("127.0.0.1", self.port, "/ready", token=TOKEN)
+        if answer is None or answer[0] != 200:
+            return {}
+        return {engine["engine_name"]: engine for engine in answer[1]["engines"]}
+
+    def wait_ready(self, process: subprocess.Popen[bytes]) -> None:
+        def is_ready() -> bool:
+            assert process.poll() is None, self.output.read_text()
+            return b"ServeCore is ready at" in self.output.read_bytes()
+
+        until(is_ready, "the service is ready")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without CPUs for engines, and two workers, of which one has GPUs that nobody looks
+    for."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    head = {"num_cpus": 1, "resources": {"head": 1}, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.workers = {name: made.add_node(**WORKERS[name]) for name in WORKERS}
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def servers() -> list[str]:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(actor["name"] for actor in named)
+
+
+def pids(name: str) -> list[int]:
+    """The processes that serve by a config of this name."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes()
+        except OSError:
+            continue
+        if b"http_server" in command and f"/{name}.json".encode() in command:
+            found.append(int(path.parent.name))
+    return found
+
+
+def test_examples_run_and_a_node_is_lost(cluster: Any, tmp_path: Path) -> None:
+    engine = {
+        "engine_type": "builtin",
+        "model": "embedded",
+        "device": "cpu",
+        "instance": {"num_threads": 1},
+        "drain_timeout": 10.0,
+    }
+    places = [{"ray": {"resources": worker["resources"]}} for worker in WORKERS.values()]
+    service = Service(cluster, tmp_path, *({**engine, **place} for place in places))
+    process = service.launch(str(service.file))
+    try:
+        service.wait_ready(process)
+        assert set(service.engines) == set(WORKERS)
+        assert servers() == ["core", *WORKERS]
+        document = tmp_path / "document.txt"
+        document.write_text(
+            "\n\n".join(f"On day {n} a parrot learned a word. " * 8 for n in range(3))
+        )
+        programs = ["hello_world.py", "chatbot.py", "best_of_n.py", "map_reduce_summary.py"]
+        for program in programs:
+            example = [sys.executable, str(ROOT / "examples" / program), "--core", service.url]
+            example += [str(document)] * (program == programs[-1])
+            done = subprocess.run(example, capture_output=True, text=True, timeout=PATIENCE_S)
+            assert done.returncode == 0, done.stderr
+            assert "---" in done.stdout
+
+        answers: list[str] = []
+        calls = threading.Thread(target=lambda: answers.extend(many_answers(service.url, 24)))
+        calls.start()
+        before = service.engines
+
+        def busiest() -> str | None:
+            """The engine with most of the calls."""
+            running = {name: e["num_running"] for name, e in service.engines.items()}
+            name = max(running, key=running.__getitem__)
+            return name if running[name] > 8 else None
+
+        lost = until(busiest, "an engine is at work")
+        cluster.remove_node(cluster.workers[lost], allow_graceful=False)
+        calls.join(PATIENCE_S)
+        assert len(answers) == 24
+        assert all(answers)
+
+        cluster.workers[lost] = cluster.add_node(**WORKERS[lost])
+        until(lambda: lost in service.engines, "the lost engine runs on the new node")
+        (kept,) = WORKERS.keys() - {lost}
+        assert service.engines[kept]["engine_id"] == before[kept]["engine_id"]
+        assert service.engines[lost]["engine_id"] != before[lost]["engine_id"]
+    finally:
+        process.send_signal(signal.SIGINT)
+        code = process.wait(PATIENCE_S)
+    assert code == 130, service.output.read_text()
+    assert "joined with id" in service.output.read_text()  # the core's log
+    until(lambda: not servers(), "no actor is left")
+    assert ask("127.0.0.1", service.port, "/health") is None
+    assert pids("engine-0") == pids("engine-1") == pids("core") == []
+
+
+def many_answers(url: str, number: int) -> list[str]:
+    vm = P.VirtualMachine(url)
+
+    @P.semantic_function()
+    def count(
+        start: P.Input,
+        numbers: P.Output(P.SamplingConfig(ignore_tokenizer_eos=True, max_gen_length=96)),
+    ):  # type: ignore
+        """Count on from {{start}}: {{numbers}}"""
+
+    found: list[str] = []
+
+    def program() -> None:
+        outputs = [count(str(n)) for n in range(number)]
+        found.extend(output.get() for output in outputs)
+
+    vm.run(program)
+    return found
+
+
+def test_detached_scaled_and_with_several_gpus(cluster: Any, tmp_path: Path) -> None:
+    """A pool grows by its queue; a supervisor that dies takes over again; then all is ended."""
+    scaled = {
+        "engine_type": "sim",
+        "engine_name": "small",
+        "tasks_capacity": 1,
+        "instance": {"step_s": 0.2},
+        "drain_timeout": 5.0,
+        "ray": {
+            "num_cpus": 0,
+            "scaling": {"max_engines": 2, "window": 10.0, "queue_per_engine": 2.0},
+        },
+    }
+    divided = {"engine_type": "sim", "engine_name": "big", "ray": {"num_cpus": 1, "num_gpus": 2}}
+    divided["model"] = "big"
+    service = Service(cluster, tmp_path, scaled, divided)
+    process = service.launch("--name", "two", "--detach", str(service.file))
+    assert process.wait(PATIENCE_S) == 0, service.output.read_text()
+    try:
+        assert servers() == ["big", "core", "small-0", "supervisor"]
+        (group,) = ray.util.placement_group_table().values()
+        assert (group["strategy"], group["state"]) == ("STRICT_PACK", "CREATED")
+        assert group["bundles"] == {0: {"CPU": 1.0, "GPU": 2.0}}
+        (pid,) = pids("big")
+        environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert "CUDA_VISIBLE_DEVICES=0,1" in environ
+        (pid,) = pids("small-0")
+        assert "CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert not [name for name in environ if TOKEN in name]
+
+        again = service.launch("--name", "two", str(service.file))
+        assert again.wait(PATIENCE_S) == 1
+        assert "a service named 'two' runs" in service.output.read_text()
+
+        core_pids = pids("core")
+        ray.kill(ray.get_actor("supervisor", "parrot-two"), no_restart=False)
+        clients = [threading.Thread(target=complete, args=(service.url,)) for _ in range(8)]
+        for client in clients:
+            client.start()
+        until(lambda: "small-1" in service.engines, "the queue brings an engine")
+        assert pids("core") == core_pids
+        for client in clients:
+            client.join(PATIENCE_S)
+    finally:
+        stopped = service.launch("--name", "two", "--stop").wait(PATIENCE_S)
+    assert stopped == 0, service.output.read_text()
+    until(lambda: not servers(), "no actor is left")
+    assert not any(is_running(pid) for pid in core_pids)
+    groups = ray.util.placement_group_table().values()
+    assert all(group["state"] == "REMOVED" for group in groups)
+
+
+def complete(url: str) -> None:
+    body = {"model": "sim", "prompt": "x", "max_tokens": 100, "seed": threading.get_ident() % 997}
+    request = urllib.request.Request(
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        assert re.search("length", answer.read().decode())
+
+
+def test_what_cannot_be_placed_ends_the_launch(cluster: Any, tmp_path: Path) -> None:
+    engine = {"engine_type": "sim", "ray": {"num_gpus": 64}}
+    service = Service(cluster, tmp_path, engine)
+    process = service.launch("--ready_timeout", "5", str(service.file))
+    assert process.wait(PATIENCE_S) == 1
+    assert "engine-0: waits for a node with 1 CPU, 64 GPU" in service.output.read_text()
+    until(lambda: not servers(), "no actor is left")
