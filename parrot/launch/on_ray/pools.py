@@ -16,7 +16,7 @@ Amount = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class Place(ConfigModel):
-    """What a server takes of its node."""
+    """The needs of a server, which its node gives."""
 
     num_cpus: Amount = 1.0
     resources: dict[str, Amount] = Field(
@@ -25,7 +25,7 @@ class Place(ConfigModel):
 
 
 class EnginePlace(Place):
-    """What each engine of a pool takes, and how many there are."""
+    """The needs of each engine of a pool, and their number."""
 
     num_gpus: Amount | None = Field(
         None,
