@@ -16,15 +16,15 @@ _SMALL = 2**16  # bytes of a body that are not counted: the server has as many i
 
 
 class BodyBudget:
-    """The memory for bodies that are being read."""
+    """The memory for bodies that are being read or handed on."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_free = num_bytes
 
     @contextmanager
-    def lease(self) -> "Iterator[_Lease]":
+    def lease(self) -> "Iterator[BodyLease]":
         """A part of the budget, which is given back at the end."""
-        lease = _Lease(self)
+        lease = BodyLease(self)
         try:
             yield lease
         finally:
@@ -37,13 +37,14 @@ class BodyBudget:
         self._num_free -= num_bytes
 
 
-class _Lease:
+class BodyLease:
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
 
-    def grow(self, num_bytes: int) -> None:
-        """Let it be so large in all."""
+    def hold(self, size: int) -> None:
+        """Let it be for a body of which there are so many bytes."""
+        num_bytes = max(0, size - _SMALL)
         self._budget.take(num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
 
@@ -90,7 +91,7 @@ async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
                 rules.check(request, size)
                 if size <= _SMALL:
                     continue
-                lease.grow(size - _SMALL)
+                lease.hold(size)
                 if rules.is_metered:
                     for piece in chunks if meter is None else (chunk,):
                         meter = meter or JsonMeter()

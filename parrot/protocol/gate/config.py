@@ -47,6 +47,6 @@ class ConnectionLimits(ConfigModel):
     max_connections: _Count = Field(8192, description="Connections that are open at once.")
     max_body_memory: _Count = Field(
         2**29,
-        description="Bytes of all bodies that are being read, less the first 64 KiB of each; a "
-        "request beyond gets 503.",
+        description="Bytes of all bodies that are being read or handed on to another shard, less "
+        "the first 64 KiB of each; a request beyond gets 503.",
     )

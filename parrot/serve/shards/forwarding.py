@@ -10,6 +10,7 @@ from yarl import URL
 
 from parrot.protocol.errors import MisdirectedRequest, Unavailable
 from parrot.protocol.failover.liveness import LivenessProbe
+from parrot.protocol.gate.bodies import BodyBudget, BodyLease
 from parrot.serve.shards.shard import ElsewhereError
 
 FORWARDED = "x-parrot-forwarded"
@@ -27,7 +28,8 @@ class Forwarding:
     directions, streams as they come.
 
     A request that was handed on once is not again: then the shards disagree, and it gets
-    `MisdirectedRequest`. One to a shard that does not answer gets `Unavailable`."""
+    `MisdirectedRequest`. One to a shard that does not answer gets `Unavailable`, as does one whose
+    body is too large for what is left of `max_body_memory`: it counts till the answer begins."""
 
     def __init__(self, app: ASGIApp, urls: Sequence[str]) -> None:
         """`urls`: of all shards, in order."""
@@ -48,10 +50,15 @@ class Forwarding:
             if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
                 text = f"shard {error.shard} should have it: this server's `shards` are not its"
                 raise MisdirectedRequest(text) from None
-            await self._forward(error.shard, scope, body, send)
+            budget: BodyBudget = scope["app"].state.body_budget
+            with budget.lease() as lease:
+                lease.hold(body.num_kept)
+                await self._forward(error.shard, scope, body, send, lease)
 
-    async def _forward(self, shard: int, scope: Scope, body: "_Body", send: Send) -> None:
-        exchange = self._probes[shard].guard(self._exchange(shard, scope, body, send))
+    async def _forward(
+        self, shard: int, scope: Scope, body: "_Body", send: Send, lease: BodyLease
+    ) -> None:
+        exchange = self._probes[shard].guard(self._exchange(shard, scope, body, send, lease))
         working = asyncio.ensure_future(exchange)
         leaving = asyncio.ensure_future(body.left())
         try:
@@ -63,7 +70,9 @@ class Forwarding:
             leaving.cancel()
             await asyncio.gather(working, leaving, return_exceptions=True)
 
-    async def _exchange(self, shard: int, scope: Scope, body: "_Body", send: Send) -> None:
+    async def _exchange(
+        self, shard: int, scope: Scope, body: "_Body", send: Send, lease: BodyLease
+    ) -> None:
         target = scope["raw_path"]
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
@@ -81,6 +90,7 @@ class Forwarding:
                 skip_auto_headers=_ADDED,
                 allow_redirects=False,
             ) as answer:
+                lease.hold(0)  # the body was sent
                 kept = [(n, v) for n, v in answer.raw_headers if n.lower() not in _ANSWERS_OWN]
                 has_begun = True
                 begin = {"type": "http.response.start", "status": answer.status, "headers": kept}
@@ -129,6 +139,11 @@ class _Body:
         self._read: list[bytes] = []
         self.is_whole = False
         self._ended = asyncio.Event()
+
+    @property
+    def num_kept(self) -> int:
+        """Bytes that were read, and not yet handed on."""
+        return sum(map(len, self._read))
 
     async def receive(self) -> Message:
         if self.is_whole:  # it is asked whether the client has left

@@ -9,6 +9,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -22,9 +25,11 @@ from parrot.protocol.errors import (
     SessionGone,
     Unavailable,
 )
+from parrot.protocol.gate.bodies import BodyBudget
 from parrot.protocol.http import HttpClient
 from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.server import create_base_app
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -215,6 +220,46 @@ async def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
     assert (read, waiting) == (before + 1, before)
 
 
+def of_budget(num_bytes: int) -> FastAPI:
+    """An app that has so much memory for bodies."""
+    return create_base_app("test", max_body_size=2**24, max_body_memory=num_bytes)
+
+
+async def test_a_body_that_is_handed_on_counts_until_the_answer_begins() -> None:
+    size, got = 2**18, list[int]()
+    budget = of_budget(2**18)
+    left: BodyBudget = budget.state.body_budget
+
+    async def receive_all(request: web.Request) -> web.Response:
+        got.append(len(await request.read()))
+        got.append(left._num_free)
+        return web.Response(text="done")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        raise ElsewhereError(0)
+
+    async def send(message: Message) -> None:
+        got.append(left._num_free)
+
+    other = web.Application(client_max_size=2**24)
+    other.router.add_post("/", receive_all)
+    async with TestServer(other) as server:
+        forwarding = Forwarding(app, [str(server.make_url(""))])
+        scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b""}
+        scope |= {"headers": [], "request_id": "r", "app": budget}
+        whole = {"type": "http.request", "body": bytes(size)}
+        await forwarding(scope, told_once(whole), send)
+        num_told = len(got)
+        assert got[:3] == [size, 2**16, 2**18]
+        with left.lease() as others:
+            others.hold(2**17 + 2**16)
+            with pytest.raises(Unavailable, match="large"):
+                await forwarding(scope, told_once(whole), send)
+        assert (len(got), left._num_free) == (num_told, 2**18)
+        await forwarding.close()
+
+
 async def test_a_header_in_utf8_is_handed_on_as_it_is() -> None:
     name = "größe".encode()
     seen: list[bytes] = []
@@ -235,7 +280,7 @@ async def test_a_header_in_utf8_is_handed_on_as_it_is() -> None:
     port = server.sockets[0].getsockname()[1]
     forwarding = Forwarding(app, [f"http://127.0.0.1:{port}"])
     scope = {"type": "http", "method": "GET", "raw_path": b"/", "query_string": b""}
-    scope |= {"headers": [(b"x-parrot-program", name)], "request_id": "r"}
+    scope |= {"headers": [(b"x-parrot-program", name)], "request_id": "r", "app": of_budget(0)}
     await forwarding(scope, told_once({"type": "http.request"}), send)
     await forwarding.close()
     server.close()
