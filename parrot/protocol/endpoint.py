@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from parrot.protocol.errors import Conflict, SessionGone
 from parrot.protocol.gate.access import Access, Check, RuledRoute, rules
-from parrot.protocol.gate.bodies import ANY_BODY, BodyRules
+from parrot.protocol.gate.bodies import ANY_BODY, BodyRules, declared_size
 from parrot.protocol.gate.fields import Id, Label, Path
 from parrot.protocol.public import Answer, EmptyResponse
 from parrot.protocol.server import (
@@ -24,6 +24,7 @@ from parrot.protocol.server import (
     idempotency_key_of,
     json_in_turns,
     json_response,
+    others_first,
     parse_payload,
     read_json,
     run_until_disconnect,
@@ -154,6 +155,7 @@ class Endpoint:
                 if isinstance(fields, dict):
                     fields[name] = value
             payload = parse_payload(self.takes, fields)
+            await others_first(declared_size(request))
             arguments |= {"request": payload} if self._wants_request else dict(payload)
         return arguments
 

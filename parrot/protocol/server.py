@@ -31,7 +31,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.gate.answer import ErrorForm, own_form
-from parrot.protocol.gate.bodies import ANY_BODY, LARGE, BodyBudget, BodyLimit, BodyRules, read_body
+from parrot.protocol.gate.bodies import ANY_BODY, BodyBudget, BodyLimit, BodyRules, read_body
 from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.gate.errors import ErrorBoundary
 from parrot.protocol.gate.hosts import ANY_HOST, HostGuard
@@ -44,6 +44,7 @@ KEEP_ALIVE_S = 15.0
 _REFUSAL_S = 10.0
 _KEEP_ALIVE = b": keep-alive\n\n"
 _JSON = "application/json"
+_LARGE = 2**17  # bytes of a body
 _MAX_FIELDS = 64
 _MAX_KEY = 256  # characters of a client's for a request
 _TURN_BYTES = 2**16
@@ -139,7 +140,7 @@ async def read_json(
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != _JSON:
         raise UnsupportedMediaType(f"the body must be declared as {_JSON}, not {declared!r:.80}")
-    await _others_first(raw)
+    await others_first(len(raw))
     try:
         payload = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -148,15 +149,15 @@ async def read_json(
         # Before validation, which would say of each that it is unknown.
         raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
     if check is not None:
-        await _others_first(raw)
+        await others_first(len(raw))
         check(payload)
-    await _others_first(raw)
+    await others_first(len(raw))
     return payload
 
 
-async def _others_first(raw: bytes) -> None:
+async def others_first(size: int) -> None:
     """Each look at a large body takes some ten milliseconds: others may go on between two."""
-    if len(raw) > LARGE:
+    if size > _LARGE:
         await asyncio.sleep(0)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.protocol.errors import PayloadTooLarge
-from parrot.protocol.gate.json_size import MAX_KEYS, MAX_NESTED, MAX_VALUES, JsonMeter
+from parrot.protocol.gate.json_size import MAX_ESCAPES, MAX_KEYS, MAX_NESTED, MAX_VALUES, JsonMeter
 
 TEXTS = st.text(alphabet='",:[]{}\\\n a\u00e9')
 JSON = st.recursive(
@@ -71,6 +71,7 @@ def test_it_refuses_the_same_however_late_it_looks(
         (b"[],", MAX_NESTED, "arrays and objects"),
         (b"[", MAX_NESTED, "arrays and objects"),
         (b'"a":1 ', MAX_KEYS, "keys"),
+        (b"\\n", MAX_ESCAPES, "escapes"),
     ],
 )
 def test_each_is_bounded(unit: bytes, most: int, what: str) -> None:

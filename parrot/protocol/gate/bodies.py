@@ -74,12 +74,17 @@ PEER_BODY = BodyRules(is_metered=False)
 SMALL_BODY = BodyRules(_SMALL)
 
 
+def declared_size(request: Request) -> int:
+    """Bytes of the body; 0 if nothing is said."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
+
+
 async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
     """The whole body, which the request does not keep. Raises what the rules and the meter raise,
     `Unavailable` when the bodies of all requests become too large, and `Cancelled` if the client
     leaves or is too slow."""
-    declared = request.headers.get("content-length", "")
-    rules.check(request, int(declared) if declared.isdecimal() else 0)
+    rules.check(request, declared_size(request))
     budget: BodyBudget = request.app.state.body_budget
     with budget.lease() as lease:
         chunks, size = [], 0

@@ -6,6 +6,7 @@ from parrot.protocol.errors import PayloadTooLarge
 MAX_VALUES = 2**19
 MAX_KEYS = 2**17  # of all objects
 MAX_NESTED = 2**15  # arrays and objects
+MAX_ESCAPES = 2**23  # backslashes: eight million take 0.03 s to read
 _MAX_UNREAD = 2**20  # of bytes, which take a millisecond or two to look at
 
 
@@ -18,11 +19,15 @@ class JsonMeter:
         self._unread: list[bytes] = []  # the first pieces, of which no more is known
         self._num_unread = 0  # bytes of them
         self._counts = [0, 0, 0]
+        self._num_escapes = 0
         self._is_string = False  # the next byte is in one
         self._held = b""  # a backslash whose meaning is not known yet
 
     def feed(self, piece: bytes) -> None:
         """Raises `PayloadTooLarge`."""
+        self._num_escapes += piece.count(b"\\")
+        if self._num_escapes > MAX_ESCAPES:
+            raise PayloadTooLarge(f"the request body has more than {MAX_ESCAPES} escapes in texts")
         self._num_unread += len(piece)
         if self._num_unread <= _MAX_UNREAD:
             self._unread.append(piece)

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
 _MAX_NAME = 1024  # characters
 _MAX_REQUEST_ID = 128  # characters
+_MAX_DEPTH = 246  # of JSON: what writes it can do 254
 
 Verb = Callable[..., Any]
 ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
@@ -175,10 +176,13 @@ class VendorEndpoint(Endpoint):
 def require_shallow(value: Any) -> None:
     """Raise `InvalidRequest` for JSON that is nested so deeply that it could not be written with
     something around it."""
-    try:
-        orjson.dumps([[[[[[[[value]]]]]]]])
-    except TypeError:
-        raise InvalidRequest("the JSON is nested too deeply") from None
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for part in inner for one in part if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise InvalidRequest("the JSON is nested too deeply")
 
 
 def _span(request: Request) -> TraceParent | None:

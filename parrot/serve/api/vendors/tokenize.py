@@ -1,5 +1,6 @@
 """`POST /tokenize` and `/detokenize`, in vLLM's format."""
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -49,6 +50,7 @@ class Tokenize:
         if request.messages is not None:
             prompt = template_messages(request.messages)
         ids = await self._core.turns.tokens(request.model, prompt, {})
+        await asyncio.sleep(0)  # there may be millions
         longest = {card.id: card.max_model_len for card in self._core.models().data}
         return orjson.dumps(
             {"count": len(ids), "max_model_len": longest.get(request.model), "tokens": ids}
