@@ -2,8 +2,8 @@
 
     python docs/generate_config_reference.py
 
-makes docs/configuration.md, and in docs/rest.md and docs/engine_api.md fills what stands between
-`<!-- fields: MODEL -->` and `<!-- end -->`, and in docs/metrics.md what stands between
+makes docs/configuration.md, and in docs/rest.md, engine_api.md and deployment.md fills what stands
+between `<!-- fields: MODEL -->` and `<!-- end -->`, and in docs/metrics.md what stands between
 `<!-- metrics: PROCESS -->` and `<!-- end -->`. In docs/clients.md it fills `<!-- clients -->`, what
 clients have done, and `<!-- wire -->`, what becomes of the fields that they send, and in
 docs/engines.md `<!-- servers -->`, what other makers' servers can do. In docs/security.md
@@ -29,6 +29,7 @@ from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.launch import scaling
+from parrot.launch.by_ssh import inventory
 from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, graph_api, public, sampling
 from parrot.protocol.gate.access import Access, rules
@@ -57,7 +58,7 @@ MODELS: dict[str, type[BaseModel]] = {
     name: value
     for module in (
         *(sampling, engine_api, registration_api, streams_api, outputs, public, graph_api),
-        *(on_ray, scaling),
+        *(on_ray, scaling, inventory),
     )
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)

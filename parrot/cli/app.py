@@ -130,7 +130,9 @@ def config_show(
 def launch(
     configs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Config files of a core and engines, or a launch file."),
+        typer.Argument(
+            help="Config files of a core and engines, a launch file, or an inventory of machines."
+        ),
     ] = None,
     log_dir: LogDirOption = Path("logs"),
     ready_timeout: ReadyTimeoutOption = 1800.0,
@@ -140,25 +142,38 @@ def launch(
     ] = "auto",
     name: Annotated[str, typer.Option(help="With --ray: of the service.")] = "parrot",
     detach: Annotated[
-        bool, typer.Option("--detach", help="With --ray: leave when all is ready.")
+        bool, typer.Option("--detach", help="Of --ray or an inventory: leave the servers there.")
     ] = False,
     stop: Annotated[
-        bool, typer.Option("--stop", help="With --ray: end what --detach has left.")
+        bool, typer.Option("--stop", help="Of --ray or an inventory: end what runs there.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Of an inventory: print the commands only.")
     ] = False,
 ) -> None:
-    """Run ServeCore and engines here until Ctrl-C. Engines that die are started again."""
-    from parrot.cli.launch import RayOptions, launch_and_wait, launch_on_ray, stop_on_ray
+    """Run ServeCore and engines here, on Ray, or on an inventory's machines, until Ctrl-C. Engines
+    that die are started again."""
+    from parrot.cli import launch as launchers
+    from parrot.cli.launch_machines import launch_machines
 
-    if (detach or stop) and not ray:
-        raise typer.BadParameter("--detach and --stop need --ray")
-    if bool(configs) == stop:
+    paths = configs or []
+    inventory = launchers.sole_inventory(paths)
+    if inventory is not None:
+        if ray:
+            raise typer.BadParameter("an inventory says where all runs: not on --ray")
+        launch_machines(inventory, detach=detach, stop=stop, dry_run=dry_run)
+        return
+    if dry_run or ((detach or stop) and not ray):
+        raise typer.BadParameter("--detach and --stop need --ray or an inventory, --dry-run one")
+    if bool(paths) == stop:
         raise typer.BadParameter("config files are needed, or --stop without any")
     if not ray:
-        launch_and_wait(configs or [], log_dir, ready_timeout)
+        launchers.launch_and_wait(paths, log_dir, ready_timeout)
     elif stop:
-        stop_on_ray(address, name)
+        launchers.stop_on_ray(address, name)
     else:
-        launch_on_ray(configs or [], RayOptions(address, name, detach, ready_timeout))
+        options = launchers.RayOptions(address, name, detach, ready_timeout)
+        launchers.launch_on_ray(paths, options)
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})

@@ -16,8 +16,8 @@ from typing import Literal
 from rich.markup import escape
 
 from parrot.cli.console import OUT
-from parrot.cli.up import visible_gpus
 from parrot.cluster.ports import ask, is_free
+from parrot.launch.by_ssh.checks import visible_gpus
 from parrot.launch.configs import Config, core_config, read_configs
 from parrot.protocol.gate.cluster_token import kept_token, settled_token
 from parrot.serve.config import CoreConfig

@@ -10,6 +10,7 @@ from rich.table import Table
 from parrot.cli.console import OUT, fail, orderly_exit, warn
 from parrot.cli.servers import running
 from parrot.cluster import Cluster, ClusterError
+from parrot.launch.by_ssh.inventory import is_inventory
 from parrot.launch.configs import read_configs, read_entries
 from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError
@@ -23,6 +24,17 @@ class RayOptions:
     name: str
     is_detached: bool
     ready_timeout_s: float
+
+
+def sole_inventory(paths: list[Path]) -> Path | None:
+    """The inventory that is given, if one is. Ends by `SystemExit` if more is given besides."""
+    try:
+        found = [path for path in paths if is_inventory(path)]
+    except ConfigError as error:
+        fail(str(error))
+    if found and len(paths) > 1:
+        fail(f"{found[0]} is an inventory: give nothing besides")
+    return found[0] if found else None
 
 
 def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) -> None:

@@ -17,6 +17,7 @@ from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.cluster import binding
 from parrot.cluster.ports import ask, is_free
 from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.launch.by_ssh.checks import visible_gpus
 from parrot.launch.configs import Config
 from parrot.protocol.public import ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
@@ -129,13 +130,6 @@ def _with_share_of_cores(config: Config, num_processes: int) -> Config:
         return config
     threads = max(1, (os.cpu_count() or 1) // num_processes)
     return {**config, "instance": {"num_threads": threads, **config.get("instance", {})}}
-
-
-def visible_gpus(environ: Mapping[str, str]) -> int:
-    """NVIDIA devices that CUDA would offer, found without loading it."""
-    if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _engine_for(model: str) -> dict[str, Any]:

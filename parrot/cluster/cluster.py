@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import ClusterError, ServerProcess
+from parrot.cluster.restarts import Restarts
 from parrot.protocol.gate.cluster_token import kept_token, settled_token
 from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.public import ReadyResponse
@@ -23,7 +24,6 @@ from parrot.utils.private_files import open_private
 Config = Mapping[str, Any]
 CORE = "core"
 _HOST = "127.0.0.1"
-_STABLE_S = 60.0  # an engine that ran for so long starts again after the first pause
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
 _NOTICED_S = 0.1
 
@@ -151,13 +151,13 @@ class Cluster:
         """Start engines again that ended by themselves, each after a pause that doubles until the
         engine has run for a minute; `tell` hears of every death, and of engines that serve again.
         Returns ServeCore's process once that has ended."""
-        first_s, longest_s = self.RESTART_PAUSES_S
-        pauses = dict.fromkeys(self.engine_names, first_s)
-        due: dict[str, float] = {}
+        restarts = Restarts(*self.RESTART_PAUSES_S)
         starting: set[str] = set()
         while True:
-            waits_s = [max(0.0, when - time.monotonic()) for when in due.values()]
-            dead = self.wait_death(min(waits_s + [_LONGEST_PAUSE_S] * bool(starting), default=None))
+            wait_s = restarts.wait_s(time.monotonic())
+            if starting:
+                wait_s = _LONGEST_PAUSE_S if wait_s is None else min(wait_s, _LONGEST_PAUSE_S)
+            dead = self.wait_death(wait_s)
             now = time.monotonic()
             if starting:
                 for name in sorted(live := starting & self._live_engines(starting)):
@@ -168,13 +168,9 @@ class Cluster:
                 if name == CORE:
                     return dead
                 starting.discard(name)
-                if now - dead.started_at > _STABLE_S:
-                    pauses[name] = first_s
-                due[name] = now + pauses[name]
-                tell(f"{dead.death_message()}\n{name} starts again in {pauses[name]:g} s.")
-                pauses[name] = min(2 * pauses[name], longest_s)
-            for name in [name for name, when in due.items() if when <= now]:
-                del due[name]
+                pause_s = restarts.ended(name, dead.started_at, now)
+                tell(f"{dead.death_message()}\n{name} starts again in {pause_s:g} s.")
+            for name in restarts.take_due(now):
                 self.restart(name)
                 starting.add(name)
 

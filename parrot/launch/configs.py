@@ -69,7 +69,7 @@ def read_entries(
             "sample_configs/engine/embedded.json"
         )
     core = cores[0] if cores else Entry("", False, core_config({}, "", environ), {})
-    _check_tokens(core.config, [engine.config for engine in engines])
+    check_tokens(core.config, [engine.config for engine in engines])
     return core, engines
 
 
@@ -125,7 +125,7 @@ def _resolve(path: Path, key: str, entry: object, launcher: str | None) -> Entry
     return Entry(f"{path}: {key}", is_engine, config, dict(place))
 
 
-def _check_tokens(core: Config, engines: list[Config]) -> None:
+def check_tokens(core: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> None:
     """An engine without a token gets ServeCore's; with another it could never register."""
     for engine in engines:
         if engine.get("cluster_token") not in (None, core.get("cluster_token")):

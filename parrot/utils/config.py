@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -93,11 +93,16 @@ def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: 
 
 
 def section_at(model: type[BaseModel], path: Loc) -> tuple[type[BaseModel], Loc]:
-    """The section at `path`, as far as it leads through sections, and the rest of the path."""
+    """The section at `path`, as far as it leads through sections and lists of them, and the rest of
+    the path."""
     current = model
     for depth, part in enumerate(path):
+        if isinstance(part, int) and depth:
+            continue
         field = current.model_fields.get(str(part))
         annotation = field.annotation if field else None
+        if get_origin(annotation) is tuple and isinstance(next(iter(path[depth + 1 :]), None), int):
+            annotation = get_args(annotation)[0]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return current, path[depth:]
         current = annotation

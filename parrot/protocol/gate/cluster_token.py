@@ -58,7 +58,7 @@ def kept_token(state_dir: str | None) -> str:
     """The token in the file of `state_dir` (null: this user's own folder), made by whoever asks
     first. Raises `ConfigError` if the file cannot be had, or others can read it."""
     try:
-        folder = _default_folder() if state_dir is None else Path(state_dir)
+        folder = state_folder() if state_dir is None else Path(state_dir)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = folder / _FILE_NAME
         _make(path)
@@ -69,7 +69,9 @@ def kept_token(state_dir: str | None) -> str:
         ) from None
 
 
-def _default_folder() -> Path:
+def state_folder() -> Path:
+    """The folder of this user's own in which servers keep what outlives them. Raises
+    `RuntimeError` if this user has no home."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "parrot"
 

@@ -1,0 +1,224 @@
+"""A cluster on the machines of an inventory: checked, started, watched, stopped."""
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import groupby
+
+from parrot.cluster.restarts import Restarts
+from parrot.launch.by_ssh.inventory import Inventory, Site
+from parrot.launch.by_ssh.ssh import Link
+from parrot.launch.by_ssh.wire import GO, PING_S, Action, Order, Report, ServerOrder
+
+_CHECK_S = 120.0  # for a machine to be reached and checked
+_SLACK_S = 15.0  # beyond the time that servers may take to end
+
+
+class LaunchError(Exception):
+    """Machines that cannot run what they should; the message names each with its problems."""
+
+
+@dataclass(slots=True)
+class _State:
+    """`link` None: there is no connection. `problems`: of the present one."""
+
+    link: Link | None = None
+    began: float = 0.0
+    is_over: bool = False  # it was stopped, from here or elsewhere
+    problems: list[str] = field(default_factory=list)
+
+
+class Machines:
+    """Runs the servers of an inventory. `tell` gets what is new, with the address of its machine;
+    all is done in the caller's thread."""
+
+    def __init__(self, inventory: Inventory, tell: Callable[[str, Report], None]) -> None:
+        self._inventory, self._tell = inventory, tell
+        self._reports: queue.SimpleQueue[tuple[Link, Report | None]] = queue.SimpleQueue()
+        self._states = {site.address: _State() for site in inventory.sites}
+        self._restarts = Restarts()
+        self._pinged = time.monotonic()
+        self.unready = {placed.server.name for s in inventory.sites for placed in s.servers}
+
+    def start(self, action: Action) -> None:
+        """Check all machines and, if every one is fit, start the servers. Raises `LaunchError`,
+        and then nothing was started."""
+        for site in self._inventory.sites:
+            self._connect(site, action)
+        waiting = {site.address for site in self._inventory.sites}
+        deadline = time.monotonic() + _CHECK_S
+        while waiting:
+            heard = self._next(deadline - time.monotonic())
+            if heard is None:
+                for address in waiting:
+                    self._states[address].problems.append(f"no answer in {_CHECK_S:g} s")
+                break
+            address, report = heard
+            if report is None or report.kind == "checked":
+                waiting.discard(address)
+        found = {address: s.problems for address, s in self._states.items() if s.problems}
+        if found:
+            for state in self._states.values():
+                self._drop(state)
+            texts = [f"{address}: {text}" for address, all_of in found.items() for text in all_of]
+            raise LaunchError("\n".join(texts))
+        for state in self._states.values():
+            if state.link is not None:
+                state.link.send(GO)
+
+    def detached(self) -> None:
+        """Return when every machine's servers run by themselves. Raises `LaunchError`."""
+        self._wait_all(self._inventory.sites, _CHECK_S)
+
+    def serve(self, on_ready: Callable[[], None]) -> None:
+        """Pass on what the agents say; `on_ready` once all servers have been ready. Connections
+        that break are made again, each after a pause that doubles. Returns when all was stopped
+        from elsewhere."""
+        is_told = False
+        while not all(state.is_over for state in self._states.values()):
+            if not (self.unready or is_told):
+                is_told = True
+                on_ready()
+            now = time.monotonic()
+            heard = self._next(self._restarts.wait_s(now))
+            if heard is not None:
+                self._heed(*heard)
+            sites = {site.address: site for site in self._inventory.sites}
+            for address in self._restarts.take_due(time.monotonic()):
+                self._connect(sites[address], Action.RUN)
+
+    def stop(self) -> None:
+        """End all: engines, which finish their calls, on machines without ServeCore first. Raises
+        `LaunchError` naming those that did not say that they had."""
+        problems = []
+        for _, sites in groupby(self._inventory.sites, key=lambda site: site.has_core):
+            group = list(sites)
+            for site in group:
+                if (link := self._states[site.address].link) is not None:
+                    link.close_input()
+            try:
+                self._wait_all(group, max(site.stop_s for site in group) + _SLACK_S)
+            except LaunchError as error:
+                problems.append(str(error))
+        if problems:
+            raise LaunchError("\n".join(problems))
+
+    def stop_elsewhere(self) -> None:
+        """Stop what another launcher started. Raises `LaunchError`."""
+        for _, sites in groupby(self._inventory.sites, key=lambda site: site.has_core):
+            group = list(sites)
+            for site in group:
+                self._connect(site, Action.STOP)
+            self._wait_all(group, _CHECK_S + max(site.stop_s for site in group))
+
+    # Inside.
+
+    def _connect(self, site: Site, action: Action) -> None:
+        state = self._states[site.address]
+        state.problems.clear()
+        state.began = time.monotonic()
+        order = _order_for(self._inventory.name, site, action)
+        try:
+            state.link = Link(site, order, self._reports)
+        except OSError as error:
+            raise LaunchError(f"ssh cannot be run here: {error.strerror}") from None
+
+    def _drop(self, state: _State) -> None:
+        if state.link is not None:
+            state.link.close_input()
+            state.link.kill()
+            state.link = None
+
+    def _next(self, timeout_s: float | None) -> tuple[str, Report | None] | None:
+        """The next report, and what it is of; None after the timeout. A connection that has ended
+        is noted, and agents hear from time to time that somebody is there."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            now = time.monotonic()
+            if now - self._pinged >= PING_S:
+                self._pinged = now
+                for state in self._states.values():
+                    if state.link is not None:
+                        state.link.ping()
+            if deadline is not None and now >= deadline:
+                return None
+            until_ping = self._pinged + PING_S - now
+            wait_s = until_ping if deadline is None else min(until_ping, deadline - now)
+            try:
+                link, report = self._reports.get(timeout=max(0.0, wait_s))
+            except queue.Empty:
+                continue
+            address = link.site.address
+            state = self._states[address]
+            if state.link is not link:
+                continue  # of a connection that was given up
+            if report is None:
+                state.link = None
+                if not (state.is_over or state.problems):
+                    state.problems.append(link.how_it_ended())
+            elif report.kind == "problem":
+                state.problems.append(report.text)
+            elif report.kind in ("stopped", "detached"):
+                state.is_over = True
+            return address, report
+
+    def _heed(self, address: str, report: Report | None) -> None:
+        state = self._states[address]
+        if report is not None:
+            if report.kind == "checked" and state.link is not None:
+                state.link.send(GO)
+            elif report.kind == "ready":
+                self.unready.discard(report.name)
+            self._tell(address, report)
+        elif not state.is_over:
+            pause_s = self._restarts.ended(address, state.began, time.monotonic())
+            text = "\n".join(state.problems)
+            self._tell(address, Report(kind="news", text=f"{text}\nagain in {pause_s:g} s"))
+
+    def _wait_all(self, sites: Sequence[Site], timeout_s: float) -> None:
+        """Wait until the connections have ended, and the agents have said that all is well. Raises
+        `LaunchError` for those that did not."""
+        deadline = time.monotonic() + timeout_s
+        while any(self._states[site.address].link is not None for site in sites):
+            heard = self._next(deadline - time.monotonic())
+            if heard is None:
+                break
+            if heard[1] is not None:
+                self._tell(heard[0], heard[1])
+        texts = []
+        for site in sites:
+            state = self._states[site.address]
+            if state.link is not None:
+                state.problems.append(f"no end after {timeout_s:g} s")
+            self._drop(state)
+            if not state.is_over:
+                texts += [f"{site.address}: {text}" for text in state.problems]
+        if texts:
+            raise LaunchError("\n".join(texts))
+
+
+def _order_for(cluster: str, site: Site, action: Action) -> Order:
+    """The order for the agent of one machine."""
+    servers = tuple(
+        ServerOrder(
+            name=placed.server.name,
+            kind=placed.server.kind,
+            module=placed.server.module,
+            config=dict(placed.config),
+            stop_s=placed.server.stop_s,
+            gpus=placed.gpus,
+            cores=placed.cores,
+            env=placed.env,
+        )
+        for placed in site.servers
+    )
+    return Order(
+        version=version("parrot"),
+        cluster=cluster,
+        address=site.address,
+        action=action,
+        servers=() if action is Action.STOP else servers,
+        stop_s=site.stop_s,
+    )

@@ -1,0 +1,121 @@
+"""Inventories: what they may say, and what runs where."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parrot.launch.by_ssh.inventory import HostEntry, Inventory, read_inventory
+from parrot.launch.by_ssh.ssh import ssh_command
+from parrot.launch.by_ssh.supervisor import end_holder, folder_of, holder, holding
+from parrot.utils.config import ConfigError
+from tests.deploy.commands import DEPLOY
+
+CORE = {"address": "10.0.0.1", "core": {"api_keys": ["key"]}}
+SIM = {"config": {"engine_type": "sim"}}
+DUMMY = {"model": "some/model", "instance": {"load_format": "dummy"}}
+
+
+def read(folder: Path, *hosts: Any, **keys: Any) -> Inventory:
+    path = folder / "lab.yaml"
+    path.write_text(yaml.safe_dump({"hosts": list(hosts), **keys}))
+    return read_inventory(path, {})
+
+
+def test_servers_get_ports_gpus_and_threads_of_their_machine(tmp_path: Path) -> None:
+    divided = {**DUMMY, "instance": {"load_format": "dummy", "tensor_parallel": 2}}
+    (tmp_path / "divided.yaml").write_text(yaml.safe_dump(divided))
+    inventory = read(
+        tmp_path,
+        {**CORE, "engines": [SIM, {"config": DUMMY, "count": 2, "cores": 3}]},
+        {"address": "gpu.lab", "engines": [{"config": "divided.yaml", "count": 2}]},
+        {"address": "cpu.lab", "engines": [{"config": {**DUMMY, "device": "cpu", "port": 9100}}]},
+    )
+    assert inventory.name == "lab"
+    assert inventory.core_url == "http://10.0.0.1:9000"
+    assert [site.address for site in inventory.sites] == ["gpu.lab", "cpu.lab", "10.0.0.1"]
+    gpu, cpu, here = [site.servers for site in inventory.sites]
+    assert [(p.server.name, p.port, p.gpus) for p in here] == [
+        ("core", 9000, None),
+        ("engine-0", 9001, None),
+        ("engine-1", 9002, (0,)),
+        ("engine-2", 9003, (1,)),
+    ]
+    assert here[2].config["instance"]["num_threads"] == 3
+    assert here[2].env == {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "3"}
+    assert [(p.port, p.gpus) for p in gpu] == [(9001, (0, 1)), (9002, (2, 3))]
+    assert [(p.port, p.gpus, p.env["CUDA_VISIBLE_DEVICES"]) for p in cpu] == [(9100, (), "")]
+    for placed in (*gpu, *cpu):
+        assert placed.config["serve_core"] == {"host": "10.0.0.1", "port": 9000}
+        assert placed.config["cluster_token"] == inventory.core.config["cluster_token"]
+
+
+def test_the_sample_is_right() -> None:
+    environ = {"PARROT_CORE__API_KEYS": '["key"]'}
+    inventory = read_inventory(DEPLOY / "ssh" / "lab.yaml", environ)
+    assert [len(site.servers) for site in inventory.sites] == [4, 3, 1]
+    assert [placed.gpus for placed in inventory.sites[1].servers] == [(0, 1), (2, 3), (4,)]
+    assert inventory.core.config["api_keys"] == ["key"]
+
+
+def test_servecore_answers_to_its_hosts_name(tmp_path: Path) -> None:
+    own = {"api_keys": ["key"], "allowed_hosts": ["service.lab"]}
+    inventory = read(tmp_path, {"address": "one.lab", "core": own, "engines": [SIM]})
+    assert inventory.core.config["allowed_hosts"] == ["service.lab", "one.lab"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ([{**CORE, "address": "-oProxyCommand=id", "engines": [SIM]}], "the name of a host"),
+        ([{**CORE, "address": "a b", "engines": [SIM]}], "the name of a host"),
+        ([{**CORE, "user": "-l", "engines": [SIM]}], "the name of an account"),
+        ([{**CORE, "user": "a b", "engines": [SIM]}], "the name of an account"),
+        ([{**CORE, "identity_file": "-F/x", "engines": [SIM]}], "must be a path"),
+        ([{**CORE, "identity_file": "/%h", "engines": [SIM]}], "must be a path"),
+        ([{**CORE, "python": "py\nthon", "engines": [SIM]}], "must be a path"),
+        ([{**CORE, "port": 65536, "engines": [SIM]}], "hosts.0.port"),
+        ([{**CORE, "engines": [{**SIM, "counts": 2}]}], "did you mean `count`"),
+        ([CORE], "no host has `engines`"),
+        ([CORE, {"address": "a"}], "a has neither `core` nor `engines`"),
+        ([{"address": "a", "engines": [SIM]}], "one host must have `core`, not 0"),
+        ([CORE, {**CORE, "address": "b"}], "one host must have `core`, not 2"),
+        ([CORE, {"address": "10.0.0.1", "engines": [SIM]}], "is there twice"),
+        ([{**CORE, "engines": [{"config": "no.yaml"}]}], "cannot be read"),
+        ([{**CORE, "engines": [{"config": {"dtipe": "m"}}]}], "10.0.0.1: engines: unknown key"),
+        ([{**CORE, "engines": [{"config": {**DUMMY, "device": "cuda:1"}}]}], "`gpus` says"),
+        ([{**CORE, "engines": [{"config": {**DUMMY, "device": "cpu"}, "gpus": 1}]}], "is cpu"),
+        ([{**CORE, "core": {}, "engines": [SIM]}], "`api_keys` are missing"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path, hosts: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(tmp_path, *hosts)
+    assert message in str(raised.value)
+
+
+def test_a_clusters_name_is_no_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="`name` must be letters"):
+        read(tmp_path, {**CORE, "engines": [SIM]}, name="../x")
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0"), min_size=1), min_size=1))
+def test_a_remote_command_is_the_same_words_to_a_shell(words: list[str]) -> None:
+    host = HostEntry(address="a.lab", user="me", port=2222, identity_file="/keys/a b")
+    command = ssh_command(host, words)
+    assert command[-3:-1] == ["--", "a.lab"]
+    assert shlex.split(command[-1]) == words
+    assert command[command.index("-i") + 1] == "/keys/a b"
+
+
+def test_one_process_has_a_cluster_on_a_machine(tmp_path: Path) -> None:
+    folder = tmp_path / folder_of("lab", "a").name
+    assert holder(folder) is None
+    assert end_holder(folder, 0.0)
+    with holding(folder):
+        assert holder(folder) is not None
+    assert holder(folder) is None
