@@ -122,6 +122,7 @@ class Turn:
         return self.completions[choice].stats.logprobs
 
     def cancel(self) -> None:
-        """Stop whatever is not done, unless it is kept."""
-        if not self.is_kept:
+        """Stop whatever is not done, unless it is kept. Nothing is left of a session that has
+        ended."""
+        if not self.is_kept and self.request_id in self.session.graph.calls:
             self.session.graph.cancel_call(self.request_id)

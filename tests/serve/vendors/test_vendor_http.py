@@ -1,12 +1,13 @@
 """What is the same for all of the vendors' paths: errors, ids, models, pages of other origins."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from parrot.serve.config import CoreConfig
 from tests.serve.vendors.conftest import MODEL, Site, serve
-from tests.support.fake_engine import fake_engine
+from tests.support.fake_engine import Script, fake_engine
 
 OPENAI, ANTHROPIC = "/v1/chat/completions", "/v1/messages"
 
@@ -199,3 +200,16 @@ async def test_engines_are_told_of_the_callers_span(
         await site.post(path, {"model": MODEL} | fields, headers=headers)
     requests = site.engine.requests or site.engine.embedded
     assert [request.traceparent for request in requests] == [*spans, "", ""]
+
+
+@pytest.mark.parametrize("num_answers", [1, 2])
+async def test_who_waits_hears_why_the_session_ended(site: Site, num_answers: int) -> None:
+    site.engine.script = Script(hang_after=0)
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": num_answers}
+    asking = asyncio.ensure_future(site.send(OPENAI, body))
+    async with asyncio.timeout(20):
+        while len(site.engine.requests) < num_answers:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    site.core.shut_down()
+    status, answer = await asking
+    assert (status, answer["error"]["message"]) == (503, "ServeCore is shutting down")
