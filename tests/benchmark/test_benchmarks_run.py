@@ -24,6 +24,7 @@ TINY = {
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_tenants": ["--crowd 150 --settle 0.5 --turns 1 --kinds latency --queries 100"],
     "scale.bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
+    "scale.bench_size": ["--engines 2 --calls 20 --sessions 2"],
     "scale.simulate": [
         "--part division --shards 4 --tenants 9",
         "--part windows --shards 3 --sampled 2 --engines 1 --tenants 3 --warm_up 3 --measured 3",

@@ -1,0 +1,155 @@
+"""What one ServeCore takes, by the number of its engines.
+
+    python -m benchmark.scale.bench_size
+
+  calls       CPU microseconds of a call by stage, of chats, map-reduce and calls with long shared
+              beginnings, as many for each engine as `benchmark.scale.simulate` has; `join`: of an
+              engine that joins
+  heartbeats  of the same ServeCore: CPU microseconds of a request by its own app, without sockets,
+              and its body's bytes
+  memory      bytes that a session and its calls keep, without the engines
+
+All run in virtual time on modelled engines; figures are of the CPU, and counts. `model` is what the
+engines and programs take of it.
+"""
+
+import argparse
+import asyncio
+import time
+import tracemalloc
+from typing import Any
+
+import orjson
+
+from benchmark.results import Report
+from benchmark.results import run as run_benchmark
+from benchmark.scale.simulate import COSTS, engine_config
+from benchmark.scale.simulated.programs import Session, Text
+from benchmark.scale.simulated.shard import CORE, Shard, Window
+from benchmark.scale.simulated.stages import MODEL, STAGES, Stages
+from benchmark.scale.simulated.summary import summary
+from benchmark.scale.simulated.traffic import CALLS_PER_S, App, Kind, applications, starts
+from parrot.engine.cores import RegisteredConfig
+from parrot.protocol.registration.payloads import HeartbeatRequest
+from parrot.protocol.serve_client import RegistrationClient
+from parrot.protocol.transport import AppTransport
+from parrot.serve.api.app import create_app
+from parrot.simulation import run_virtual
+
+CALLS_OF_ENGINE = 3
+TENANTS = 20
+NUM_BEATS = 2000
+NUM_TURNS, TOKENS = 5, 400  # of a session whose memory is measured, and of what a turn adds
+
+
+def calls(num_engines: int, num_calls: int) -> dict[str, Any]:
+    """Of a ServeCore that engines have joined, and that programs then ask."""
+    apps = [app for app in applications(TENANTS, 0) if app.kind is not Kind.AGENT]
+    rate = num_engines * sum(CALLS_PER_S[kind] for kind in {app.kind for app in apps})
+    num_calls = max(num_calls, CALLS_OF_ENGINE * num_engines)
+    window = Window(0.0, num_calls / rate)
+    sessions = starts([(app, 1.0) for app in apps], num_engines, 1.0, window.end_s, "size")
+
+    async def main() -> dict[str, Any]:
+        shard, stages = Shard(engine_config()), Stages()
+        began = time.process_time()
+        await shard.add_engines(num_engines)
+        join_s = time.process_time() - began
+        began = time.process_time()
+        with stages.counted():
+            outcome = await shard.run(sessions, window)
+        taken_s = time.process_time() - began
+        shard.check_integrity()
+        row = summary(outcome)
+        micros = 1e6 / len(outcome.calls)
+        row = {name: row[name] for name in ("engines", "calls", "hit", "busiest_over_mean")}
+        row |= {name: stages.seconds[name] * micros for name in STAGES}
+        row["rest"] = (taken_s - sum(stages.seconds.values())) * micros
+        row["serve_core"] = (taken_s - stages.seconds[MODEL]) * micros
+        row["join"] = 1e6 * join_s / num_engines
+        row |= await heartbeats(shard)
+        await shard.close()
+        return row
+
+    return run_virtual(main())
+
+
+async def heartbeats(shard: Shard) -> dict[str, Any]:
+    client = RegistrationClient(AppTransport(create_app(shard.core)))
+    engines = list(enumerate(shard.engines.items()))
+    beats = [engines[number % len(engines)] for number in range(NUM_BEATS)]
+    began = time.process_time()
+    for engine_id, (name, engine) in beats:
+        await client.engine_heartbeat(engine_id, name, engine.runtime_info())
+    taken_s = time.process_time() - began
+    await client.close()
+    engine_id, (name, engine) = engines[-1]
+    request = HeartbeatRequest(
+        engine_id=engine_id, engine_name=name, runtime_info=engine.runtime_info()
+    )
+    per_s = len(engines) / RegisteredConfig().heartbeat_interval
+    beat_s = taken_s / NUM_BEATS
+    return {
+        "heartbeat": 1e6 * beat_s,
+        "heartbeat_bytes": len(orjson.dumps(request.model_dump(mode="json"))),
+        "heartbeats_per_s": per_s,
+        "heartbeats_of_core": per_s * beat_s,
+    }
+
+
+def memory(num_sessions: int) -> dict[str, float]:
+    """Of sessions without calls, then with turns of a chat, whose values all stay."""
+    app = App("tenant", "app", Kind.CHAT, 500, 1.0)
+
+    async def talk(session: Session) -> None:
+        history = list[Text]()
+        for _ in range(NUM_TURNS):
+            new = session.give("x" * (TOKENS // 2))
+            history += [new, await session.ask([*history, new], TOKENS // 2, ideal=0)]
+
+    async def main() -> dict[str, float]:
+        shard = Shard(engine_config())
+        await shard.add_engines(4)
+        await talk(Session(shard.client, app))  # what all share
+        tracemalloc.start()
+        before = _num_bytes()
+        sessions = [Session(shard.client, app) for _ in range(num_sessions)]
+        begun = _num_bytes()
+        await asyncio.gather(*map(talk, sessions))
+        ended = _num_bytes()
+        tracemalloc.stop()
+        await shard.close()
+        return {
+            "sessions": num_sessions,
+            "turns": NUM_TURNS,
+            "tokens_of_turn": TOKENS,
+            "session_bytes": (begun - before) / num_sessions,
+            "turn_bytes": (ended - begun) / num_sessions / NUM_TURNS,
+        }
+
+    return run_virtual(main())
+
+
+def _num_bytes() -> int:
+    """Of all but what the model of engines and programs has made."""
+    snapshot = tracemalloc.take_snapshot()
+    others = [tracemalloc.Filter(False, name) for name in ("*/benchmark/*", "*tracemalloc*")]
+    return sum(trace.size for trace in snapshot.filter_traces(others).traces)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engines", type=int, nargs="+", default=[64, 256, 1024, 4096])
+    parser.add_argument("--calls", type=int, default=6000, help="at least")
+    parser.add_argument("--sessions", type=int, default=200, help="whose memory is measured")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    report.uses("engine", COSTS)
+    report.uses("core", CORE.model_dump(mode="json"))
+    report["memory"] = memory(args.sessions)
+    for num_engines in args.engines:
+        report.add("sizes", calls(num_engines, args.calls))
+
+
+if __name__ == "__main__":
+    run_benchmark(__name__)

@@ -1,0 +1,76 @@
+"""CPU time of ServeCore by stage: each method counts what it does by itself, not what it calls of
+the others that are counted."""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from benchmark.scale.simulated.blocks import BlockPool
+from benchmark.scale.simulated.device import Device
+from benchmark.scale.simulated.programs import Session
+from parrot.serve.contexts.forecast import ReadyPrefixes
+from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.execution.run_table import RunTable
+from parrot.serve.graph.activation import Activation
+from parrot.serve.programs import Programs
+from parrot.serve.scheduling.placement import PredictedSeconds
+from parrot.serve.scheduling.scheduler import Scheduler
+
+MODEL = "model"
+"""What is not ServeCore's: engines and programs."""
+
+STAGES: dict[str, dict[type, tuple[str, ...]]] = {
+    "submit": {Programs: ("submit_call", "create_var")},
+    "graph": {Activation: ("add_reader", "add_producer", "input_settled", "finished")},
+    "prompt": {ReadyPrefixes: ("prompt", "expect")},
+    "queue": {Scheduler: ("add", "schedule", "ended", "progressed")},
+    "choice": {PredictedSeconds: ("choose",)},
+    "ledger": {
+        ContextLedger: ("open", "pin", "make_room", "settle", "unpin", "release", "expire"),
+    },
+    "runs": {
+        Dispatcher: ("submit", "_pump"),
+        RunTable: ("place", "_attempt_done"),
+    },
+    MODEL: {
+        BlockPool: ("extend", "reserve", "append", "free"),
+        Device: ("add", "_ring"),
+        Session: ("submit", "give", "end"),
+    },
+}
+
+
+class Stages:
+    """`seconds` by stage, while they are `counted`."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._inner = 0.0  # of what the present method has called
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stage, methods in STAGES.items():
+                for owner, names in methods.items():
+                    for name in names:
+                        method = self._counting(stage, getattr(owner, name))
+                        stack.enter_context(patch.object(owner, name, method))
+            yield
+
+    def _counting(self, stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            outer, self._inner = self._inner, 0.0
+            began = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                taken_s = time.process_time() - began
+                self.seconds[stage] += taken_s - self._inner
+                self._inner = outer + taken_s
+
+        return counting
