@@ -11,13 +11,17 @@ shared beginning, of tenants of very different sizes.
             so with a bound; with a tenant that has 30% of all, and when a shard is gone
   windows   minutes of the day: `--sampled` shards, each by itself, with the sessions that a bounded
             division by application gives them; the same sessions dealt out among these shards; then
-            one ServeCore with all engines of these shards; and a shard that has a part of the
-            sessions of each application. The bound is a memory without end
+            one ServeCore with all engines of these shards, and that with a placement that does not
+            weigh what KV sessions will go on from; and a shard that has a part of the sessions of
+            each application. The bound is a memory without end
   failures  engines of a shard that die under load
 """
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
@@ -27,11 +31,13 @@ from benchmark.scale.simulated.summary import joined, summary
 from benchmark.scale.simulated.traffic import Start, applications, load_at, starts
 from benchmark.simulated import ENGINES, changed, sim_engine
 from parrot.engine.config import SimConfig
+from parrot.serve.contexts.room import Room
 
 COSTS = ENGINES / "sim_llama_3_1_8b.json"
 PARTS = ("division", "windows", "failures")
 HOT_SHARE = 0.3
 OMNISCIENT = "one ServeCore"
+BLIND = "one, blind for promised KV"
 
 
 def engine_config() -> SimConfig:
@@ -83,10 +89,12 @@ def windows(args: argparse.Namespace, report: Report) -> None:
         own = [traffic.sessions(Rule.SPILL, shard, hour) for shard in chosen]
         everything = sorted((s for one in own for s in one), key=lambda s: (s.at, s.seed))
         dealt = [everything[shard :: args.sampled] for shard in chosen]
-        for name, parts in {"bounded": own, "dealt": dealt, OMNISCIENT: [everything]}.items():
+        divided = {"bounded": own, "dealt": dealt, OMNISCIENT: [everything], BLIND: [everything]}
+        for name, parts in divided.items():
             began, found = time.process_time(), []
             for part in parts:
-                found.append(traffic.run(part, args.sampled // len(parts)))
+                with _blind() if name == BLIND else nullcontext():
+                    found.append(traffic.run(part, args.sampled // len(parts)))
                 if len(parts) > 1:
                     report.add("shards", {"hour": hour, "rule": name} | summary(found[-1]))
             row = {"hour": hour, "rule": name, "shards": len(parts)} | summary(joined(found))
@@ -94,6 +102,12 @@ def windows(args: argparse.Namespace, report: Report) -> None:
         if args.sampled < args.shards:
             row = summary(traffic.run(traffic.sessions(Rule.SESSION, 0, hour)))
             report.add("sums", {"hour": hour, "rule": str(Rule.SESSION), "shards": 1} | row)
+
+
+@contextmanager
+def _blind() -> Iterator[None]:
+    with patch.object(Room, "lost", lambda self, num_new: 0.0):
+        yield
 
 
 def failures(args: argparse.Namespace, report: Report) -> None:

@@ -10,6 +10,7 @@ from parrot.utils.heaps import LruDict
 
 if TYPE_CHECKING:
     from parrot.serve.contexts.kept import Kept
+    from parrot.serve.contexts.room import Room
 
 _MAX_CACHED = 65_536  # prompts that engines are believed to have
 
@@ -97,10 +98,11 @@ class Match(NamedTuple):
 
 class PrefixIndex:
     """Prefix key -> engine -> the context that has the prompt of that key. `kept`: by engine, what
-    servers keep that order that by themselves."""
+    servers keep that order that by themselves; `rooms`: of the other engines."""
 
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
+        self.rooms: dict[int, Room] = {}
         self._entries: dict[bytes, dict[int, tuple[Context, Boundary]]] = {}
         self._cached: LruDict[bytes, frozenset[int]] = LruDict(_MAX_CACHED)
 

@@ -23,6 +23,7 @@ from parrot.serve.contexts.kept import Kept
 from parrot.serve.contexts.kv_log import KvLog
 from parrot.serve.contexts.owners import Owners
 from parrot.serve.contexts.residence import Residence
+from parrot.serve.contexts.room import Room
 from parrot.serve.contexts.shares import IdleByTenant, WeightOf
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
@@ -110,7 +111,7 @@ class ContextLedger:
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
         self.log = KvLog(self.index)
-        self.owners = Owners()
+        self.owners = Owners(self.index.rooms)
         self.expectations = Expectations()
         self.prefixes = ReadyPrefixes(self.expectations)
 
@@ -134,6 +135,8 @@ class ContextLedger:
         account = Account(capacity + host_capacity, block_size, idle)
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
+        else:
+            self.index.rooms[engine_id] = Room(account)
         if host_capacity:
             account.residence = Residence(capacity, account.size)
         self._accounts[engine_id] = account
@@ -145,6 +148,7 @@ class ContextLedger:
         for context in contexts:
             self._forget(context, FreeReason.ENGINE)
         self.index.kept.pop(engine_id, None)
+        self.index.rooms.pop(engine_id, None)
         self.log.forget_engine(engine_id)
         return [boundary.key for context in contexts for boundary in context.boundaries]
 
@@ -180,7 +184,7 @@ class ContextLedger:
         size = account.size(context)
         account.used += size
         account.idle.opened(context, size)
-        self.owners.add(context)
+        self.owners.add(context, size)
         if parent is not None:
             assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
             parent.children.add(context)
@@ -229,6 +233,7 @@ class ContextLedger:
         added = account.size(context) - old_size
         account.used += added
         account.idle.resized(context, added)
+        self.owners.resized(context, added)
         account.use(context)
         context.mark_computed()
         if boundary is not None and context.retired is None:
@@ -331,7 +336,7 @@ class ContextLedger:
         for context in self.index.contexts():
             assert context.id in live, context
             assert context.retired is None, context
-        assert self.owners.context_ids() == set(live), (self.owners, set(live))
+        self.owners.check_integrity({c: self._accounts[c.engine_id].size(c) for c in live.values()})
 
     # Inside
 

@@ -191,9 +191,11 @@ class PredictedSeconds(Placer):
         if growth_s is None:
             return None
         output, outlook = task.expected_output, load.outlook(now)
-        prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
+        to_compute = task.prompt_len - known.reused_len(load.id)
+        prefill_s = to_compute * load.costs.prefill_s
         cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s + self._copy_s(task, load)
-        cost_s += outlook.steps_s(output) + output * growth_s + self._loss_s(task, load, now)
+        cost_s += outlook.steps_s(output) + output * growth_s
+        cost_s += self._loss_s(task, load, now, to_compute)
         return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight_of(task)
 
     def _own_cost_s(
@@ -203,8 +205,9 @@ class PredictedSeconds(Placer):
         count nothing: a chat that went to the least crowded engine would leave its prompt."""
         output = task.expected_output
         num_read = held.num_tokens + task.prompt_len - known.shared_len(load.id) + output // 2
-        prefill_s = (task.prompt_len - known.reused_len(load.id)) * load.costs.prefill_s
-        cost_s = _WORK_WEIGHT * prefill_s + self._copy_s(task, load) + self._loss_s(task, load, now)
+        to_compute = task.prompt_len - known.reused_len(load.id)
+        cost_s = _WORK_WEIGHT * to_compute * load.costs.prefill_s + self._copy_s(task, load)
+        cost_s += self._loss_s(task, load, now, to_compute)
         return cost_s + output * load.costs.decode_step_s(held.num_tasks + 1, num_read)
 
     def _copy_s(self, task: CompletionTask, load: EngineLoad) -> float:
@@ -217,11 +220,15 @@ class PredictedSeconds(Placer):
             return 0.0
         return match.context.num_on_host(match.boundary.length) * load.costs.host_token_s
 
-    def _loss_s(self, task: CompletionTask, load: EngineLoad, now: float) -> float:
-        """Seconds to compute again what a server behind the engine forgets for this prompt, which
-        may go where there is room."""
-        kept = None if self._index is None else self._index.kept.get(load.id)
-        if kept is None or self._index is None:
+    def _loss_s(self, task: CompletionTask, load: EngineLoad, now: float, to_compute: int) -> float:
+        """Seconds to compute again what gives way to this prompt, which may go where there is room:
+        what sessions will go on from, or what a server behind the engine forgets."""
+        if self._index is None:
+            return 0.0
+        if (room := self._index.rooms.get(load.id)) is not None:
+            num_new = to_compute + task.expected_output
+            return _LOSS_WEIGHT * load.costs.prefill_s * room.lost(num_new)
+        if (kept := self._index.kept.get(load.id)) is None:
             return 0.0
         match = self._index.match(load.id, task.keys)
         num_new = task.num_chars - (0 if match is None else match.boundary.length)
@@ -285,7 +292,8 @@ class PredictedSeconds(Placer):
         cost, output, outlook = load.costs, task.expected_output, load.outlook(now)
         new_shared = max(0, block.shared - known.shared_len(load.id))
         own = max(0.0, block.prompt_len - block.shared)
-        fill_s = max(0, block.shared - known.reused_len(load.id)) * cost.prefill_s
+        reused = known.reused_len(load.id)
+        fill_s = max(0, block.shared - reused) * cost.prefill_s
         own_fill_s = own * cost.prefill_s
         growth_s = cost.sequence_s + (own + output // 2) * cost.token_s
         shared_growth_s = new_shared * cost.token_s
@@ -302,7 +310,7 @@ class PredictedSeconds(Placer):
             + fill_s
             + outlook.steps_s(output)
             + output * shared_growth_s
-            + self._loss_s(task, load, now),
+            + self._loss_s(task, load, now, task.prompt_len - reused),
             own_fill_s + output * growth_s,
             outlook.harm_s(fill_s, output, shared_growth_s) / weight,
             outlook.harm_s(own_fill_s, output, growth_s) / weight,
