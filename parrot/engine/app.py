@@ -90,7 +90,7 @@ def create_app(
         *_verbs(owners, listeners),
         *_streams(owners, listeners),
         *_readings(owners),
-        *_facts(service, incarnation, metrics),
+        *_facts(service, owners, incarnation, metrics),
     ]
     install(app, endpoints, access=Access.CLUSTER)
     # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
@@ -114,10 +114,11 @@ def _verbs(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> list
     async def generate(request: GenerateRequest, owner: Owner) -> GenerateResponse:
         era = owner.fence.era
         with told(request, listeners) as answered:
-            await owner.service.prepare(request)
-            await owner.reorder.enter((*request.fills, request))
-            owner.fence.hand_in(request, era)
-            response = await owner.service.generate(request, owner.channels.sink(request))
+            async with owner.place(request):
+                await owner.service.prepare(request)
+                await owner.reorder.enter((*request.fills, request))
+                owner.fence.hand_in(request, era)
+                response = await owner.service.generate(request, owner.channels.sink(request))
             answered(response)
             return response
 
@@ -147,16 +148,17 @@ def _streams(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> li
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
         with told(request, listeners) as answered:
-            await owner.service.prepare(request)
-            await owner.reorder.enter((*request.fills, request))
-            owner.fence.hand_in(request, era)
-            async with aclosing(owner.service.generate_stream(request)) as events:
-                async for event in events:
-                    if isinstance(event, GenerateResponse):
-                        answered(event)
-                        yield "done", event
-                    else:
-                        yield "chunk", event
+            async with owner.place(request):
+                await owner.service.prepare(request)
+                await owner.reorder.enter((*request.fills, request))
+                owner.fence.hand_in(request, era)
+                async with aclosing(owner.service.generate_stream(request)) as events:
+                    async for event in events:
+                        if isinstance(event, GenerateResponse):
+                            answered(event)
+                            yield "done", event
+                        else:
+                            yield "chunk", event
 
     async def follow(request: FollowRequest, owner: Owner) -> AsyncGenerator[tuple[str, BaseModel]]:
         async with aclosing(owner.service.follow(request.context_id)) as chunks:
@@ -197,7 +199,9 @@ def _readings(owners: Owners) -> list[Endpoint]:
     ]
 
 
-def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> list[Endpoint]:
+def _facts(
+    service: EngineService, owners: Owners, incarnation: str, counts: EngineMetrics
+) -> list[Endpoint]:
     def ping() -> PingResponse:
         ready()
         return PingResponse(runtime_info=service.runtime_info(), incarnation=incarnation)
@@ -216,7 +220,7 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
         """It answers."""
 
     def metrics() -> bytes:
-        return counts.render(service.runtime_info())
+        return counts.render(service.runtime_info(), owners.num_beyond)
 
     return [
         _guarded("POST", "/ping", ping, "What runs here", errors=(401, 503)),

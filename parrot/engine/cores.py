@@ -8,6 +8,7 @@ from parrot.utils.config import ConfigModel
 
 PositiveInt = Annotated[int, Field(ge=1)]
 _FAILOVER_BEAT_S = 1.0
+_SHARING_BEAT_S = 0.5  # a lease moves in three beats
 
 
 class ServeCoreAddress(ConfigModel):
@@ -42,13 +43,16 @@ class RegisteredConfig(ConfigModel):
         strict=False,
         max_length=63,
         description="Other ServeCores that the engine works for besides, each with sessions of its "
-        "own (docs/shards.md): it is registered with all, and divides its capacity among them.",
+        "own (docs/shards.md): it is registered with all, divides its capacity among them, and its "
+        "heartbeats are at most half a second apart.",
     )
 
     @property
     def beat_s(self) -> float:
         """Seconds between two heartbeats."""
-        if not (self.standby_cores or self.shard_cores):
+        if self.shard_cores:
+            return min(self.heartbeat_interval, _SHARING_BEAT_S)
+        if not self.standby_cores:
             return self.heartbeat_interval
         return min(self.heartbeat_interval, _FAILOVER_BEAT_S)
 

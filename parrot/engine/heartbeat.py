@@ -5,7 +5,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.fence import Fence
@@ -14,7 +14,12 @@ from parrot.engine.service import EngineService, ServiceState
 from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError, Unavailable
-from parrot.protocol.registration.payloads import HeartbeatResponse, RegisterResponse
+from parrot.protocol.registration.payloads import (
+    HeartbeatResponse,
+    Lease,
+    LeaseUse,
+    RegisterResponse,
+)
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import Clock
 
@@ -24,6 +29,22 @@ T = TypeVar("T")
 FIRST_RETRY_S = 0.25
 MAX_RETRY_S = 5.0
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
+
+
+class Leased(Protocol):
+    """The part of an engine that one of several ServeCores has."""
+
+    def offer(self, info: EngineInfo) -> Lease:
+        """The lease for the next heartbeat."""
+        ...
+
+    def answered(self, use: LeaseUse | None) -> None:
+        """What the ServeCore answered to that."""
+        ...
+
+    def lost(self) -> None:
+        """The lease has ended."""
+        ...
 
 
 class Heartbeat:
@@ -46,9 +67,11 @@ class Heartbeat:
         interval_s: float,
         cores: Sequence[tuple[str, int]],
         incarnation: str = "",
+        share: Leased | None = None,
     ) -> None:
         """`cores`: hosts and ports of ServeCore and its standbys, as seen from here. `incarnation`:
-        as registered."""
+        as registered. `share`: this ServeCore's part of the engine; None: all of it."""
+        self._share = share
         self._incarnation = incarnation
         self._cores = cores
         self._client = client
@@ -102,6 +125,8 @@ class Heartbeat:
     async def _end_work(self) -> None:
         self._fence.released()
         self._reorder.reset()
+        if self._share is not None:
+            self._share.lost()
         await self._service.reset()
 
     async def _beat_while_known(self, terms: RegisterResponse, name: str) -> None:
@@ -120,12 +145,18 @@ class Heartbeat:
             new = {"outputs": [part for part in runtime.outputs if part.ids]}
             runtime = runtime.model_copy(update=new)
             went_without, has_failed = has_failed, True
-            answer = await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
+            share, send = self._share, self._client.engine_heartbeat
+            lease = None if share is None else share.offer(self._service.engine_info())
+            answer = await send(engine_id, name, runtime, terms.core, lease)
+            if share is not None:
+                share.answered(answer.lease_use)
             told, has_failed = told if went_without else reached, False
             return answer
 
+        pause_s = self._interval_s if self._share is None else 0.0  # the first brings its lease
         while True:
-            await self._clock.sleep(self._interval_s)
+            await self._clock.sleep(pause_s)
+            pause_s = self._interval_s
             if self._service.state() is ServiceState.LOST:
                 raise DeviceLost(f"engine {engine_id} ({name}) can serve nothing any more")
             expiry = None if terms.lease_s is None else asked + terms.lease_s

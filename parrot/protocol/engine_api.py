@@ -385,6 +385,7 @@ class EngineInfo(InternalPayload):
     tokens_capacity: Positive = Field(description="tokens of KV the engine can hold")
     host_tokens_capacity: Amount = Field(0, description="tokens of KV, on its host besides")
     block_size: Positive = 1
+    is_leased: bool = Field(False, description="heartbeats tell how much of it may be used")
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     capabilities: Capabilities = Capabilities()
     incarnation: str = Field(

@@ -25,6 +25,7 @@ from parrot.protocol.public import (
 from parrot.protocol.registration.payloads import (
     HeartbeatRequest,
     HeartbeatResponse,
+    Lease,
     LeaveRequest,
     LeaveResponse,
     RegisterRequest,
@@ -200,11 +201,20 @@ class RegistrationClient:
         return read_answer(RegisterResponse, answer)
 
     async def engine_heartbeat(
-        self, engine_id: int, engine_name: str, runtime_info: RuntimeInfo, core: str = ""
+        self,
+        engine_id: int,
+        engine_name: str,
+        runtime_info: RuntimeInfo,
+        core: str = "",
+        lease: Lease | None = None,
     ) -> HeartbeatResponse:
         """`core`: as registered."""
         body = HeartbeatRequest(
-            engine_id=engine_id, engine_name=engine_name, runtime_info=runtime_info, core=core
+            engine_id=engine_id,
+            engine_name=engine_name,
+            runtime_info=runtime_info,
+            core=core,
+            lease=lease,
         ).model_dump(mode="json")
         answer = await self._http.request("POST", "/engine_heartbeat", body=body)
         return read_answer(HeartbeatResponse, answer)

@@ -132,7 +132,7 @@ def session_summary(
 
 
 def engine_view(engine: EngineView) -> EngineStatus:
-    info = engine.info
+    info, lease = engine.info, engine.lease
     return EngineStatus(
         engine_id=engine.id,
         engine_name=info.engine_name,
@@ -141,11 +141,11 @@ def engine_view(engine: EngineView) -> EngineStatus:
         host=info.host,
         port=info.port,
         num_running=engine.num_running,
-        tasks_capacity=info.tasks_capacity,
+        tasks_capacity=info.tasks_capacity if lease is None else lease.calls,
         needed_tokens=engine.needed_tokens,
         num_queued=engine.num_queued,
         used_tokens=engine.num_tokens,
-        tokens_capacity=info.tokens_capacity,
+        tokens_capacity=info.tokens_capacity if lease is None else lease.tokens,
         hit_tokens=engine.kv.hit,
         recomputed_tokens=engine.kv.recomputed.total(),
         evicted_tokens=engine.kv.evicted,

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import aiohttp
+
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from parrot.protocol.errors import Unavailable
@@ -15,6 +17,7 @@ from tests.e2e.test_journal import begin, map_reduce, persistently
 HOST = "127.0.0.1"
 HANGS_S = 60
 LEASE_S = 2
+TOKENS, CALLS = 4096, 16
 
 
 async def engine_of(core: Cluster) -> EngineStatus:
@@ -24,6 +27,12 @@ async def engine_of(core: Cluster) -> EngineStatus:
     engines = ReadyResponse.model_validate(answer).engines
     assert engines is not None
     return engines[0]
+
+
+async def metrics_of(url: str, token: str | None) -> str:
+    headers = {"Authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession(headers=headers) as http, http.get(f"{url}/metrics") as answer:
+        return await answer.text()
 
 
 @asynccontextmanager
@@ -40,7 +49,8 @@ async def two_shards() -> AsyncIterator[tuple[Cluster, Cluster]]:
         }
         for index, port in enumerate(ports)
     ]
-    engine = {"engine_type": "sim", "heartbeat_interval": 0.2, "instance": {"step_s": 0.01}}
+    engine = {"engine_type": "sim", "heartbeat_interval": 0.2, "tasks_capacity": CALLS}
+    engine |= {"instance": {"step_s": 0.01}, "tokens_capacity": TOKENS}
     engine |= {"shard_cores": [{"host": HOST, "port": ports[1]}]}
     with Cluster(configs[1], []) as second, Cluster(configs[0], [engine]) as first:
         yield first, second
@@ -60,8 +70,14 @@ async def test_programs_of_both_run_and_the_end_of_one_is_not_the_others() -> No
         lost = [asyncio.create_task(doomed.get(v)) for v in await map_reduce(doomed)]
         reads = [asyncio.create_task(living.get(v)) for v in await map_reduce(living)]
         await reads[0]
+        parts = [await engine_of(core) for core in (first, second)]
+        assert 0 < sum(part.tokens_capacity for part in parts) <= TOKENS
+        assert 0 < sum(part.tasks_capacity for part in parts) <= CALLS
         first.kill("core")
         assert await asyncio.gather(*reads) == expected
+        while (await engine_of(second)).tokens_capacity < TOKENS:
+            await asyncio.sleep(0.05)
+        assert (await engine_of(second)).tasks_capacity == CALLS
         for read in lost:
             with suppress(Unavailable):  # some had ended
                 await read
@@ -69,6 +85,13 @@ async def test_programs_of_both_run_and_the_end_of_one_is_not_the_others() -> No
         await engine_of(first)
         again = await begin(ServeClient(there))
         assert [await again.get(v) for v in await map_reduce(again)] == expected
-        assert (await engine_of(second)).engine_id == registered
+        while (engine := await engine_of(second)).tokens_capacity > TOKENS * 3 // 4:
+            await asyncio.sleep(0.05)  # the first has a part again
+        assert engine.engine_id == registered
+        page = await metrics_of(first.url("engine-0"), first.cluster_token)
+        assert (
+            'parrot_engine_requests_beyond_lease_total{engine="engine-0",model_name="sim"} 0'
+            in page
+        )
         info = await living.client.session_info(living.session_id, living.session_auth)
         assert {call.state for call in info.calls} == {"done"}

@@ -52,10 +52,11 @@ class FakeServeClient:
         return RegisterResponse(engine_id=count, core=f"core{count}", epoch=count, lease_s=30.0)
 
     async def engine_heartbeat(
-        self, engine_id, engine_name, runtime_info, core
+        self, engine_id, engine_name, runtime_info, core, lease
     ) -> HeartbeatResponse:
         self.outputs.append(runtime_info.outputs)
         self._answer()
+        assert lease is None
         assert core == f"core{engine_id}"
         assert engine_name == "sim:9001"
         assert runtime_info.num_max_blocks == 8192

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -9,9 +10,16 @@ import pytest
 from parrot.engine.app import create_app
 from parrot.engine.config import SimConfig, parse_engine_config
 from parrot.engine.owners.owners import Owner, Owners
+from parrot.engine.owners.share import Share, shares
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.engine_api import EmbedRequest, FillRequest, GenerateRequest, StreamChunk
+from parrot.protocol.engine_api import (
+    EmbedRequest,
+    FillRequest,
+    GenerateRequest,
+    ServerLoad,
+    StreamChunk,
+)
 from parrot.protocol.engine_client import (
     CORE_HEADER,
     REGISTRATION_HEADER,
@@ -20,6 +28,7 @@ from parrot.protocol.engine_client import (
 )
 from parrot.protocol.errors import Cancelled, NotFound, StaleCore
 from parrot.protocol.http import HttpClient
+from parrot.protocol.registration.payloads import LeaseUse
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from tests.support.app_server import serve_app
@@ -40,7 +49,15 @@ class Scene:
         """As its heartbeat does when the ServeCore has not answered for its lease."""
         owner.fence.released()
         owner.reorder.reset()
+        assert owner.share is not None
+        owner.share.lost()
         await owner.service.reset()
+
+
+def beat(share: Share, service: SimService) -> None:
+    """A heartbeat to a ServeCore that uses nothing."""
+    lease = share.offer(service.engine_info())
+    share.answered(LeaseUse(number=lease.number, tokens=lease.tokens, calls=lease.calls))
 
 
 @pytest.fixture
@@ -57,6 +74,10 @@ async def scene() -> AsyncIterator[Scene]:
             http = HttpClient(url, headers=headers | {CORE_HEADER: identity.header})
             scene.clients.append(EngineClient(http))
             scene.identities.append(identity)
+        for _ in range(2):  # the first had all as long as it was alone
+            for owner in scene.owners:
+                assert owner.share is not None
+                beat(owner.share, service)
         yield scene
         for client in scene.clients:
             await client.close()
@@ -147,12 +168,43 @@ async def test_what_does_not_say_whose_it_is_gets_facts_alone(scene: Scene) -> N
             await EngineClient(http).fill(fill(b"x"))
 
 
-async def test_each_is_told_an_equal_part(scene: Scene) -> None:
-    whole = scene.service.engine_info()
-    for owner in scene.owners:
-        part = owner.service.engine_info()
-        assert part.tokens_capacity * 2 == whole.tokens_capacity
-        assert part.tasks_capacity * 2 == whole.tasks_capacity
+async def test_each_is_told_of_the_others_load(scene: Scene) -> None:
+    first, second = scene.owners
+    async with first.place(generation(1, 80)):
+        info = second.service.runtime_info()
+        assert info.server_load == ServerLoad(num_running=1, num_others=1, other_tokens=100)
+        own = first.service.runtime_info().server_load
+        assert own == ServerLoad(num_running=1)
+    assert second.service.runtime_info().server_load == ServerLoad()
+    assert first.service.engine_info().is_leased
+
+
+async def test_calls_beyond_the_lease_wait_for_own_ones_alone(scene: Scene) -> None:
+    info = scene.service.engine_info().model_copy(update={"tasks_capacity": 4})
+    first, second = shares(2)
+    for share in (first, second):
+        share.offer(info)
+    call = generation(1, 5)
+    async with AsyncExitStack() as stack:
+        ending = await stack.enter_async_context(AsyncExitStack())
+        for held in (ending, ending, stack, stack):  # nobody else was there
+            await held.enter_async_context(first.place(call))
+        waiting = asyncio.ensure_future(stack.enter_async_context(second.place(call)))
+        await asyncio.sleep(0)
+        assert (waiting.done(), first.num_waited, second.num_waited) == (False, 0, 1)
+        await ending.aclose()
+        first.answered(LeaseUse(number=first.offer(info).number, tokens=0, calls=2))
+        second.offer(info)
+        await waiting
+        cancelled = asyncio.ensure_future(stack.enter_async_context(first.place(call)))
+        refused = asyncio.ensure_future(stack.enter_async_context(first.place(call)))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        assert (refused.done(), first.num_calls, second.num_calls) == (False, 2, 1)
+        first.lost()
+        await refused  # by the fence
+    assert (first.num_calls, first.num_tokens, second.num_calls) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from parrot.engine.owners.share import Share
 from parrot.engine.service import EVERYTHING, EngineService, Namespace, ServiceState
 from parrot.protocol.engine_api import (
     NO_PARENT,
@@ -31,9 +32,10 @@ class OwnedService:
     """An `EngineService` in which there are no contexts but those that are made by it. `reset`
     frees these alone; starting and closing are left to the owner of the whole."""
 
-    def __init__(self, service: EngineService, namespace: Namespace) -> None:
+    def __init__(self, service: EngineService, namespace: Namespace, share: Share) -> None:
         self._service = service
         self._namespace = namespace
+        self._share = share
         self._contexts: set[int] = set()  # that requests have named and nobody has freed
         self._reads: set[asyncio.Future[EmbedResponse | ScoreResponse]] = set()
 
@@ -100,19 +102,13 @@ class OwnedService:
             part.model_copy(update={"context_id": space.inner(part.context_id)})
             for part in info.outputs
         ]
-        return info
+        return self._share.told(info)
 
     def engine_info(self) -> EngineInfo:
-        """An equal part of the whole."""
-        info, count = self._service.engine_info(), self._namespace.count
-        num_blocks = info.tokens_capacity // info.block_size // count
-        return info.model_copy(
-            update={
-                "tokens_capacity": max(1, num_blocks * info.block_size),
-                "tasks_capacity": max(1, info.tasks_capacity // count),
-                "host_tokens_capacity": info.host_tokens_capacity // count,
-            }
-        )
+        """Say that leases tell what may be used of it, but for an equal part of its host."""
+        info = self._service.engine_info()
+        on_host = info.host_tokens_capacity // self._namespace.count
+        return info.model_copy(update={"is_leased": True, "host_tokens_capacity": on_host})
 
     def tokenizer(self) -> TokenizerResponse | None:
         return self._service.tokenizer()

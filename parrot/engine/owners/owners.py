@@ -1,14 +1,17 @@
 """The ServeCores that an engine works for, and whose a request is."""
 
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from fastapi import Request
 
 from parrot.engine.channels import Channels
 from parrot.engine.fence import Fence
 from parrot.engine.owners.owned import OwnedService
+from parrot.engine.owners.share import Share, shares
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, Namespace
+from parrot.protocol.engine_api import GenerateRequest
 from parrot.protocol.engine_client import REGISTRATION_HEADER
 from parrot.protocol.errors import StaleCore
 
@@ -16,11 +19,19 @@ from parrot.protocol.errors import StaleCore
 class Owner:
     """All that an engine has of one ServeCore: the registration, the requests, the contexts."""
 
-    def __init__(self, service: EngineService, reorder: ReorderBuffer) -> None:
+    def __init__(
+        self, service: EngineService, reorder: ReorderBuffer, share: Share | None = None
+    ) -> None:
+        """`share`: its part of an engine that others have, too; None: all."""
         self.service = service
         self.reorder = reorder
+        self.share = share
         self.fence = Fence()
         self.channels = Channels()
+
+    def place(self, request: GenerateRequest) -> AbstractAsyncContextManager[None]:
+        """See `Share.place`."""
+        return nullcontext() if self.share is None else self.share.place(request)
 
 
 class Owners:
@@ -32,9 +43,11 @@ class Owners:
         if count == 1:
             self._owners = [Owner(service, reorder)]
             return
-        views = [OwnedService(service, Namespace(index, count)) for index in range(count)]
         buffers = [reorder, *(reorder.another() for _ in range(count - 1))]
-        self._owners = [Owner(*parts) for parts in zip(views, buffers, strict=True)]
+        self._owners = [
+            Owner(OwnedService(service, Namespace(index, count), share), buffers[index], share)
+            for index, share in enumerate(shares(count))
+        ]
 
     def __iter__(self) -> Iterator[Owner]:
         return iter(self._owners)
@@ -60,6 +73,11 @@ class Owners:
             if owner.fence.registration == registration:
                 return owner
         raise StaleCore("this engine has registered anew since, or is about to")
+
+    @property
+    def num_beyond(self) -> int:
+        """Calls that were more than their ServeCores' leases allowed."""
+        return sum(owner.share.num_waited for owner in self._owners if owner.share is not None)
 
     def close_channels(self) -> None:
         for owner in self._owners:

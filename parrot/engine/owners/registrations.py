@@ -52,6 +52,7 @@ def registration(config: EngineConfig, owners: Owners, incarnation: str = "") ->
                 interval_s=config.beat_s,
                 cores=cores,
                 incarnation=incarnation,
+                share=owner.share,
             )
         )
     return Registrations(heartbeats)

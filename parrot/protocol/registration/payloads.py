@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from parrot.protocol.engine_api import EngineInfo, InternalPayload, RuntimeInfo
-from parrot.protocol.gate.fields import Id, Label, Name
+from parrot.protocol.gate.fields import Amount, Id, Label, Name
 from parrot.protocol.gate.names import is_host, is_metadata
 
 
@@ -29,11 +29,36 @@ class RegisterResponse(InternalPayload):
     lease_s: float | None = Field(None, gt=0, description="without an answer all work ends so soon")
 
 
+class Lease(InternalPayload):
+    """The part of an engine that a ServeCore may use, until the next lease or until it is lost."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: Amount = Field(0, description="one with a lower number comes late, and is ignored")
+    tokens: Amount = Field(0, description="of KV")
+    calls: Amount = Field(0, description="at once")
+
+
+class LeaseUse(InternalPayload):
+    """What a ServeCore makes of a lease. `tokens` and `calls`: all that it may use until the next
+    one; more than the lease has while calls run that an earlier one allowed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: Amount = Field(description="of the latest lease that it has got")
+    tokens: Amount
+    calls: Amount
+    wanted_tokens: Amount = Field(0, description="for what runs and what is queued")
+    wanted_calls: Amount = 0
+    least_tokens: Amount = Field(0, description="for the largest queued call")
+
+
 class HeartbeatRequest(InternalPayload):
     engine_id: Id
     core: Label = Field("", description="as registered")
     engine_name: Name
     runtime_info: RuntimeInfo
+    lease: Lease | None = Field(None, description="null: all of the engine")
 
 
 class LeaveRequest(InternalPayload):
@@ -52,3 +77,4 @@ class HeartbeatResponse(InternalPayload):
     """`unknown`: ServeCore restarted or gave the engine up; register again."""
 
     state: Literal["ok", "unknown"] = "ok"
+    lease_use: LeaseUse | None = Field(None, description="if there is a lease")

@@ -12,10 +12,10 @@ or has forked it goes on, and it is freed with the last of them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.account import Account
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
 from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, next_use
 from parrot.serve.contexts.index import Boundary, Context, FreeReason, Owner, PrefixIndex
@@ -30,64 +30,6 @@ from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
 _SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
-
-
-@dataclass(slots=True)
-class Account:
-    """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children.
-    `capacity` counts the host's, too; `residence` None: there is no host tier; `kept` None: the
-    engine keeps what the ledger says, with no server behind it that does as it likes."""
-
-    capacity: int
-    block_size: int
-    idle: IdleByTenant
-    contexts: dict[int, Context] = field(default_factory=dict)
-    used: int = 0
-    residence: Residence | None = None
-    kept: Kept | None = None
-
-    def use(self, context: Context) -> None:
-        """A run has it on the device."""
-        if self.residence is not None:
-            self.residence.use(context)
-        if self.kept is not None:
-            self.kept.use(context)
-
-    def trim(self) -> None:
-        if self.kept is not None:
-            self.kept.trim()
-
-    def size(self, context: Context) -> int:
-        """Tokens of the blocks that only this context and its forks have: a fork inside a block
-        copies that block."""
-        end = context.length + context.reserved
-        num_blocks = -(-end // self.block_size) - context.parent_len // self.block_size
-        return num_blocks * self.block_size
-
-    def check_integrity(self) -> None:
-        """Recount. Raises AssertionError with what differs."""
-        contexts = self.contexts.values()
-        used = sum(map(self.size, contexts))
-        assert self.used == used, (self.used, used)
-        idle = {context.id for context in contexts if not context.pins and not context.children}
-        assert set(self.idle.context_ids()) == idle, (self.idle, idle)
-        self.idle.check_integrity({context: self.size(context) for context in contexts})
-        for context in contexts:
-            _check_links(context, self.contexts)
-        if self.residence is not None:
-            self.residence.check_integrity()
-        if self.kept is not None:
-            self.kept.check_integrity(contexts)
-
-
-def _check_links(context: Context, live: Mapping[int, Context]) -> None:
-    pinned = sum(1 for child in context.children if child.pins)
-    assert context.pins == context.users + pinned, (context.id, context.pins, pinned)
-    assert all(live.get(child.id) is child for child in context.children), context.id
-    assert context.retired is None or context.pins or context.children, context.id
-    if context.parent is not None:
-        assert live.get(context.parent.id) is context.parent, context.id
-        assert context in context.parent.children, context.id
 
 
 class ContextLedger:
@@ -132,7 +74,7 @@ class ContextLedger:
         if self._eviction == "next_use":
             order = partial(FarthestNextUse, predict, self._clock)
         idle = IdleByTenant(capacity + host_capacity, order, lambda t: self.weigh(t), self._clock)
-        account = Account(capacity + host_capacity, block_size, idle)
+        account = Account(capacity + host_capacity, block_size, idle, host=host_capacity)
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
         else:
@@ -265,11 +207,16 @@ class ContextLedger:
 
     # Room
 
-    def make_room(self, engine_id: int, tenant: str = "") -> bool:
-        """Evict for the tenant until the engine's contexts fit its capacity; False: they still do
-        not, since the rest is in use, or other tenants' parts."""
+    def make_room(
+        self, engine_id: int, tenant: str | None = None, on_device: int | None = None
+    ) -> bool:
+        """Evict for the tenant, or at anybody's cost, until the engine's contexts fit its capacity;
+        False: they still do not, since the rest is in use, or other tenants' parts. `on_device`:
+        the device holds so many tokens from now on; None: as before."""
         account = self._accounts[engine_id]
         account.trim()
+        if on_device is not None:
+            account.resize(on_device)
         while account.used > account.capacity and (first := account.idle.first(tenant)) is not None:
             self._evict(first, FreeReason.ROOM)
         return account.used <= account.capacity

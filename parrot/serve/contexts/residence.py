@@ -24,6 +24,13 @@ class Residence:
             self._sizes[link] = size = self._size(link)
             self._used += size
             link.on_host = False
+        self._trim()
+
+    def resize(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._trim()
+
+    def _trim(self) -> None:
         while self._used > self._capacity and len(self._sizes) > 1:
             oldest = next(iter(self._sizes))
             self.forget(oldest)

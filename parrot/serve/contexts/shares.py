@@ -37,7 +37,7 @@ class IdleByTenant:
     def __init__(
         self, capacity: int, make_order: Callable[[], EvictionOrder], weight: WeightOf, clock: Clock
     ) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._make_order = make_order
         self._weight_of = weight
         self._clock = clock
@@ -107,7 +107,7 @@ class IdleByTenant:
 
     def _of_largest(self) -> Context | None:
         """The first of those who have more than their part."""
-        part = self._capacity / self._weight
+        part = self.capacity / self._weight
         for name in self._largest.smallest(_MAX_LOOKS):
             tenant = self._tenants[name]
             if tenant.used / tenant.weight <= part:

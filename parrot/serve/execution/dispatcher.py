@@ -35,7 +35,6 @@ from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 
-_CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
 _DEFECT = InternalError("internal error of the scheduler")
 
 
@@ -270,8 +269,7 @@ class Dispatcher:
 
     def _on_joined(self, engine: Engine) -> None:
         info = engine.info
-        is_text = info.tokenizer_id is None  # so there is a server behind it
-        units = _CHARS_PER_TOKEN if is_text else 1
+        is_text, units = engine.tokenizer is None, engine.units  # then there is a server behind it
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
         self._ledger.add_engine(engine.id, capacity, info.block_size, on_host, has_server=is_text)
         self._scheduler.engines.add(
@@ -300,6 +298,8 @@ class Dispatcher:
             per_char = self.estimates.tokens_per_char((engine.info.model,))
             size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)
             kept.bound(size, able.kept_prompts)
+        if engine.info.is_leased:
+            self._wake()
 
     def _on_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)

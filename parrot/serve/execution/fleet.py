@@ -9,11 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parrot.protocol.engine_api import (
-    EngineInfo,
-    EngineType,
-    RuntimeInfo,
-)
+from parrot.protocol.engine_api import EngineInfo, EngineType, RuntimeInfo
 from parrot.protocol.engine_client import CoreIdentity, EngineClient, http_connect
 from parrot.protocol.errors import (
     Conflict,
@@ -24,20 +20,26 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
-from parrot.protocol.registration.payloads import HeartbeatRequest, HeartbeatResponse
+from parrot.protocol.registration.payloads import (
+    HeartbeatRequest,
+    HeartbeatResponse,
+    Lease,
+    LeaseUse,
+)
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.events import EventKind, EventLog
 from parrot.serve.execution.frees import FreeSender
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
-from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.scheduler import Scheduler, take_lease
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 
+_CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
 _LATE_S = 0.5  # of a timer: more than any turn of the event loop takes
 
 Connect = Callable[[EngineInfo], EngineClient]
@@ -66,6 +68,11 @@ class Engine:
     direct: "set[asyncio.Task[Any]]" = field(default_factory=set)
 
     @property
+    def units(self) -> int:
+        """What a token takes in its contexts: 1, or so many characters."""
+        return _CHARS_PER_TOKEN if self.tokenizer is None else 1
+
+    @property
     def max_len(self) -> int:
         """Tokens of the longest sequence that it takes."""
         return min(self.info.max_seq_len, self.info.tokens_capacity)
@@ -87,6 +94,7 @@ class EngineView:
     is_draining: bool = False
     needed_tokens: int = 0
     num_queued: int = 0
+    lease: Lease | None = None
 
 
 def _address(info: EngineInfo) -> Address:
@@ -171,6 +179,8 @@ class Fleet:
         self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)
         self._on_joined(engine)
+        if info.is_leased:
+            self._take_lease(engine, Lease())
         self._joined.set()
         self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
@@ -192,8 +202,16 @@ class Fleet:
         engine.last_seen, engine.runtime = now, runtime
         if runtime.capabilities is not None:
             engine.info = engine.info.model_copy(update={"capabilities": runtime.capabilities})
+        use = None if request.lease is None else self._take_lease(engine, request.lease)
         self._on_reported(engine)
-        return HeartbeatResponse(state="ok")
+        return HeartbeatResponse(state="ok", lease_use=use)
+
+    def _take_lease(self, engine: Engine, lease: Lease) -> LeaseUse:
+        use, units = take_lease(self._scheduler, engine.id, lease), engine.units
+        if use.number == lease.number:
+            self._ledger.make_room(engine.id, on_device=lease.tokens * units)
+        held = -(-self._ledger.usage(engine.id)[1] // units) - engine.info.host_tokens_capacity
+        return use.model_copy(update={"tokens": max(use.tokens, held)})
 
     async def answers(self, engine: Engine) -> bool:
         """Ping an engine to which a connection broke, once for all who ask at the same time. If
@@ -242,39 +260,36 @@ class Fleet:
         """The number of requests that it has."""
         return self._scheduler.engines.num_placed(engine.id) + len(engine.direct)
 
-    def is_draining(self, engine: Engine) -> bool:
-        """Whether it is to get no more requests."""
-        load = self._scheduler.engines.get(engine.id)
-        return load is not None and load.is_draining
-
     # What others may see
 
     def views(self) -> list[EngineView]:
-        now = self._clock.now()
-        lengths, loads = self._scheduler.queue_lengths.items(), self._scheduler.engines
+        lengths = self._scheduler.queue_lengths.items()
         queued = {
             model: sum(length for models, length in lengths if not models or model in models)
             for model in {engine.info.model for engine in self}
         }
-        return [
-            EngineView(
-                engine.id,
-                engine.info,
-                engine.runtime,
-                loads.num_placed(engine.id),
-                *self._ledger.usage(engine.id),
-                now - engine.last_seen,
-                self._ledger.log.engine(engine.id),
-                self.is_draining(engine),
-                load.num_tokens if (load := loads.get(engine.id)) else 0,
-                queued[engine.info.model],
-            )
-            for engine in self
-        ]
+        return [self._view(engine, queued[engine.info.model]) for engine in self]
+
+    def _view(self, engine: Engine, num_queued: int) -> EngineView:
+        load = self._scheduler.engines.get(engine.id)
+        assert load is not None, engine
+        return EngineView(
+            engine.id,
+            engine.info,
+            engine.runtime,
+            load.num_tasks,
+            *self._ledger.usage(engine.id),
+            self._clock.now() - engine.last_seen,
+            self._ledger.log.engine(engine.id),
+            load.is_draining,
+            load.num_tokens,
+            num_queued,
+            load.lease,
+        )
 
     def models(self) -> ModelsResponse:
         by_name = {engine.info.model: engine for engine in self}
-        engines = [(name, by_name[name]) for name in sorted(by_name)]
+        engines = sorted(by_name.items())
         return ModelsResponse(
             data=[
                 ModelCard(id=name, created=self._known_models[name], max_model_len=engine.max_len)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import ServerLoad, StepCosts
+from parrot.protocol.registration.payloads import Lease
 from parrot.serve.scheduling.task import CompletionTask
 
 _HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
@@ -88,6 +89,7 @@ class EngineLoad:
     is_draining: bool = False  # it gets no more tasks
     server: ServerLoad = IDLE
     device: str = ""
+    lease: Lease | None = None
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0
@@ -105,7 +107,17 @@ class EngineLoad:
 
     @property
     def is_open(self) -> bool:
-        return self.num_tasks < self.max_tasks and not self.is_draining
+        return self.num_tasks < self.task_limit and not self.is_draining
+
+    @property
+    def task_limit(self) -> int:
+        """The most tasks that it may have now."""
+        return self.max_tasks if self.lease is None else min(self.lease.calls, self.max_tasks)
+
+    @property
+    def token_limit(self) -> int:
+        """The most tokens that these may need now."""
+        return self.max_tokens if self.lease is None else min(self.lease.tokens, self.max_tokens)
 
     @property
     def step_s(self) -> float:
@@ -139,9 +151,11 @@ class EngineLoad:
 
     def fits(self, task: CompletionTask, new_prompt: int) -> bool:
         """Whether its memory holds the task, of whose prompt `new_prompt` tokens are in no running
-        one. An idle engine takes any task: none has more room for it."""
-        added = new_prompt + self.room_for(task)
-        return not self.num_tasks or self.num_tokens + added <= self.max_tokens
+        one. An idle engine takes any task, unless others have a part of it: none has more room."""
+        limit = self.token_limit
+        if not self.num_tasks and limit == self.max_tokens:
+            return True
+        return self.num_tokens + new_prompt + self.room_for(task) <= limit
 
     def outlook(self, now: float) -> Outlook:
         if self._outlook is None or self.since != now:

@@ -5,7 +5,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
+from math import ceil
 
+from parrot.protocol.registration.payloads import Lease, LeaseUse
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import RunningPrefixes
@@ -285,6 +287,36 @@ class Scheduler:
         for queue in self._queues.values() if has_shrunk else ():
             queue.settled(task.tenant)
         self._order.unplaced(task, engine_id)
+
+
+def take_lease(scheduler: Scheduler, engine_id: int, lease: Lease) -> LeaseUse:
+    """Place no more on the engine than this lease allows from now on, unless it comes late; what
+    runs goes on. Returns what is made of the latest."""
+    load = scheduler.engines.get(engine_id)
+    assert load is not None, engine_id
+    if load.lease is None or load.lease.number <= lease.number:
+        load.lease = lease
+        scheduler.engines.changed(load)
+    tokens, calls, least = float(load.num_tokens), float(load.num_tasks), 0
+    for models in scheduler.queue_lengths:
+        if models and load.model not in models:
+            continue
+        tasks = scheduler.queued(models)
+        part = 1 / max(1, scheduler.engines.num_members(models))  # others may run them, too
+        needs = [min(task.prompt_len + load.room_for(task), load.max_tokens) for task in tasks]
+        tokens, calls, least = (
+            tokens + part * sum(needs),
+            calls + part * len(needs),
+            max([least, *needs]),
+        )
+    return LeaseUse(
+        number=load.lease.number,
+        tokens=max(load.lease.tokens, load.num_tokens),
+        calls=max(load.lease.calls, load.num_tasks),
+        wanted_tokens=ceil(tokens),
+        wanted_calls=ceil(calls),
+        least_tokens=least,
+    )
 
 
 def _decision(task: CompletionTask, place: Place, now: float) -> Decision:

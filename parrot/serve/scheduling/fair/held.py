@@ -61,8 +61,12 @@ class HeldByTenants:
 
     def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
         """The tasks that its tenant has there, if this one, with so many tokens, is within its part
-        of the engine, by the weights of those who are there, and others have more."""
+        of the engine, by the weights of those who are there, and others have more. None also where
+        the engine has no room, and other ServeCores have a part of it: what comes beyond ours would
+        be at their cost."""
         if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
+            return None
+        if load.lease is not None:
             return None
         there, tenant = self._engines[load.id], task.tenant
         weight = self._weight_of(tenant)

@@ -1,0 +1,65 @@
+"""An engine of which others have a part: what is placed there keeps to the lease."""
+
+from parrot.protocol.registration.payloads import Lease, LeaseUse
+from parrot.serve.scheduling.scheduler import take_lease
+from tests.serve.scheduling.scheduler_bench import Bench
+
+NEED = 111  # tokens of a task, with the room for its output
+
+
+def lease(bench: Bench, number: int, tokens: int, calls: int = 100) -> LeaseUse:
+    return take_lease(bench.scheduler, 0, Lease(number=number, tokens=tokens, calls=calls))
+
+
+def test_no_more_is_placed_than_the_latest_lease_allows() -> None:
+    bench = Bench()
+    bench.engines(1, slots=4, tokens=1000)
+    bench.add(*[bench.task() for _ in range(6)])
+    assert lease(bench, 0, 0, 0).calls == 0
+    assert not bench.run()
+    use = lease(bench, 1, 300)
+    assert (use.number, use.tokens, use.wanted_tokens) == (1, 300, 6 * NEED)
+    assert (use.wanted_calls, use.least_tokens) == (6, NEED)
+    placed = bench.run()
+    assert len(placed) == 2
+    use = lease(bench, 3, 100, 1)
+    assert (use.tokens, use.calls) == (2 * NEED, 2), "they go on"
+    assert lease(bench, 2, 1000) == use, "it comes late"
+    assert not bench.run()
+    bench.scheduler.ended(next(iter(placed)), 0)
+    assert not bench.run()
+    assert lease(bench, 4, 1000, 2).wanted_calls == 5
+    assert len(bench.run()) == 1
+    assert lease(bench, 5, 1000, 100).tokens == 1000
+    assert len(bench.run()) == 2, "it has four places"
+
+
+def test_an_idle_engine_takes_what_its_lease_holds_or_anything_if_that_is_all() -> None:
+    bench = Bench()
+    bench.engines(1, tokens=500)
+    bench.add(bench.task(prefix_len=300, output=1000))
+    assert lease(bench, 1, 499).least_tokens == 500
+    assert not bench.run()
+    lease(bench, 2, 500)
+    assert len(bench.run()) == 1
+
+
+def test_nobody_is_squeezed_in_at_the_cost_of_other_servecores() -> None:
+    for is_leased in (False, True):
+        bench = Bench()
+        bench.engines(1, slots=4)
+        if is_leased:
+            lease(bench, 1, 10**6, 4)
+        bench.add(*[bench.task(tenant="crowd") for _ in range(8)])
+        assert len(bench.run()) == 4
+        bench.add(bench.task(tenant="chat"))
+        assert len(bench.run()) == (0 if is_leased else 1)
+
+
+def test_queued_calls_that_others_may_run_count_in_part() -> None:
+    bench = Bench()
+    bench.engines(2, slots=1)
+    bench.add(*[bench.task() for _ in range(6)])
+    bench.run()
+    bench.add(bench.task(models=("m",)), bench.task(models=("other",)))
+    assert lease(bench, 1, 10**6, 1).wanted_calls == 1 + 4 / 2 + 1
