@@ -39,7 +39,7 @@ class Leased(Protocol):
         ...
 
     def answered(self, use: LeaseUse | None) -> None:
-        """What the ServeCore answered to that."""
+        """Take the answer of the ServeCore to that."""
         ...
 
     def lost(self) -> None:

@@ -15,7 +15,7 @@ _FLOOR_PART = 8  # an equal part's part that a ServeCore has though it wants not
 
 
 class Claim(NamedTuple):
-    """What one has use for, and the least with which its largest call can run."""
+    """The amount that one has use for, and the least with which its largest call can run."""
 
     wanted: int = 0
     least: int = 0

@@ -40,7 +40,7 @@ class Lease(InternalPayload):
 
 
 class LeaseUse(InternalPayload):
-    """What a ServeCore makes of a lease. `tokens` and `calls`: all that it may use until the next
+    """The use that a ServeCore makes of a lease. `tokens` and `calls`: all that it may use until the next
     one; more than the lease has while calls run that an earlier one allowed."""
 
     model_config = ConfigDict(frozen=True)

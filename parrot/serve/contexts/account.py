@@ -1,4 +1,4 @@
-"""What the ledger knows of one engine: its contexts, and what they take."""
+"""The ledger's account of one engine: its contexts, and what they take."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

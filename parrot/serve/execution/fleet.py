@@ -69,7 +69,7 @@ class Engine:
 
     @property
     def units(self) -> int:
-        """What a token takes in its contexts: 1, or so many characters."""
+        """Units that a token takes in its contexts: 1, or so many characters."""
         return _CHARS_PER_TOKEN if self.tokenizer is None else 1
 
     @property
