@@ -73,6 +73,7 @@ class Core:
 
 
 TOKENS, CALLS, COUNT = 64, 5, 3
+SIZES = [1, 1, 2, 3, 20, 50, TOKENS]
 indices = st.integers(0, COUNT - 1)
 
 
@@ -104,13 +105,14 @@ class SharedEngine(RuleBasedStateMachine):
         lease = self.division.offer(index, TOKENS, CALLS)
         self.division.answered(index, self.cores[index].take(lease))
 
-    @rule(index=indices, sizes=st.lists(st.integers(1, TOKENS), max_size=8))
+    @rule(index=indices, sizes=st.lists(st.sampled_from(SIZES), max_size=8))
     def calls_come(self, index: int, sizes: list[int]) -> None:
         self.cores[index].queued += sizes
 
-    @rule(index=indices)
-    def calls_begin(self, index: int) -> None:
-        self.cores[index].place()
+    @rule()
+    def calls_begin(self) -> None:
+        for core in self.cores:
+            core.place()
 
     @rule(index=indices, count=st.integers(1, CALLS))
     def calls_end(self, index: int, count: int) -> None:

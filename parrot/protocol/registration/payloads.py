@@ -40,8 +40,8 @@ class Lease(InternalPayload):
 
 
 class LeaseUse(InternalPayload):
-    """The use that a ServeCore makes of a lease. `tokens` and `calls`: all that it may use until the next
-    one; more than the lease has while calls run that an earlier one allowed."""
+    """The use that a ServeCore makes of a lease. `tokens` and `calls`: all that it may use until
+    the next one; more than the lease has while calls run that an earlier one allowed."""
 
     model_config = ConfigDict(frozen=True)
 
