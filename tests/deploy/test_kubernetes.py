@@ -1,6 +1,8 @@
 """The manifests: valid, of one piece, and what they run does run."""
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import yaml
 
 from parrot.cluster.ports import free_port
 from parrot.engine.config import engine_settings, parse_engine_config
-from tests.deploy.commands import DEPLOY, PARROT, SIM, running, wait_for
+from tests.deploy.commands import DEPLOY, PARROT, ROOT, SIM, running, wait_for
 
 FOLDER = DEPLOY / "kubernetes"
 VERSION = "1.37"
@@ -105,6 +107,34 @@ def test_engines_find_servecore_and_have_time_to_drain() -> None:
         assert engine["serve_core"]["host"] in of_kind("Service")
         assert engine["serve_core"]["host"] in core["allowed_hosts"]
         assert pod(sets[name])["terminationGracePeriodSeconds"] > engine["drain_timeout"]
+
+
+def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("needs kubectl: apt-get install kubernetes-client")
+    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    overlay = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    assert overlay["components"] == ["../kubernetes/autoscaled"]
+    components = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
+    overlay["components"] = [f"../kubernetes/{name}" for name in components]
+    overlay["namespace"] = "elsewhere"
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    done = subprocess.run(
+        [kubectl, "kustomize", f"{tmp_path}/own"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    built = list(yaml.safe_load_all(done.stdout))
+    kinds = {document["kind"] for document in built}
+    assert {"StatefulSet", "NetworkPolicy", "ScaledObject", "InferencePool"} <= kinds
+    assert len(built) == len(list(documents())) + len(components)
+    for document in built:
+        if document["kind"] != "Namespace":
+            assert document["metadata"]["namespace"] == "elsewhere", document["metadata"]
+    images = {c["image"] for d in built if d["kind"] == "StatefulSet" for c in [container(d)]}
+    assert not images & {*ENTRYPOINTS}  # all have a registry
 
 
 def runnable(name: str, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
