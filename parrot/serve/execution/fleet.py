@@ -77,6 +77,11 @@ class Engine:
         """Tokens of the longest sequence that it takes."""
         return min(self.info.max_seq_len, self.info.tokens_capacity)
 
+    def may_be_harmed(self, since: float, lease_s: float) -> bool:
+        """Whether what it got then may be why it was lost. One that had been silent for half of its
+        lease was in trouble already, as all are when ServeCore is cut off from them."""
+        return not self.is_unharmed and since - self.last_seen <= lease_s / 2
+
 
 @dataclass(frozen=True, slots=True)
 class EngineView:

@@ -174,8 +174,8 @@ class RunTable:
             attempt.stop()
             attempt.context = None
             run.recall(attempt)
-            is_harmless = engine.is_unharmed or self._fleet.stood_still(attempt.began)
-            run.lost_engine(counts=not is_harmless)
+            may_be_harmed = engine.may_be_harmed(attempt.began, self._fleet.lease_s)
+            run.lost_engine(counts=may_be_harmed and not self._fleet.stood_still(attempt.began))
             if run.may_run_again:
                 self._set_state(run, RunState.QUEUED)
             else:

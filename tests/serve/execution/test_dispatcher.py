@@ -508,6 +508,24 @@ async def test_an_engine_that_comes_back_alive_was_harmed_by_no_call(
         assert isinstance(await error_of(completion), EngineFailed)
 
 
+async def test_a_call_is_not_blamed_for_engines_that_were_silent_when_it_came(
+    world: World,
+) -> None:
+    """A link is cut to all of them: each is taken for dead when its time has come."""
+    names = ("one", "two", "three", "four")
+    engines = [fake_engine(n, script=Script(text=lambda _: "ab", hang_after=0)) for n in names]
+    for engine in engines:
+        await world.join(engine)
+        await world.clock.advance(1)
+    completion = world.submit("Go")
+    await world.clock.advance(28)
+    assert [engine.is_closed for engine in engines] == [True] * 3 + [False]
+    await world.join(fake_engine("five", script=Script(text=lambda _: "ab")))
+    await world.clock.advance(1)
+    assert [len(engine.requests) for engine in engines] == [1] * 4
+    assert await completion.output.wait() == "ab"
+
+
 async def test_a_stream_goes_on_with_another_tokenizer(world: World) -> None:
     first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
     await world.join(first)
@@ -657,7 +675,8 @@ async def test_typed_errors_fail_at_once(world: World, error: ParrotError) -> No
     engine = fake_engine(script=Script(error=error))
     await world.join(engine)
     completion = world.submit("a ", value("b"))
-    assert await error_of(completion) is error
+    failed = await error_of(completion)
+    assert (type(failed), vars(failed)) == (type(error), vars(error))
     assert completion.state is CompletionState.FAILED
     assert len(engine.requests) == 1
     engine.script = Script()
