@@ -15,12 +15,14 @@ from parrot.launch.by_ssh.wire import Action, Report
 from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError
 
+_NO_SECRETS = {"PARROT_CORE__INSECURE": "true"}  # are needed to stop what has some
+
 
 def launch_machines(path: Path, *, detach: bool, stop: bool, dry_run: bool) -> None:
     """Run the servers of an inventory until a signal comes, start them so that they go on, stop
     them, or print the commands. Ends by `SystemExit` if that fails."""
     try:
-        inventory = read_inventory(path, os.environ)
+        inventory = read_inventory(path, {**os.environ, **_NO_SECRETS} if stop else os.environ)
     except ConfigError as error:
         fail(str(error))
     if dry_run:

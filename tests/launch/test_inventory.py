@@ -1,5 +1,6 @@
 """Inventories: what they may say, and what runs where."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,14 @@ def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path, hosts: Any, mes
     with pytest.raises(ConfigError) as raised:
         read(tmp_path, *hosts)
     assert message in str(raised.value)
+
+
+def test_no_secret_is_needed_to_stop_what_has_some(tmp_path: Path) -> None:
+    path = tmp_path / "lab.json"
+    path.write_text(json.dumps({"hosts": [{"address": "a", "core": {}, "engines": [SIM]}]}))
+    with pytest.raises(ConfigError, match="`api_keys` are missing"):
+        read_inventory(path, {})
+    assert read_inventory(path, {"PARROT_CORE__INSECURE": "true"}).name == "lab"
 
 
 def test_a_clusters_name_is_no_path(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A cluster on the machines of an inventory: checked, started, watched, stopped."""
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from parrot.launch.by_ssh.ssh import Link
 from parrot.launch.by_ssh.wire import GO, PING_S, Action, Order, Report, ServerOrder
 
 _CHECK_S = 120.0  # for a machine to be reached and checked
+_MAX_REPORTS = 1000  # that wait to be told; agents leave out lines of logs if more do
 _SLACK_S = 15.0  # beyond the time that servers may take to end
 
 
@@ -32,19 +34,20 @@ class _State:
 
 class Machines:
     """Runs the servers of an inventory. `tell` gets what is new, with the address of its machine;
-    all is done in the caller's thread."""
+    all but pings is done in the caller's thread."""
 
     def __init__(self, inventory: Inventory, tell: Callable[[str, Report], None]) -> None:
         self._inventory, self._tell = inventory, tell
-        self._reports: queue.SimpleQueue[tuple[Link, Report | None]] = queue.SimpleQueue()
+        self._reports: queue.Queue[tuple[Link, Report | None]] = queue.Queue(_MAX_REPORTS)
         self._states = {site.address: _State() for site in inventory.sites}
         self._restarts = Restarts()
-        self._pinged = time.monotonic()
+        self._is_ending = threading.Event()
         self.unready = {placed.server.name for s in inventory.sites for placed in s.servers}
 
     def start(self, action: Action) -> None:
         """Check all machines and, if every one is fit, start the servers. Raises `LaunchError`,
         and then nothing was started."""
+        threading.Thread(target=self._ping, name="ping", daemon=True).start()
         for site in self._inventory.sites:
             self._connect(site, action)
         waiting = {site.address for site in self._inventory.sites}
@@ -92,6 +95,7 @@ class Machines:
     def stop(self) -> None:
         """End all: engines, which finish their calls, on machines without ServeCore first. Raises
         `LaunchError` naming those that did not say that they had."""
+        self._is_ending.set()  # which agents notice by the end of their input
         problems = []
         for _, sites in groupby(self._inventory.sites, key=lambda site: site.has_core):
             group = list(sites)
@@ -133,23 +137,14 @@ class Machines:
 
     def _next(self, timeout_s: float | None) -> tuple[str, Report | None] | None:
         """The next report, and what it is of; None after the timeout. A connection that has ended
-        is noted, and agents hear from time to time that somebody is there."""
+        is noted."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            now = time.monotonic()
-            if now - self._pinged >= PING_S:
-                self._pinged = now
-                for state in self._states.values():
-                    if state.link is not None:
-                        state.link.ping()
-            if deadline is not None and now >= deadline:
-                return None
-            until_ping = self._pinged + PING_S - now
-            wait_s = until_ping if deadline is None else min(until_ping, deadline - now)
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                link, report = self._reports.get(timeout=max(0.0, wait_s))
+                link, report = self._reports.get(timeout=left_s)
             except queue.Empty:
-                continue
+                return None
             address = link.site.address
             state = self._states[address]
             if state.link is not link:
@@ -163,6 +158,14 @@ class Machines:
             elif report.kind in ("stopped", "detached"):
                 state.is_over = True
             return address, report
+
+    def _ping(self) -> None:
+        """Tell all agents from time to time that somebody is there, also while whoever reads what
+        is told does not: a terminal that was stopped must not end a cluster."""
+        while not self._is_ending.wait(PING_S):
+            for state in self._states.values():
+                if (link := state.link) is not None:
+                    link.ping()
 
     def _heed(self, address: str, report: Report | None) -> None:
         state = self._states[address]

@@ -52,7 +52,7 @@ class Link:
     with the link itself; the last is None, when there will be no more."""
 
     def __init__(
-        self, site: Site, order: Order, reports: "queue.SimpleQueue[tuple[Link, Report | None]]"
+        self, site: Site, order: Order, reports: "queue.Queue[tuple[Link, Report | None]]"
     ) -> None:
         """Raises `OSError` if there is no ssh here."""
         self.site = site
