@@ -171,6 +171,8 @@ def _chunks(logits: torch.Tensor) -> tuple[int, int]:
 
 def _best_of_rows(scores: torch.Tensor, tokens: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     num_chunks = scores.shape[1]
+    assert scores.is_contiguous()
+    assert tokens.is_contiguous()
     best_of_rows_kernel[(len(scores),)](
         scores,
         tokens,

@@ -41,7 +41,7 @@ class Ranks(Protocol):
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, columns] -> [rows, size * columns]: those of all ranks, in order."""
+        """x [rows, columns] -> [rows, size * columns], contiguous: those of all ranks, in order."""
         ...
 
 

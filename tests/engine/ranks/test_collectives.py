@@ -21,6 +21,8 @@ def test_all_collectives(dtype: torch.dtype) -> None:
         total = ranks.all_reduce(own)
         assert total is own, "it is done in place"
         everything = ranks.all_gather(columns)
+        assert everything.is_contiguous()
+        assert ranks.all_gather(columns[:, :1]).is_contiguous()
         return [
             total.tolist(),
             everything.tolist(),

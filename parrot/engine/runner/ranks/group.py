@@ -50,8 +50,8 @@ class RankGroup:
         if x.numel():
             options = _in_this_stream(AllgatherOptions())
             _wait(self._group._allgather_base(found, x.contiguous(), options))
-        by_rank = found.view(self.size, rows, columns)
-        return by_rank.transpose(0, 1).reshape(rows, self.size * columns)
+        by_rank = found.view(self.size, rows, columns).transpose(0, 1)
+        return by_rank.contiguous().view(rows, self.size * columns)
 
     def broadcast(self, x: torch.Tensor) -> None:
         _wait(self._group.broadcast([x], _in_this_stream(BroadcastOptions())))
