@@ -8,7 +8,7 @@ Traffic is that of a day: coding agents that were recorded, chats, map-reduce, c
 shared beginning, of tenants of very different sizes.
 
   division  load of all shards, if sessions are divided by their ids, by tenant and application, or
-            so with a bound; with a tenant that has 30% of all, and when a shard is gone
+            so with bounds; with a tenant that has 30% of all, and when a shard is gone
   windows   minutes of the day: `--sampled` shards, each by itself, with the sessions that a bounded
             division by application gives them; the same sessions dealt out among these shards; then
             one ServeCore with all engines of these shards, and that with a placement that does not
@@ -55,7 +55,7 @@ def division(args: argparse.Namespace, report: Report) -> None:
             rest = [number for number in shards if number != args.shards // 2]
             after = divide(apps, rest, rule)
             row = {"hot_share": hot, "rule": str(rule), **balance(apps, divided)._asdict()}
-            row["most_without_one"] = balance(apps, after).most
+            row["most_kv_without_one"] = balance(apps, after).most_kv
             row["moved_without_one"] = moved(divided, after)
             report.add("division", row)
 
@@ -86,7 +86,7 @@ class Traffic:
 def windows(args: argparse.Namespace, report: Report) -> None:
     traffic, chosen = Traffic(args), range(args.sampled)
     for hour in args.hours:
-        own = [traffic.sessions(Rule.SPILL, shard, hour) for shard in chosen]
+        own = [traffic.sessions(Rule.BOUNDED, shard, hour) for shard in chosen]
         everything = sorted((s for one in own for s in one), key=lambda s: (s.at, s.seed))
         dealt = [everything[shard :: args.sampled] for shard in chosen]
         divided = {"bounded": own, "dealt": dealt, OMNISCIENT: [everything], BLIND: [everything]}
@@ -113,7 +113,7 @@ def _blind() -> Iterator[None]:
 def failures(args: argparse.Namespace, report: Report) -> None:
     """The same sessions twice: with all engines, and with some that die when it begins to count."""
     traffic = Traffic(args)
-    sessions = traffic.sessions(Rule.SPILL, 0, args.hours[0])
+    sessions = traffic.sessions(Rule.BOUNDED, 0, args.hours[0])
     for num_killed in (0, max(1, round(0.05 * args.engines))):
         row = summary(traffic.run(sessions, num_killed=num_killed))
         report.add("failures", {"killed": num_killed} | row)
