@@ -3,12 +3,14 @@ endless memory would have."""
 
 import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
 from benchmark.agents.replay import MIN_OUTPUT, Recorded, recorded_sessions
 from benchmark.scale.simulated.traffic import App, Kind, Start
 from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.errors import EngineFailed
 from parrot.protocol.public import (
     CallParameter,
     SemanticCallRequest,
@@ -72,13 +74,19 @@ class Client:
         self._now = asyncio.get_running_loop().time
 
     async def run(self, start: Start) -> None:
+        """One whose call is given up is over; an agent's seat is the next one's."""
         await asyncio.sleep(start.at)
-        draw, app = random.Random(start.seed), start.app
+        draw, app, is_old = random.Random(start.seed), start.app, start.is_old
+        while True:
+            with suppress(EngineFailed):
+                await self._session(draw, app, is_old=is_old)
+            if app.kind is not Kind.AGENT:
+                return
+            is_old = False
+
+    async def _session(self, draw: random.Random, app: App, *, is_old: bool) -> None:
         if app.kind is Kind.AGENT:
-            is_old = start.is_old
-            while True:
-                await self._agent(draw, app, is_old=is_old)
-                is_old = False
+            await self._agent(draw, app, is_old=is_old)
         elif app.kind is Kind.CHAT:
             await self._chat(draw, app)
         elif app.kind is Kind.MAP:
