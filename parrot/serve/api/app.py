@@ -8,6 +8,7 @@ from starlette.types import ASGIApp
 
 from parrot.protocol.endpoint import install
 from parrot.protocol.gate.access import Access
+from parrot.serve.api.beginning import load_of
 from parrot.serve.api.empty_app import empty_app
 from parrot.serve.api.keys import watched_keys
 from parrot.serve.api.routes import endpoints
@@ -32,7 +33,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     def forwarded(routes: ASGIApp) -> ASGIApp:
         if shards is None:
             return routes
-        forwarding.append(Forwarding(routes, shards.cores))
+        forwarding.append(Forwarding(routes, shards.cores, lambda: load_of(core)))
         return forwarding[-1]
 
     @asynccontextmanager

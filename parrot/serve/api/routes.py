@@ -27,6 +27,7 @@ from parrot.protocol.server import (
     bearer_token,
 )
 from parrot.serve.api.admin import admin_endpoints
+from parrot.serve.api.beginning import Beginning
 from parrot.serve.api.service import service_endpoints
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
@@ -94,7 +95,9 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             access=Access.SESSION,
             durable=durable,
         ),
-        Endpoint(
+        Beginning(
+            core,
+            _begun,
             "POST",
             "/v1/semantic_graph",
             submit_graph,
@@ -215,7 +218,9 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
         return session
 
     return [
-        Endpoint(
+        Beginning(
+            core,
+            lambda request: request,
             "POST",
             "/v1/session",
             create_session,
@@ -293,17 +298,23 @@ def _known_or_ended(core: ServeCore, scope: Mapping[str, Any]) -> Iterator[None]
         raise
 
 
+def _begun(request: GraphRequest) -> SessionCreateRequest | None:
+    """The session that is to begin with the graph; None if it has one."""
+    wanted = request.session
+    if wanted is None or wanted.api_key is not None:
+        return wanted
+    return wanted.model_copy(update={"api_key": request.session_auth})
+
+
 async def _submit_graph(
     core: ServeCore, request: GraphRequest, durable: Durable | None
 ) -> GraphResponse:
     """If the graph is to have a session of its own, that begins only if all of it is right."""
-    if request.session is None:
+    begun = _begun(request)
+    if begun is None:
         async with Lasting(durable):
             return core.programs.submit_graph(request)
-    wanted = request.session
-    if wanted.api_key is None:
-        wanted = wanted.model_copy(update={"api_key": request.session_auth})
-    scope = core.create_session(wanted).model_dump()
+    scope = core.create_session(begun).model_dump()
     with _known_or_ended(core, scope):
         async with Lasting(durable):
             response = core.programs.submit_graph(request.model_copy(update=scope))

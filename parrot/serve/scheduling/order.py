@@ -192,6 +192,7 @@ class CriticalPath(ByApplication):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
+        self._began = clock.now()
         self._deadlines = Deadlines(clock)
         self._running = RunningApps(lambda task: self.group_key(self.group(task)))
         self._placed_s: dict[CompletionTask, float] = {}
@@ -225,11 +226,12 @@ class CriticalPath(ByApplication):
         self._deadlines.watch(task)
 
     def priority_s(self, task: CompletionTask) -> float:
-        """Urgency alone counts. Which application is first is decided before its calls are placed:
-        prompts in that order would wait beside each call that generates, and batches be small."""
+        """Urgency alone counts, the same in all ServeCores that share an engine. Which application
+        is first is decided before its calls are placed: prompts in that order would wait beside
+        each call that generates, and batches be small."""
         if self._deadlines.is_urgent(task):
             return -inf
-        return 0.0 if task.is_latency else _LATENCY_LEAD_S
+        return self._began if task.is_latency else self._began + _LATENCY_LEAD_S
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
         return self._running.ahead(task, engine_id)

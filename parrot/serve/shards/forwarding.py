@@ -1,8 +1,10 @@
 """The way of requests to the shard that has what they ask for."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from http import HTTPStatus
 
 import aiohttp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,9 +13,11 @@ from yarl import URL
 from parrot.protocol.errors import MisdirectedRequest, Unavailable
 from parrot.protocol.failover.liveness import LivenessProbe
 from parrot.protocol.gate.bodies import BodyBudget, BodyLease
+from parrot.serve.shards.affinity import FORWARDED, LOAD, STAYS
 from parrot.serve.shards.shard import ElsewhereError
 
-FORWARDED = "x-parrot-forwarded"
+logger = logging.getLogger(__name__)
+
 _CONNECT_S = 5.0
 _PROBE_S = 10.0
 _OWN = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"})
@@ -29,11 +33,15 @@ class Forwarding:
 
     A request that was handed on once is not again: then the shards disagree, and it gets
     `MisdirectedRequest`. One to a shard that does not answer gets `Unavailable`, as does one whose
-    body is too large for what is left of `max_body_memory`: it counts till the answer begins."""
+    body is too large for what is left of `max_body_memory`: it counts till the answer begins. What
+    may stay here stays where another shard gives no answer, or says that it has too much to do."""
 
-    def __init__(self, app: ASGIApp, urls: Sequence[str]) -> None:
-        """`urls`: of all shards, in order."""
+    def __init__(
+        self, app: ASGIApp, urls: Sequence[str], load: Callable[[], int] = lambda: 0
+    ) -> None:
+        """`urls`: of all shards, in order. `load`: how full this one is."""
         self._app = app
+        self._load = load
         self._urls = urls
         self._probes = [LivenessProbe(partial(self._ask, url), _PROBE_S) for url in urls]
         self._http: aiohttp.ClientSession | None = None
@@ -53,7 +61,33 @@ class Forwarding:
             budget: BodyBudget = scope["app"].state.body_budget
             with budget.lease() as lease:
                 lease.hold(body.num_kept)
-                await self._forward(error.shard, scope, body, send, lease)
+                if error.may_stay:
+                    await self._offer(error.shard, scope, body, send, lease)
+                else:
+                    await self._forward(error.shard, scope, body, send, lease)
+
+    async def _offer(
+        self, shard: int, scope: Scope, body: "_Body", send: Send, lease: BodyLease
+    ) -> None:
+        """Hand on what may stay here, and was read to its end."""
+        again, has_begun = body.again(), False
+        headers = [(name, value) for name, value in scope["headers"] if name != LOAD.encode()]
+        offer = {**scope, "headers": [*headers, (LOAD.encode(), b"%d" % self._load())]}
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            if message.get("status") == HTTPStatus.MISDIRECTED_REQUEST:
+                raise MisdirectedRequest(f"shard {shard} does not take it")
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._forward(shard, offer, body, sending, lease)
+        except (MisdirectedRequest, Unavailable) as error:
+            if has_begun:
+                raise
+            logger.info("what shard %d should have stays here: %s", shard, error.message)
+            await self._app({**scope, STAYS: True}, again, send)
 
     async def _forward(
         self, shard: int, scope: Scope, body: "_Body", send: Send, lease: BodyLease
@@ -167,6 +201,15 @@ class _Body:
         body = b"".join(self._read)
         self._read.clear()
         return body or None
+
+    def again(self) -> Receive:
+        """What was read, for another reader, who then hears whether the client has left."""
+        messages = [{"type": "http.request", "body": b"".join(self._read)}]
+
+        async def receive() -> Message:
+            return messages.pop() if messages else await self._receive()
+
+        return receive
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield what was read, and the rest as it comes. Raises `ConnectionError` if the client

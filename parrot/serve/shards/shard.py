@@ -6,11 +6,12 @@ MAX_SHARDS = 64
 
 
 class ElsewhereError(Exception):
-    """Another shard has what is asked for."""
+    """Another shard has what is asked for. `may_stay`: it had better have it, but need not."""
 
-    def __init__(self, shard: int) -> None:
+    def __init__(self, shard: int, *, may_stay: bool = False) -> None:
         super().__init__(f"shard {shard} has it")
         self.shard = shard
+        self.may_stay = may_stay
 
 
 @dataclass(frozen=True, slots=True)
