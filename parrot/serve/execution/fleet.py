@@ -212,10 +212,11 @@ class Fleet:
         return HeartbeatResponse(state="ok", lease_use=use)
 
     def _take_lease(self, engine: Engine, lease: Lease) -> LeaseUse:
-        use, units = take_lease(self._scheduler, engine.id, lease), engine.units
+        use = take_lease(self._scheduler, engine.id, lease)
         if use.number == lease.number:
-            self._ledger.make_room(engine.id, on_device=lease.tokens * units)
-        held = -(-self._ledger.usage(engine.id)[1] // units) - engine.info.host_tokens_capacity
+            self._ledger.make_room(engine.id, on_device=lease.tokens * engine.units)
+        _, used = self._ledger.usage(engine.id)
+        held = -(-used // engine.units) - engine.info.host_tokens_capacity
         return use.model_copy(update={"tokens": max(use.tokens, held)})
 
     async def answers(self, engine: Engine) -> bool:
@@ -268,15 +269,10 @@ class Fleet:
     # What others may see
 
     def views(self) -> list[EngineView]:
-        lengths = self._scheduler.queue_lengths.items()
-        queued = {
-            model: sum(length for models, length in lengths if not models or model in models)
-            for model in {engine.info.model for engine in self}
-        }
-        return [self._view(engine, queued[engine.info.model]) for engine in self]
+        return [self._view(engine, list(self._scheduler.queue_lengths.items())) for engine in self]
 
-    def _view(self, engine: Engine, num_queued: int) -> EngineView:
-        load = self._scheduler.engines.get(engine.id)
+    def _view(self, engine: Engine, queued: Sequence[tuple[Sequence[str], int]]) -> EngineView:
+        load, model = self._scheduler.engines.get(engine.id), engine.info.model
         assert load is not None, engine
         return EngineView(
             engine.id,
@@ -288,13 +284,12 @@ class Fleet:
             self._ledger.log.engine(engine.id),
             load.is_draining,
             load.num_tokens,
-            num_queued,
+            sum(length for models, length in queued if not models or model in models),
             load.lease,
         )
 
     def models(self) -> ModelsResponse:
-        by_name = {engine.info.model: engine for engine in self}
-        engines = sorted(by_name.items())
+        engines = sorted({engine.info.model: engine for engine in self}.items())
         return ModelsResponse(
             data=[
                 ModelCard(id=name, created=self._known_models[name], max_model_len=engine.max_len)
