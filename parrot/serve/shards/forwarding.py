@@ -203,7 +203,7 @@ class _Body:
         return body or None
 
     def again(self) -> Receive:
-        """What was read, for another reader, who then hears whether the client has left."""
+        """Give what was read to another reader, who then hears whether the client has left."""
         messages = [{"type": "http.request", "body": b"".join(self._read)}]
 
         async def receive() -> Message:
