@@ -33,7 +33,11 @@ def test_servers_get_ports_gpus_and_threads_of_their_machine(tmp_path: Path) -> 
     inventory = read(
         tmp_path,
         {**CORE, "engines": [SIM, {"config": DUMMY, "count": 2, "cores": 3}]},
-        {"address": "gpu.lab", "engines": [{"config": "divided.yaml", "count": 2}]},
+        {
+            "address": "gpu.lab",
+            "gpus": [4, 5, 7, 6, 3],
+            "engines": [{"config": "divided.yaml", "count": 2}],
+        },
         {"address": "cpu.lab", "engines": [{"config": {**DUMMY, "device": "cpu", "port": 9100}}]},
     )
     assert inventory.name == "lab"
@@ -48,7 +52,7 @@ def test_servers_get_ports_gpus_and_threads_of_their_machine(tmp_path: Path) -> 
     ]
     assert here[2].config["instance"]["num_threads"] == 3
     assert here[2].env == {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "3"}
-    assert [(p.port, p.gpus) for p in gpu] == [(9001, (0, 1)), (9002, (2, 3))]
+    assert [(p.port, p.gpus) for p in gpu] == [(9001, (4, 5)), (9002, (7, 6))]
     assert [(p.port, p.gpus, p.env["CUDA_VISIBLE_DEVICES"]) for p in cpu] == [(9100, (), "")]
     for placed in (*gpu, *cpu):
         assert placed.config["serve_core"] == {"host": "10.0.0.1", "port": 9000}
@@ -91,6 +95,10 @@ def test_servecore_answers_to_its_hosts_name(tmp_path: Path) -> None:
         ([{**CORE, "engines": [{"config": {**DUMMY, "device": "cuda:1"}}]}], "`gpus` says"),
         ([{**CORE, "engines": [{"config": {**DUMMY, "device": "cpu"}, "gpus": 1}]}], "is cpu"),
         ([{**CORE, "core": {}, "engines": [SIM]}], "`api_keys` are missing"),
+        (
+            [{**CORE, "gpus": [2], "engines": [{"config": DUMMY, "count": 2}]}],
+            "10.0.0.1: the engines need more `gpus`",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(tmp_path: Path, hosts: Any, message: str) -> None:

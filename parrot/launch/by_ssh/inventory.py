@@ -8,7 +8,7 @@ hosts:
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -76,6 +76,9 @@ class HostEntry(ConfigModel):
     )
     core: str | dict[str, Any] | None = Field(
         None, description="ServeCore's config, as an engine's; null: it runs elsewhere."
+    )
+    gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] | None = Field(
+        None, max_length=64, description="Numbers of those that engines may have; null: all."
     )
     engines: tuple[EngineGroup, ...] = Field((), max_length=64)
 
@@ -180,7 +183,11 @@ def read_inventory(path: Path, environ: Mapping[str, str]) -> Inventory:
         ]
         first = [Placed(planned.core, port, planned.core.placed(port))] if host is entry else []
         taken = {placed.port for placed in first}
-        engines = _placed(own, (entry.address, port), taken)
+        gpus = iter(range(1024)) if host.gpus is None else iter(host.gpus)
+        try:
+            engines = _placed(own, (entry.address, port), taken, gpus)
+        except StopIteration:
+            raise ConfigError(f"{path}: {host.address}: the engines need more `gpus`") from None
         sites.append(Site(host, (*first, *engines)))
     return Inventory(name, tuple(sites))
 
@@ -243,23 +250,23 @@ def _num_gpus(group: EngineGroup, config: Config) -> int:
 
 
 def _placed(
-    groups: Sequence[tuple[EngineGroup, Sequence[Server]]], core: tuple[str, int], taken: set[int]
+    groups: Sequence[tuple[EngineGroup, Sequence[Server]]],
+    core: tuple[str, int],
+    taken: set[int],
+    gpus: Iterator[int],
 ) -> list[Placed]:
-    """The engines of a host, each with a port and GPUs of its own."""
+    """The engines of a host, each with a port and GPUs of its own. Raises `StopIteration` if there
+    are too few."""
     placed = []
-    first_gpu = 0
     for group, servers in groups:
         for server in servers:
             wanted = server.config.get("port", FIRST_ENGINE_PORT)
             port = next(port for port in count(wanted) if port not in taken)
             taken.add(port)
             runs_model = server.config["engine_type"] in _RUN_MODELS
-            gpus = range(first_gpu, first_gpu + _num_gpus(group, server.config))
-            first_gpu = gpus.stop
+            own = tuple([next(gpus) for _ in range(_num_gpus(group, server.config))])
             config = server.placed(port, core=core)
-            placed.append(
-                Placed(server, port, config, tuple(gpus) if runs_model else None, group.cores)
-            )
+            placed.append(Placed(server, port, config, own if runs_model else None, group.cores))
     return placed
 
 
