@@ -142,7 +142,7 @@ def launch(
     ] = "auto",
     name: Annotated[str, typer.Option(help="With --ray: of the service.")] = "parrot",
     detach: Annotated[
-        bool, typer.Option("--detach", help="Of --ray or an inventory: leave the servers there.")
+        bool, typer.Option("--detach", help="Of --ray or an inventory: leave when all is ready.")
     ] = False,
     stop: Annotated[
         bool, typer.Option("--stop", help="Of --ray or an inventory: end what runs there.")
@@ -154,14 +154,14 @@ def launch(
     """Run ServeCore and engines here, on Ray, or on an inventory's machines, until Ctrl-C. Engines
     that die are started again."""
     from parrot.cli import launch as launchers
-    from parrot.cli.launch_machines import launch_machines
+    from parrot.cli.launch_machines import LaunchOptions, launch_machines
 
     paths = configs or []
     inventory = launchers.sole_inventory(paths)
     if inventory is not None:
         if ray:
             raise typer.BadParameter("an inventory says where all runs: not on --ray")
-        launch_machines(inventory, detach=detach, stop=stop, dry_run=dry_run)
+        launch_machines(inventory, LaunchOptions(detach, stop, dry_run, ready_timeout))
         return
     if dry_run or ((detach or stop) and not ray):
         raise typer.BadParameter("--detach and --stop need --ray or an inventory, --dry-run one")

@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.markup import escape
@@ -18,14 +19,25 @@ from parrot.utils.config import ConfigError
 _NO_SECRETS = {"PARROT_CORE__INSECURE": "true"}  # are needed to stop what has some
 
 
-def launch_machines(path: Path, *, detach: bool, stop: bool, dry_run: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """The options of the command line."""
+
+    detach: bool
+    stop: bool
+    dry_run: bool
+    ready_timeout_s: float
+
+
+def launch_machines(path: Path, options: LaunchOptions) -> None:
     """Run the servers of an inventory until a signal comes, start them so that they go on, stop
     them, or print the commands. Ends by `SystemExit` if that fails."""
+    stop = options.stop
     try:
         inventory = read_inventory(path, {**os.environ, **_NO_SECRETS} if stop else os.environ)
     except ConfigError as error:
         fail(str(error))
-    if dry_run:
+    if options.dry_run:
         for site in inventory.sites:
             sys.stdout.write(_commands(inventory, site))
         return
@@ -35,16 +47,16 @@ def launch_machines(path: Path, *, detach: bool, stop: bool, dry_run: bool) -> N
             if stop:
                 machines.stop_elsewhere()
             else:
-                _start(machines, inventory, path, detach=detach)
+                _start(machines, inventory, path, options)
         except LaunchError as error:
             fail(_shown(str(error)))
 
 
-def _start(machines: Machines, inventory: Inventory, path: Path, *, detach: bool) -> None:
+def _start(machines: Machines, inventory: Inventory, path: Path, options: LaunchOptions) -> None:
     ERR.print(f"Checking {len(inventory.sites)} machines", soft_wrap=True)
-    machines.start(Action.DETACH if detach else Action.RUN)
-    if detach:
-        machines.detached()
+    machines.start(Action.DETACH if options.detach else Action.RUN)
+    if options.detach:
+        machines.detached(options.ready_timeout_s)
         _say_where(inventory)
         OUT.print(f"It goes on by itself. parrot launch --stop {escape(str(path))} ends it.")
         return

@@ -83,8 +83,9 @@ def test_a_detached_cluster_lives_until_it_is_stopped(tmp_path: Path) -> None:
         code, output = machines.launched("--detach")
         assert code == 0, output
         assert "goes on by itself" in output
-        while not machines.answers(machines.core_port, "/ready"):
-            assert machines.holder("127.0.0.1")
+        assert "localhost engine-0 is ready" in output
+        assert machines.answers(machines.core_port)
+        assert machines.answers(machines.engine_port, "/ready")
         (unit,) = (tmp_path / "units").read_text().splitlines()
         assert unit.startswith("--user --collect --unit=parrot-lab-")
         assert "--property=KillMode=mixed" in unit

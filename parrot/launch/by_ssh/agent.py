@@ -24,6 +24,7 @@ from parrot.launch.by_ssh.checks import problems
 from parrot.launch.by_ssh.supervisor import (
     AlreadyRuns,
     Supervisor,
+    answers,
     end_holder,
     folder_of,
     holder,
@@ -34,6 +35,7 @@ from parrot.utils.private_files import open_private
 
 _MAX_REPORTS = 10_000  # that wait for the launcher to read
 _STARTED_S = 20.0  # for a detached supervisor to begin
+_READY_PAUSE_S = 0.5
 _MODULE = [sys.executable, "-m", "parrot.launch.by_ssh.agent"]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -149,8 +151,24 @@ def _detach(order: Order, folder: Path, tell: Callable[[Report], None]) -> int:
             tell(Report(kind="problem", text=text))
             return 1
         time.sleep(0.05)
-    tell(Report(kind="detached", text=str(folder)))
-    return 0
+    return _wait_ready(order, folder, tell)
+
+
+def _wait_ready(order: Order, folder: Path, tell: Callable[[Report], None]) -> int:
+    """Wait for the detached servers, as long as they run and the launcher is there."""
+    unready, stdin = list(order.servers), sys.stdin.fileno()
+    while True:
+        for server in [server for server in unready if answers(server)]:
+            unready.remove(server)
+            tell(Report(kind="ready", name=server.name))
+        if not unready:
+            tell(Report(kind="detached"))
+            return 0
+        if holder(folder) is None:
+            tell(Report(kind="problem", text=f"the servers have ended: see {folder}/agent.log"))
+            return 1
+        if select.select([stdin], [], [], _READY_PAUSE_S)[0] and not os.read(stdin, 4096):
+            return 0
 
 
 def _has_user_manager() -> bool:

@@ -71,9 +71,10 @@ class Machines:
             if state.link is not None:
                 state.link.send(GO)
 
-    def detached(self) -> None:
-        """Return when every machine's servers run by themselves. Raises `LaunchError`."""
-        self._wait_all(self._inventory.sites, _CHECK_S)
+    def detached(self, timeout_s: float) -> None:
+        """Return when every machine's servers are ready, and run by themselves. Raises
+        `LaunchError`; they go on."""
+        self._wait_all(self._inventory.sites, timeout_s)
 
     def serve(self, on_ready: Callable[[], None]) -> None:
         """Pass on what the agents say; `on_ready` once all servers have been ready. Connections
@@ -194,7 +195,7 @@ class Machines:
         for site in sites:
             state = self._states[site.address]
             if state.link is not None:
-                state.problems.append(f"no end after {timeout_s:g} s")
+                state.problems.append(f"it is not done after {timeout_s:g} s")
             self._drop(state)
             if not state.is_over:
                 texts += [f"{site.address}: {text}" for text in state.problems]

@@ -18,6 +18,7 @@ from parrot.cluster import ServerProcess
 from parrot.cluster.ports import ask
 from parrot.cluster.restarts import Restarts
 from parrot.launch.by_ssh.wire import Order, Report, ServerOrder
+from parrot.launch.plan import EVERYWHERE
 from parrot.protocol.gate.cluster_token import state_folder
 from parrot.utils.private_files import open_private
 
@@ -84,6 +85,17 @@ def end_holder(folder: Path, timeout_s: float) -> bool:
 
 def _lock_file(folder: Path) -> BinaryIO:
     return open_private(folder / "lock", is_new=False)
+
+
+def answers(server: ServerOrder) -> bool:
+    """Whether the server, on this machine, is ready."""
+    host, port, token = (server.config.get(key) for key in ("host", "port", "cluster_token"))
+    assert isinstance(host, str), host
+    assert isinstance(port, int), port
+    path = "/health" if server.kind == "core" else "/ready"
+    host = "127.0.0.1" if host == EVERYWHERE else host
+    answer = ask(host, port, path, token=None if token is None else str(token))
+    return answer is not None and answer[0] == HTTPStatus.OK
 
 
 class Supervisor:
@@ -161,14 +173,7 @@ class Supervisor:
 
     def _notice_ready(self) -> None:
         for name in sorted(self._unready):
-            config, kind = self._orders[name].config, self._orders[name].kind
-            host, port, token = config["host"], config["port"], config.get("cluster_token")
-            assert isinstance(host, str), host
-            assert isinstance(port, int), port
-            path = "/health" if kind == "core" else "/ready"
-            host = "127.0.0.1" if host == "0.0.0.0" else host
-            answer = ask(host, port, path, token=None if token is None else str(token))
-            if answer is not None and answer[0] == HTTPStatus.OK:
+            if answers(self._orders[name]):
                 self._unready.discard(name)
                 self._tell(Report(kind="ready", name=name))
 
