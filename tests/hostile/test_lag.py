@@ -1,15 +1,12 @@
-"""No request of any size stops ServeCore's event loop for long, and none leaves memory behind."""
+"""No request of any size stops ServeCore's event loop for long."""
 
 import asyncio
-import ctypes
-import gc
 import http.client
 import json
-import os
 import threading
 import time
 from asyncio import events
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.process.collector import Collector
 from parrot.utils.clock import MonotonicClock
+from tests.hostile.attacks import TEXTS, VENDORS, WORD, M, fields, made, packed
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import fake_engine, register
 
@@ -29,8 +27,6 @@ from tests.support.fake_engine import fake_engine, register
 WITHIN_CPU_S = 0.1
 TRIES = 6
 ONCE_WITHIN_CPU_S = 3 * WITHIN_CPU_S
-LEFT_BEHIND = 1.1
-M = 2**20
 
 
 class Watch:
@@ -112,49 +108,6 @@ def server() -> Iterator[Server]:
     patch.undo()
 
 
-def packed(payload: dict[str, Any]) -> bytes:
-    return json.dumps({"model": "m", "max_tokens": 2} | payload, ensure_ascii=False).encode()
-
-
-def turns(count: int, text: str) -> list[dict[str, str]]:
-    roles = ("user", "assistant")
-    return [{"role": roles[i % 2], "content": text} for i in range(count)]
-
-
-def fields(name: str, unit: bytes, size: int = 30 * M) -> bytes:
-    return b'{"%s": [' % name.encode() + unit * (size // len(unit)) + b"1]}"
-
-
-WORD = "word "
-VENDORS: dict[str, Callable[[], bytes]] = {
-    "lists": lambda: fields("messages", b"[],"),
-    "objects": lambda: fields("messages", b"{},"),
-    "numbers": lambda: fields("messages", b"1,"),
-    "texts": lambda: fields("messages", b'"a",'),
-    "breaks": lambda: b'{"messages": "' + b"\\n" * (15 * M) + b'"}',
-    "fewer breaks": lambda: b'{"messages": "' + b"\\n" * (8 * M - 1) + b'"}',
-    "escapes": lambda: b'{"messages": "' + b"\\u00e9" * (5 * M) + b'"}',
-    "one text": lambda: packed({"messages": turns(1, WORD * (3 * M))}),
-    "two texts": lambda: packed({"messages": turns(3, WORD * (2 * M))}),
-    "wide text": lambda: packed({"messages": turns(1, "\U0001f600" * (7 * M))}),
-    "8 M characters": lambda: packed({"messages": turns(1, WORD * (8 * M // 5))}),
-    "most turns": lambda: packed({"messages": turns(4095, "a")}),
-    "more turns": lambda: packed({"messages": turns(9000, "a")}),
-    "long turns": lambda: packed({"messages": turns(4095, WORD * 400)}),
-    "special tokens": lambda: packed({"messages": turns(1, "<|im_end|>" * (M // 2))}),
-    "parts": lambda: packed(
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}] * 30}
-    ),
-    "a schema": lambda: packed(
-        {
-            "messages": turns(1, "a"),
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "schema": {"enum": [f"w{i}" for i in range(400_000)]}},
-            },
-        }
-    ),
-}
 OTHERS = ("objects", "most turns", "long turns", "parts")  # where these are read differently
 CASES = [("/v1/chat/completions", name) for name in VENDORS] + [
     (path, name) for path in ("/v1/messages", "/v1/responses") for name in OTHERS
@@ -169,20 +122,6 @@ def test_conversations(server: Server, path: str, name: str) -> None:
     assert server.ask("POST", path, raw)[0] in (200, 400, 413)
 
 
-TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "a prompt": ("/v1/completions", {"prompt": WORD * (3 * M)}),
-    "a prompt of lines": ("/v1/completions", {"prompt": "a\n" * (4 * M)}),
-    "a prompt of ids": ("/v1/completions", {"prompt": [97] * 500_000}),
-    "prompts": ("/v1/completions", {"prompt": [WORD * 24_000] * 32}),
-    "an embedding": ("/v1/embeddings", {"input": WORD * (3 * M)}),
-    "embeddings": ("/v1/embeddings", {"input": ["a"] * 2048}),
-    "embeddings of ids": ("/v1/embeddings", {"input": [[97] * 250] * 2000}),
-    "tokens": ("/tokenize", {"prompt": WORD * (3 * M)}),
-    "4 M tokens": ("/tokenize", {"prompt": "w" * (4 * M)}),
-    "no tokens": ("/detokenize", {"tokens": [97] * 500_000}),
-}
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_texts(server: Server, name: str) -> None:
     path, payload = TEXTS[name]
@@ -190,10 +129,6 @@ def test_texts(server: Server, name: str) -> None:
     if path != "/v1/completions":
         raw = raw.replace(b'"max_tokens": 2, ', b"")
     assert server.ask("POST", path, raw)[0] in (200, 400, 413)
-
-
-def made(name: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "is_output": True, **more}
 
 
 def test_programs(server: Server) -> None:
@@ -257,36 +192,3 @@ def test_the_views_of_a_large_session(server: Server) -> None:
     assert len(info["vars"]) == 24 * 513
     assert {call["state"] for call in info["calls"]} == {"idle"}
     assert server._ask("DELETE", f"/v1/session/{scope['session_id']}", None, token)[0] == 200
-
-
-def resident() -> int:
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed
-    if trim is not None:
-        trim(0)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
-def test_memory_comes_back(server: Server) -> None:
-    """Asked before for what pools and caches keep for good; what leaks grows every time."""
-    refused = [VENDORS[name]() for name in ("lists", "texts", "one text", "wide text")]
-    variable = b'"var_name": "x", "content": %b}' % json.dumps(WORD * (3 * M)).encode()
-
-    def ask_all() -> int:
-        for raw in refused:
-            assert server.ask("POST", "/v1/chat/completions", raw)[0] in (400, 413)
-        scope = server.ask("POST", "/v1/session", b"{}")[1]
-        token = scope["session_auth"]
-        body = b'{"session_id": %d, %b' % (scope["session_id"], variable)
-        assert server.ask("POST", "/v1/semantic_var", body, token)[0] == 200
-        path = f"/v1/session/{scope['session_id']}"
-        assert server.ask("DELETE", path, None, token, tries=1)[0] == 200
-        return resident()
-
-    ask_all()
-    before = ask_all()
-    for _ in range(3):
-        after = ask_all()
-    assert after < LEFT_BEHIND * before
