@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
-from parrot.cli.console import OUT, fail, orderly_exit, warn
+from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cli.servers import running
 from parrot.cluster import Cluster, ClusterError
 from parrot.launch.by_ssh.inventory import is_inventory
@@ -71,7 +72,7 @@ def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
                 return
             with (
                 orderly_exit(),
-                serving(plan, namespace, options.ready_timeout_s, warn) as supervisor,
+                serving(plan, namespace, options.ready_timeout_s, _say) as supervisor,
             ):
                 table = Table("process", "address")
                 for name, engine in supervisor.serving.items():
@@ -94,6 +95,10 @@ def stop_on_ray(address: str, name: str) -> None:
             stop_detached(namespace)
     except ClusterError as error:
         fail(str(error))
+
+
+def _say(message: str) -> None:
+    ERR.print(escape(message), soft_wrap=True)
 
 
 def _require_ray() -> None:

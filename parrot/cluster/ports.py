@@ -13,10 +13,11 @@ _FIRST, _END = 10_000, 32_000
 _TRIES = 200
 
 
-def free_port(host: str, taken: set[int]) -> int:
-    """A random port that can be bound on `host` now and is not in `taken`; it is added there."""
+def free_port(host: str, taken: set[int], first: int = _FIRST) -> int:
+    """A random port, no lower than `first`, that can be bound on `host` now and is not in `taken`;
+    it is added there."""
     for _ in range(_TRIES):
-        port = random.randrange(_FIRST, _END)
+        port = random.randrange(first, _END)
         if port not in taken and is_free(host, port):
             taken.add(port)
             return port

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from parrot.protocol.gate.cluster_token import settled_token
@@ -31,7 +31,7 @@ class Server:
 
     name: str
     kind: Kind
-    config: Config
+    config: Config = field(repr=False)
 
     @property
     def module(self) -> str:
@@ -57,7 +57,7 @@ class Server:
         where: dict[str, Any] = {"port": port}
         if host is not None:
             where["host"] = host
-        if core is not None:
+        if core is not None and self.kind == "engine":
             where["serve_core"] = {"host": core[0], "port": core[1]}
         return {**self.config, **where}
 

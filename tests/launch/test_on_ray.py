@@ -76,6 +76,23 @@ class Service:
             return {}
         return {engine["engine_name"]: engine for engine in answer[1]["engines"]}
 
+    def pids(self, name: str) -> list[int]:
+        """The processes that are this server, or were it and have not ended."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                command = path.read_text().split("\0")
+                if (
+                    any("http_server" in word for word in command)
+                    and f"/{name}.json" in command[-2]
+                ):
+                    config = json.loads(Path(command[-2]).read_text())
+                    if self.port in (config["port"], config.get("serve_core", {}).get("port")):
+                        found.append(int(path.parent.name))
+            except (OSError, IndexError):
+                continue  # it has ended, or its folder is gone
+        return found
+
     def wait_ready(self, process: subprocess.Popen[bytes]) -> None:
         def is_ready() -> bool:
             assert process.poll() is None, self.output.read_text()
@@ -103,19 +120,6 @@ def cluster() -> Iterator[Any]:
 def servers() -> list[str]:
     named = ray.util.list_named_actors(all_namespaces=True)
     return sorted(actor["name"] for actor in named)
-
-
-def pids(name: str) -> list[int]:
-    """The processes that serve by a config of this name."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes()
-        except OSError:
-            continue
-        if b"http_server" in command and f"/{name}.json".encode() in command:
-            found.append(int(path.parent.name))
-    return found
 
 
 def test_examples_run_and_a_node_is_lost(cluster: Any, tmp_path: Path) -> None:
@@ -174,7 +178,7 @@ def test_examples_run_and_a_node_is_lost(cluster: Any, tmp_path: Path) -> None:
     assert "joined with id" in service.output.read_text()  # the core's log
     until(lambda: not servers(), "no actor is left")
     assert ask("127.0.0.1", service.port, "/health") is None
-    assert pids("engine-0") == pids("engine-1") == pids("core") == []
+    assert service.pids("engine-0") == service.pids("engine-1") == service.pids("core") == []
 
 
 def many_answers(url: str, number: int) -> list[str]:
@@ -220,10 +224,10 @@ def test_detached_scaled_and_with_several_gpus(cluster: Any, tmp_path: Path) -> 
         (group,) = ray.util.placement_group_table().values()
         assert (group["strategy"], group["state"]) == ("STRICT_PACK", "CREATED")
         assert group["bundles"] == {0: {"CPU": 1.0, "GPU": 2.0}}
-        (pid,) = pids("big")
+        (pid,) = service.pids("big")
         environ = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert "CUDA_VISIBLE_DEVICES=0,1" in environ
-        (pid,) = pids("small-0")
+        (pid,) = service.pids("small-0")
         assert "CUDA_VISIBLE_DEVICES=" in Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert not [name for name in environ if TOKEN in name]
 
@@ -231,20 +235,27 @@ def test_detached_scaled_and_with_several_gpus(cluster: Any, tmp_path: Path) -> 
         assert again.wait(PATIENCE_S) == 1
         assert "a service named 'two' runs" in service.output.read_text()
 
-        core_pids = pids("core")
+        core_pids, engine_pids = service.pids("core"), service.pids("small-0")
         ray.kill(ray.get_actor("supervisor", "parrot-two"), no_restart=False)
         clients = [threading.Thread(target=complete, args=(service.url,)) for _ in range(8)]
         for client in clients:
             client.start()
         until(lambda: "small-1" in service.engines, "the queue brings an engine")
-        assert pids("core") == core_pids
+        assert (service.pids("core"), service.pids("small-0")) == (core_pids, engine_pids)
         for client in clients:
             client.join(PATIENCE_S)
+
+        ray.kill(ray.get_actor("core", "parrot-two"), no_restart=False)
+        until(lambda: (new := service.pids("core")) and new != core_pids, "ServeCore starts again")
+        until(lambda: "small-0" in service.engines, "engines find it")
+        complete(service.url)
+        core_pids += service.pids("core")
     finally:
         stopped = service.launch("--name", "two", "--stop").wait(PATIENCE_S)
     assert stopped == 0, service.output.read_text()
     until(lambda: not servers(), "no actor is left")
-    assert not any(is_running(pid) for pid in core_pids)
+    left = [pid for pid in core_pids if is_running(pid)]
+    assert [Path(f"/proc/{pid}/cmdline").read_text() for pid in left] == []
     groups = ray.util.placement_group_table().values()
     assert all(group["state"] == "REMOVED" for group in groups)
 

@@ -19,6 +19,7 @@ def test_the_configs_are_those_that_servers_take() -> None:
     planned = two_engines()
     core = parse_config(CoreConfig, planned.core.placed(9100), "core")
     assert (core.host, core.port, core.api_keys) == ("0.0.0.0", 9100, ("key",))
+    assert "serve_core" not in planned.core.placed(9100, core=("10.0.0.1", 9100))
     for server in planned.engines:
         config = server.placed(9001, core=("10.0.0.1", 9100))
         engine = parse_engine_config(config, server.name)

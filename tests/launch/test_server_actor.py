@@ -67,6 +67,9 @@ def test_an_engine_follows_its_core(
     assert token not in f"{process._command} {process._env}"
     assert process._env["CUDA_VISIBLE_DEVICES"] == ""
 
+    assert engine.follow(None) == first  # a new supervisor does not know yet
+    assert engine.follow(address) == first
+    assert engine._process.pid == pid
     again = until(engine, lambda s: s.address != first.address, ("127.0.0.2", address[1]))
     assert again.num_deaths == 0  # it was not its fault
     assert engine._process.pid != pid
@@ -77,9 +80,9 @@ def test_an_engine_follows_its_core(
 
 def test_a_server_that_dies_starts_again(actors: list[ServerActor]) -> None:
     core, _ = actors
-    until(core, lambda status: status.ready is not None)
+    address = until(core, lambda status: status.ready is not None).address
     os.kill(core._process.pid, 9)
     died = until(core, lambda status: status.num_deaths == 1)
     assert died.address is None
     assert "core ended with signal 9" in died.last_death
-    until(core, lambda status: status.ready is not None)
+    assert until(core, lambda status: status.ready is not None, address).address == address

@@ -19,6 +19,7 @@ Address = tuple[str, int]
 
 _PAUSES_S = (1.0, 60.0)
 _STABLE_S = 60.0  # a server that ran for so long starts again after the first pause
+_FIRST_PORT = 20_000  # Ray has those from 10002 on for its workers
 _FORWARDED_BYTES = 2**16  # of a log, at once
 
 
@@ -73,13 +74,14 @@ class ServerActor:
     def follow(self, core: Address | None) -> ServerStatus:
         """See that the server runs, an engine as one of the ServeCore at this address, and tell
         how it is. An engine whose ServeCore is elsewhere now is started again: what it computed was
-        for the one that is gone."""
+        for the one that is gone. None: nobody knows yet; an engine that runs goes on."""
         if self._has_started and not self._process.is_alive:
             self._note_death()
-        if self._has_started and core != self._core and self._server.kind == "engine":
+        is_engine = self._server.kind == "engine"
+        if self._has_started and is_engine and core not in (None, self._core):
             self._process.kill()
             self._has_started = False
-        may_start = core is not None or self._server.kind == "core"
+        may_start = core is not None or not is_engine
         if may_start and not self._has_started and time.monotonic() >= self._not_before:
             self._start(core)
         self._forward_log()
@@ -110,7 +112,7 @@ class ServerActor:
         host = self._server.config.get("host", EVERYWHERE)
         if wanted is not None and is_free(host, wanted):
             return int(wanted)
-        return free_port(host, set())
+        return free_port(host, set(), _FIRST_PORT)
 
     def _note_death(self) -> None:
         """It is started again after a pause that doubles until it has run for a minute."""

@@ -28,7 +28,7 @@ def connected(address: str, name: str) -> Iterator[str]:
         ray.init(address=address, namespace=namespace, logging_level="WARNING")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
-            f"no Ray cluster at {address!r}: {error}. `ray start --head` begins one"
+            f"no Ray cluster at {address!r} (`ray start --head` begins one): {error}"
         ) from None
     try:
         yield namespace
