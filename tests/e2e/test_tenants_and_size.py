@@ -43,7 +43,7 @@ async def test_a_prefix_is_shared_inside_a_tenant_only() -> None:
 
 async def test_a_crowd_that_fills_an_engine_leaves_another_tenant_s_prefix_there() -> None:
     """The crowd's calls run, so none of its contexts is idle: only the other tenant's are."""
-    small = FAST_SIM | {"tokens_capacity": 8192}
+    small = FAST_SIM | {"tokens_capacity": 12_288}
     with Cluster(core={"api_keys": ["crowd", "quiet"]}, engines=[small]) as cluster:
         async with HttpClient(cluster.core_url) as http:
             client = ServeClient(http)

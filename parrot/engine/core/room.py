@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.fair.kv_shares import FairLine, ShareGroup, num_used
 
+_NEVER = (-1, -1, None)
+
 
 class IdleContexts:
     """Contexts that hold KV and have no job; of the group whose turn it is, the least recently used
@@ -15,7 +17,7 @@ class IdleContexts:
         self._tree = tree
         self._shares = tree.shares
         self._line: FairLine[Context] = FairLine(tree.shares, num_used)
-        self._exhausted_at = (-1, -1)
+        self._exhausted_at: tuple[int, int, ShareGroup | None] = _NEVER
 
     def __contains__(self, context: Context) -> bool:
         return self._line.has(context.group, context)
@@ -29,22 +31,28 @@ class IdleContexts:
         if context.block_ids:
             self._shares.touch(context.group)
             self._line.add(context.group, context)
-            self._exhausted_at = (-1, -1)
+            self._exhausted_at = _NEVER
 
     def discard(self, context: Context) -> None:
         self._line.discard(context.group, context)
 
-    def evict(self, num_free: int) -> bool:
-        """Drop KV of groups that are not protected until `num_free` blocks are free; False if that
-        cannot be reached so."""
+    def evict(self, num_free: int, asking: ShareGroup | None = None) -> bool:
+        """Drop KV of groups that are not protected, and then of the one that asks, until `num_free`
+        blocks are free; False if that cannot be reached so."""
         pool = self._tree.pool
         if pool.num_free >= num_free:
             return True
-        if self._exhausted_at == (pool.num_releases, self._shares.num_changes):
+        if self._exhausted_at == (pool.num_releases, self._shares.num_changes, asking):
             return False  # nothing else may be dropped than at the last vain attempt
         spent: list[ShareGroup] = []
-        while pool.num_free < num_free and (group := self._next_group()) is not None:
-            surplus = self._line.surplus(group)
+        while pool.num_free < num_free:
+            group, surplus = self._line.first_group(), None
+            if group is not None and not self._shares.protects(group):
+                surplus = self._line.surplus(group)
+            elif asking is not None and asking not in spent:
+                group = asking
+            else:
+                break
             goal = num_free if surplus is None else min(num_free, pool.num_free + surplus)
             for context in drop_kv(self._tree, self._line.of(group), goal):
                 if not context.block_ids:
@@ -55,26 +63,24 @@ class IdleContexts:
         self._line.restore(spent)
         if pool.num_free >= num_free:
             return True
-        self._exhausted_at = (pool.num_releases, self._shares.num_changes)
+        self._exhausted_at = (pool.num_releases, self._shares.num_changes, asking)
         return False
-
-    def _next_group(self) -> ShareGroup | None:
-        group = self._line.first_group()
-        return None if group is None or self._shares.protects(group) else group
 
     def make_room(
         self, context: Context, later: Sequence[Context], num_blocks: int, *, is_first: bool
     ) -> tuple[set[Context], bool]:
         """Drop KV of the contexts of later jobs, too, till `num_blocks` blocks are free, or till
-        `context` need not copy the block it writes to. The others of its group have no protection
-        from it, and if its job `is_first` nobody has: else it might wait for ever. Returns the
-        contexts that lost KV, and whether there is room."""
+        `context` need not copy the block it writes to. If its job `is_first`, nobody is protected
+        from it: else it might wait for ever. Returns the contexts that lost KV, and whether there
+        is room."""
         tree = self._tree
-        spared = {c: None for c in self if self._shares.protects(c.group)}
-        contexts = [*(c for c in self if c not in spared), *later]
+        groups = self._line.groups()
+        spared = [g for g in groups if g is not context.group and self._shares.protects(g)]
+        contexts = [c for g in groups if g not in spared for c in self._line.of(g)]
+        contexts += later
         changed = drop_kv(tree, contexts, num_blocks)
-        if tree.pool.num_free < num_blocks:
-            contexts += [c for c in spared if is_first or c.group is context.group]
+        if is_first and tree.pool.num_free < num_blocks:
+            contexts += [c for g in spared for c in self._line.of(g)]
             changed |= drop_kv(tree, contexts, num_blocks)
         unshared = set()
         if tree.pool.num_free < num_blocks:

@@ -65,7 +65,7 @@ class LocalScheduler:
     """Keeps the open jobs in queues and plans steps. All open jobs are in exactly one queue; a job
     is `admitted` while its context holds blocks for all its known tokens.
 
-    Room for KV is taken in this order: free blocks, KV of idle contexts that no share protects
+    Room for KV is taken in this order: free blocks, KV of idle contexts but for what is protected
     (fair/kv_shares.py), KV of jobs with a later key (they are no longer admitted, and compute it
     again), what is protected. So the first job never waits for room, and every job becomes the
     first. Background jobs are the exception: they take free blocks only, give way before idle
@@ -327,7 +327,7 @@ class LocalScheduler:
             return False
         if self._background:
             self._turn_away(num_blocks)
-        if self.idle.evict(num_blocks):
+        if self.idle.evict(num_blocks, job.context.group):
             return True
         later = [
             other

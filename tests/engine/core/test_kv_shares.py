@@ -100,7 +100,7 @@ def test_the_weights_of_a_group_s_tenants_add_up():
     for tenant in ("a", "b", "a"):
         shares.came(ours, tenant, 2.0)
     shares.came(other, "c", 1.0)
-    assert (ours.weight, other.weight, shares.part) == (4.0, 1.0, 2.0)
+    assert (ours.weight, other.weight, shares.protected) == (4.0, 1.0, 1.0)
 
 
 def test_who_is_away_loses_first():
@@ -254,14 +254,14 @@ class Spy:
         assert {c: len(c.block_ids) for c in before} == before
         self.num_spared += len(before)
 
-    def _evict(self, num_free: int) -> bool:
-        before = self._protected()
+    def _evict(self, num_free: int, asking: ShareGroup | None = None) -> bool:
+        before = {c: n for c, n in self._protected().items() if c.group is not asking}
         used = {c.group: c.group.num_used for c in self.idle}
-        has_room = self.evict(num_free)
+        has_room = self.evict(num_free, asking)
         self._check(before)
-        lost = {group: number - group.num_used for group, number in used.items()}
+        lost = {g: number - g.num_used for g, number in used.items() if g is not asking}
         for loser in (group for group, number in lost.items() if number and not group.is_away):
-            others = [c for c in self.idle if not c.group.is_away and lost[c.group] == 0]
+            others = [c for c in self.idle if not c.group.is_away and lost.get(c.group) == 0]
             for group in {c.group for c in others if self.pool.num_refs(c.block_ids[-1]) == 1}:
                 assert group.num_used / group.weight <= (loser.num_used + 1) / loser.weight + 1e-9
         return has_room

@@ -2,9 +2,10 @@
 
 A share group is all whose requests have one salt: a tenant, or several that share what is cached.
 Each has a part of the memory by its weight, beside the others that are here. Whoever has most by
-weight loses first, the oldest first. KV that contexts hold is not taken from a group within its
-part for another's sake, as long as somebody else can give way. Who has not been here for a while
-has no part any more, and loses before all others. With one group there is only its own order.
+weight loses first, the oldest first. What contexts hold within half of their group's part is not
+taken for another's sake as long as there is anybody else to give way or to wait for: so there is
+always memory for half of what could run. Who has not been here for a while has no part any more,
+and loses before all others. With one group there is only its own order.
 
     held by contexts   | in use | idle: goes in this order . . . |    num_used
     held by nobody     | published, till the block is given away |    num_kept, of both tiers
@@ -20,6 +21,7 @@ from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.heaps import LazyHeap
 
 _PRESENT_S = 120.0  # a group that was here so lately has a part; as in ServeCore's ledger
+_PROTECTED = 0.5  # of each part; the rest is for whatever runs
 _MAX_TENANTS = 1024  # of one group, whose weights are added
 
 T = TypeVar("T")
@@ -136,15 +138,15 @@ class KvShares:
         return len(self._groups) > 1
 
     @property
-    def part(self) -> float:
-        """The blocks of the device that are due to a weight of 1; 0 if nobody else is here."""
-        return self._num_blocks / self._weight if len(self._here) > 1 else 0.0
+    def protected(self) -> float:
+        """Blocks of the device that are protected for a weight of 1; 0 for a group alone."""
+        return _PROTECTED * self._num_blocks / self._weight if len(self._here) > 1 else 0.0
 
     def protects(self, group: ShareGroup) -> bool:
-        """Whether its contexts hold no more than its part. A group alone is not protected."""
+        """Whether its contexts hold no more than what is protected."""
         self.sweep()
-        part = self.part * group.weight
-        return part > 0.0 and not group.is_away and group.num_used <= part
+        most = self.protected * group.weight
+        return most > 0.0 and not group.is_away and group.num_used <= most
 
     def add_line(self, changed: Callable[[ShareGroup], None]) -> None:
         """`changed` is called with each group that grew or went away."""
@@ -184,8 +186,12 @@ class FairLine(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Yield all, group by group as these are now."""
-        for group in sorted(self._items, key=self._key):
+        for group in self.groups():
             yield from self._items[group]
+
+    def groups(self) -> list[ShareGroup]:
+        """Those with something in line, in order."""
+        return sorted(self._items, key=self._key)
 
     def has(self, group: ShareGroup, item: T) -> bool:
         return item in self._items.get(group, ())
@@ -200,9 +206,13 @@ class FairLine(Generic[T]):
         if items is None:
             items = self._items[group] = OrderedDict()
             self._groups.set(group, self._key(group))
-        self._num_items += item not in items
+        elif item in items:
+            self._num_items -= 1
+            del items[item]
+        self._num_items += 1
         items[item] = None
-        items.move_to_end(item, last=not goes_first)
+        if goes_first:
+            items.move_to_end(item, last=False)
 
     def discard(self, group: ShareGroup, item: T) -> None:
         """It leaves the line, if it is in it."""
@@ -221,6 +231,8 @@ class FairLine(Generic[T]):
 
     def first_group(self) -> ShareGroup | None:
         """Whose turn it is to lose something."""
+        if len(self._items) == 1 == len(self._groups):
+            return next(iter(self._items))
         self._shares.sweep()
         while (top := self._groups.top()) is not None:
             (before, group), key = top, self._key(top[1])
@@ -232,7 +244,7 @@ class FairLine(Generic[T]):
     def surplus(self, group: ShareGroup) -> int | None:
         """How much the group, whose turn it is, loses before it is another's turn or it is
         protected; None: all that it has."""
-        level = self._shares.part
+        level = self._shares.protected
         if group.is_away or not level:
             return None
         self._groups.discard(group)
