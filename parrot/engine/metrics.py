@@ -80,7 +80,7 @@ class EngineMetrics:
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def render(self, info: RuntimeInfo, num_beyond: int) -> bytes:
+    def render(self, info: RuntimeInfo, num_beyond: int = 0) -> bytes:
         """`num_beyond`: calls so far that were more than their ServeCores' leases."""
         return render_metrics(self.families(info, num_beyond))
 

@@ -29,9 +29,10 @@ class Bench:
         order: MakeOrder | None = None,
         placer: MakePlacer | None = None,
         weigh: Weigh = lambda tenant: 1.0,
+        began: float = 0.0,
         **config: object,
     ) -> None:
-        self.clock = ManualClock()
+        self.clock = ManualClock(began)
         self.index = PrefixIndex()
         self.scheduler = Scheduler(
             GlobalSchedulerConfig.model_validate(config),

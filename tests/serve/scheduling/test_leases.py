@@ -1,5 +1,6 @@
 """An engine of which others have a part: what is placed there keeps to the lease."""
 
+from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.registration.payloads import Lease, LeaseUse
 from parrot.serve.scheduling.scheduler import take_lease
 from tests.serve.scheduling.scheduler_bench import Bench
@@ -63,3 +64,15 @@ def test_queued_calls_that_others_may_run_count_in_part() -> None:
     bench.run()
     bench.add(bench.task(models=("m",)), bench.task(models=("other",)))
     assert lease(bench, 1, 10**6, 1).wanted_calls == 1 + 4 / 2 + 1
+
+
+def test_an_engine_prefers_nobody_for_when_his_servecore_began() -> None:
+    benches = [Bench(began=began) for began in (0.0, 5e6)]
+    priorities = set()
+    for bench in benches:
+        bench.engines(1)
+        bench.clock.pass_time(100.0)
+        bench.add(bench.task(), bench.task(criteria=PerformanceCriteria.THROUGHPUT))
+        priorities.add(tuple(placement.priority for placement in bench.scheduler.schedule()))
+    ((latency, throughput),) = priorities
+    assert latency < throughput
