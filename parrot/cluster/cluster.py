@@ -199,9 +199,14 @@ class Cluster:
         return name
 
     def stop(self) -> None:
-        """Stop all, engines first so that they can say goodbye. Safe in any state."""
-        for process in reversed(self._processes.values()):
-            process.terminate()
+        """Stop all, engines first so that they can say goodbye, and with a `drain_timeout` finish
+        their calls while ServeCore still serves. Safe in any state."""
+        began = time.monotonic()
+        for name in self.engine_names:
+            self._processes[name].terminate()
+        for name in self.engine_names:
+            if drain_s := self.configs[name].get("drain_timeout"):
+                self._processes[name].wait(began + drain_s - time.monotonic())
         with ExitStack() as stack:
             if not self._keeps_logs:
                 stack.callback(shutil.rmtree, self.log_dir, ignore_errors=True)

@@ -71,6 +71,18 @@ async def assert_engine_is_empty(cluster: Cluster, name: str) -> None:
     assert info.num_running_jobs == 0
 
 
+async def test_a_cluster_that_is_stopped_ends_calls_first_for_which_engines_have_time() -> None:
+    with Cluster(core=CORE, engines=[SLOW_SIM | {"drain_timeout": 60}]) as cluster:
+        async with HttpClient(cluster.core_url) as http:
+            client = ServeClient(http)
+            began = await client.create_session()
+            session = Program(client, began.session_id, began.session_auth)
+            reads = await start_reads(session)
+            await engine_of_a_running_call(session)
+            await asyncio.to_thread(cluster.stop)
+            assert len({len(await read) for read in reads}) == 1
+
+
 async def test_a_terminated_engine_ends_its_calls_first_and_a_second_signal_ends_it() -> None:
     engine = SLOW_SIM | {"drain_timeout": 60}
     with Cluster(core=CORE, engines=[engine] * 2) as cluster:
