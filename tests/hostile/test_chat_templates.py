@@ -15,6 +15,12 @@ NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(64) %}"
 HOSTILE = [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{% for j in messages %}x{% endfor %}{% endfor %}" * 4,
+    "{% for i in range(99999) %}" + "{% set a = i %}" * 5000 + "{% endfor %}",
+    "{% for i in range(99999) %}{% if range(99999)|max %}{% endif %}{% endfor %}",
+    "{% set ns = namespace(x='a' * 30000000) %}{% for i in range(99999) %}"
+    "{% if 'b' in ns.x %}{% endif %}{% endfor %}",
+    "{% macro f() %}" + "{% set a = 1 %}" * 5000 + "{% endmacro %}"
+    "{% for i in range(9999) %}{{ f() }}{% endfor %}",
     "{% for i in range(9) recursive %}{{ loop(range(9)) }}{% endfor %}",
     "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
@@ -73,6 +79,12 @@ def test_a_hostile_template_is_an_error_of_the_request(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template"):
         ChatTemplate(source).render(MESSAGES)
     assert time.thread_time() - began < WITHIN_CPU_S
+
+
+@pytest.mark.parametrize("name", ["format(1)", "format_map({})", "center(900)", "zfill(900)"])
+def test_texts_of_any_size_are_not_begun(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="may make a text of any size"):
+        ChatTemplate(f"{{{{ '{{:900000000}}'.{name} }}}}").render(MESSAGES)
 
 
 HARMLESS = {

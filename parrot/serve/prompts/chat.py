@@ -93,7 +93,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt behind which the next answer is generated. `options` are the template's
         further variables: `tools`, `enable_thinking` and the like. Raises `InvalidRequest`."""
-        self._budget.renew()
+        self._budget.renew(len(messages))
         parts: list[str] = []
         num_chars = 0
         try:

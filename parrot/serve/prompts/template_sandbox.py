@@ -7,6 +7,7 @@ a filter that first asks the budget: loops, sums, products, lists that are writt
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from time import perf_counter, thread_time
 from typing import Any
 
 from jinja2 import nodes
@@ -18,7 +19,11 @@ from jinja2.utils import Namespace
 
 MAX_TEMPLATE = 2**17  # characters
 MAX_STEPS = 2**18  # of a rendering: turns of loops, calls, kilobytes that are made
+MAX_CPU_S = 0.08  # of a rendering, and ...
+MESSAGE_CPU_S = 50e-6  # ... for each message that it shows
 MAX_CHARS = 2**25  # of a text
+_LOOK_S = 0.005
+_NODES_PER_STEP = 16  # of a template's code
 _MAX_ITEMS = 2**16  # of a list that is made, and of all in it
 _MAX_BITS = 4096  # of a number
 _MAX_INDENT = 16
@@ -39,13 +44,22 @@ class Budget:
 
     def __init__(self) -> None:
         self._num_steps = 0
+        self._end_s = self._look_s = 0.0
 
-    def renew(self) -> None:
+    def renew(self, num_messages: int) -> None:
+        """Of so many messages: a long conversation may take longer."""
         self._num_steps = MAX_STEPS
+        self._look_s = perf_counter() + _LOOK_S
+        self._end_s = thread_time() + MAX_CPU_S + MESSAGE_CPU_S * num_messages
 
     def spend(self, num_steps: int) -> None:
+        """A step may be long, since it is of text that may be."""
         self._num_steps -= num_steps
-        if self._num_steps < 0:
+        is_over = self._num_steps < 0
+        if perf_counter() > self._look_s:  # which costs less than to ask for the thread's time
+            self._look_s = perf_counter() + _LOOK_S
+            is_over |= thread_time() > self._end_s
+        if is_over:
             raise SecurityError("it does too much")
 
     def text(self, num_chars: int) -> None:
@@ -102,6 +116,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             "_product": self._product,
             "_concat": self._concat,
             "_made": self._made,
+            "_paid": self.budget.spend,
         }
         self.filters |= own
         self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace")}
@@ -119,7 +134,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = self.budget
         budget.spend(4)
-        owner = getattr(obj, "__self__", None)
+        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)  # Jinja wraps `format`
         if isinstance(owner, str):
             name = obj.__name__
             if name in _ENDLESS:
@@ -267,6 +282,9 @@ def _guarded(node: Node) -> Node:
         if node.recursive:
             raise SecurityError("loops may not call themselves")
         node.iter = _asked(node.iter, "_turns")
+        _paid(node.body)
+    elif isinstance(node, nodes.Macro | nodes.CallBlock):
+        _paid(node.body)
     elif isinstance(node, nodes.Add):
         return _asked(node.left, "_sum", node.right)
     elif isinstance(node, nodes.Mul | nodes.Pow | nodes.Mod):
@@ -279,6 +297,20 @@ def _guarded(node: Node) -> Node:
         if node.items and not is_target:
             return _asked(node, "_made")
     return node
+
+
+def _paid(body: list[Node]) -> None:
+    """Count, each time that it runs, what it is made of."""
+    if body:
+        num_steps = sum(map(_size, body)) // _NODES_PER_STEP
+        price = nodes.Const(num_steps, lineno=body[0].lineno)
+        body.insert(0, nodes.ExprStmt(_asked(price, "_paid"), lineno=body[0].lineno))
+
+
+def _size(node: Node) -> int:
+    """The nodes of its code, but for those of loops in it, which count their own."""
+    inner = (one for one in node.iter_child_nodes() if not isinstance(node, nodes.For))
+    return 1 + sum(map(_size, inner))
 
 
 def _asked(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:

@@ -29,6 +29,7 @@ Ids = tuple[int, ...]
 LARGE_TEXT = 8192  # characters; longer texts are encoded in a thread
 MAX_ENCODED = 2**22  # characters; the ids of a longer text would hold the interpreter for long
 CACHE_IDS = 4 * 2**20
+_LONG_TEMPLATE = 4096  # characters; Jinja takes seconds to read a megabyte
 
 
 class Style(NamedTuple):
@@ -167,7 +168,10 @@ class TokenizerRegistry:
             encoder = await asyncio.to_thread(_build_encoder, tokenizer_id, payload.tokenizer_json)
             encoder = self._encoders.setdefault(tokenizer_id, encoder)
         ids = payload.special_ids
-        chat = _chat_template(payload, encoder)
+        if len(payload.chat_template or "") > _LONG_TEMPLATE:
+            chat = await asyncio.to_thread(_chat_template, payload, encoder)
+        else:
+            chat = _chat_template(payload, encoder)
         tokenizer = ModelTokenizer(
             tokenizer_id, encoder, ids.bos if ids.add_bos else None, frozenset(ids.eos), chat
         )
