@@ -68,6 +68,16 @@ def test_a_crowd_that_runs_takes_nothing_of_one_within_its_part():
     assert kept(engine, 1) == [1]
 
 
+def test_what_is_idle_of_many_leaves_room_for_calls_to_run_together():
+    engine = Harness(num_blocks=16)
+    for number in range(8):
+        fill(engine, number, f"{number}", 2)
+    for number in range(10, 14):
+        engine.generate(piece(number, f"{number}abcd"), length=2)
+    engine.step()
+    assert len(engine.last_plan.sequences) == 4
+
+
 def test_the_first_call_takes_what_it_needs():
     """There is nobody left who could give way."""
     engine = Harness(num_blocks=8)
