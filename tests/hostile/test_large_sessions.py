@@ -16,6 +16,8 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import CompletionState, Task
 from parrot.serve.sessions import Session
+from parrot.serve.views import value_view
+from tests.serve.execution.test_result_cache import World
 from tests.support.manual_clock import ManualClock
 
 NUM_CALLS = 1536
@@ -285,3 +287,23 @@ async def test_the_collector_has_nothing_to_do_for_a_session_that_has_ended() ->
     finally:
         gc.enable()
     await core.close()
+
+
+async def test_how_a_value_was_made_is_told_after_the_end_of_its_session() -> None:
+    """A reader may have it already, and wait for the journal."""
+    world = World()
+    await world.join()
+    program = world.program()
+    output = program.call()
+    await program.read(output)
+    session = world.core.sessions.find(program.scope["session_id"])
+    assert session is not None
+    variable = session.graph.variable(output)
+    before = value_view(variable)
+    assert before.usage is not None
+    program.end()
+    await world.settle()
+    assert not session.graph.variables
+    assert variable.producer is None
+    assert value_view(variable) == before
+    await world.core.close()

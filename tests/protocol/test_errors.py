@@ -1,5 +1,6 @@
 import pytest
 
+from parrot.engine.openai.errors import Overloaded
 from parrot.protocol import errors
 from parrot.protocol.errors import ParrotError, error_from_payload
 
@@ -54,3 +55,19 @@ def test_param_is_absent_from_the_payload_when_there_is_none() -> None:
     assert errors.TimedOut("late").to_payload() == {
         "error": {"type": "timed_out", "message": "late"}
     }
+
+
+def test_an_error_that_is_kept_is_raised_as_another() -> None:
+    """Else it would hold on to every frame that it went through."""
+    kept = errors.QueueFull("full", param="model", retry_after_s=2.0)
+    kept.__cause__ = ValueError("why")
+    with pytest.raises(errors.QueueFull, match="full") as caught:
+        raise kept.again()
+    again = caught.value
+    assert again is not kept
+    assert (again.param, again.retry_after_s, again.__cause__) == ("model", 2.0, kept.__cause__)
+    assert kept.__traceback__ is None
+
+
+def test_one_that_needs_more_to_be_made_is_raised_again_too() -> None:
+    assert Overloaded("busy", 3.0).again().retry_after_s == 3.0

@@ -52,7 +52,7 @@ class Collector:
         self._thresholds = gc.get_threshold()
 
     def __enter__(self) -> Self:
-        """What there is now stays: modules, mostly."""
+        """Pass over all that there is now: mostly modules, which stay."""
         self._collect_all()
         self._few = self._base + _FEW
         gc.set_threshold(self._young, _MIDDLE, _OLD)

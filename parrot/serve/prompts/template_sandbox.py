@@ -47,7 +47,7 @@ class Budget:
         self._end_s = self._look_s = 0.0
 
     def renew(self, num_messages: int) -> None:
-        """Of so many messages: a long conversation may take longer."""
+        """Begin a rendering of so many messages: a long conversation may take longer."""
         self._num_steps = MAX_STEPS
         self._look_s = perf_counter() + _LOOK_S
         self._end_s = thread_time() + MAX_CPU_S + MESSAGE_CPU_S * num_messages
