@@ -245,6 +245,14 @@ def test_detached_scaled_and_with_several_gpus(cluster: Any, tmp_path: Path) -> 
         for client in clients:
             client.join(PATIENCE_S)
 
+        before = service.engines["big"]["engine_id"]
+        cluster.remove_node(cluster.workers["engine-0"], allow_graceful=False)
+        cluster.workers["engine-0"] = cluster.add_node(**WORKERS["engine-0"])
+        until(
+            lambda: service.engines.get("big", {}).get("engine_id") not in (None, before),
+            "the engine with two GPUs serves on the new node",
+        )
+
         ray.kill(ray.get_actor("core", "parrot-two"), no_restart=False)
         until(lambda: (new := service.pids("core")) and new != core_pids, "ServeCore starts again")
         until(lambda: "small-0" in service.engines, "engines find it")

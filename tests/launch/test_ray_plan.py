@@ -9,6 +9,7 @@ import pytest
 from parrot.launch.configs import read_entries
 from parrot.launch.on_ray.pools import RayPlan, ray_plan
 from parrot.utils.config import ConfigError
+from tests.support.command import failed, parrot
 
 CORE = {"api_keys": ["key"]}
 
@@ -81,3 +82,23 @@ def test_the_sample() -> None:
     plan = ray_plan(*read_entries([sample], environ, "ray"))
     assert [str(pool.needs) for pool in plan.pools] == ["4 CPU, 1 GPU", "4 CPU, 2 GPU"]
     assert [len(pool.names()) for pool in plan.pools] == [8, 1]
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--detach", "launch.json"], "--detach and --stop need --ray"),
+        (["--stop"], "--detach and --stop need --ray"),
+        ([], "config files are needed"),
+        (["--ray", "--stop", "launch.json"], "config files are needed"),
+    ],
+)
+def test_options_that_do_not_go_together(args: list[str], problem: str) -> None:
+    result = parrot("launch", *args)
+    assert result.returncode == 2
+    assert problem in result.stderr
+
+
+def test_without_ray_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parrot.cli.launch.find_spec", lambda name: None)
+    assert "pip install 'parrot[ray]'" in failed("launch", "--ray", "launch.json")

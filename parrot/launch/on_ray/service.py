@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from parrot.cluster import ClusterError
 from parrot.launch.on_ray.pools import RayPlan
@@ -32,6 +33,8 @@ def connected(address: str, name: str) -> Iterator[str]:
         ) from None
     try:
         yield namespace
+    except RayError as error:
+        raise ClusterError(f"Ray failed: {error}") from error
     finally:
         ray.shutdown()
 
