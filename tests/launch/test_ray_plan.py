@@ -12,6 +12,7 @@ from parrot.utils.config import ConfigError
 from tests.support.command import failed, parrot
 
 CORE = {"api_keys": ["key"]}
+SAMPLE = Path(__file__).parents[2] / "sample_configs/deploy/ray/qwen3_8b.json"
 
 
 def planned(tmp_path: Path, *engines: dict[str, Any], core: dict[str, Any] = CORE) -> RayPlan:
@@ -78,8 +79,7 @@ def test_names_of_pools(tmp_path: Path) -> None:
 
 def test_the_sample() -> None:
     environ = {"PARROT_CORE__API_KEYS": '["key"]'}
-    sample = Path(__file__).parents[2] / "sample_configs/deploy/ray/qwen3_8b.json"
-    plan = ray_plan(*read_entries([sample], environ, "ray"))
+    plan = ray_plan(*read_entries([SAMPLE], environ, "ray"))
     assert [str(pool.needs) for pool in plan.pools] == ["4 CPU, 1 GPU", "4 CPU, 2 GPU"]
     assert [len(pool.names()) for pool in plan.pools] == [8, 1]
 
@@ -87,10 +87,10 @@ def test_the_sample() -> None:
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["--detach", "launch.json"], "--detach and --stop need --ray"),
-        (["--stop"], "--detach and --stop need --ray"),
+        (["--detach", str(SAMPLE)], "--stop need --ray or an"),
+        (["--stop"], "--stop need --ray or an"),
         ([], "config files are needed"),
-        (["--ray", "--stop", "launch.json"], "config files are needed"),
+        (["--ray", "--stop", str(SAMPLE)], "config files are needed"),
     ],
 )
 def test_options_that_do_not_go_together(args: list[str], problem: str) -> None:
@@ -101,4 +101,4 @@ def test_options_that_do_not_go_together(args: list[str], problem: str) -> None:
 
 def test_without_ray_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parrot.cli.launch.find_spec", lambda name: None)
-    assert "pip install 'parrot[ray]'" in failed("launch", "--ray", "launch.json")
+    assert "pip install 'parrot[ray]'" in failed("launch", "--ray", str(SAMPLE))
