@@ -22,9 +22,9 @@ class _Call(NamedTuple):
 
 class Share:
     """A call beyond the lease waits until others of the same ServeCore have ended, and nobody else
-    for it. While a ServeCore keeps to its lease that happens only where one of its calls was
-    cancelled and its last step is under way. `num_waited` counts these calls; `num_tokens` are
-    those that the calls inside were sent and may generate."""
+    for it. While a ServeCore keeps to its lease that happens only where prompts are longer than it
+    has estimated, or one of its calls was cancelled and its last step is under way. `num_waited`
+    counts these calls; `num_tokens` are those that the calls inside were sent and may generate."""
 
     def __init__(self, division: Division, index: int, beside: "Sequence[Share]") -> None:
         """`beside`: the shares of all, this one among them."""
