@@ -157,7 +157,7 @@ class StepComputer:
         return decoded, sent
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Of all tokens, of those that each rank has."""
+        """Put together what each rank has."""
         return logits if self._vocabulary is None else self._vocabulary.gather(logits)
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ def _in_this_stream(options: Options) -> Options:
 
 
 def _wait(work: Any) -> None:
-    """None: of what is in the current stream."""
+    """`work` is None where the current stream waits anyway."""
     if work is not None:
         work.wait()
 
