@@ -168,8 +168,8 @@ class CoreConfig(ConfigModel):
     )
     no_engine_timeout: Seconds | None = Field(
         None,
-        description="A call whose models no engine serves fails after this long; null: after "
-        "`engine_heartbeat_timeout`.",
+        description="A call fails when no engine has served its models for this long, since it "
+        "came and since the last such engine was lost; null: `engine_heartbeat_timeout`.",
     )
     constant_prefix_var_timeout: Seconds = Field(
         600.0, description="An unused constant-prefix context is freed after this long."

@@ -25,7 +25,7 @@ _MAX_LEFT = 65_536  # of all
 
 class Grace:
     """Calls `give_up` with every queued run whose models nobody has served for `grace_s` seconds,
-    since it was queued and since the last engine with them was seen."""
+    since it was queued and since the last engine with them was lost, which may be back soon."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Grace:
         for models in [m for m in self._pending if self._scheduler.engines.num_members(m)]:
             self._pending.pop(models).cancel()
 
-    def engine_lost(self, last_seen: float) -> None:
+    def engine_lost(self, now: float) -> None:
         for models in self._scheduler.queue_lengths:
             if not self._scheduler.engines.num_members(models):
-                self._give(models, last_seen)
+                self._give(models, now)
 
     def _give(self, models: Models, since: float) -> None:
         """Nobody has served these models since then. No effect if that is known."""

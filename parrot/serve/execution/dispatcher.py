@@ -306,8 +306,7 @@ class Dispatcher:
         self._prefetch.forget_engine(engine.id)
         self._returns.lost(engine, self._ledger.forget_engine(engine.id))
         self._scheduler.engines.remove(engine.id)
-        was_deaf = self.fleet.stood_still(engine.last_seen)  # it may be back in a moment
-        self._grace.engine_lost(self._clock.now() if was_deaf else engine.last_seen)
+        self._grace.engine_lost(self._clock.now())
         self.drains.review()
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))

@@ -866,6 +866,9 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     await world.clock.advance(20)
     assert completion.state is CompletionState.RUNNING
     await world.clock.advance(11)
+    assert not list(world.dispatcher.fleet)
+    assert not completion.output.is_settled
+    await world.clock.advance(30)  # within which it may be back
     assert isinstance(completion.output.error, NoEngine)
     assert world.dispatcher.fleet.heartbeat(beat).state == "unknown"
     engine.script = Script()
@@ -968,6 +971,29 @@ async def test_no_engine(world: World) -> None:
     llama = fake_engine("llama", model="llama")
     await world.join(llama)
     assert await late.output.wait() == "<1>"
+
+
+async def test_calls_wait_for_engines_that_are_lost_all_at_once(world: World) -> None:
+    """From their loss on, as for any other: a link that was cut is often back in seconds."""
+    engines = [fake_engine(name, script=Script(hang_after=0)) for name in ("one", "two")]
+    for engine in engines:
+        await world.join(engine)
+    calls = [world.submit(text, options=CallOptions(func_name="f")) for text in "abc"]
+    await world.settle()
+    assert sum(len(engine.requests) for engine in engines) == len(calls)
+    await world.clock.advance(30.5)
+    assert not list(world.dispatcher.fleet)
+    await world.clock.advance(29)
+    assert not any(call.output.is_settled for call in calls)
+    back = fake_engine("one")
+    await world.join(back)
+    assert [await call.output.wait() for call in calls] == ["<1>"] * 3
+
+    await world.clock.advance(30.5)  # it is lost again, with a call that comes after
+    assert not list(world.dispatcher.fleet)
+    last = world.submit("d", options=CallOptions(func_name="f"))
+    await world.clock.advance(30)
+    assert isinstance(await error_of(last), NoEngine)
 
 
 async def test_registering_again_replaces(world: World) -> None:
