@@ -7,14 +7,14 @@ from typing import Any
 
 from parrot import P
 
-DEFAULT_CORE = "http://localhost:9000"
-
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--core", default=DEFAULT_CORE, metavar="URL", help="ServeCore's address")
+    parser.add_argument(
+        "--core", metavar="URL", help="ServeCore's address; default: PARROT_URL, or port 9000 here"
+    )
     return parser
 
 

@@ -23,7 +23,9 @@ config = typer.Typer(no_args_is_help=True, help="Settings of servers.")
 app.add_typer(config, name="config")
 app.add_typer(keys, name="keys")
 
-CoreOption = Annotated[str, typer.Option("--core", help="Address of ServeCore.")]
+CoreOption = Annotated[
+    str, typer.Option("--core", envvar="PARROT_URL", help="Address of ServeCore.")
+]
 CoreConfigOption = Annotated[
     Path | None,
     typer.Option("--config_path", help="ServeCore's config file, if it has its own token."),

@@ -35,7 +35,10 @@ def run_program(program: Path, args: list[str], core: str, embedded: bool) -> No
             _agree_to_start(core, embedded)
             cluster = Cluster({"host": host, "port": port}, [{"engine_type": "builtin"}])
             stack.enter_context(running(cluster))
-        child = subprocess.Popen([sys.executable, str(program), *args])
+        url = core if "//" in core else f"http://{core}"
+        child = subprocess.Popen(
+            [sys.executable, str(program), *args], env={**os.environ, "PARROT_URL": url}
+        )
         stack.callback(child.wait)
         stack.callback(child.terminate)  # does nothing after the normal end
         code = child.wait()

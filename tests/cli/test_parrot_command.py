@@ -152,10 +152,10 @@ def test_run_passes_arguments_and_the_exit_code_on(
     core: ThreadingHTTPServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "program.py"
-    program.write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
+    program.write_text("import os, sys; print(os.environ['PARROT_URL'], sys.argv[1:]); sys.exit(7)")
     result = parrot("run", "--core", url(core), str(program), "a", "--core", "-x")
     assert result.returncode == 7
-    assert capfd.readouterr().out == "['a', '--core', '-x']\n"
+    assert capfd.readouterr().out == f"{url(core)} ['a', '--core', '-x']\n"
 
 
 def test_run_without_a_core_or_a_program(tmp_path: Path) -> None:

@@ -557,7 +557,16 @@ class TestScopes:
             with vm.running_scope():
                 assert vm.session_info().apps == ([] if name is None else [name])
 
-    def test_the_constructor_sends_nothing(self) -> None:
+    def test_arguments_go_before_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PARROT_URL", "http://there:1/v1")
+        monkeypatch.setenv("PARROT_KEY", "of-the-environment")
+        vm = P.VirtualMachine()
+        assert (vm.core_http_addr, vm._api_key) == ("http://there:1", "of-the-environment")
+        vm = P.VirtualMachine("http://here:2", api_key="given")
+        assert (vm.core_http_addr, vm._api_key) == ("http://here:2", "given")
+
+    def test_the_constructor_sends_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PARROT_URL", raising=False)
         assert P.VirtualMachine().core_http_addr == "http://localhost:9000"
         assert P.VirtualMachine("http://here:1/v1/").core_http_addr == "http://here:1"
         with pytest.raises(ValueError, match="mode"):

@@ -6,6 +6,7 @@ fast, also where nothing is ever run."""
 import importlib
 import inspect
 import logging
+import os
 import sys
 import threading
 import time
@@ -28,6 +29,7 @@ logger = logging.getLogger("parrot.frontend.pfunc")
 Result = TypeVar("Result")
 
 Mode = Literal["release", "debug"]
+_DEFAULT_URL = "http://localhost:9000"
 
 
 class VirtualMachine:
@@ -37,7 +39,7 @@ class VirtualMachine:
 
     def __init__(
         self,
-        core_http_addr: str = "http://localhost:9000",
+        core_http_addr: str | None = None,
         mode: Mode = "release",
         api_key: str | None = None,
         on_demand: bool = False,
@@ -45,18 +47,20 @@ class VirtualMachine:
         restart_timeout_s: float | None = None,
     ) -> None:
         """Nothing is sent yet. `core_http_addr`: with commas between, those of a ServeCore and of
-        its standbys. `mode="debug"` logs every call. `on_demand`: only a reader makes a call run,
-        unless its function says otherwise. `app`: the program's name, on the page, in metrics and
-        traces. `restart_timeout_s`: for so long calls and reads wait for a ServeCore that does not
-        answer, and goes on with the session when it is there again (one with a journal); None:
-        three attempts."""
+        its standbys; None: what `PARROT_URL` says, or http://localhost:9000. `api_key` None: what
+        `PARROT_KEY` says, if it is set. `mode="debug"` logs every call. `on_demand`: only a reader
+        makes a call run, unless its function says otherwise. `app`: the program's name, on the
+        page, in metrics and traces. `restart_timeout_s`: for so long calls and reads wait for a
+        ServeCore that does not answer, and goes on with the session when it is there again (one
+        with a journal); None: three attempts."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
         # The address that OpenAI's clients are given is one of the same server.
-        urls = [url.strip().rstrip("/").removesuffix("/v1") for url in core_http_addr.split(",")]
+        given = core_http_addr or os.environ.get("PARROT_URL") or _DEFAULT_URL
+        urls = [url.strip().rstrip("/").removesuffix("/v1") for url in given.split(",")]
         self.core_http_addr = ",".join(urls)
         self.stat_run_time = 0.0
-        self._api_key = api_key
+        self._api_key = api_key or os.environ.get("PARROT_KEY") or None
         self._on_demand = on_demand
         self._app = app
         self._restart_timeout_s = restart_timeout_s
