@@ -20,6 +20,7 @@ from parrot.protocol.transport import (
     Options,
     RequestOptions,
     StreamOptions,
+    Unreachable,
     decode_answer,
     encode_body,
     own_error,
@@ -134,8 +135,10 @@ class HttpClient:
                 yield response
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-            reason = str(cause) or type(error).__name__
-            raise Unavailable(f"no answer from {self.base_url}: {reason}") from error
+            text = f"no answer from {self.base_url}: {str(cause) or type(error).__name__}"
+            if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+                raise Unreachable(text) from error
+            raise Unavailable(text) from error
 
     def _client(self) -> "aiohttp.ClientSession":
         if self._session is None:

@@ -46,6 +46,10 @@ TIMEOUT_S = 30.0
 IDLE_TIMEOUT_S = 60.0  # servers send a comment every 15 s
 
 
+class Unreachable(Unavailable):
+    """No connection was made: the server has not got the request."""
+
+
 class Options(TypedDict, total=False):
     """`params`: the query. `body`: orjson-serialisable. `bearer`: instead of the client's token.
     `traceparent`: the span that the peer's own would be below; ignored if it is no such thing."""
@@ -71,9 +75,9 @@ class StreamOptions(Options, total=False):
 class Transport(Protocol):
     """One server, as its clients see it. Use from one event loop; close when done.
 
-    Raises `Unavailable` when the server cannot be reached or the connection breaks, and the
-    server's own error (errors.py) for any status of 400 and above. Cancelling a request, or closing
-    a stream, aborts it at the server."""
+    Raises `Unreachable` when the server cannot be reached, `Unavailable` when the connection
+    breaks, and the server's own error (errors.py) for any status of 400 and above. Cancelling a
+    request, or closing a stream, aborts it at the server."""
 
     async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
         """One exchange; returns the decoded JSON answer."""

@@ -1,13 +1,15 @@
 """What the HTTP client offers for servers that are not Parrot's."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from parrot.protocol.errors import ParrotError, QuotaExceeded
+from parrot.protocol.errors import ParrotError, QuotaExceeded, Unavailable
 from parrot.protocol.http import HttpClient
+from parrot.protocol.transport import Unreachable
 from tests.support.app_server import serve_app
 
 EVENTS = b': hi\r\n\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata: two\n\ndata: [DONE]\n\n'
@@ -56,3 +58,20 @@ async def test_errors_are_read_with_status_body_and_headers() -> None:
             await http.request("GET", "/busy")
         with pytest.raises(QuotaExceeded, match="None 429 7"):
             await anext(http.stream("GET", "/busy"))
+
+
+async def test_that_nobody_listens_is_told_from_a_broken_connection() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1")
+    port = server.sockets[0].getsockname()[1]
+    async with HttpClient(f"http://127.0.0.1:{port}") as http:
+        with pytest.raises(Unavailable) as broken:
+            await http.request("POST", "/")
+        server.close()
+        await server.wait_closed()
+        with pytest.raises(Unreachable):
+            await http.request("POST", "/")
+    assert type(broken.value) is Unavailable

@@ -25,6 +25,7 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.streams.pieces import OnChunk
+from parrot.protocol.transport import Unreachable
 
 _TOKENIZER = byte_tokenizer_response()
 _TOKENIZER_ID = hashlib.sha256(_TOKENIZER.tokenizer_json.encode()).hexdigest()
@@ -167,4 +168,4 @@ class ModelledEngine(EngineClient):
 
     def _require_alive(self) -> None:
         if self._is_dead:
-            raise Unavailable("the engine is dead")
+            raise Unreachable("the engine is dead")

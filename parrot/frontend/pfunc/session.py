@@ -33,6 +33,7 @@ from parrot.protocol.graph_api import (
 )
 from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest, SessionInfo
 from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.transport import Unreachable
 from parrot.utils.ids import new_token
 from parrot.utils.traces.traceparent import current_traceparent
 
@@ -359,5 +360,6 @@ async def _id_of(var: SemanticVariable) -> str:
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Whether the connection broke. Subclasses of `Unavailable` are answers of the server."""
-    return type(error) is Unavailable
+    """Whether the connection broke, or was not made. Other subclasses of `Unavailable` are
+    answers of the server."""
+    return type(error) in (Unavailable, Unreachable)

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from parrot.protocol.errors import Standby, Unavailable
 from parrot.protocol.failover.liveness import LivenessProbe
 from parrot.protocol.http import HttpClient
-from parrot.protocol.transport import RequestOptions, StreamOptions, Transport
+from parrot.protocol.transport import RequestOptions, StreamOptions, Transport, Unreachable
 
 _PATIENCE_S = 30.0
 _PAUSE_S = 0.25
@@ -87,7 +87,10 @@ class FailoverClient:
 
     def _leave(self, server: _Server, error: Unavailable) -> None:
         """Ask another one from now on, unless the error is an answer of one that serves."""
-        if type(error) in (Unavailable, Standby) and server is self._servers[self._current]:
+        if (
+            type(error) in (Unavailable, Unreachable, Standby)
+            and server is self._servers[self._current]
+        ):
             count = len(self._servers)
             others = [(self._current + step) % count for step in range(1, count + 1)]
             self._current = min(others, key=lambda i: self._servers[i].is_shunned)
@@ -103,11 +106,8 @@ class _Tries:
 
     async def go_on(self, error: Unavailable, *, is_read: bool) -> None:
         """Raise the error if there is to be no further one."""
-        import aiohttp
-
-        is_safe = isinstance(error, Standby) or (
-            type(error) is Unavailable
-            and (is_read or isinstance(error.__cause__, aiohttp.ClientConnectorError))
+        is_safe = isinstance(error, Standby | Unreachable) or (
+            is_read and type(error) is Unavailable
         )
         if not is_safe or asyncio.get_running_loop().time() > self._until:
             raise error

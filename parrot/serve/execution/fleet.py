@@ -50,7 +50,8 @@ Address = tuple[str, str, int]
 class Engine:
     """A registered engine, alive until it is lost. `tokenizer` is None if its contexts are text.
     `last_progress`: the last heartbeat by which it had done something, or had nothing to do.
-    `is_unharmed`: it was lost, though its process lives on, or wanted to end. `review`: when it is
+    `is_unharmed`: it was lost, though its process lives on, or wanted to end. `missed_at`: the
+    first call came then that could not reach it, unless it has answered since. `review`: when it is
     looked at next; `ping`: the one under way. `direct`: requests that are no runs, which end with
     it."""
 
@@ -63,6 +64,7 @@ class Engine:
     runtime: RuntimeInfo | None = None
     is_alive: bool = True
     is_unharmed: bool = False
+    missed_at: float = math.inf
     review: Timer | None = None
     ping: "asyncio.Task[bool] | None" = None
     direct: "set[asyncio.Task[Any]]" = field(default_factory=set)
@@ -76,11 +78,6 @@ class Engine:
     def max_len(self) -> int:
         """Tokens of the longest sequence that it takes."""
         return min(self.info.max_seq_len, self.info.tokens_capacity)
-
-    def may_be_harmed(self, since: float, lease_s: float) -> bool:
-        """Whether what it got then may be why it was lost. One that had been silent for half of its
-        lease was in trouble already, as all are when ServeCore is cut off from them."""
-        return not self.is_unharmed and since - self.last_seen <= lease_s / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,6 +353,7 @@ class Fleet:
     async def _ping(self, engine: Engine) -> bool:
         try:
             await engine.client.ping()
+            engine.missed_at = math.inf
         except ParrotError as error:
             self.lose(engine, f"a connection broke, and a ping was not answered: {error}")
         finally:

@@ -28,6 +28,7 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.transport import Unreachable
 from parrot.serve.contexts.index import Context, Owner
 from parrot.serve.contexts.kv_log import Lost
 from parrot.serve.execution.fleet import Engine
@@ -93,6 +94,19 @@ class Attempt:
         self.runner.cancel()
         self.runner = None
         self.unfollow()
+
+    def failed(self, error: ParrotError) -> None:
+        """Remember of the engine whether it could be reached."""
+        if isinstance(error, Unreachable):
+            self.engine.missed_at = min(self.began, self.engine.missed_at)
+
+    def may_have_harmed(self, lease_s: float) -> bool:
+        """Whether it may be why its engine was lost. One that could not be reached when it came, or
+        had been silent for half of its lease, was in trouble already, as all are when ServeCore is
+        cut off from them."""
+        engine = self.engine
+        was_lost = self.began >= engine.missed_at or self.began - engine.last_seen > lease_s / 2
+        return not (engine.is_unharmed or was_lost)
 
     def unfollow(self) -> None:
         self.is_whole = False

@@ -174,8 +174,8 @@ class RunTable:
             attempt.stop()
             attempt.context = None
             run.recall(attempt)
-            may_be_harmed = engine.may_be_harmed(attempt.began, self._fleet.lease_s)
-            run.lost_engine(counts=may_be_harmed and not self._fleet.stood_still(attempt.began))
+            may_be_cause = attempt.may_have_harmed(self._fleet.lease_s)
+            run.lost_engine(counts=may_be_cause and not self._fleet.stood_still(attempt.began))
             if run.may_run_again:
                 self._set_state(run, RunState.QUEUED)
             else:
@@ -351,6 +351,7 @@ class RunTable:
         try:
             outcome = await self._exchange.run(run, attempt)
         except ParrotError as error:
+            attempt.failed(error)
             if not is_broken(error) or await self._fleet.answers(attempt.engine):
                 self._attempt_failed(run, attempt, error)
         except Exception:

@@ -36,6 +36,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.transport import Unreachable
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import (
@@ -849,6 +850,28 @@ async def test_a_completion_that_kills_engines_is_given_up(world: World) -> None
     assert type(await error_of(killer)) is EngineFailed
     assert killer.stats.attempts == 3
     assert world.dispatcher.fleet.views() == []
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+async def test_a_call_is_not_blamed_for_engines_that_it_could_not_reach(
+    world: World, is_reached: bool
+) -> None:
+    """They died together, and look idle until somebody asks them. Of two calls at once, the one
+    whose connection is still being made is to blame for none of them either."""
+    gone = Unavailable("it broke") if is_reached else Unreachable("nobody listens")
+    first, second = world.submit("a"), world.submit("b")
+    for i in range(3 if is_reached else 5):
+        engine = fake_engine(f"e{i}", script=Script(hang_after=0), ping_error=gone)
+        engine.scripts = [Script(error=gone)]
+        await world.join(engine)
+        await world.settle()
+        assert world.dispatcher.fleet.views() == []
+    await world.join(fake_engine("good", script=Script(text=lambda _: "ab")))
+    if is_reached:
+        assert type(await error_of(first)) is EngineFailed
+        assert type(await error_of(second)) is EngineFailed
+    else:
+        assert [await call.output.wait() for call in (first, second)] == ["ab", "ab"]
 
 
 async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> None:
