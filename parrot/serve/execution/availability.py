@@ -51,7 +51,7 @@ class Grace:
             self._pending.pop(models).cancel()
 
     def engine_lost(self, now: float) -> None:
-        for models in self._scheduler.queue_lengths:
+        for models in self._scheduler.queues:
             if not self._scheduler.engines.num_members(models):
                 self._give(models, now)
 

@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -266,9 +266,9 @@ class Fleet:
     # What others may see
 
     def views(self) -> list[EngineView]:
-        return [self._view(engine, list(self._scheduler.queue_lengths.items())) for engine in self]
+        return [self._view(engine, list(self._scheduler.queues.items())) for engine in self]
 
-    def _view(self, engine: Engine, queued: Sequence[tuple[Sequence[str], int]]) -> EngineView:
+    def _view(self, engine: Engine, queued: Sequence[tuple[Sequence[str], Sized]]) -> EngineView:
         load, model = self._scheduler.engines.get(engine.id), engine.info.model
         assert load is not None, engine
         return EngineView(
@@ -281,7 +281,7 @@ class Fleet:
             self._ledger.log.engine(engine.id),
             load.is_draining,
             load.num_tokens,
-            sum(length for models, length in queued if not models or model in models),
+            sum(len(queue) for models, queue in queued if not models or model in models),
             load.lease,
         )
 

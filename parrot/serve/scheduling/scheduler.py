@@ -3,7 +3,7 @@ knows no policy by name."""
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import ceil
 
@@ -68,9 +68,9 @@ class Scheduler:
         return sum(len(queue) for queue in self._queues.values())
 
     @property
-    def queue_lengths(self) -> dict[Models, int]:
-        """The number of queued tasks, by the models that they want."""
-        return {models: len(queue) for models, queue in self._queues.items() if queue}
+    def queues(self) -> Mapping[Models, FairQueue]:
+        """The queued tasks, by the models that they want."""
+        return {models: queue for models, queue in self._queues.items() if queue}
 
     def queued(self, models: Models) -> list[CompletionTask]:
         queue = self._queues.get(models)
@@ -151,7 +151,7 @@ class Scheduler:
         if self.counters.are_many:
             for queue in self._queues.values():
                 placements += self._squeeze_in(queue, now)
-        self._queues = {models: queue for models, queue in self._queues.items() if queue}
+        self._queues = dict(self.queues)
         return placements
 
     def take_failed(self) -> list[CompletionTask]:
@@ -178,6 +178,8 @@ class Scheduler:
         """Recount the loads. Raises AssertionError with what differs."""
         queued = [task for queue in self._queues.values() for task in queue.tasks()]
         placed = [task for load in self.engines for task in load.tasks]
+        for queue in self._queues.values():
+            queue.check_integrity()
         self._placer.check_integrity(queued)
         self._held.check_integrity(list(self.engines))
         self.counters.check_integrity(_by_tenant(queued), _by_tenant(placed))
@@ -298,17 +300,13 @@ def take_lease(scheduler: Scheduler, engine_id: int, lease: Lease) -> LeaseUse:
         load.lease = lease
         scheduler.engines.changed(load)
     tokens, calls, least = float(load.num_tokens), float(load.num_tasks), 0
-    for models in scheduler.queue_lengths:
+    for models, queue in scheduler.queues.items():
         if models and load.model not in models:
             continue
-        tasks = scheduler.queued(models)
         part = 1 / max(1, scheduler.engines.num_members(models))  # others may run them, too
-        needs = [min(task.prompt_len + load.room_for(task), load.max_tokens) for task in tasks]
-        tokens, calls, least = (
-            tokens + part * sum(needs),
-            calls + part * len(needs),
-            max([least, *needs]),
-        )
+        calls += part * len(queue)
+        tokens += part * min(queue.num_tokens, len(queue) * load.max_tokens)
+        least = max(least, min(queue.largest, load.max_tokens))
     return LeaseUse(
         number=load.lease.number,
         tokens=max(load.lease.tokens, load.num_tokens),

@@ -1,7 +1,10 @@
 """An engine of which others have a part: what is placed there keeps to the lease."""
 
+import pytest
+
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.registration.payloads import Lease, LeaseUse
+from parrot.serve.scheduling.fair.queue import FairQueue
 from parrot.serve.scheduling.scheduler import take_lease
 from tests.serve.scheduling.scheduler_bench import Bench
 
@@ -64,6 +67,27 @@ def test_queued_calls_that_others_may_run_count_in_part() -> None:
     bench.run()
     bench.add(bench.task(models=("m",)), bench.task(models=("other",)))
     assert lease(bench, 1, 10**6, 1).wanted_calls == 1 + 4 / 2 + 1
+
+
+def test_what_is_wanted_is_told_without_a_look_at_each_queued_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    bench.engines(1, tokens=5000)
+    tasks = [bench.task(own_len=n, tenant=f"tenant {n % 3}") for n in (1, 900, 30, 400)]
+    bench.add(*tasks, huge := bench.task(output=10**6))
+    lease(bench, 1, 0, 0)
+    bench.run()
+    monkeypatch.setattr(FairQueue, "tasks", None)
+    use = lease(bench, 2, 0, 0)
+    assert (use.wanted_tokens, use.least_tokens, use.wanted_calls) == (5 * 5000, 5000, 5)
+    bench.scheduler.remove(huge)
+    use = lease(bench, 3, 0, 0)
+    assert (use.wanted_tokens, use.least_tokens) == (4 * 110 + 1331, 1010)
+    bench.scheduler.remove(tasks[1])
+    assert lease(bench, 4, 0, 0).least_tokens == 510
+    monkeypatch.undo()
+    bench.scheduler.check_integrity()
 
 
 def test_an_engine_prefers_nobody_for_when_his_servecore_began() -> None:

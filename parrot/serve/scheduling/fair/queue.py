@@ -32,10 +32,17 @@ class FairQueue:
         self._tenants: LazyHeap[str, float] = LazyHeap()  # all but those set aside
         self._aside: list[str] = []
         self._touched: dict[str, None] = {}  # those of which something was set aside
-        self._num_tasks = 0
+        self._sizes: LazyHeap[CompletionTask, float] = LazyHeap()  # the largest first
+        self.num_tokens = 0  # of all tasks, with the room for their outputs
 
     def __len__(self) -> int:
-        return self._num_tasks
+        return len(self._sizes)
+
+    @property
+    def largest(self) -> int:
+        """The tokens of the largest task, with the room for its output; 0: there is none."""
+        top = self._sizes.top()
+        return 0 if top is None else -int(top[0])
 
     def __contains__(self, task: CompletionTask) -> bool:
         queue = self._queues.get(task.tenant)
@@ -50,13 +57,15 @@ class FairQueue:
         if queue is None:
             queue = self._queues[tenant] = TaskQueue(self._order)
             self._tenants.set(tenant, self._counters.counter(tenant))
-        self._num_tasks += 1
+        self._sizes.set(task, -task.wanted_len)
+        self.num_tokens += task.wanted_len
         self.num_groups += queue.push(task)
 
     def remove(self, task: CompletionTask) -> None:
         tenant = task.tenant
         queue = self._queues[tenant]
-        self._num_tasks -= 1
+        self.num_tokens += int(self._sizes.key(task))
+        self._sizes.discard(task)
         self.num_groups -= queue.remove(task)
         if queue.is_empty:
             del self._queues[tenant]
@@ -120,6 +129,13 @@ class FairQueue:
         self._aside.clear()
         self.is_over = False
         return passed
+
+    def check_integrity(self) -> None:
+        """Recount the sizes. Raises AssertionError with what differs."""
+        sizes = {task: task.wanted_len for task in self.tasks()}
+        assert len(self) == len(sizes), (len(self), len(sizes))
+        assert self.num_tokens == sum(sizes.values()), (self.num_tokens, sum(sizes.values()))
+        assert self.largest == max(sizes.values(), default=0), self.largest
 
     def _set_aside(self, task: CompletionTask) -> TaskQueue:
         """The queue of the task's tenant, of which something is set aside."""
