@@ -3,7 +3,6 @@
 `python3 -m parrot.serve.http_server --config_path core.json`
 """
 
-import asyncio
 import logging
 import os
 import sys
@@ -15,9 +14,8 @@ from parrot.protocol.gate.names import is_loopback
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.journal.storage import is_address
 from parrot.serve.process.assembly import serving
-from parrot.serve.process.collector import Collector
+from parrot.serve.process.collector import bounded_collections
 from parrot.serve.process.standby import serve_in_turn
-from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
 
 logger = logging.getLogger(__name__)
@@ -39,11 +37,11 @@ async def serve(config: CoreConfig) -> None:
             "binding %s without api_keys: whoever reaches this address may use the service",
             config.host,
         )
-    with Collector(asyncio.get_running_loop().call_soon_threadsafe, MonotonicClock()):
-        if config.journal is not None and is_address(config.journal):
-            await serve_in_turn(config)
-        else:
-            await _serve(config)
+    if config.journal is not None and is_address(config.journal):
+        await serve_in_turn(config)
+        return
+    with bounded_collections():
+        await _serve(config)
 
 
 async def _serve(config: CoreConfig) -> None:

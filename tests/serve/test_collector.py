@@ -104,6 +104,17 @@ def test_few_are_all_looked_at(world: World) -> None:
     assert world.turn() == 0  # nothing has been frozen since
 
 
+def test_what_a_journal_had_is_looked_at_too(world: World) -> None:
+    lost = weakref.ref(one := cycle())
+    gc.freeze()
+    del one
+    for _ in range(50):
+        world.make(2 * YOUNG)
+        world.alive.clear()
+    assert world.turn() == 1
+    assert lost() is None
+
+
 async def test_what_is_kept_for_an_hour_may_be_garbage(world: World) -> None:
     world.size *= 3
     lost = world.lost_cycle()

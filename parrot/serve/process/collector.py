@@ -7,13 +7,14 @@ of the oldest generation is frozen if it is much: later ones pass over it. Garba
 looked for when there is little to look at, or when so much has been kept for long that it may be
 garbage."""
 
+import asyncio
 import gc
 import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from parrot.utils.clock import Clock
+from parrot.utils.clock import Clock, MonotonicClock
 
 _YOUNG = 10_000  # objects; the interpreter's 700 are a call's or two
 _MIDDLE = 4  # collections of those in which some survive, and ...
@@ -54,6 +55,7 @@ class Collector:
     def __enter__(self) -> Self:
         """Pass over all that there is now: mostly modules, which stay."""
         self._collect_all()
+        self._has_frozen = True  # whoever restores a journal freezes what it has
         self._few = self._base + _FEW
         gc.set_threshold(self._young, _MIDDLE, _OLD)
         gc.callbacks.append(self._after)
@@ -97,3 +99,8 @@ class Collector:
         self._base = self._num_blocks()
         self._large_since = None
         self._has_frozen = self._is_due = False
+
+
+def bounded_collections() -> Collector:
+    """A collector of this process, for the running event loop."""
+    return Collector(asyncio.get_running_loop().call_soon_threadsafe, MonotonicClock())

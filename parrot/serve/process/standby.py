@@ -15,6 +15,7 @@ from parrot.protocol.gate.access import Access
 from parrot.serve.api.empty_app import empty_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.process.assembly import Serving, serving
+from parrot.serve.process.collector import bounded_collections
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -88,21 +89,26 @@ async def serve_in_turn(config: CoreConfig) -> None:
 
 
 async def _take_turns(config: CoreConfig, address: str, front: Front) -> None:
+    while True:
+        with bounded_collections():  # which begin with what the last turn has left
+            await _take_turn(config, address, front)
+
+
+async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
     from parrot.serve.journal.postgres.lease import Lease
     from parrot.serve.journal.postgres.records import PostgresRecords
 
-    while True:
-        lease = Lease(address)
-        try:
-            await lease.take()
-            logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
-            records = PostgresRecords(lease, config.journal_size)
-            async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
-                with front.turn(it, lease.is_held):
-                    await lease.over()
-                logger.error("another ServeCore has the journal now, or may: this one stands by")
-        finally:
-            await lease.close()
+    lease = Lease(address)
+    try:
+        await lease.take()
+        logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
+        records = PostgresRecords(lease, config.journal_size)
+        async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
+            with front.turn(it, lease.is_held):
+                await lease.over()
+            logger.error("another ServeCore has the journal now, or may: this one stands by")
+    finally:
+        await lease.close()
 
 
 def standby_app(config: CoreConfig) -> FastAPI:

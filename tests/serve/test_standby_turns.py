@@ -1,0 +1,42 @@
+"""What a standby keeps of the turns in which it served."""
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.process import standby
+from parrot.serve.process.standby import Front
+
+
+class Served:
+    """In a cycle, as a ServeCore is."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+class NoMore(Exception):
+    pass
+
+
+async def test_nothing_is_left_of_what_it_has_served_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served: list[weakref.ref[Served]] = []
+
+    async def take_turn(config: CoreConfig, address: str, front: Front) -> None:
+        assert all(one() is None for one in served)
+        if len(served) == 3:
+            raise NoMore
+        served.append(weakref.ref(Served()))
+        gc.freeze()  # as what a journal has is, when it is restored
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(standby, "_take_turn", take_turn)
+    config = CoreConfig()
+    with pytest.raises(NoMore):
+        await standby._take_turns(config, "", Front(config))
+    assert gc.get_freeze_count() == 0
