@@ -66,7 +66,7 @@ class JobRequest(InternalPayload):
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     cache_salt: str = Field("", max_length=1024, description="whose contexts and KV it may use")
     tenant: Label = Field("", description="who shares the engine with others")
-    weight: float = Field(1.0, gt=0, le=1e9, description="of the tenant, beside others")
+    weight: float = Field(1.0, ge=1e-6, le=1e9, description="of the tenant, beside others")
     step_growth: Quantity | None = Field(None, description="part that others may add to steps")
     traceparent: Label = Field("", description="W3C: the span above; empty: none")
 

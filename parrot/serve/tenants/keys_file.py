@@ -8,7 +8,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from parrot.serve.tenants.tenant import MAX_WEIGHT, PUBLIC_ID, Scope, Tenant, TenantLimits
+from parrot.serve.tenants.tenant import (
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    PUBLIC_ID,
+    Scope,
+    Tenant,
+    TenantLimits,
+)
 from parrot.utils.config import ConfigError, ConfigModel, parse_config, parse_config_object
 
 MAX_KEYS = 1024
@@ -32,7 +39,10 @@ class KeyEntry(ConfigModel):
         "operator's routes; `metrics`, those of the whole service.",
     )
     weight: float = Field(
-        1.0, gt=0, le=MAX_WEIGHT, description="Its share of the service beside other tenants'."
+        1.0,
+        ge=MIN_WEIGHT,
+        le=MAX_WEIGHT,
+        description="Its share of the service beside other tenants'.",
     )
     share_group: _Name | None = Field(
         None,

@@ -13,7 +13,7 @@ from parrot.utils.config import ConfigModel
 PUBLIC_ID = "public"
 """The tenant of requests without a key, where none is needed."""
 
-MAX_WEIGHT = 1000.0
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 
 Limit = Annotated[int, Field(ge=1, le=2**40)]
 

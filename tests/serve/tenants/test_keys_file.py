@@ -45,7 +45,7 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         ([entry("a", "k", scope=["user"])], ["unknown key `scope`", "did you mean `scopes`"]),
         ([entry("a", "k", scopes=["root"])], ["keys.0: `scopes.0`"]),
         ([entry("a", "k", scopes=[])], ["`scopes`"]),
-        ([entry("a", "k", weight=0)], ["`weight`"]),
+        ([entry("a", "k", weight=1e-310)], ["`weight`"]),
         ([entry("a", "k", limits={"rpm": 1})], ["unknown key `limits.rpm`"]),
         ([entry("a b", "k")], ["`id`"]),
         ([entry("public", "k")], ["public has a meaning of its own"]),
