@@ -15,11 +15,13 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
+from itertools import groupby, islice, takewhile
 from typing import NamedTuple, Protocol
 
 from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_held
 
 _KEY_SIZE = 16
+_MAX_RUN = 64  # blocks given away at once: meanwhile a watcher may change what groups have
 
 
 class Root(NamedTuple):
@@ -122,15 +124,27 @@ class FoundFree:
     def is_ready(self, block: int) -> bool:
         return block in self._ready
 
-    def add(self, block: int, group: ShareGroup) -> None:
-        self._line.add(group, block)
+    def add_run(self, blocks: Sequence[int], group: ShareGroup) -> None:
+        self._line.add_run(group, blocks)
 
     def discard(self, block: int, group: ShareGroup) -> None:
         self._ready.pop(block, None)
         self._line.discard(group, block)
 
-    def first(self) -> int | None:
-        return next(iter(self._ready), None) if self._ready else self._line.first()
+    def first_run(self, most: int, owner: Callable[[int], ShareGroup]) -> Sequence[int]:
+        """At most so many that are given away next, of one owner; of the line, see `FairLine`."""
+        if not self._ready:
+            return self._line.first_run(most)
+        group = owner(next(iter(self._ready)))
+        return list(takewhile(lambda block: owner(block) is group, islice(self._ready, most)))
+
+    def discard_run(self, blocks: Sequence[int], group: ShareGroup) -> None:
+        """Discard what `first_run` has given."""
+        if blocks[0] not in self._ready:
+            self._line.discard_run(group, blocks)
+            return
+        for block in blocks:
+            del self._ready[block]
 
     def next_in_line(self) -> int | None:
         """The first of those that are not ready."""
@@ -197,12 +211,7 @@ class BlockPool:
         taken = self._free[-num_blocks:]
         del self._free[-num_blocks:]
         while len(taken) < num_blocks:
-            block = self.found_free.first()
-            assert block is not None, "a free block is lost"
-            if self.watcher is not None:
-                self.watcher.given_away(block)
-            self.forget((block,))
-            taken.append(self._free.pop())
+            taken += self._give_away(min(num_blocks - len(taken), _MAX_RUN))
         group = group or self.shares.group("")
         for block in taken:
             self._refs[block] = 1
@@ -210,6 +219,25 @@ class BlockPool:
         group.num_used += num_blocks
         self.shares.grew(group)
         return taken
+
+    def _give_away(self, most: int) -> Sequence[int]:
+        """Take the key, and the owner, of the free blocks with a key that are to go first."""
+        run = self.found_free.first_run(most, self.owner)
+        assert run, "a free block is lost"
+        group = self.owner(run[0])
+        for block in run:
+            if self.watcher is not None:
+                self.watcher.given_away(block)
+            key = self._keys[block]
+            assert key is not None, f"block {block} has no key"
+            self._keys[block] = self._owners[block] = None
+            del self._by_key[key]
+            if self.watcher is not None:
+                self.watcher.forgotten(block, key)
+        self.found_free.discard_run(run, group)
+        group.num_kept -= len(run)
+        self.shares.forget_if_gone(group)
+        return run
 
     def owner(self, block: int) -> ShareGroup:
         """For which group it was computed. It must not be blank."""
@@ -248,20 +276,31 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """One reference less on each block; at zero it is free. Later blocks are freed first."""
         refs = self._refs
+        freed = []
         self.num_releases += len(blocks)
         for block in reversed(blocks):
             assert refs[block] > 0, f"block {block} is already free"
             refs[block] -= 1
             if refs[block] == 0:
-                group = self.owner(block)
-                group.num_used -= 1
+                freed.append(block)
+        for group, run in groupby(freed, self.owner):
+            self._free_run([*run], group)
+
+    def _free_run(self, blocks: Sequence[int], group: ShareGroup) -> None:
+        """Nobody holds these blocks of a group any more."""
+        group.num_used -= len(blocks)
+        if kept := [block for block in blocks if self._keys[block] is not None]:
+            group.num_kept += len(kept)
+            self.found_free.add_run(kept, group)
+            if self.watcher is not None:
+                for block in kept:
+                    self.watcher.released(block)
+        if len(kept) < len(blocks):
+            for block in blocks:
                 if self._keys[block] is None:
-                    self._blank(block)
-                else:
-                    group.num_kept += 1
-                    self.found_free.add(block, group)
-                    if self.watcher is not None:
-                        self.watcher.released(block)
+                    self._owners[block] = None
+                    self._free.append(block)
+            self.shares.forget_if_gone(group)
 
     def publish(self, block: int, key: bytes) -> None:
         """Let a block in use be found by `key`, unless another one is found by it already."""

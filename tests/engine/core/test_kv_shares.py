@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -199,7 +200,7 @@ class Losses:
 
 @settings(max_examples=60)
 @given(
-    weights=st.lists(st.sampled_from([1.0, 2.0, 4.0, 0.5]), min_size=1, max_size=4),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 0.5, 2.0**-19, 2.0**29]), min_size=1, max_size=4),
     steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=60),
 )
 def test_blocks_that_nobody_holds_are_given_away_by_weight(weights, steps):
@@ -286,7 +287,7 @@ class Spy:
 
 @settings(max_examples=60)
 @given(
-    weights=st.lists(st.sampled_from([1.0, 2.0, 0.5]), min_size=3, max_size=3),
+    weights=st.lists(st.sampled_from([1.0, 2.0, 0.5, 2.0**-19, 2.0**29]), min_size=3, max_size=3),
     program=st.lists(calls, max_size=30),
 )
 def test_nobody_within_its_part_loses_to_another(weights, program):
@@ -343,3 +344,41 @@ def test_a_line_takes_log_n_steps_for_many_groups():
         assert group is not None
         group.num_used -= 1
     assert looks < 5000
+
+
+def test_what_a_huge_weight_leaves_behind_are_the_others_weights():
+    shares = KvShares(12, clock := ManualClock())
+    for number in range(3):
+        group = shares.group(f"{number}")
+        group.num_contexts = 1
+        shares.came(group, "", 1e9 if number == 0 else 1e-8)
+        clock.pass_time(1.0)
+    clock.pass_time(AWAY_S - 3.5)
+    shares.sweep()  # the first is away
+    assert shares.protected * 2e-8 == 6.0
+    assert shares.protects(group)
+
+
+def test_a_run_of_blocks_is_given_away_for_few_looks_at_groups():
+    pool, looks = BlockPool(4096, 4, KvShares(4096, ManualClock())), 0
+    groups = [pool.shares.group(f"{n}") for n in range(16)]
+    for turn, group in enumerate(groups * 2):
+        group.num_contexts = 1
+        blocks = pool.allocate(128, group) or []
+        for index, block in enumerate(blocks):
+            pool.publish(block, bytes([turn, index]))
+        pool.release(blocks)
+    key = FairLine._key
+
+    def counted(line: FairLine[int], group: ShareGroup) -> tuple[float, ...]:
+        nonlocal looks
+        looks += 1
+        return key(line, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FairLine, "_key", counted)
+        taken = pool.allocate(1024, groups[0])
+    assert taken is not None
+    assert len(taken) == 1024
+    pool.check_integrity([taken])
+    assert looks < 1024

@@ -12,8 +12,9 @@ and loses before all others. With one group there is only its own order.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import ceil
 from typing import Generic, TypeVar
 
@@ -23,6 +24,8 @@ from parrot.utils.heaps import LazyHeap
 _PRESENT_S = 120.0  # a group that was here so lately has a part; as in ServeCore's ledger
 _PROTECTED = 0.5  # of each part; the rest is for whatever runs
 _MAX_TENANTS = 1024  # of one group, whose weights are added
+_ROUNDED = 1e-6  # of a weight that is taken away
+_RUN_PART = 1 / 1024  # of all blocks: so many go at once, though it may be another's turn
 
 T = TypeVar("T")
 
@@ -52,6 +55,7 @@ class KvShares:
 
     def __init__(self, num_blocks: int, clock: Clock | None = None) -> None:
         self._num_blocks = num_blocks
+        self.run_slack = int(num_blocks * _RUN_PART)
         self._clock = clock or MonotonicClock()
         self._groups: dict[str, ShareGroup] = {}
         self._here: OrderedDict[ShareGroup, None] = OrderedDict()  # not away, by `seen`
@@ -78,7 +82,7 @@ class KvShares:
         if tenant in group.weights or len(group.weights) < _MAX_TENANTS:
             group.weights[tenant] = weight
             before, group.weight = group.weight, sum(group.weights.values())
-            self._weight += group.weight - before
+            self._add_weight(group.weight - before)
             self.grew(group)
 
     def touch(self, group: ShareGroup) -> None:
@@ -86,8 +90,8 @@ class KvShares:
         group.seen = self._clock.now()
         if group.is_away:
             group.is_away = False
-            self._weight += group.weight
             self._here[group] = None
+            self._add_weight(group.weight)
             self.num_changes += 1
         else:
             self._here.move_to_end(group)
@@ -130,7 +134,13 @@ class KvShares:
 
     def _leave(self, group: ShareGroup) -> None:
         del self._here[group]
-        self._weight = self._weight - group.weight if self._here else 0.0
+        self._add_weight(-group.weight)
+
+    def _add_weight(self, change: float) -> None:
+        """A group of those that are here has more weight or less, or another one is here or not."""
+        self._weight += change
+        if self._weight < -change * _ROUNDED:  # what is left may be nothing but rounding
+            self._weight = sum(group.weight for group in self._here)
 
     @property
     def has_several(self) -> bool:
@@ -214,6 +224,14 @@ class FairLine(Generic[T]):
         if goes_first:
             items.move_to_end(item, last=False)
 
+    def add_run(self, group: ShareGroup, items: Sequence[T]) -> None:
+        """`add` these, of which none is in line."""
+        self.add(group, items[0])
+        line = self._items[group]
+        for item in items[1:]:
+            line[item] = None
+        self._num_items += len(items) - 1
+
     def discard(self, group: ShareGroup, item: T) -> None:
         """It leaves the line, if it is in it."""
         items = self._items.get(group)
@@ -245,14 +263,33 @@ class FairLine(Generic[T]):
         """How much the group, whose turn it is, loses before it is another's turn or it is
         protected; None: all that it has."""
         level = self._shares.protected
-        if group.is_away or not level:
-            return None
+        return self._above(group, level) if level and not group.is_away else None
+
+    def _above(self, group: ShareGroup, level: float) -> int:
+        """How much the group, whose turn it is, has above a level and the next group's."""
         self._groups.discard(group)
         other = self.first_group()
         self._groups.set(group, self._key(group))
         if other is not None:
             level = max(level, self._amount(other) / other.weight)
         return max(1, ceil(self._amount(group) - level * group.weight))
+
+    def first_run(self, most: int) -> Sequence[T]:
+        """Return at most so many that go next, of one group: till it is another's turn, or a few
+        more."""
+        group = self.first_group()
+        if group is None:
+            return ()
+        if most > 1 and len(self._groups) > 1 and not group.is_away:
+            most = min(most, self._above(group, 0.0) + self._shares.run_slack)
+        return list(islice(self._items[group], most))
+
+    def discard_run(self, group: ShareGroup, items: Sequence[T]) -> None:
+        """These, which are in line, leave it."""
+        for item in items[1:]:
+            del self._items[group][item]
+        self._num_items -= len(items) - 1
+        self.discard(group, items[0])
 
     def pass_over(self, group: ShareGroup) -> None:
         """It is nobody's turn but others', till `restore`."""
