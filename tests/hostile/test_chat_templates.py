@@ -5,6 +5,7 @@ import time
 import pytest
 
 from parrot.protocol.errors import InvalidRequest
+from parrot.serve.prompts import template_sandbox
 from parrot.serve.prompts.chat import ChatTemplate
 
 WITHIN_CPU_S = 1.5  # of a machine that is busy; the work is bounded to some tenths of that
@@ -117,3 +118,51 @@ HARMLESS = {
 @pytest.mark.parametrize("source", HARMLESS)
 def test_what_templates_do_still_works(source: str) -> None:
     assert ChatTemplate(source).render(MESSAGES) == HARMLESS[source]
+
+
+HONEST = """
+{%- set ns = namespace(looks=true, last=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if ns.looks and message.role == 'user' and message.content is string
+        and not (message.content.startswith('<tool>') and message.content.endswith('</tool>')) %}
+        {%- set ns.looks = false %}{%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|start|>' + message.role + '\n' + content + '<|end|>' + '\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set reason = '' %}
+        {%- if '</think>' in content %}
+            {%- set reason = content.split('</think>')[0].rstrip('\n').split('<think>')[-1] %}
+            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
+        {%- endif %}
+        {{- '<|start|>' + message.role + '\n' + (reason if loop.index0 > ns.last else '') }}
+        {{- content.lstrip('\n') }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<call>' + call.function.name + call.function.arguments|tojson + '</call>' }}
+        {%- endfor %}
+        {{- '<|end|>\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<tool>' }}{{- content }}{{- '</tool>' }}
+    {%- endif %}
+{%- endfor %}"""
+CALL = {"function": {"name": "f", "arguments": {"a": [1, 2, 3]}}}
+ROUND = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "<think>x</think>y", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "1"},
+    {"role": "assistant", "content": "<think>x</think>Hi"},
+]
+
+
+@pytest.mark.parametrize(("template", "slowness"), [(HONEST, 4.0), (HONEST * 8, 1.0)])
+def test_an_honest_template_of_a_long_chat_is_not_refused(
+    template: str, slowness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on a slow machine either, and not if it does eight times as much as most."""
+    cpu_s = time.thread_time
+    monkeypatch.setattr(template_sandbox, "thread_time", lambda: slowness * cpu_s())
+    assert ChatTemplate(template).render(ROUND * 300)

@@ -18,9 +18,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_TEMPLATE = 2**17  # characters
-MAX_STEPS = 2**18  # of a rendering: turns of loops, calls, kilobytes that are made
-MAX_CPU_S = 0.08  # of a rendering, and ...
-MESSAGE_CPU_S = 50e-6  # ... for each message that it shows
+# Of a rendering, and for each message that it shows: ten times what most models' templates need.
+MAX_STEPS, MESSAGE_STEPS = 2**18, 512  # turns of loops, calls, kilobytes that are made
+MAX_CPU_S, MESSAGE_CPU_S = 0.25, 400e-6
 MAX_CHARS = 2**25  # of a text
 _LOOK_S = 0.005
 _NODES_PER_STEP = 16  # of a template's code
@@ -48,7 +48,7 @@ class Budget:
 
     def renew(self, num_messages: int) -> None:
         """Begin a rendering of so many messages: a long conversation may take longer."""
-        self._num_steps = MAX_STEPS
+        self._num_steps = MAX_STEPS + MESSAGE_STEPS * num_messages
         self._look_s = perf_counter() + _LOOK_S
         self._end_s = thread_time() + MAX_CPU_S + MESSAGE_CPU_S * num_messages
 
