@@ -39,7 +39,7 @@ def launch_machines(path: Path, options: LaunchOptions) -> None:
         fail(str(error))
     if options.dry_run:
         for site in inventory.sites:
-            sys.stdout.write(_commands(inventory, site))
+            sys.stdout.write(_commands(site))
         return
     with orderly_exit():
         machines = Machines(inventory, _tell)
@@ -91,15 +91,14 @@ def _shown(text: str) -> str:
     )
 
 
-def _commands(inventory: Inventory, site: Site) -> str:
-    """The command that is run here and, indented, those that its agent runs."""
+def _commands(site: Site) -> str:
+    """The command that is run here and, indented, those that its agent runs. What these read from
+    stdin, the order and the configs, is not shown: it holds secrets."""
     lines = [shlex.join(ssh_command(site.host, [site.host.python, *AGENT]))]
-    folder = f"~/.local/state/parrot/launch/{inventory.name}@{site.address}"
     for placed in site.servers:
         server = placed.server
         command = [site.host.python, "-m", "parrot.cluster.child", server.module]
-        config = ["--config_path", f"{folder}/{server.name}.json"]
         env = [f"{name}={shlex.quote(text)}" for name, text in placed.env.items()]
-        line = " ".join([*env, shlex.join(command), *config])
+        line = " ".join([*env, shlex.join(command)])
         lines.append(f"    {line}  # {server.name}, port {placed.port}")
     return "\n".join(lines) + "\n"

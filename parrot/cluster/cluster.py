@@ -1,6 +1,5 @@
 """A ServeCore and its engines on this machine, as child processes."""
 
-import json
 import queue
 import shutil
 import tempfile
@@ -243,27 +242,23 @@ class Cluster:
         self._processes[name] = ServerProcess(
             name,
             module,
-            ["--config_path", str(self._config_path(name)), *args],
+            args,
             self.log_dir / f"{name}.log",
             self._env,
             self._deaths.put,
         )
 
     def _start(self, name: str) -> None:
-        """Write the config beside the log, for this user's eyes only: it may hold keys."""
-        path = self._config_path(name)
+        process = self._processes[name]
+        path = process.log_path
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open_private(path, is_new=True) as file:
-                file.write(json.dumps(self.configs[name], indent=2).encode())
+            open_private(path, is_new=False).close()
         except OSError as error:
             raise ClusterError(
                 f"{path}: {error.strerror}; choose another folder for logs (--log_dir)"
             ) from None
-        self._processes[name].start()
-
-    def _config_path(self, name: str) -> Path:
-        return self.log_dir / f"{name}.json"
+        process.start(self.configs[name])
 
     def _live_engines(self, names: Iterable[str]) -> set[str]:
         if CORE not in self.configs:

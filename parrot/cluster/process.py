@@ -1,5 +1,6 @@
 """One server as a child process: its log, its death, its end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from parrot.utils.private_files import open_private
 from parrot.utils.settings import without_settings
@@ -72,7 +74,8 @@ class ServerProcess:
         """Wait at most `timeout_s`; True if the process has ended."""
         return self._ended.wait(timeout_s)
 
-    def start(self) -> None:
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Run it with this config, which only the process gets to see."""
         assert not self.is_alive, f"{self.name} already runs"
         self._is_to_end = False
         self.started_at = time.monotonic()
@@ -84,12 +87,14 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                bufsize=0,
                 env=self._env,
                 start_new_session=True,
             )
         self._popen, self._ended = popen, threading.Event()
+        line = json.dumps(config).encode() + b"\n"
         self._watcher = threading.Thread(
-            target=self._watch, args=(popen,), name=f"watch-{self.name}", daemon=True
+            target=self._watch, args=(popen, line), name=f"watch-{self.name}", daemon=True
         )
         self._watcher.start()
 
@@ -103,8 +108,12 @@ class ServerProcess:
         threading.Thread(target=_pump, args=args, name=f"log-{self.name}", daemon=True).start()
         return open(write, "wb", buffering=0)
 
-    def _watch(self, popen: subprocess.Popen[bytes]) -> None:
+    def _watch(self, popen: subprocess.Popen[bytes], config: bytes) -> None:
         with popen:  # waits, and closes our end of its stdin
+            assert popen.stdin is not None
+            with suppress(BrokenPipeError):
+                while config:
+                    config = config[popen.stdin.write(config) :]
             popen.wait()
         _signal_group(popen.pid, signal.SIGKILL)  # whatever it started and left behind
         self._ended.set()

@@ -1,6 +1,5 @@
 """The servers of a cluster, before it is known where they run."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -60,14 +59,6 @@ class Server:
         if core is not None and self.kind == "engine":
             where["serve_core"] = {"host": core[0], "port": core[1]}
         return {**self.config, **where}
-
-    def args(self, config_path: str) -> list[str]:
-        """The module's arguments for a config file that holds what `placed` gives."""
-        return ["--config_path", config_path]
-
-    def command(self, config_path: str, python: str = sys.executable) -> list[str]:
-        """The command line for that."""
-        return [python, "-m", self.module, *self.args(config_path)]
 
 
 @dataclass(frozen=True, slots=True)

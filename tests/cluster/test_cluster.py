@@ -1,6 +1,5 @@
 """The process manager, with small fake servers: real processes, real signals, no model."""
 
-import json
 import os
 import signal
 import socket
@@ -63,11 +62,12 @@ def test_starts_everything_waits_for_it_and_leaves_nothing() -> None:
 def test_engines_learn_where_the_core_is_and_its_token(tmp_path: Path) -> None:
     core = {"cluster_token": "hush"}
     with make([{"model": "x"}], core=core, log_dir=tmp_path) as cluster:
-        config = json.loads((tmp_path / "engine-0.json").read_text())
+        config = cluster.configs["engine-0"]
         assert config["serve_core"]["port"] == cluster.configs["core"]["port"]
         assert (config["model"], config["engine_name"]) == ("x", "engine-0")
         assert "argv [] stdin '' token hush" in cluster.log("engine-0")
     assert (tmp_path / "engine-0.log").exists(), "a log directory that was given is kept"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".log"}, "a config may hold secrets"
 
 
 def test_engines_without_a_core() -> None:

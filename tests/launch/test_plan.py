@@ -28,14 +28,11 @@ def test_the_configs_are_those_that_servers_take() -> None:
         assert (engine.host, engine.engine_name) == ("0.0.0.0", server.name)
 
 
-def test_each_cluster_has_a_token_of_its_own_that_no_command_shows() -> None:
+def test_each_cluster_has_a_token_of_its_own() -> None:
     first, second = two_engines(), two_engines()
     token = first.core.token
     assert token
     assert token != second.core.token
-    assert first.core.command("c.json", "python3") == [
-        *("python3", "-m", "parrot.serve.http_server", "--config_path", "c.json")
-    ]
     assert plan({**CORE, "cluster_token": "mine"}, [SIM]).engines[0].token == "mine"
 
 

@@ -58,13 +58,15 @@ def test_an_engine_follows_its_core(
     status = until(core, serves)
     assert [e["engine_name"] for e in status.ready[1]["engines"]] == ["engine-0"]  # type: ignore[index]
 
-    (config,) = folder.glob("parrot-*/engine-0.json")
-    assert stat.S_IMODE(config.stat().st_mode) == 0o600
-    assert stat.S_IMODE(config.parent.stat().st_mode) == 0o700
+    files = list(folder.glob("parrot-*/*"))
+    assert {path.name for path in files} == {"core.log", "engine-0.log"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert {stat.S_IMODE(path.parent.stat().st_mode) for path in files} == {0o700}
     pid = engine._process.pid
     process, token = engine._process, core._server.token
     assert token
     assert token not in f"{process._command} {process._env}"
+    assert not any(token in path.read_text() for path in files)
     assert process._env["CUDA_VISIBLE_DEVICES"] == ""
 
     assert engine.follow(None) == first  # a new supervisor does not know yet

@@ -61,7 +61,8 @@ class ForkedServer:
         self, requests: socket.socket, argv: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> None:
         self.returncode: int | None = None
-        lifeline, self._stdin = os.pipe()
+        lifeline, write = os.pipe()
+        self.stdin = open(write, "wb", buffering=0)  # noqa: SIM115 - closed by whoever started it
         ours, theirs = socket.socketpair()
         with theirs:
             message = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
@@ -77,7 +78,7 @@ class ForkedServer:
     def __exit__(self, *exc_info: object) -> None:
         self.wait()
         self._told.close()
-        os.close(self._stdin)
+        self.stdin.close()
 
     def wait(self) -> int:
         if self.returncode is None:

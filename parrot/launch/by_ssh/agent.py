@@ -198,7 +198,10 @@ def _systemd_command(order: Order, folder: Path) -> list[str]:
 
 def supervise(folder: Path) -> int:
     """Run the order that is in the folder, until a signal comes."""
-    order = Order.model_validate_json((folder / "order.json").read_bytes())
+    path = folder / "order.json"
+    order = Order.model_validate_json(path.read_bytes())
+    if "INVOCATION_ID" not in os.environ:
+        path.unlink()  # only systemd would start this process again
 
     def tell(report: Report) -> None:
         if report.kind != "log":  # which has a file of its own
@@ -210,7 +213,7 @@ def supervise(folder: Path) -> int:
             supervisor = Supervisor(order, folder, tell)
             with _ending_by_signals(supervisor.end):
                 supervisor.run()
-            (folder / "order.json").unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
     except AlreadyRuns as error:
         sys.stderr.write(f"{error}\n")
         return 1

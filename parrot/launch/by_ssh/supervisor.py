@@ -1,7 +1,6 @@
 """The servers of a cluster on this machine: started, watched, started again, and ended."""
 
 import fcntl
-import json
 import os
 import queue
 import select
@@ -32,7 +31,7 @@ class AlreadyRuns(Exception):
 
 
 def folder_of(cluster: str, address: str) -> Path:
-    """Where the cluster's configs and logs are on the machine that has this address."""
+    """Where the cluster's lock and logs are on the machine that has this address."""
     return state_folder() / "launch" / f"{cluster}@{address}"
 
 
@@ -99,7 +98,7 @@ def answers(server: ServerOrder) -> bool:
 
 
 class Supervisor:
-    """Runs the servers of an order, whose configs and logs are in `folder`. `tell` gets its
+    """Runs the servers of an order, whose logs go to `folder`. `tell` gets its
     reports, from several threads, and must not wait."""
 
     def __init__(self, order: Order, folder: Path, tell: Callable[[Report], None]) -> None:
@@ -143,20 +142,15 @@ class Supervisor:
         return ServerProcess(
             order.name,
             order.module,
-            ["--config_path", str(self._config_path(order.name))],
+            [],
             self._folder / f"{order.name}.log",
             order.env,
             self._events.put,
             partial(self._pass_on, order.name),
         )
 
-    def _config_path(self, name: str) -> Path:
-        return self._folder / f"{name}.json"
-
     def _start(self, name: str) -> None:
-        with open_private(self._config_path(name), is_new=True) as file:
-            file.write(json.dumps(self._orders[name].config, indent=2).encode())
-        self._processes[name].start()
+        self._processes[name].start(self._orders[name].config)
         self._unready.add(name)
 
     def _pass_on(self, name: str, line: bytes) -> None:
@@ -189,4 +183,3 @@ class Supervisor:
                 left_s = began + self._orders[name].stop_s - time.monotonic()
                 if not self._processes[name].wait(max(0.0, left_s)):
                     self._processes[name].kill()
-                self._config_path(name).unlink(missing_ok=True)

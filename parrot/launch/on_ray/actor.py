@@ -1,6 +1,5 @@
 """A server's process on the node where Ray put its actor."""
 
-import json
 import os
 import shutil
 import sys
@@ -12,13 +11,11 @@ from typing import Any
 
 from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import ServerProcess
+from parrot.cluster.restarts import Restarts
 from parrot.launch.plan import CORE_PORT, EVERYWHERE, Server
-from parrot.utils.private_files import open_private
 
 Address = tuple[str, int]
 
-_PAUSES_S = (1.0, 60.0)
-_STABLE_S = 60.0  # a server that ran for so long starts again after the first pause
 _FIRST_PORT = 20_000  # Ray has those from 10002 on for its workers
 _FORWARDED_BYTES = 2**16  # of a log, at once
 
@@ -50,22 +47,21 @@ class ServerActor:
         self._own_address = own_address or _node_address()
         self._folder = Path(tempfile.mkdtemp(prefix="parrot-"))  # for this user alone
         env = {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {}
-        self._config_path = self._folder / f"{server.name}.json"
         self._process = ServerProcess(
             server.name,
             server.module,
-            server.args(str(self._config_path)),
+            [],
             self._folder / f"{server.name}.log",
             env,
             lambda process: None,
         )
-        self._has_started = False
+        self._has_started = self._is_over = False
         self._port: int | None = None
         self._core: Address | None = None
         self._log_end = 0
         self._num_deaths = 0
         self._last_death = ""
-        self._pause_s, self._not_before = _PAUSES_S[0], 0.0
+        self._restarts = Restarts()
 
     def __repr__(self) -> str:
         """Ray writes it before each forwarded line."""
@@ -81,8 +77,8 @@ class ServerActor:
         if self._has_started and is_engine and core not in (None, self._core):
             self._process.kill()
             self._has_started = False
-        may_start = core is not None or not is_engine
-        if may_start and not self._has_started and time.monotonic() >= self._not_before:
+        may_start = not self._is_over and (core is not None or not is_engine)
+        if may_start and not self._has_started and not self._restarts.wait_s(time.monotonic()):
             self._start(core)
         self._forward_log()
         return self._status()
@@ -91,17 +87,14 @@ class ServerActor:
         """Let the server end its calls, as its config says, and end it; return when it is gone."""
         if self._has_started:
             self._process.stop(self._server.stop_s)
-        self._has_started, self._not_before = False, float("inf")
+        self._has_started, self._is_over = False, True
         self._forward_log()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, core: Address | None) -> None:
         self._core = core
         self._port = self._free_port()
-        config = self._server.placed(self._port, core)
-        with open_private(self._config_path, is_new=True) as file:
-            file.write(json.dumps(config).encode())
-        self._process.start()
+        self._process.start(self._server.placed(self._port, core))
         self._has_started = True
 
     def _free_port(self) -> int:
@@ -115,15 +108,10 @@ class ServerActor:
         return free_port(host, set(), _FIRST_PORT)
 
     def _note_death(self) -> None:
-        """It is started again after a pause that doubles until it has run for a minute."""
         self._has_started = False
         self._num_deaths += 1
         self._last_death = self._process.death_message()
-        now = time.monotonic()
-        if now - self._process.started_at >= _STABLE_S:
-            self._pause_s = _PAUSES_S[0]
-        self._not_before = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, _PAUSES_S[1])
+        self._restarts.ended(self._server.name, self._process.started_at, time.monotonic())
 
     def _forward_log(self) -> None:
         path = self._process.log_path
