@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from benchmark.nemesis import set_values
 from benchmark.nemesis.history import (
     CLOCK_STEP,
     GIVEN_UP,
     GONE,
-    TRANSIENT,
     Disturbance,
     History,
     Life,
@@ -98,9 +98,9 @@ class _Facts:
     def errors(self) -> dict[str, str]:
         """The first error of each variable's own."""
         return {
-            var: next(read.error for read in reads if _is_own(read))
+            var: next(read.error for read in reads if read.is_own_error)
             for var, reads in self.reads.items()
-            if any(map(_is_own, reads))
+            if any(read.is_own_error for read in reads)
         }
 
     @cached_property
@@ -151,29 +151,26 @@ def _or_never(when: float | None) -> float:
     return float("inf") if when is None else when
 
 
-def _is_own(read: Read) -> bool:
-    """Whether it got an error that the variable has for ever."""
-    return bool(read.error) and read.error not in TRANSIENT and read.error not in GONE
-
-
 def _one_value(facts: _Facts) -> Iterator[str]:
     for var, reads in facts.reads.items():
         for text in dict.fromkeys(read.text for read in reads if read.text is not None):
             if text != facts.values[var]:
                 yield f"{var} was {facts.values[var]!r}, and then {text!r}"
-        own = dict.fromkeys(read.error for read in reads if _is_own(read))
+        own = dict.fromkeys(read.error for read in reads if read.is_own_error)
         if var in facts.values and own and not _may_revive(facts, var):
             yield f"{var} had a value, and an error: {', '.join(own)}"
         if len(own) > 1:
             yield f"{var} failed in several ways: {', '.join(own)}"
+    yield from set_values.changed(facts.history)
 
 
 def _nothing_lost(facts: _Facts) -> Iterator[str]:
     history = facts.history
-    for asked in (*history.submits, *history.reads, *history.cancels):
+    for asked in (*history.submits, *history.reads, *history.sets, *history.cancels):
         if asked.error in GONE and not facts.is_closed(asked.program, asked.answered):
             what = asked.var if not isinstance(asked, Submit) else asked.key
             yield f"program {asked.program}: {what} was lost: {asked.error}"
+    yield from set_values.lost(history)
     calls = {(call.program, call.key): call for call in facts.calls}
     for submit in facts.acknowledged:
         known = calls[submit.program, submit.key]
@@ -341,7 +338,7 @@ def _over_at(facts: _Facts, submit: Submit) -> float:
 def _settled_at(facts: _Facts, var: str) -> float:
     """When somebody knew that it was."""
     reads = facts.reads.get(var, [])
-    answers = (_or_never(r.answered) for r in reads if r.text is not None or _is_own(r))
+    answers = (_or_never(r.answered) for r in reads if r.text is not None or r.is_own_error)
     return min(answers, default=_or_never(None))
 
 

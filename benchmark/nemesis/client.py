@@ -1,14 +1,14 @@
-"""A program's way to the service: each request is sent until it is answered, and recorded."""
+"""A program with a session: its calls, variables and reads, all recorded."""
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
+from benchmark.nemesis.caller import PAUSE_S, Caller, fields_of
 from benchmark.nemesis.history import (
-    TRANSIENT,
     Asked,
     Cancel,
     Close,
@@ -16,11 +16,12 @@ from benchmark.nemesis.history import (
     Read,
     Seen,
     SeenCall,
+    SetValue,
     Submit,
+    digest_of,
 )
 from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, ParrotError, SessionGone
-from parrot.protocol.failover.client import client_of
 from parrot.protocol.graph_api import GraphRequest
 from parrot.protocol.public import (
     CallParameter,
@@ -30,93 +31,9 @@ from parrot.protocol.public import (
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import ServeClient
-from parrot.protocol.transport import TIMEOUT_S
 
-T = TypeVar("T")
-PAUSE_S = 0.03  # between attempts
 READ_S = 4.0  # that a read may take before it is asked anew
 FINAL = frozenset({"done", "failed", "cancelled"})
-
-
-class Caller:
-    """Sends each request until it is answered."""
-
-    def __init__(self, program: int, tenant: str, urls: Sequence[str], history: History) -> None:
-        self.program = program
-        self._tenant = tenant
-        self._history = history
-        self.http = client_of(urls, bearer_token=tenant)
-        self._is_closed = False
-
-    async def close(self) -> None:
-        """What is still asked ends."""
-        self._is_closed = True
-        await self.http.close()
-
-    async def persistently(
-        self, ask: Callable[[], Awaitable[T]], told: Callable[[Asked, T | None], None]
-    ) -> T:
-        """The first answer that is not an error of this request alone. `told` hears of each
-        attempt. Raises the error, and `Cancelled` once the client is closed."""
-        while True:
-            if self._is_closed:
-                raise Cancelled("the program has ended")
-            invoked = time.monotonic()
-            try:
-                answer = await ask()
-            except ParrotError as error:
-                told(self._asked(invoked, error), None)
-                if error.type not in TRANSIENT:
-                    raise
-            except asyncio.CancelledError:
-                told(Asked(program=self.program, invoked=invoked), None)
-                raise
-            else:
-                told(self._asked(invoked), answer)
-                return answer
-            await asyncio.sleep(PAUSE_S)
-
-    def _asked(self, invoked: float, error: ParrotError | None = None) -> Asked:
-        kind = "" if error is None else error.type
-        now = time.monotonic()
-        return Asked(program=self.program, invoked=invoked, answered=now, error=kind)
-
-    async def vendor(
-        self, key: str, path: str, body: Mapping[str, Any], *, stored: bool = False
-    ) -> dict[str, Any]:
-        """The answer of a route of OpenAI's; if it is `stored`, its texts are a value from now
-        on."""
-
-        def told(asked: Asked, answer: Any) -> None:
-            is_begun = answer is not None and body.get("background")
-            outputs = (answer["id"],) if is_begun else ()
-            self._history.submits.append(Submit(**_fields(asked), key=key, outputs=outputs))
-            if stored and answer is not None:
-                self._history.reads.append(
-                    Read(**_fields(asked), var=answer["id"], limit_s=TIMEOUT_S, text=texts(answer))
-                )
-
-        async def ask() -> Any:
-            return await self.http.request("POST", path, body=body)
-
-        answer: dict[str, Any] = await self.persistently(ask, told)
-        return answer
-
-    async def stored(self, response_id: str) -> dict[str, Any]:
-        """A response that was stored, as it is now."""
-
-        def told(asked: Asked, answer: Any) -> None:
-            has_ended = answer is not None and answer["status"] in ("completed", "incomplete")
-            text = texts(answer) if has_ended else None
-            self._history.reads.append(
-                Read(**_fields(asked), var=response_id, limit_s=TIMEOUT_S, text=text)
-            )
-
-        async def ask() -> Any:
-            return await self.http.request("GET", f"/v1/responses/{response_id}")
-
-        answer: dict[str, Any] = await self.persistently(ask, told)
-        return answer
 
 
 class Client(Caller):
@@ -138,7 +55,7 @@ class Client(Caller):
         """End the session. An answer may be lost, so it may be gone already."""
 
         def told(asked: Asked, answer: None) -> None:
-            self._history.closes.append(Close(**_fields(asked)))
+            self._history.closes.append(Close(**fields_of(asked)))
 
         try:
             await self.persistently(
@@ -234,7 +151,7 @@ class Client(Caller):
             outputs = () if answer is None else (_output_of(answer),)
             self._history.submits.append(
                 Submit(
-                    **_fields(asked),
+                    **fields_of(asked),
                     key=key,
                     inputs=inputs,
                     outputs=outputs,
@@ -260,7 +177,7 @@ class Client(Caller):
             asked = Asked(program=self.program, invoked=time.monotonic())
             key = f"{request.idempotency_key}.{number}"
             self._history.submits.append(
-                Submit(**_fields(asked), key=key, inputs=inputs, outputs=outputs)
+                Submit(**fields_of(asked), key=key, inputs=inputs, outputs=outputs)
             )
         return answer.variables
 
@@ -271,18 +188,28 @@ class Client(Caller):
         )
 
     async def set(self, var: str, text: str) -> None:
-        async def ask() -> None:
-            try:
-                await self._serve.set_var(self._session_id, self._auth, var, text)
-            except AlreadySet:
-                if await self.get(var) != text:
-                    raise
+        def told(asked: Asked, answer: None) -> None:
+            value = SetValue(**fields_of(asked), var=var, digest=digest_of(text))
+            self._history.sets.append(value)
 
-        await self.persistently(ask, _nobody)
+        try:
+            await self.persistently(
+                lambda: self._serve.set_var(self._session_id, self._auth, var, text), told
+            )
+        except AlreadySet:
+            if await self.get(var) != text:
+                raise
+
+    async def look_at_sets(self) -> None:
+        """Read once what this program has set: it waits in vain, perhaps since that was lost."""
+        own = [s.var for s in self._history.sets if s.program == self.program and s.is_acknowledged]
+        for var in dict.fromkeys(own):
+            with suppress(ParrotError):
+                await self.get(var, is_once=True)
 
     async def cancel(self, var: str) -> None:
         def told(asked: Asked, answer: None) -> None:
-            self._history.cancels.append(Cancel(**_fields(asked), var=var))
+            self._history.cancels.append(Cancel(**fields_of(asked), var=var))
 
         await self.persistently(
             lambda: self._serve.cancel_var(self._session_id, self._auth, var), told
@@ -290,7 +217,7 @@ class Client(Caller):
 
     # Reads
 
-    async def get(self, var: str) -> str:
+    async def get(self, var: str, *, is_once: bool = False) -> str:
         """Raises the variable's own error."""
 
         def told(asked: Asked, answer: Any) -> None:
@@ -307,7 +234,7 @@ class Client(Caller):
                 timeout_s=READ_S,
             )
 
-        return str((await self.persistently(ask, told)).content)
+        return str((await self.persistently(ask, told, is_once=is_once)).content)
 
     async def stream(self, var: str, max_pieces: int | None = None) -> str:
         """The same as a stream, which is left after `max_pieces`: then what came."""
@@ -362,23 +289,14 @@ class Client(Caller):
         error = asked.error
         if error == Cancelled.type and asked.answered is None:
             error = ""
-        fields = _fields(asked) | {"error": error}
+        fields = fields_of(asked) | {"error": error}
         self._history.reads.append(
             Read(**fields, var=var, limit_s=READ_S, text=text, pieces=pieces, cached_tokens=cached)
         )
 
 
-def texts(response: Mapping[str, Any]) -> str:
-    """All that a response of OpenAI's says."""
-    return "|".join(part["text"] for item in response["output"] for part in item["content"])
-
-
 def _nobody(asked: Asked, answer: Any) -> None:
     """What nothing was promised of."""
-
-
-def _fields(asked: Asked) -> dict[str, Any]:
-    return {name: getattr(asked, name) for name in ("program", "invoked", "answered", "error")}
 
 
 def _inputs(inputs: Mapping[str, str] | None) -> list[CallParameter]:

@@ -3,6 +3,7 @@
 Times are seconds of one clock. Requests that change something have a key, and may be sent again;
 each time that one is sent is a record of its own."""
 
+import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,6 +57,25 @@ class Read(Asked):
     text: str | None = None
     pieces: tuple[str, ...] | None = None
     cached_tokens: int | None = None
+
+    @property
+    def is_own_error(self) -> bool:
+        """Whether it got an error that the variable has for ever."""
+        return bool(self.error) and self.error not in TRANSIENT and self.error not in GONE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetValue(Asked):
+    """The program gives a variable its value, of which `digest` is `digest_of`."""
+
+    var: str
+    digest: str
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the program was told that the variable has a value: this one, or, of a request
+        that was sent again, one that was sent before."""
+        return self.answered is not None and self.error in ("", "already_set")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +152,7 @@ class History:
     lives: list[Life] = field(default_factory=list)
     submits: list[Submit] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
+    sets: list[SetValue] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     closes: list[Close] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
@@ -153,6 +174,10 @@ class History:
     @staticmethod
     def load(path: Path) -> "History":
         return _ADAPTER.validate_json(path.read_bytes())
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 _ADAPTER: TypeAdapter[History] = TypeAdapter(History)

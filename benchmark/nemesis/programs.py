@@ -5,7 +5,8 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from benchmark.nemesis.client import PAUSE_S, Client, texts
+from benchmark.nemesis.caller import PAUSE_S, texts
+from benchmark.nemesis.client import Client
 from parrot.protocol.errors import CallFailed
 
 NUM_VARIANTS = 6
@@ -61,11 +62,14 @@ async def graph(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def agent(client: Client, variant: int, draw: random.Random) -> str:
-    """Turns that are read as they come, each with what a tool made of the last one."""
+    """Turns that are read as they come, each with what a tool made of the last one; in the end what
+    the tools made is read again."""
     said: list[str] = []
+    tools: list[str] = []
     note = f"Task {variant}."
     for turn in range(3):
         tool = await client.variable(f"tool{turn}")
+        tools.append(tool)
         out = await client.call(f"Turn {turn}: {{{{note}}}} Answer:", 25, inputs={"note": tool})
         reading = asyncio.create_task(client.stream(out))
         try:
@@ -74,7 +78,7 @@ async def agent(client: Client, variant: int, draw: random.Random) -> str:
         finally:
             reading.cancel()
         note = said[-1][::-1]
-    return "|".join(said)
+    return "|".join([*said, *[await client.get(tool) for tool in tools]])
 
 
 async def natives(client: Client, variant: int, draw: random.Random) -> str:

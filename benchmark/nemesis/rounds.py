@@ -196,13 +196,13 @@ class Round:
             "limit_s": LIMIT_S,
         }
         try:
-            async with asyncio.timeout(LIMIT_S):
-                facts["result"] = await live(
-                    PROGRAMS[kind],
-                    Client(facts["program"], facts["tenant"], self._service.urls, self.history),
-                    variant,
-                    draw,
-                )
+            facts["result"] = await live(
+                PROGRAMS[kind],
+                Client(facts["program"], facts["tenant"], self._service.urls, self.history),
+                variant,
+                draw,
+                LIMIT_S,
+            )
             facts["ended"] = time.monotonic()
         except ParrotError as error:
             facts |= {"ended": time.monotonic(), "error": error.type, "result": error.message}
@@ -213,18 +213,28 @@ class Round:
         return life
 
 
-async def live(program: Program, client: Client, variant: int, draw: random.Random) -> str:
-    """A program from the beginning to the end of its session."""
+async def live(
+    program: Program,
+    client: Client,
+    variant: int,
+    draw: random.Random,
+    limit_s: float | None = None,
+) -> str:
+    """A program from the beginning to the end of its session. Raises `TimeoutError`."""
     has_session = program.__name__ not in WITHOUT_SESSION
     try:
-        if has_session:
-            await client.begin()
-        result = await program(client, variant, draw)
-        if has_session:
-            if program.__name__ not in UNSHOWN:
-                await client.show()
-            await client.end()
-        return result
+        async with asyncio.timeout(limit_s):
+            if has_session:
+                await client.begin()
+            result = await program(client, variant, draw)
+            if has_session:
+                if program.__name__ not in UNSHOWN:
+                    await client.show()
+                await client.end()
+            return result
+    except TimeoutError:
+        await client.look_at_sets()
+        raise
     finally:
         await client.close()
 

@@ -1,6 +1,7 @@
 """The checker finds each promise that is broken, in histories made by hand, and nothing in those
 where all are kept."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from benchmark.nemesis.history import (
     Read,
     Seen,
     SeenCall,
+    SetValue,
     Submit,
+    digest_of,
 )
 
 
@@ -135,6 +138,90 @@ def test_a_call_that_was_never_acknowledged_may_be_missing() -> None:
     history = chain()
     history.submits.append(submit("three", outputs=(), error="unavailable"))
     assert check(history) == []
+
+
+def given(text: str, at: float = 0.5, **changes: Any) -> SetValue:
+    """A program sets the variable `v-note`."""
+    fields: dict[str, Any] = {"program": 1, "answered": at + 0.1} | changes
+    return SetValue(var="v-note", digest=digest_of(text), invoked=at, **fields)
+
+
+def with_note(*values: SetValue, reads: Sequence[Read] = ()) -> History:
+    """The first call takes what the program sets."""
+    history = with_reads(*reads)
+    history.submits[0] = replace(history.submits[0], inputs=("v-note",))
+    history.sets += values
+    return history
+
+
+UNANSWERED = given("note", 0.3, error="unavailable")
+AGAIN = given("note", error="already_set")
+
+
+@pytest.mark.parametrize("values", [[given("note")], [UNANSWERED, AGAIN], [AGAIN, UNANSWERED]])
+def test_what_is_set_stays(values: list[SetValue], tmp_path: Path) -> None:
+    before = [read("v-note", error="timed_out", at=0.1), read("v-note", error="timed_out", at=0.55)]
+    after = [read("v-note", "note"), read("v-note", error="session_gone", at=9.5)]
+    history = with_note(*values, reads=[*before, *after])
+    assert check(history) == []
+    history.save(tmp_path / "history.json")
+    assert History.load(tmp_path / "history.json") == history
+
+
+def violations(promise: str, history: History) -> list[str]:
+    return [one.text for one in check(history) if one.promise == promise]
+
+
+@pytest.mark.parametrize(("values", "answer"), [([given("note")], "200"), ([AGAIN], "already_set")])
+def test_c2_a_set_value_is_lost(values: list[SetValue], answer: str) -> None:
+    """What waits for it hangs."""
+    history = with_note(*values, reads=[read("v-note", error="timed_out", at=8.0)])
+    history.lives = [life(ended=None)]
+    assert found(history) == {"C2", "C4"}
+    (text,) = violations("C2", history)
+    told = f"program 1 gave v-note (answer: {answer})"
+    assert text == f"the value that {told} was lost: a read of it found none"
+
+
+@pytest.mark.parametrize("error", ["not_found", "session_gone"])
+def test_c2_a_variable_is_lost_that_is_to_be_set(error: str) -> None:
+    history = with_note(given("note", error=error))
+    assert violations("C2", history) == [f"program 1: v-note was lost: {error}"]
+
+
+def test_c2_a_set_value_is_set_again() -> None:
+    history = with_note(UNANSWERED, AGAIN, given("note", 0.7))
+    (text,) = violations("C2", history)
+    assert text.endswith("was lost: it could be set again")
+    assert check(with_note(UNANSWERED, given("note", 0.7), given("note", 0.65))) == []
+
+
+def test_what_was_never_acknowledged_may_be_lost() -> None:
+    assert check(with_note(UNANSWERED, reads=[read("v-note", error="timed_out", at=1.0)])) == []
+
+
+@pytest.mark.parametrize("values", [[given("note")], [UNANSWERED, AGAIN]])
+def test_c1_a_set_value_is_another_one(values: list[SetValue]) -> None:
+    history = with_note(*values, reads=[read("v-note", "not")])
+    assert found(history) == {"C1"}
+    (text,) = violations("C1", history)
+    assert text.endswith("was 'not' later")
+
+
+def test_c1_only_what_was_acknowledged_may_be_there() -> None:
+    early = given("early", 0.2, error="unavailable")
+    assert check(with_note(early, AGAIN, reads=[read("v-note", "early")])) == []
+    assert found(with_note(early, given("note"), reads=[read("v-note", "early")])) == {"C1"}
+
+
+def test_c1_a_set_value_is_an_error() -> None:
+    history = with_note(given("note"), reads=[read("v-note", error="cancelled")])
+    (text,) = violations("C1", history)
+    assert text.endswith("was an error later: cancelled")
+
+
+def test_c1_a_variable_is_set_to_two_values() -> None:
+    assert "C1" in found(with_note(given("note"), given("other")))
 
 
 @pytest.mark.parametrize(

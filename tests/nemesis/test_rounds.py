@@ -3,13 +3,17 @@
 import asyncio
 import importlib
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmark.nemesis.client import Client
 from benchmark.nemesis.faults import FAULTS
-from benchmark.nemesis.rounds import MIXED, Answers, Plan, play, undisturbed
+from benchmark.nemesis.history import History, SetValue, digest_of
+from benchmark.nemesis.programs import PROGRAMS
+from benchmark.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
 from benchmark.nemesis.service import SIM
 from benchmark.results import run
 from tests.support.postgres import Server
@@ -50,6 +54,17 @@ def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
     outcome = asyncio.run(play(plan, answers, tmp_path))
     assert {"C2", "C6"} <= {violation.promise for violation in outcome.violations}
     assert (Path(outcome.kept) / "history.json").exists()
+
+
+async def test_what_a_program_had_set_is_read_once_when_it_hangs() -> None:
+    fields = {"program": 1, "digest": digest_of("note"), "invoked": 0.0, "answered": 0.1}
+    own = SetValue(var="own", **fields)
+    others = [replace(own, var="of-another", program=2), replace(own, var="no", answered=None)]
+    history = History(sets=[own, *others, replace(own, error="already_set")])
+    client = Client(1, "a", ["http://127.0.0.1:1"], history)  # where nobody answers
+    with pytest.raises(TimeoutError):
+        await live(PROGRAMS["probe"], client, 0, random.Random(0), limit_s=0.01)
+    assert [(read.var, read.error) for read in history.reads] == [("own", "unavailable")]
 
 
 def test_a_seed_decides_a_round() -> None:
