@@ -70,15 +70,17 @@ class IdleContexts:
         self, context: Context, later: Sequence[Context], num_blocks: int, *, is_first: bool
     ) -> tuple[set[Context], bool]:
         """Drop KV of the contexts of later jobs, too, till `num_blocks` blocks are free, or till
-        `context` need not copy the block it writes to. If its job `is_first`, nobody is protected
-        from it: else it might wait for ever. Returns the contexts that lost KV, and whether there
-        is room."""
+        `context` need not copy the block it writes to; nothing if all they hold is too little. If
+        its job `is_first`, nobody is protected from it: else it might wait for ever. Returns the
+        contexts that lost KV, and whether there is room."""
         tree = self._tree
         groups = self._line.groups()
         spared = [g for g in groups if g is not context.group and self._shares.protects(g)]
         contexts = [c for g in groups if g not in spared for c in self._line.of(g)]
         contexts += later
-        changed = drop_kv(tree, contexts, num_blocks)
+        changed = set()
+        if is_first or sum(len(c.block_ids) for c in contexts) >= num_blocks - tree.pool.num_free:
+            changed = drop_kv(tree, contexts, num_blocks)
         if is_first and tree.pool.num_free < num_blocks:
             contexts += [c for g in spared for c in self._line.of(g)]
             changed |= drop_kv(tree, contexts, num_blocks)

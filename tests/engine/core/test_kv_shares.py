@@ -87,6 +87,23 @@ def test_the_first_call_takes_what_it_needs():
     assert kept(engine, 1, 2) == [2]
 
 
+def test_a_call_that_must_wait_takes_nothing_of_later_ones():
+    engine = Harness(num_blocks=8)
+    fill(engine, 1, "quiet", 2)
+    engine.generate(piece(10, "ab"), length=12, priority=1)  # goes first
+    later = engine.generate(piece(11, "abcdef"), length=6, priority=3)
+    engine.step()
+    engine.step()
+    waiting = engine.fill(piece(12, "ghijklmnopqrstuvwxyz0123"), priority=2)
+    for _ in range(4):
+        engine.step()
+    assert kept(engine, 1) == [1]
+    assert later.response is not None
+    assert waiting.response is None
+    engine.run()
+    assert waiting.response is not None
+
+
 def test_a_call_may_have_its_own_group_s_room():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet", 2)
