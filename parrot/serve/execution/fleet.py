@@ -5,7 +5,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.events import EventKind, EventLog
 from parrot.serve.execution.frees import FreeSender
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
-from parrot.serve.scheduling.scheduler import Scheduler, take_lease
+from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model, take_lease
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
@@ -266,10 +266,11 @@ class Fleet:
     # What others may see
 
     def views(self) -> list[EngineView]:
-        return [self._view(engine, list(self._scheduler.queues.items())) for engine in self]
+        queued = queued_by_model(self._scheduler)
+        return [self._view(engine, queued[""] + queued[engine.info.model]) for engine in self]
 
-    def _view(self, engine: Engine, queued: Sequence[tuple[Sequence[str], Sized]]) -> EngineView:
-        load, model = self._scheduler.engines.get(engine.id), engine.info.model
+    def _view(self, engine: Engine, num_queued: int) -> EngineView:
+        load = self._scheduler.engines.get(engine.id)
         assert load is not None, engine
         return EngineView(
             engine.id,
@@ -281,7 +282,7 @@ class Fleet:
             self._ledger.log.engine(engine.id),
             load.is_draining,
             load.num_tokens,
-            sum(len(queue) for models, queue in queued if not models or model in models),
+            num_queued,
             load.lease,
         )
 

@@ -18,7 +18,7 @@ Row = dict[str, Any]
 def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
     """Decisions and contexts of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
     rows: dict[str, Row] = {}
-    names = {engine.id: engine.info.engine_name for engine in core.fleet.views()}
+    names = {engine.id: engine.info.engine_name for engine in core.fleet}
     tenants = {session.id: session.tenant for session in core.sessions}
     for decision in core.decisions:
         if visitor.tenant in (None, tenants.get(decision.session_id)):

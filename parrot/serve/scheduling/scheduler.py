@@ -291,6 +291,14 @@ class Scheduler:
         self._order.unplaced(task, engine_id)
 
 
+def queued_by_model(scheduler: Scheduler) -> Counter[str]:
+    """The number of queued tasks that may run on each model; "": those that may on any."""
+    queued = Counter[str]()
+    for models, queue in scheduler.queues.items():
+        queued.update(dict.fromkeys(models or ("",), len(queue)))
+    return queued
+
+
 def take_lease(scheduler: Scheduler, engine_id: int, lease: Lease) -> LeaseUse:
     """Place no more on the engine than this lease allows from now on, unless it comes late; what
     runs goes on. Returns what is made of the latest."""
