@@ -24,6 +24,7 @@ _OWN = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b
 """Headers of a connection, not of what goes over it."""
 _ANSWERS_OWN = _OWN | {b"date", b"server", b"x-request-id", b"request-id"}
 """The same, and those that each server adds to every answer."""
+_NOT_TAKEN = (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
 _ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
@@ -34,7 +35,7 @@ class Forwarding:
     A request that was handed on once is not again: then the shards disagree, and it gets
     `MisdirectedRequest`. One to a shard that does not answer gets `Unavailable`, as does one whose
     body is too large for what is left of `max_body_memory`: it counts till the answer begins. What
-    may stay here stays where another shard gives no answer, or says that it has too much to do."""
+    may stay here stays where another shard gives no answer, or says that it cannot take it now."""
 
     def __init__(
         self, app: ASGIApp, urls: Sequence[str], load: Callable[[], int] = lambda: 0
@@ -76,14 +77,14 @@ class Forwarding:
 
         async def sending(message: Message) -> None:
             nonlocal has_begun
-            if message.get("status") == HTTPStatus.MISDIRECTED_REQUEST:
-                raise MisdirectedRequest(f"shard {shard} does not take it")
+            if message.get("status") in _NOT_TAKEN:
+                raise Unavailable(f"shard {shard} does not take it")
             has_begun = True
             await send(message)
 
         try:
             await self._forward(shard, offer, body, sending, lease)
-        except (MisdirectedRequest, Unavailable) as error:
+        except Unavailable as error:
             if has_begun:
                 raise
             logger.info("what shard %d should have stays here: %s", shard, error.message)

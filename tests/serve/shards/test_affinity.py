@@ -86,6 +86,14 @@ async def test_where_the_home_is_much_fuller_they_begin_where_they_are_asked_for
     assert await begin(second, app) == 1
 
 
+async def test_where_the_home_refuses_all_too(pair: list[Served]) -> None:
+    app = await homeless_app(pair)
+    pair[1].core.is_closing = True
+    assert await begin(pair[0], app) == 0
+    pair[1].core.is_closing = False
+    assert await begin(pair[0], app) == 1
+
+
 async def test_where_the_home_is_down_too() -> None:
     ports = free_ports()
     async with AsyncExitStack() as stack:
