@@ -31,13 +31,13 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def warm_servers() -> Iterator[None]:
+def warm_servers() -> Iterator[WarmServers]:
     """Servers of `Cluster`s are forked from one process of this run."""
     servers = WarmServers()
     with pytest.MonkeyPatch.context() as patch:
         instead = servers.instead_of_subprocess()
         patch.setattr("parrot.cluster.process.subprocess", instead)
-        yield
+        yield servers
     servers.close()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from parrot.cluster.ports import ask, free_port
 from tests.deploy.commands import ROOT, environment
+from tests.support.warm_servers import WarmServers
 
 KEY, TOKEN = "key-of-the-test-0123456789", "token-of-the-test-0123456789"
 
@@ -30,8 +31,14 @@ REAL_SSH = """#!/bin/sh
 printf '%s\\n' "$*" >> {log}
 exec {ssh} -F {folder}/ssh_config "$@"
 """
+# Agents have their servers forked from the tests' own process.
+SITE = """
+from parrot.cluster import process
+from tests.support.warm_servers import WarmServers
+process.subprocess = WarmServers({address!r}).instead_of_subprocess()
+"""
 PYTHON = """#!/bin/sh
-export PYTHONPATH={root} XDG_STATE_HOME={state} PATH={bin}:$PATH
+export PYTHONPATH={site}:{root} XDG_STATE_HOME={state} PATH={bin}:$PATH
 exec {python} "$@"
 """
 
@@ -46,7 +53,7 @@ def script(path: Path, text: str, **values: Any) -> Path:
 class Machines:
     """What a test needs of them. `host` goes into each entry of the inventory."""
 
-    def __init__(self, folder: Path, **host: Any) -> None:
+    def __init__(self, folder: Path, warm: WarmServers, **host: Any) -> None:
         self.folder, self.log = folder, folder / "ssh.log"
         self.state, self.bin = folder / "state", folder / "bin"
         self.host, self.is_fake = host, not host
@@ -54,11 +61,13 @@ class Machines:
         self.core_port, self.engine_port = [free_port("0.0.0.0", taken) for _ in range(2)]
         while self.engine_port + 1 in taken or ask("127.0.0.1", self.engine_port + 1, "/"):
             self.engine_port = free_port("0.0.0.0", taken)
+        script(folder / "site" / "sitecustomize.py", SITE, address=warm.address())
         # Its folder's name has a blank, which a shell would take for the end of a word.
         self.host["python"] = str(
             script(
                 folder / "an environment" / "python",
                 PYTHON,
+                site=folder / "site",
                 root=ROOT,
                 state=self.state,
                 bin=self.bin,
@@ -142,14 +151,14 @@ class Output:
         return "".join(self.lines)
 
 
-def fake_machines(folder: Path) -> Machines:
-    machines = Machines(folder)
+def fake_machines(folder: Path, warm: WarmServers) -> Machines:
+    machines = Machines(folder, warm)
     script(machines.bin / "ssh", FAKE_SSH, python=sys.executable, log=str(machines.log))
     return machines
 
 
 @contextmanager
-def real_machines(folder: Path) -> Iterator[Machines]:
+def real_machines(folder: Path, warm: WarmServers) -> Iterator[Machines]:
     """Behind an sshd of their own, with keys of their own."""
     ssh, keygen, sshd = shutil.which("ssh"), shutil.which("ssh-keygen"), "/usr/sbin/sshd"
     if ssh is None or keygen is None or not os.access(sshd, os.X_OK):
@@ -171,6 +180,7 @@ def real_machines(folder: Path) -> Iterator[Machines]:
         Path("/run/sshd").mkdir(exist_ok=True)  # where it confines who has not shown a key
     machines = Machines(
         folder,
+        warm,
         port=port,
         user=pwd.getpwuid(os.getuid()).pw_name,
         identity_file=str(folder / "user_key"),

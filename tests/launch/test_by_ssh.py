@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests.launch.by_ssh import Machines, Output, fake_machines, real_machines, script
+from tests.support.warm_servers import WarmServers
 
 
 @pytest.fixture(params=["fake", "sshd"])
-def machines(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machines]:
+def machines(
+    request: pytest.FixtureRequest, tmp_path: Path, warm_servers: WarmServers
+) -> Iterator[Machines]:
     if request.param == "fake":
-        yield fake_machines(tmp_path)
+        yield fake_machines(tmp_path, warm_servers)
     else:
-        with real_machines(tmp_path) as found:
+        with real_machines(tmp_path, warm_servers) as found:
             yield found
 
 
@@ -73,9 +76,11 @@ setsid "$@" </dev/null >/dev/null 2>&1 &
 """
 
 
-def test_a_detached_cluster_lives_until_it_is_stopped(tmp_path: Path) -> None:
+def test_a_detached_cluster_lives_until_it_is_stopped(
+    tmp_path: Path, warm_servers: WarmServers
+) -> None:
     """On one machine in the hands of systemd, on the other by itself."""
-    machines = fake_machines(tmp_path)
+    machines = fake_machines(tmp_path, warm_servers)
     machines.inventory(num_engines=1)
     script(machines.bin / "loginctl", LOGINCTL, folder=tmp_path)
     script(machines.bin / "systemd-run", SYSTEMD_RUN, folder=tmp_path)
@@ -100,8 +105,10 @@ def test_a_detached_cluster_lives_until_it_is_stopped(tmp_path: Path) -> None:
     machines.check_no_secret_was_shown(output + again + end)
 
 
-def test_nothing_starts_unless_every_machine_is_fit(tmp_path: Path) -> None:
-    machines = fake_machines(tmp_path)
+def test_nothing_starts_unless_every_machine_is_fit(
+    tmp_path: Path, warm_servers: WarmServers
+) -> None:
+    machines = fake_machines(tmp_path, warm_servers)
     path = machines.inventory(1, engine_type="builtin", model="embedded")
     path.write_text(path.read_text().replace('"count": 1', '"gpus": 64, "cores": 4096'))
     with socket.create_server(("0.0.0.0", machines.core_port)):
@@ -114,8 +121,10 @@ def test_nothing_starts_unless_every_machine_is_fit(tmp_path: Path) -> None:
     assert "Started server process" not in output
 
 
-def test_a_machine_that_cannot_be_reached_is_named_with_the_words_of_ssh(tmp_path: Path) -> None:
-    machines = fake_machines(tmp_path)
+def test_a_machine_that_cannot_be_reached_is_named_with_the_words_of_ssh(
+    tmp_path: Path, warm_servers: WarmServers
+) -> None:
+    machines = fake_machines(tmp_path, warm_servers)
     machines.inventory()
     refusal = "#!/bin/sh\nprintf 'Permission \\033[2Jdenied (publickey).' >&2\nexit 255\n"
     script(machines.bin / "ssh", refusal)
@@ -126,8 +135,8 @@ def test_a_machine_that_cannot_be_reached_is_named_with_the_words_of_ssh(tmp_pat
     assert "\033" not in output
 
 
-def test_the_commands_are_shown_and_not_run(tmp_path: Path) -> None:
-    machines = fake_machines(tmp_path)
+def test_the_commands_are_shown_and_not_run(tmp_path: Path, warm_servers: WarmServers) -> None:
+    machines = fake_machines(tmp_path, warm_servers)
     machines.inventory()
     code, output = machines.launched("--dry-run")
     assert code == 0

@@ -1,18 +1,22 @@
 """Servers of a `Cluster`, forked from one process that has imported what all of them need: each of
 them spends a second of CPU on that, and the tests start hundreds.
 
-Run as a program, this is that process: it reads requests from its stdin, a socket. Each is forked
-twice: the first child waits for the second, which is the server, and tells its end."""
+Run as a program, this is that process: it reads requests from its stdin, a socket, and from those
+who connect to one that listens. Each is forked twice: the first child waits for the second, which
+is the server, and tells its end."""
 
 import gc
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Self
 
@@ -22,16 +26,34 @@ _MAX_REQUEST = 2**17
 
 
 class WarmServers:
-    """The process from which servers are forked, started with the first."""
+    """The process from which servers are forked, started with the first, or that which another
+    process has, by its `address`."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str | None = None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-") if address is None else None
+        if address is not None:
+            self._requests = _socket()
+            self._requests.connect(address)
 
     def close(self) -> None:
-        if self._process is not None and self._requests is not None:
+        if self._requests is not None:
             self._requests.close()
+        if self._process is not None:
             self._process.wait()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def address(self) -> str:
+        """Where other processes may ask for servers, as long as this one has them."""
+        assert self._folder is not None
+        self._ask_at()
+        return self._listens_at(self._folder.name)
+
+    @staticmethod
+    def _listens_at(folder: str) -> str:
+        return str(Path(folder) / "requests")
 
     def instead_of_subprocess(self) -> SimpleNamespace:
         """What `parrot.cluster.process` needs of the module `subprocess`."""
@@ -48,9 +70,15 @@ class WarmServers:
     def _ask_at(self) -> socket.socket:
         if self._requests is None:
             self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            command = [sys.executable, "-u", "-m", "tests.support.warm_servers"]
-            self._process = subprocess.Popen(command, stdin=theirs, start_new_session=True)
-            theirs.close()
+            assert self._folder is not None
+            with theirs, _socket() as listener:
+                listener.bind(self._listens_at(self._folder.name))
+                listener.listen()
+                number = listener.fileno()
+                command = [sys.executable, "-u", "-m", "tests.support.warm_servers", str(number)]
+                self._process = subprocess.Popen(
+                    command, stdin=theirs, start_new_session=True, pass_fds=[number]
+                )
         return self._requests
 
 
@@ -86,19 +114,33 @@ class ForkedServer:
         return self.returncode
 
 
-def be_next_server() -> None:
-    """Fork a server at each request, and return in it; exit when there will be no more."""
-    requests = socket.socket(fileno=os.dup(0))
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def be_next_server(listener: socket.socket) -> None:
+    """Fork a server at each request, and return in it; exit when its owner is gone."""
+    owner = socket.socket(fileno=os.dup(0))
+    open_sockets = [owner, listener]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while True:
-        message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST, 3)
+        asking = select.select(open_sockets, [], [])[0][0]
+        if asking is listener:
+            open_sockets.append(listener.accept()[0])
+            continue
+        message, fds, _, _ = socket.recv_fds(asking, _MAX_REQUEST, 3)
         if not message:
-            os._exit(0)
+            if asking is owner:
+                os._exit(0)
+            open_sockets.remove(asking)
+            asking.close()
+            continue
         if os.fork() == 0:
             break
         for fd in fds:
             os.close(fd)
-    requests.close()
+    for one in open_sockets:
+        one.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     teller, lifeline, log = fds
     if (server := os.fork()) != 0:
@@ -126,7 +168,7 @@ if __name__ == "__main__":
         del sys.modules[name]  # it is run anew, as the main module
     gc.collect()
     gc.freeze()
-    be_next_server()
+    be_next_server(socket.socket(fileno=int(sys.argv[1])))
     from parrot.cluster import child
 
     child.main()
