@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -24,15 +24,21 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 
 @contextmanager
-def orderly_exit() -> Iterator[None]:
+def orderly_exit(hurry: Callable[[], None] | None = None) -> Iterator[None]:
     """Turn SIGTERM, SIGHUP and Ctrl-C into an exception, so that every `with` on the way out cleans
-    up, and end with the shell's exit code for that signal. A second signal changes nothing: the
-    clean-up goes on."""
+    up, and end with the shell's exit code for that signal. A second Ctrl-C calls `hurry`, which
+    must not wait, so that the clean-up waits for no calls; it goes on whatever else comes."""
+
+    def insist(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if hurry is not None:
+            hurry()
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         for other in previous:
-            signal.signal(other, signal.SIG_IGN)
-        ERR.print(f"\n[yellow]stopping ({signal.Signals(signum).name})[/]")
+            signal.signal(other, insist if other == signal.SIGINT else signal.SIG_IGN)
+        again = "" if hurry is None else "; Ctrl-C ends also what still runs"
+        ERR.print(f"\n[yellow]stopping ({signal.Signals(signum).name}){again}[/]")
         raise SystemExit(128 + signum)
 
     previous = {

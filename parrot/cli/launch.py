@@ -1,7 +1,9 @@
 """`parrot launch`: a cluster from config files, here or on Ray."""
 
 import os
+import threading
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
-from parrot.cli.servers import running
+from parrot.cli.servers import hurry, running
 from parrot.cluster import Cluster, ClusterError
 from parrot.launch.by_ssh.inventory import is_inventory
 from parrot.launch.configs import read_configs, read_entries
@@ -46,7 +48,7 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
         cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
     except (ConfigError, ClusterError) as error:
         fail(str(error))
-    with orderly_exit(), running(cluster):
+    with orderly_exit(partial(hurry, cluster)), running(cluster):
         OUT.print(_table(cluster))
         OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")
         if cluster.configs["core"].get("page", True):
@@ -70,9 +72,10 @@ def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
                 OUT.print(f"ServeCore is ready at [bold]{url}[/].")
                 OUT.print(f"`parrot launch --ray --stop --name {options.name}` ends all.")
                 return
+            hurried = threading.Event()
             with (
-                orderly_exit(),
-                serving(plan, namespace, options.ready_timeout_s, _say) as supervisor,
+                orderly_exit(hurried.set),
+                serving(plan, namespace, options.ready_timeout_s, _say, hurried) as supervisor,
             ):
                 table = Table("process", "address")
                 for name, engine in supervisor.serving.items():

@@ -41,8 +41,8 @@ def launch_machines(path: Path, options: LaunchOptions) -> None:
         for site in inventory.sites:
             sys.stdout.write(_commands(site))
         return
-    with orderly_exit():
-        machines = Machines(inventory, _tell)
+    machines = Machines(inventory, _tell)
+    with orderly_exit(machines.hurry):
         try:
             if stop:
                 machines.stop_elsewhere()

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
-from parrot.cli.servers import running
+from parrot.cli.servers import hurry, running
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.cluster import binding
 from parrot.cluster.ports import ask, is_free
@@ -61,7 +62,7 @@ def up(model: str, options: UpOptions) -> None:
         )
     except (ConfigError, ClusterError) as error:
         fail(str(error))
-    with orderly_exit():
+    with orderly_exit(partial(hurry, cluster)):
         ERR.print(f"Starting {_counted(len(engines))} of {escape(model)} …", soft_wrap=True)
         with running(cluster):
             _say_how_to_use(cluster)

@@ -210,3 +210,35 @@ def test_signals_run_the_clean_up_to_its_end(signum: signal.Signals) -> None:
         os.kill(process.pid, signal.SIGINT)  # impatient
         assert process.stdout.readline() == "clean\n"
     assert process.returncode == 128 + signum
+
+
+def test_a_second_interrupt_hurries_the_clean_up_and_a_third_changes_nothing() -> None:
+    program = textwrap.dedent(
+        """
+        import queue
+        from parrot.cli.console import orderly_exit
+        hurried = queue.SimpleQueue()
+        with orderly_exit(lambda: hurried.put("hurried")):
+            try:
+                print("up", flush=True)
+                queue.SimpleQueue().get()
+            finally:
+                print("cleaning", flush=True)
+                print(hurried.get(), flush=True)
+                input()
+                print(hurried.qsize(), flush=True)
+        """
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line, signum in (
+            ("up\n", signal.SIGTERM),
+            ("cleaning\n", signal.SIGINT),
+            ("hurried\n", signal.SIGINT),
+        ):
+            assert process.stdout.readline() == line
+            process.send_signal(signum)
+        assert process.communicate("\n")[0] == "0\n"
+    assert process.returncode == 128 + signal.SIGTERM

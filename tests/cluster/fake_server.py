@@ -2,7 +2,7 @@
 
 Engines tell the core that they are up with POST /hello; the core lists them on /ready, dead ones
 included, as a core may for a while. Config keys steer it: `die_after_s`, `exit_code`, `stubborn`,
-`silent`, `loading`, `with_child`."""
+`silent`, `loading`, `with_child`, `drains` (until it is asked to end twice)."""
 
 import itertools
 import json
@@ -70,6 +70,10 @@ if "exit_code" in config:
     sys.exit(config["exit_code"])
 if config.get("stubborn"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if config.get("drains"):
+    num_asked = itertools.count()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if next(num_asked) else print("draining"))
+    print("up")
 if config.get("with_child"):
     print("grandchild", subprocess.Popen(["sleep", "600"]).pid)
 server = ThreadingHTTPServer((config["host"], config["port"]), Handler)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from parrot.cli.servers import hurry
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.ports import ask, free_port, is_free
 
@@ -68,6 +70,21 @@ def test_engines_learn_where_the_core_is_and_its_token(tmp_path: Path) -> None:
         assert "argv [] stdin '' token hush" in cluster.log("engine-0")
     assert (tmp_path / "engine-0.log").exists(), "a log directory that was given is kept"
     assert {path.suffix for path in tmp_path.iterdir()} == {".log"}, "a config may hold secrets"
+
+
+def test_a_hurry_ends_a_long_drain() -> None:
+    cluster = make([{"drains": True, "drain_timeout": 1e6}])
+    cluster.start()
+    assert eventually(lambda: "up" in cluster.log("engine-0"))
+    stopping = threading.Thread(target=cluster.stop)
+    log, process = cluster.log, cluster.process("engine-0")
+    stopping.start()
+    assert eventually(lambda: "draining" in log("engine-0"))
+    assert process.is_alive
+    hurry(cluster)
+    stopping.join(60)
+    assert not stopping.is_alive()
+    assert process.exit_code == 0
 
 
 def test_engines_without_a_core() -> None:

@@ -207,3 +207,12 @@ def test_the_end_of_all(tmp_path: Path) -> None:
     play.supervisor.stop()
     assert sorted(play.cluster.ended[:3]) == ["a-0", "a-1", "b"]
     assert play.cluster.ended[3:] == ["core"]
+
+
+def test_a_hurry_waits_for_no_calls(tmp_path: Path) -> None:
+    play = Play(tmp_path, {"engine_name": "a"})
+    play.ready()
+    num_rounds = len(play.cluster.told)
+    play.supervisor.stop(lambda: True)
+    assert play.cluster.ending == {"a", "core"}
+    assert len(play.cluster.told) == num_rounds

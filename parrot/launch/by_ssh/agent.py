@@ -1,8 +1,8 @@
 """The launcher's agent on a machine of an inventory: `python -m parrot.launch.by_ssh.agent`.
 
-Its stdin is its launcher: the order, a line that says go, then a line now and then. When that ends
-or falls silent the servers end, unless they were to be detached: then a process of their own, which
-`systemd-run --user` starts if there is one, has them (`--supervise FOLDER`)."""
+Its stdin is its launcher: the order, a line that says go, then a line now and then. When that says
+stop, ends, or falls silent, the servers end, unless they were to be detached: then a process of
+their own, which `systemd-run --user` starts if there is one, has them (`--supervise FOLDER`)."""
 
 import os
 import queue
@@ -30,7 +30,17 @@ from parrot.launch.by_ssh.supervisor import (
     holder,
     holding,
 )
-from parrot.launch.by_ssh.wire import GO, MAX_ORDER, PING, SILENCE_S, Action, Order, Report
+from parrot.launch.by_ssh.wire import (
+    GO,
+    HURRY,
+    MAX_ORDER,
+    PING,
+    SILENCE_S,
+    STOP,
+    Action,
+    Order,
+    Report,
+)
 from parrot.utils.private_files import open_private
 
 _MAX_REPORTS = 10_000  # that wait for the launcher to read
@@ -45,7 +55,9 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["--supervise"]:
         return supervise(Path(argv[1]))
     try:
-        order = Order.model_validate_json(sys.stdin.buffer.readline(MAX_ORDER))
+        while (line := sys.stdin.buffer.readline(MAX_ORDER)) == PING:
+            pass
+        order = Order.model_validate_json(line)
     except ValidationError as error:
         sys.stderr.write(f"no order of this version of Parrot: {error.error_count()} errors\n")
         return 2
@@ -73,16 +85,20 @@ def _obey(order: Order, tell: Callable[[Report], None]) -> int:
     if found:
         return 1
     tell(Report(kind="checked", text=str(folder)))
-    if next(line for line in _lines() if line != PING) != GO:
+    lines = _lines()
+    if next(line for line in lines if line != PING) != GO:
         return 0
     if order.action is Action.DETACH:
         return _detach(order, folder, tell)
     with holding(folder):
         supervisor = Supervisor(order, folder, tell)
-        launcher = threading.Thread(target=_follow, args=(supervisor.end,), daemon=True)
-        with _ending_by_signals(supervisor.end):
+        launcher = threading.Thread(target=_follow, args=(lines, supervisor), daemon=True)
+        with _ending_by_signals(supervisor.end) as signals:
             launcher.start()
             supervisor.run()
+    if signals and signals[0] != signal.SIGINT:
+        tell(Report(kind="problem", text=f"the servers were ended by signal {signals[0]}"))
+        return 1
     tell(Report(kind="stopped"))
     return 0
 
@@ -98,20 +114,26 @@ def _lines() -> Iterator[bytes]:
     yield b""
 
 
-def _follow(end: Callable[[], None]) -> None:
-    for _ in _lines():
-        pass
-    end()
+def _follow(lines: Iterator[bytes], supervisor: Supervisor) -> None:
+    for line in lines:
+        if line == HURRY:
+            supervisor.hurry()
+        elif line in (STOP, b""):
+            supervisor.end()
 
 
 @contextmanager
-def _ending_by_signals(end: Callable[[], None]) -> Iterator[None]:
+def _ending_by_signals(end: Callable[[], None]) -> Iterator[list[int]]:
+    """Enter with the signals that will have come."""
+    signals: list[int] = []
+
     def heard(signum: int, frame: FrameType | None) -> None:
+        signals.append(signum)
         end()
 
     before = {signum: signal.signal(signum, heard) for signum in _SIGNALS}
     try:
-        yield
+        yield signals
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

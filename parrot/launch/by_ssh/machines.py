@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -11,9 +12,20 @@ from itertools import groupby
 from parrot.cluster.restarts import Restarts
 from parrot.launch.by_ssh.inventory import Inventory, Site
 from parrot.launch.by_ssh.ssh import Link
-from parrot.launch.by_ssh.wire import GO, PING_S, Action, Order, Report, ServerOrder
+from parrot.launch.by_ssh.wire import (
+    GO,
+    HURRY,
+    PING,
+    PING_S,
+    STOP,
+    Action,
+    Order,
+    Report,
+    ServerOrder,
+)
 
 _CHECK_S = 120.0  # for a machine to be reached and checked
+_MAX_PROBLEMS = 100  # of a connection; the last are kept
 _MAX_REPORTS = 1000  # that wait to be told; agents leave out lines of logs if more do
 _SLACK_S = 15.0  # beyond the time that servers may take to end
 
@@ -24,12 +36,13 @@ class LaunchError(Exception):
 
 @dataclass(slots=True)
 class _State:
-    """`link` None: there is no connection. `problems`: of the present one."""
+    """`link` None: there is no connection. `problems`, `is_checked`: of the present one."""
 
     link: Link | None = None
     began: float = 0.0
+    is_checked: bool = False
     is_over: bool = False  # it was stopped, from here or elsewhere
-    problems: list[str] = field(default_factory=list)
+    problems: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_PROBLEMS))
 
 
 class Machines:
@@ -86,43 +99,80 @@ class Machines:
                 is_told = True
                 on_ready()
             now = time.monotonic()
-            heard = self._next(self._restarts.wait_s(now))
+            heard = self._next(self._wait_s(now))
             if heard is not None:
                 self._heed(*heard)
             sites = {site.address: site for site in self._inventory.sites}
             for address in self._restarts.take_due(time.monotonic()):
                 self._connect(sites[address], Action.RUN)
+            self._give_up_late(time.monotonic())
 
     def stop(self) -> None:
         """End all: engines, which finish their calls, on machines without ServeCore first. Raises
         `LaunchError` naming those that did not say that they had."""
-        self._is_ending.set()  # which agents notice by the end of their input
+        try:
+            self._end_all(self._ask_to_end, _SLACK_S)
+        finally:
+            self._is_ending.set()
+
+    def hurry(self) -> None:
+        """Let `stop`, which has begun or is about to, wait for no calls. May be called by a
+        signal's handler."""
+        for state in self._states.values():
+            if state.link is not None and state.is_checked:
+                state.link.say(HURRY)
+
+    def stop_elsewhere(self) -> None:
+        """Stop what another launcher started. Raises as `stop`."""
+        self._end_all(lambda site: self._connect(site, Action.STOP), _CHECK_S)
+
+    # Inside.
+
+    def _end_all(self, ask: Callable[[Site], None], slack_s: float) -> None:
+        """Ask each machine to end its servers, ServeCore's when the others have, and wait."""
         problems = []
         for _, sites in groupby(self._inventory.sites, key=lambda site: site.has_core):
             group = list(sites)
             for site in group:
-                if (link := self._states[site.address].link) is not None:
-                    link.close_input()
+                ask(site)
             try:
-                self._wait_all(group, max(site.stop_s for site in group) + _SLACK_S)
+                self._wait_all(group, max(site.stop_s for site in group) + slack_s)
             except LaunchError as error:
                 problems.append(str(error))
         if problems:
             raise LaunchError("\n".join(problems))
 
-    def stop_elsewhere(self) -> None:
-        """Stop what another launcher started. Raises `LaunchError`."""
-        for _, sites in groupby(self._inventory.sites, key=lambda site: site.has_core):
-            group = list(sites)
-            for site in group:
-                self._connect(site, Action.STOP)
-            self._wait_all(group, _CHECK_S + max(site.stop_s for site in group))
+    def _ask_to_end(self, site: Site) -> None:
+        state = self._states[site.address]
+        if state.link is None:
+            return
+        if state.is_checked:
+            state.link.send(STOP)
+        else:  # the agent waits for a word, or the connection takes none
+            state.link.close_input()
 
-    # Inside.
+    def _wait_s(self, now: float) -> float | None:
+        """Seconds until something is due: a connection, or an agent's answer."""
+        due = [state.began + _CHECK_S - now for state in self._unchecked()]
+        if (restart_s := self._restarts.wait_s(now)) is not None:
+            due.append(restart_s)
+        return min(due, default=None)
+
+    def _unchecked(self) -> list[_State]:
+        return [s for s in self._states.values() if s.link is not None and not s.is_checked]
+
+    def _give_up_late(self, now: float) -> None:
+        """End connections to machines that ssh reaches and that do nothing."""
+        for state in self._unchecked():
+            if state.link is not None and now >= state.began + _CHECK_S:
+                state.problems.append(f"no answer in {_CHECK_S:g} s")
+                state.is_checked = True
+                state.link.kill()
 
     def _connect(self, site: Site, action: Action) -> None:
         state = self._states[site.address]
         state.problems.clear()
+        state.is_checked = False
         state.began = time.monotonic()
         order = _order_for(self._inventory.name, site, action)
         try:
@@ -141,7 +191,9 @@ class Machines:
         is noted."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                return None  # also if reports do not cease
             try:
                 link, report = self._reports.get(timeout=left_s)
             except queue.Empty:
@@ -154,6 +206,8 @@ class Machines:
                 state.link = None
                 if not (state.is_over or state.problems):
                     state.problems.append(link.how_it_ended())
+            elif report.kind == "checked":
+                state.is_checked = True
             elif report.kind == "problem":
                 state.problems.append(report.text)
             elif report.kind in ("stopped", "detached"):
@@ -166,7 +220,7 @@ class Machines:
         while not self._is_ending.wait(PING_S):
             for state in self._states.values():
                 if (link := state.link) is not None:
-                    link.ping()
+                    link.say(PING)
 
     def _heed(self, address: str, report: Report | None) -> None:
         state = self._states[address]

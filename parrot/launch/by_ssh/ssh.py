@@ -13,7 +13,7 @@ from typing import BinaryIO
 from pydantic import ValidationError
 
 from parrot.launch.by_ssh.inventory import HostEntry, Site
-from parrot.launch.by_ssh.wire import MAX_REPORT, PING, Order, Report
+from parrot.launch.by_ssh.wire import MAX_REPORT, Order, Report
 
 AGENT = ("-m", "parrot.launch.by_ssh.agent")
 _OPTIONS = {
@@ -26,6 +26,7 @@ _OPTIONS = {
     "ControlPath": "none",
     "ClearAllForwardings": "yes",
     "ForwardAgent": "no",
+    "ForwardX11": "no",
     "PermitLocalCommand": "no",
 }
 _ENDS_S = 5.0  # from the end of a connection's input to that of ssh
@@ -80,11 +81,11 @@ class Link:
             while line:
                 line = line[self._input.write(line) :]
 
-    def ping(self) -> None:
-        """Tell the agent that its launcher is there, unless something else does so now."""
+    def say(self, word: bytes) -> None:
+        """Send a word to an agent, unless something else is being sent now."""
         if self._sending.acquire(blocking=False):
             with suppress(OSError, ValueError):
-                self._input.write(PING)
+                self._input.write(word)
             self._sending.release()
 
     def close_input(self) -> None:

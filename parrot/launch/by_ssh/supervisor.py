@@ -68,15 +68,19 @@ def holder(folder: Path) -> int | None:
 
 
 def end_holder(folder: Path, timeout_s: float) -> bool:
-    """Ask the process that holds the folder to end, and wait for it; False if that took longer."""
+    """Ask the process that holds the folder to end, and wait for it; False if that took longer.
+    SIGINT says that a person wishes it: SIGTERM may come of a machine that is started again."""
     pid = holder(folder)
     if pid is None:
         return True
-    process = os.pidfd_open(pid)
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
     try:
         if holder(folder) != pid:
             return True
-        signal.pidfd_send_signal(process, signal.SIGTERM)
+        signal.pidfd_send_signal(process, signal.SIGINT)
         return bool(select.select([process], [], [], timeout_s)[0])
     finally:
         os.close(process)
@@ -111,6 +115,13 @@ class Supervisor:
     def end(self) -> None:
         """Let `run` return; from any thread, or a signal's handler."""
         self._events.put(None)
+
+    def hurry(self) -> None:
+        """Wait for no calls when all are ended: a second signal ends those of an engine. From any
+        thread."""
+        for name, order in self._orders.items():
+            if order.kind == "engine":
+                self._processes[name].terminate()
 
     def run(self) -> None:
         """Start all; when `end` is called end all, engines first, and return."""

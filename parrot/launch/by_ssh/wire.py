@@ -10,7 +10,7 @@ MAX_ORDER = 2**24  # bytes
 MAX_REPORT = 2**17
 PING_S = 10.0  # between lines of a launcher that has nothing to say
 SILENCE_S = 45.0  # after which an agent takes its launcher for gone
-GO, PING = b"go\n", b"\n"
+GO, STOP, HURRY, PING = b"go\n", b"stop\n", b"hurry\n", b"\n"
 
 
 class Action(StrEnum):
@@ -20,7 +20,8 @@ class Action(StrEnum):
 
 
 class Payload(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # An error that shows its input would show secrets.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
 
 class ServerOrder(Payload):

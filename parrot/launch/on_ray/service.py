@@ -41,9 +41,14 @@ def connected(address: str, name: str) -> Iterator[str]:
 
 @contextmanager
 def serving(
-    plan: RayPlan, namespace: str, ready_timeout_s: float, tell: Callable[[str], None]
+    plan: RayPlan,
+    namespace: str,
+    ready_timeout_s: float,
+    tell: Callable[[str], None],
+    hurried: threading.Event,
 ) -> Iterator[Supervisor]:
-    """Enter when all servers are ready; leaving ends all. Raises `ClusterError`."""
+    """Enter when all servers are ready; leaving ends all, once `hurried` is set without waiting for
+    their calls. Raises `ClusterError`."""
     _refuse_second(namespace)
     runtime = RayRuntime(namespace, is_detached=False)
     supervisor = Supervisor(plan, runtime, tell, threading.Event().wait)
@@ -52,7 +57,7 @@ def serving(
         supervisor.wait_ready(ready_timeout_s)
         yield supervisor
     finally:
-        supervisor.stop()
+        supervisor.stop(hurried.is_set)
 
 
 def launch_detached(plan: RayPlan, namespace: str, ready_timeout_s: float) -> str:

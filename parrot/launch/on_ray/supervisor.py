@@ -128,20 +128,23 @@ class Supervisor:
         while not self._wait(TICK_S):
             self._tick()
 
-    def stop(self) -> None:
-        """End all servers, engines first and after their calls; returns when all are gone."""
+    def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
+        """End all servers, engines first and after their calls; returns when all are gone or, once
+        it is hurried, when all were asked to end: those left end with this process's actors."""
         core = self._plan.core
         engines = [name for name in self._runtime.names if name != core.name]
         waits_s = [pool.engine.stop_s for pool in self._plan.pools]
-        self._end(engines, max(waits_s))
-        self._end([core.name], core.stop_s)
+        self._end(engines, max(waits_s), is_hurried)
+        self._end([core.name], core.stop_s, is_hurried)
 
-    def _end(self, names: Collection[str], wait_s: float) -> None:
+    def _end(self, names: Collection[str], wait_s: float, is_hurried: Callable[[], bool]) -> None:
         for name in names:
             if name not in self._leaving:
                 self._retire(name)
         deadline = self._now() + wait_s + _MARGIN_S
         while any(name in self._runtime.names for name in names) and self._now() < deadline:
+            if is_hurried():
+                return
             self._runtime.poll(self._core, TICK_S)
 
     # One round
