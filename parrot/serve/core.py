@@ -24,6 +24,8 @@ from parrot.serve.views import engine_view, session_steps, session_view
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.timers import TimerQueue
 
+_InfoSteps = Generator[None, None, SessionInfo]
+
 
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
@@ -132,16 +134,22 @@ class ServeCore:
         """As `session_steps` says, at once."""
         return session_view(self.session_steps(session_id, session_auth))
 
-    def session_steps(
-        self, session_id: int, session_auth: str | None
-    ) -> Generator[None, None, SessionInfo]:
+    def session_steps(self, session_id: int, session_auth: str | None) -> _InfoSteps:
         """`session_auth` may be the API key instead, where that shows whose session it is: one of
         `api_keys`, or without those whatever the requests of a conversation had."""
         session = self.sessions.find(session_id)
         if session is None or not self._is_owner(session, session_auth):
             session = self.sessions.authenticate(session_id, session_auth)
         remaining_s = self.sessions.remaining_s(session)
-        return session_steps(session, self.clock.now(), remaining_s, self._metrics.prices)
+        steps = session_steps(session, self.clock.now(), remaining_s, self._metrics.prices)
+        return self._while_live(session, steps)
+
+    def _while_live(self, session: Session, steps: _InfoSteps) -> _InfoSteps:
+        """An ended session is taken apart, and tells nothing that is true. Raises `SessionGone`."""
+        info = yield from steps
+        if self.sessions.find(session.id) is not session:
+            raise SessionGone(f"session {session.id} has ended")
+        return info
 
     def _is_owner(self, session: Session, api_key: str | None) -> bool:
         if self.tenants.is_closed:

@@ -31,6 +31,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.observers import Observer
 from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
+from parrot.utils.tasks import at_once
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
 from tests.support.manual_clock import ManualClock
 
@@ -205,6 +206,17 @@ async def test_deleting_a_session_ends_its_reads_and_work(world: World) -> None:
     assert world.dispatcher.released == [session_id]
     with pytest.raises(SessionGone):
         world.core.session_info(session_id, auth)
+
+
+async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: World) -> None:
+    for number in range(1100):
+        world.variable(f"x{number}")
+    session_id, auth = world.scope.values()
+    steps = world.core.session_steps(session_id, auth)
+    next(steps)
+    world.core.delete_session(session_id, auth)
+    with pytest.raises(SessionGone, match="ended"):
+        at_once(steps)
 
 
 async def test_a_deleted_session_does_not_expire_as_well(
