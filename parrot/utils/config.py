@@ -89,7 +89,10 @@ def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: 
         near = get_close_matches(str(loc[-1]), owner.model_fields, n=1)
         hint = f" (did you mean `{near[0]}`?)" if near else ""
         return f"unknown key {key}; allowed: {', '.join(sorted(owner.model_fields))}{hint}"
-    return f"{key}: {message}" + ("" if kind == "missing" else f", not {given!r:.80}")
+    owner, rest = section_at(model, loc)
+    field = owner.model_fields.get(str(rest[0])) if rest else None
+    is_shown = kind != "missing" and (field is None or field.repr)  # else it is a secret
+    return f"{key}: {message}" + (f", not {given!r:.80}" if is_shown else "")
 
 
 def section_at(model: type[BaseModel], path: Loc) -> tuple[type[BaseModel], Loc]:

@@ -173,3 +173,12 @@ def test_json_is_yaml(payload: dict[str, object]) -> None:
     from parrot.utils.yaml_file import load_yaml
 
     assert load_yaml(json.dumps(payload).encode()) == payload
+
+
+def test_what_is_wrong_with_a_secret_is_said_without_it() -> None:
+    with pytest.raises(ConfigError, match="`api_keys`") as raised:
+        parse_config(CoreConfig, {"api_keys": "my-key"}, "core.json")
+    assert "my-key" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"`api_keys\.0`") as raised:
+        parse_config(CoreConfig, {"api_keys": [7123]}, "core.json")
+    assert "7123" not in str(raised.value)
