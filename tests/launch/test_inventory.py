@@ -83,6 +83,7 @@ def test_servecore_answers_to_its_hosts_name(tmp_path: Path) -> None:
         ([{**CORE, "identity_file": "-F/x", "engines": [SIM]}], "must be a path"),
         ([{**CORE, "identity_file": "/%h", "engines": [SIM]}], "must be a path"),
         ([{**CORE, "python": "py\nthon", "engines": [SIM]}], "must be a path"),
+        ([{**CORE, "python": "~/venv/bin/python", "engines": [SIM]}], "from the home folder"),
         ([{**CORE, "port": 65536, "engines": [SIM]}], "hosts.0.port"),
         ([{**CORE, "engines": [{**SIM, "counts": 2}]}], "did you mean `count`"),
         ([CORE], "no host has `engines`"),

@@ -45,6 +45,12 @@ def _path(text: str) -> str:
     return text
 
 
+def _remote_path(text: str) -> str:
+    if text.startswith("~"):
+        raise ValueError("must not begin with `~`: a relative path is one from the home folder")
+    return _path(text)
+
+
 class EngineGroup(ConfigModel):
     """Engines of one config on one host."""
 
@@ -71,7 +77,7 @@ class HostEntry(ConfigModel):
     user: Annotated[str, AfterValidator(_user)] | None = None
     port: int | None = Field(None, ge=1, le=65535, description="Of ssh.")
     identity_file: Annotated[str, AfterValidator(_path)] | None = None
-    python: Annotated[str, AfterValidator(_path)] = Field(
+    python: Annotated[str, AfterValidator(_remote_path)] = Field(
         "python3", description="The interpreter that has Parrot there."
     )
     core: str | dict[str, Any] | None = Field(
