@@ -97,8 +97,8 @@ def _commands(site: Site) -> str:
     lines = [shlex.join(ssh_command(site.host, [site.host.python, *AGENT]))]
     for placed in site.servers:
         server = placed.server
-        command = [site.host.python, "-m", "parrot.cluster.child", server.module]
+        command = [site.host.python, "-m", "parrot.cluster.child", server.module, server.name]
         env = [f"{name}={shlex.quote(text)}" for name, text in placed.env.items()]
         line = " ".join([*env, shlex.join(command)])
-        lines.append(f"    {line}  # {server.name}, port {placed.port}")
+        lines.append(f"    {line}  # port {placed.port}")
     return "\n".join(lines) + "\n"

@@ -1,10 +1,10 @@
 """Run a server's module as `python -m` does, but never outlive the process that started it.
 
-`python -m parrot.cluster.child MODULE [ARGS...]`: stdin is a lifeline, a pipe whose other end only
-the parent holds. Its first line is the server's config, a JSON object, which the module finds at
-`--config_path`: a file without a name, so that no secret of it is left behind. However the parent
-ends, `kill -9` included, the kernel closes that end, the read returns, and this process stops
-itself, first politely."""
+`python -m parrot.cluster.child MODULE NAME [ARGS...]`: the name is for whoever lists processes.
+Stdin is a lifeline, a pipe whose other end only the parent holds. Its first line is the server's
+config, a JSON object, which the module finds at `--config_path`: a file without a name, so that no
+secret of it is left behind. However the parent ends, `kill -9` included, the kernel closes that
+end, the read returns, and this process stops itself, first politely."""
 
 import os
 import runpy
@@ -47,7 +47,7 @@ def main() -> None:
         target=_follow_parent, args=(lifeline,), name="parent-watch", daemon=True
     ).start()
     module = sys.argv[1]
-    sys.argv = [module, "--config_path", f"/dev/fd/{config.fileno()}", *sys.argv[2:]]
+    sys.argv = [module, "--config_path", f"/dev/fd/{config.fileno()}", *sys.argv[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -43,7 +43,7 @@ class ServerProcess:
     ) -> None:
         self.name = name
         self.log_path = log_path
-        self._command = [sys.executable, "-m", "parrot.cluster.child", module, *args]
+        self._command = [sys.executable, "-m", "parrot.cluster.child", module, name, *args]
         self._env = {**without_settings(os.environ), "PYTHONUNBUFFERED": "1", **env}
         self._on_death = on_death
         self._on_line = on_line

@@ -141,6 +141,6 @@ def test_the_commands_are_shown_and_not_run(tmp_path: Path, warm_servers: WarmSe
     code, output = machines.launched("--dry-run")
     assert code == 0
     assert "an environment/python'\"'\"' -m parrot.launch.by_ssh.agent'" in output
-    assert "parrot.cluster.child parrot.engine.http_server" in output
-    assert f"# engine-1, port {machines.engine_port + 1}" in output
+    assert "parrot.cluster.child parrot.engine.http_server engine-0" in output
+    assert f"http_server engine-1  # port {machines.engine_port + 1}" in output
     assert not machines.log.exists()

@@ -45,6 +45,12 @@ def until(is_met: Callable[[], Any], what: str) -> Any:
     return found
 
 
+def config_of(process: Path) -> str:
+    """The file without a name from which a server read its config."""
+    files = (process / "fd").iterdir()
+    return next(file.read_text() for file in files if "(deleted)" in os.readlink(file))
+
+
 class Service:
     """A launch file, and the commands on it."""
 
@@ -82,15 +88,13 @@ class Service:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 command = path.read_text().split("\0")
-                if (
-                    any("http_server" in word for word in command)
-                    and f"/{name}.json" in command[-2]
-                ):
-                    config = json.loads(Path(command[-2]).read_text())
-                    if self.port in (config["port"], config.get("serve_core", {}).get("port")):
-                        found.append(int(path.parent.name))
+                if command[-2] != name or "parrot.cluster.child" not in command:
+                    continue
+                config = json.loads(config_of(path.parent))
+                if self.port in (config["port"], config.get("serve_core", {}).get("port")):
+                    found.append(int(path.parent.name))
             except (OSError, IndexError):
-                continue  # it has ended, or its folder is gone
+                continue  # it has ended
         return found
 
     def wait_ready(self, process: subprocess.Popen[bytes]) -> None:
