@@ -155,7 +155,9 @@ class Programs:
 
     async def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
         session = self._sessions.authenticate(session_id, session_auth)
-        return VarListResponse(vars=await variables_view(session))
+        found = await variables_view(session)
+        self._sessions.authenticate(session_id, session_auth)  # else it was taken apart meanwhile
+        return VarListResponse(vars=found)
 
     def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
         """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""

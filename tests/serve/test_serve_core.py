@@ -214,9 +214,13 @@ async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: W
     session_id, auth = world.scope.values()
     steps = world.core.session_steps(session_id, auth)
     next(steps)
+    listing = asyncio.ensure_future(world.core.programs.list_vars(session_id, auth))
+    await asyncio.sleep(0)
     world.core.delete_session(session_id, auth)
     with pytest.raises(SessionGone, match="ended"):
         at_once(steps)
+    with pytest.raises(SessionGone, match="deleted"):
+        await listing
 
 
 async def test_a_deleted_session_does_not_expire_as_well(
