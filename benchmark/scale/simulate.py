@@ -7,28 +7,31 @@ costs that were fitted to measured steps, with a quarter of their KV for agents 
 Traffic is that of a day: coding agents that were recorded, chats, map-reduce, calls with a long
 shared beginning, of tenants of very different sizes.
 
-  division  load of all shards, if sessions are divided by their ids, by tenant and application, or
-            so with bounds; with a tenant that has 30% of all, and when a shard is gone
-  windows   minutes of the day: `--sampled` shards, each by itself, with the sessions that a bounded
-            division by application gives them; the same sessions dealt out among these shards; then
-            one ServeCore with all engines of these shards, and that with a placement that does not
-            weigh what KV sessions will go on from; and a shard that has a part of the sessions of
-            each application. The bound is a memory without end
+  division  load of all shards, if sessions are divided by the shard that is asked, by tenant and
+            application, or as shards do it; with a tenant that has 30% of all, and when a shard is
+            gone
+  windows   minutes of the day, with each of `--seeds`: `--sampled` shards, each by itself, with the
+            sessions that they have as shards divide them; the same sessions dealt out among these
+            shards; then one ServeCore with all engines of these shards, and that with a placement
+            that does not weigh what KV sessions will go on from
   failures  engines of a shard that die under load
 """
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from benchmark.scale.simulated.division import Rule, balance, divide, moved
+from benchmark.scale.simulated.division import Divided, Rule, balance, divide
 from benchmark.scale.simulated.shard import CORE, Outcome, Window, simulate
 from benchmark.scale.simulated.summary import joined, summary
-from benchmark.scale.simulated.traffic import Start, applications, load_at, starts
+from benchmark.scale.simulated.traffic import App, Kind, Start, applications, load_at, starts
 from benchmark.simulated import ENGINES, changed, sim_engine
 from parrot.engine.config import SimConfig
 from parrot.serve.contexts.room import Room
@@ -36,6 +39,7 @@ from parrot.serve.contexts.room import Room
 COSTS = ENGINES / "sim_llama_3_1_8b.json"
 PARTS = ("division", "windows", "failures")
 HOT_SHARE = 0.3
+DEALT = "dealt"
 OMNISCIENT = "one ServeCore"
 BLIND = "one, blind for promised KV"
 
@@ -47,61 +51,75 @@ def engine_config() -> SimConfig:
 
 
 def division(args: argparse.Namespace, report: Report) -> None:
-    shards = range(args.shards)
+    shards, duration_s = range(args.shards), args.warm_up + args.measured
     for hot in (0.0, HOT_SHARE):
-        apps = applications(args.tenants, args.seed, hot)
+        apps = applications(args.tenants, args.seeds[0], hot)
+        sessions = _spread(_everything(args, apps, 1.0, args.seeds[0]), duration_s)
         for rule in Rule:
-            divided = divide(apps, shards, rule)
+            divided = divide(sessions, shards, rule, args.seeds[0])
             rest = [number for number in shards if number != args.shards // 2]
-            after = divide(apps, rest, rule)
-            row = {"hot_share": hot, "rule": str(rule), **balance(apps, divided)._asdict()}
-            row["most_kv_without_one"] = balance(apps, after).most_kv
-            row["moved_without_one"] = moved(divided, after)
+            after = divide(sessions, rest, rule, args.seeds[0])
+            row = {"hot_share": hot, "rule": str(rule)}
+            row |= balance(divided, duration_s)._asdict()
+            row["most_kv_without_one"] = balance(after, duration_s).most_kv
             report.add("division", row)
 
 
-class Traffic:
-    """The sessions of a cluster, of which some shards' are run."""
+def _everything(
+    args: argparse.Namespace, apps: Sequence[App], load: float, seed: float | str
+) -> list[Start]:
+    """The sessions of the whole cluster."""
+    shares = [(app, 1.0) for app in apps]
+    return starts(shares, args.shards * args.engines, load, args.warm_up + args.measured, f"{seed}")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._apps = applications(args.tenants, args.seed)
-        self._config = engine_config()
 
-    def sessions(self, rule: Rule, shard: int, hour: float) -> list[Start]:
-        """Those of one shard, if they are divided like that."""
-        args = self._args
-        everything = args.shards * args.engines
-        shares = divide(self._apps, range(args.shards), rule)[shard]
-        seed = f"{args.seed} {rule} {shard} {hour}"
-        return starts(shares, everything, load_at(hour), args.warm_up + args.measured, seed)
+def _spread(sessions: Sequence[Start], duration_s: float) -> list[Start]:
+    """Agents begin first, to warm up a window; here at any time, as others do."""
+    times = iter([s.at / 10.0 * duration_s for s in sessions if s.app.kind is Kind.AGENT])
+    spread = [replace(s, at=next(times)) if s.app.kind is Kind.AGENT else s for s in sessions]
+    return sorted(spread, key=lambda s: s.at)
 
-    def run(self, sessions: list[Start], num_shards: int = 1, num_killed: int = 0) -> Outcome:
-        """Run them on one ServeCore that has the engines of so many shards."""
-        args = self._args
-        window = Window(args.warm_up, args.warm_up + args.measured, num_killed)
-        return simulate(self._config, num_shards * args.engines, sessions, window)
+
+def _divided(args: argparse.Namespace, hour: float, seed: int) -> Divided:
+    """The sessions of a window by shard."""
+    apps = applications(args.tenants, seed)
+    sessions = _everything(args, apps, load_at(hour), f"{seed} {hour}")
+    return divide(sessions, range(args.shards), Rule.SHARDS, seed)
+
+
+def _run(
+    args: argparse.Namespace, sessions: list[Start], num_shards: int = 1, num_killed: int = 0
+) -> Outcome:
+    """Run sessions on one ServeCore that has the engines of so many shards."""
+    window = Window(args.warm_up, args.warm_up + args.measured, num_killed)
+    return simulate(engine_config(), num_shards * args.engines, sessions, window)
 
 
 def windows(args: argparse.Namespace, report: Report) -> None:
-    traffic, chosen = Traffic(args), range(args.sampled)
-    for hour in args.hours:
-        own = [traffic.sessions(Rule.BOUNDED, shard, hour) for shard in chosen]
-        everything = sorted((s for one in own for s in one), key=lambda s: (s.at, s.seed))
-        dealt = [everything[shard :: args.sampled] for shard in chosen]
-        divided = {"bounded": own, "dealt": dealt, OMNISCIENT: [everything], BLIND: [everything]}
-        for name, parts in divided.items():
-            began, found = time.process_time(), []
-            for part in parts:
-                with _blind() if name == BLIND else nullcontext():
-                    found.append(traffic.run(part, args.sampled // len(parts)))
-                if len(parts) > 1:
-                    report.add("shards", {"hour": hour, "rule": name} | summary(found[-1]))
-            row = {"hour": hour, "rule": name, "shards": len(parts)} | summary(joined(found))
-            report.add("sums", row | {"cpu_s": time.process_time() - began})
-        if args.sampled < args.shards:
-            row = summary(traffic.run(traffic.sessions(Rule.SESSION, 0, hour)))
-            report.add("sums", {"hour": hour, "rule": str(Rule.SESSION), "shards": 1} | row)
+    rules = (str(Rule.SHARDS), DEALT, OMNISCIENT, BLIND)
+    asked = [(args, h, seed, r) for seed in args.seeds for h in args.hours for r in rules]
+    with ProcessPoolExecutor(args.processes) as pool:
+        for row in pool.map(_window, asked):
+            report.add("sums", row)
+
+
+def _window(asked: tuple[argparse.Namespace, float, int, str]) -> dict[str, Any]:
+    """A row: the sessions of the sampled shards, divided among them by a rule."""
+    args, hour, seed, name = asked
+    divided = _divided(args, hour, seed)
+    parts = [divided[shard] for shard in range(args.sampled)]
+    everything = sorted((s for one in parts for s in one), key=lambda s: (s.at, s.seed))
+    if name == DEALT:
+        parts = [everything[shard :: args.sampled] for shard in range(args.sampled)]
+    elif name != Rule.SHARDS:
+        parts = [everything]
+    began, found = time.process_time(), []
+    for part in parts:
+        with _blind() if name == BLIND else nullcontext():
+            found.append(_run(args, part, args.sampled // len(parts)))
+    row = {"seed": seed, "hour": hour, "rule": name, "shards": len(parts)}
+    row |= summary(joined(found)) | {"hits": [summary(one)["hit"] for one in found]}
+    return row | {"cpu_s": time.process_time() - began}
 
 
 @contextmanager
@@ -112,10 +130,9 @@ def _blind() -> Iterator[None]:
 
 def failures(args: argparse.Namespace, report: Report) -> None:
     """The same sessions twice: with all engines, and with some that die when it begins to count."""
-    traffic = Traffic(args)
-    sessions = traffic.sessions(Rule.BOUNDED, 0, args.hours[0])
+    sessions = _divided(args, args.hours[0], args.seeds[0])[0]
     for num_killed in (0, max(1, round(0.05 * args.engines))):
-        row = summary(traffic.run(sessions, num_killed=num_killed))
+        row = summary(_run(args, sessions, num_killed=num_killed))
         report.add("failures", {"killed": num_killed} | row)
 
 
@@ -128,7 +145,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hours", type=float, nargs="+", default=[15.0], help="of the day")
     parser.add_argument("--warm_up", type=float, default=120.0, help="seconds that do not count")
     parser.add_argument("--measured", type=float, default=60.0, help="seconds that count")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--processes", type=int, default=2, help="of windows")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

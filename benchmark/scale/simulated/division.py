@@ -1,124 +1,109 @@
-"""Who of many ServeCores gets whose sessions."""
+"""Who of many ServeCores gets which sessions, by the rule that they have."""
 
-from collections.abc import Sequence
+import heapq
+import random
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from hashlib import blake2b
 from typing import NamedTuple
 
-from benchmark.scale.simulated.traffic import CALLS_PER_S, App, Kind
+from benchmark.scale.simulated.traffic import App, Kind, Start
+from parrot.serve.shards.affinity import Load, home
+
+_LIFE_S = {Kind.CHAT: 85.0, Kind.MAP: 1.3, Kind.COPILOT: 2.3}
+"""Of a session by the mean; an agent's seat is always taken."""
+_AT_WORK = {Kind.AGENT: 0.02, Kind.CHAT: 0.04, Kind.MAP: 8.0, Kind.COPILOT: 1.0}
+"""Calls of a session that run at the same time, by the mean."""
+_CALLS = {Kind.AGENT: 1 / 32, Kind.CHAT: 5.0, Kind.MAP: 11.0, Kind.COPILOT: 1.0}
+"""Of a session; of an agent's seat in a second."""
 
 
 class Rule(StrEnum):
-    """What divides sessions among shards."""
+    """What divides sessions among shards. Clients ask any of them."""
 
-    SESSION = "by session"  # each session by its own hash
-    AFFINITY = "by application"  # by tenant and application: rendezvous hashing
-    BY_CALLS = "bounded by calls"  # so, but what is too much for a shard goes to the next choice
-    BOUNDED = "bounded"  # the same, by calls and by KV
-
-
-class Load(NamedTuple):
-    """Calls, and KV that sessions go on from, which is agents': of an application or a shard, as a
-    part of all."""
-
-    calls: float
-    kv: float
-
-    def times(self, factor: float) -> "Load":
-        return Load(self.calls * factor, self.kv * factor)
-
-    def plus(self, other: "Load") -> "Load":
-        return Load(self.calls + other.calls, self.kv + other.kv)
-
-
-NOTHING = Load(0.0, 0.0)
-
-Divided = dict[int, list[tuple[App, float]]]
-"""By shard, its applications and its part of each one's sessions."""
+    SESSION = "by session"  # who is asked has it
+    HOME = "by application"  # their applications' homes, whatever those have to do
+    SHARDS = "as shards do"  # the same, unless the home is much fuller than who is asked
 
 
 class Balance(NamedTuple):
-    """Calls of the busiest shard and of the idlest one, over the mean, and the most KV; `spilt`:
-    part of the calls that are not with their application's first choice, `homes`: shards that an
-    application has, by the mean over the calls."""
+    """Calls of the busiest shard and of the idlest one, over the mean, and KV that agents go on
+    from; `spilt`: part of the sessions that are not at home, `homes`: shards that an application
+    has, by the mean over the sessions."""
 
     most_calls: float
     least_calls: float
     most_kv: float
+    least_kv: float
     spilt: float
     homes: float
 
 
-def order(app: App, shards: Sequence[int]) -> list[int]:
-    """The shards, the one first that the application had rather: rendezvous hashing, so that each
-    that is missing is replaced for its own applications alone."""
-    name = f"{app.tenant}/{app.name}".encode()
-    return sorted(shards, key=lambda n: blake2b(b"%d " % n + name, digest_size=8).digest())
+Divided = Mapping[int, list[Start]]
+"""By shard, its sessions."""
 
 
-def load_of(app: App) -> Load:
-    calls = app.weight * CALLS_PER_S[app.kind] / sum(CALLS_PER_S.values())
-    return Load(calls, app.weight if app.kind is Kind.AGENT else 0.0)
+def divide(sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int) -> Divided:
+    """In order of time."""
+    found: dict[int, list[Start]] = {number: [] for number in shards}
+    num, calls = dict.fromkeys(shards, 0), dict.fromkeys(shards, 0.0)
+    ends: list[tuple[float, int, float]] = []
 
+    def load(shard: int) -> Load:
+        return Load(num[shard], round(calls[shard]))
 
-def divide(apps: Sequence[App], shards: Sequence[int], rule: Rule, most: float = 1.25) -> Divided:
-    """Each shard's applications, and its part of each one's sessions. `most`: the load over the
-    mean at which a shard's applications spill."""
-    found: Divided = {number: [] for number in shards}
-    if rule is Rule.SESSION:
-        for own in found.values():
-            own += [(app, 1.0 / len(shards)) for app in apps]
-        return found
-    bound = most / len(shards)
-    loads = dict.fromkeys(shards, NOTHING)
-    for app in apps:
-        left, load = 1.0, load_of(app)
-        for number in order(app, shards):
-            part = left
-            if rule is not Rule.AFFINITY:
-                part = min(part, (bound - loads[number].calls) / load.calls)
-            if rule is Rule.BOUNDED and load.kv:
-                part = min(part, (bound - loads[number].kv) / load.kv)
-            if part <= 0.0:
-                continue
-            loads[number] = loads[number].plus(load.times(part))
-            found[number].append((app, part))
-            left -= part
-            if left <= 1e-9:
-                break
+    draw, homes = random.Random(f"division {seed}"), _Homes(shards)
+    for session in sessions:
+        while ends and ends[0][0] <= session.at:
+            _, shard, at_work = heapq.heappop(ends)
+            num[shard] -= 1
+            calls[shard] -= at_work
+        chosen = asked = draw.choice(shards)
+        if rule is not Rule.SESSION:
+            chosen = homes.of(session.app)
+            if rule is Rule.SHARDS and load(chosen).is_much_above(load(asked)):
+                chosen = asked
+        num[chosen] += 1
+        calls[chosen] += _AT_WORK[session.app.kind]
+        if life_s := _LIFE_S.get(session.app.kind):
+            end = session.at + draw.expovariate(1 / life_s)
+            heapq.heappush(ends, (end, chosen, _AT_WORK[session.app.kind]))
+        found[chosen].append(session)
     return found
 
 
-def balance(apps: Sequence[App], divided: Divided) -> Balance:
-    loads = [_sum(own) for own in divided.values()]
-    first = {app: order(app, list(divided))[0] for app in apps}
-    spilt = [
-        load_of(app).calls * part
-        for number, own in divided.items()
-        for app, part in own
-        if first[app] != number
-    ]
-    homes = [load_of(app).calls for own in divided.values() for app, _ in own]
+def balance(divided: Divided, duration_s: float) -> Balance:
+    calls = [sum(_calls(s, duration_s) for s in own) for own in divided.values()]
+    agents = [sum(s.app.kind is Kind.AGENT for s in own) for own in divided.values()]
+    homes, num = _Homes(list(divided)), sum(map(len, divided.values()))
+    spilt = sum(homes.of(s.app) != number for number, own in divided.items() for s in own)
+    places: dict[App, set[int]] = {}
+    for number, own in divided.items():
+        for session in own:
+            places.setdefault(session.app, set()).add(number)
+    spread = sum(len(places[s.app]) for own in divided.values() for s in own)
+    mean_calls, mean_agents = sum(calls) / len(calls), sum(agents) / len(agents)
     return Balance(
-        max(load.calls for load in loads) * len(divided),
-        min(load.calls for load in loads) * len(divided),
-        max(load.kv for load in loads) * len(divided),
-        sum(spilt),
-        sum(homes),
+        max(calls) / mean_calls,
+        min(calls) / mean_calls,
+        max(agents) / mean_agents,
+        min(agents) / mean_agents,
+        spilt / num,
+        spread / num,
     )
 
 
-def moved(before: Divided, after: Divided) -> float:
-    """The part of all calls that has another shard now."""
-    kept = 0.0
-    for number, own in before.items():
-        now = dict(after.get(number, []))
-        kept += sum(load_of(app).calls * min(part, now.get(app, 0.0)) for app, part in own)
-    return 1.0 - kept
+def _calls(session: Start, duration_s: float) -> float:
+    kind = session.app.kind
+    return _CALLS[kind] * (duration_s if kind is Kind.AGENT else 1.0)
 
 
-def _sum(own: Sequence[tuple[App, float]]) -> Load:
-    total = NOTHING
-    for app, part in own:
-        total = total.plus(load_of(app).times(part))
-    return total
+class _Homes:
+    def __init__(self, shards: Sequence[int]) -> None:
+        self._shards = shards
+        self._urls = [f"http://10.0.0.{number}:9000" for number in shards]
+        self._found: dict[App, int] = {}
+
+    def of(self, app: App) -> int:
+        if app not in self._found:
+            self._found[app] = self._shards[home(app.tenant, app.name, self._urls)]
+        return self._found[app]

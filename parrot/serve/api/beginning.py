@@ -8,12 +8,12 @@ from fastapi import Request
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.core import ServeCore
-from parrot.serve.shards.affinity import Affinity
+from parrot.serve.shards.affinity import Affinity, Load
 
 
-def load_of(core: ServeCore) -> int:
-    """How full it is: the sessions that it has, and the calls that wait there."""
-    return len(core.sessions) + core.num_queued
+def load_of(core: ServeCore) -> Load:
+    num_placed = sum(core.fleet.load(engine) for engine in core.fleet)
+    return Load(len(core.sessions), core.num_queued + num_placed)
 
 
 class Beginning(Endpoint):

@@ -13,7 +13,7 @@ from yarl import URL
 from parrot.protocol.errors import MisdirectedRequest, Unavailable
 from parrot.protocol.failover.liveness import LivenessProbe
 from parrot.protocol.gate.bodies import BodyBudget, BodyLease
-from parrot.serve.shards.affinity import FORWARDED, LOAD, STAYS
+from parrot.serve.shards.affinity import FORWARDED, LOAD, STAYS, Load
 from parrot.serve.shards.shard import ElsewhereError
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Forwarding:
     may stay here stays where another shard gives no answer, or says that it cannot take it now."""
 
     def __init__(
-        self, app: ASGIApp, urls: Sequence[str], load: Callable[[], int] = lambda: 0
+        self, app: ASGIApp, urls: Sequence[str], load: Callable[[], Load] = lambda: Load(0, 0)
     ) -> None:
         """`urls`: of all shards, in order. `load`: how full this one is."""
         self._app = app
@@ -73,7 +73,7 @@ class Forwarding:
         """Hand on what may stay here, and was read to its end."""
         again, has_begun = body.again(), False
         headers = [(name, value) for name, value in scope["headers"] if name != LOAD.encode()]
-        offer = {**scope, "headers": [*headers, (LOAD.encode(), b"%d" % self._load())]}
+        offer = {**scope, "headers": [*headers, (LOAD.encode(), self._load().header)]}
 
         async def sending(message: Message) -> None:
             nonlocal has_begun

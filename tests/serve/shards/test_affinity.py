@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.serve.shards.affinity import home
+from parrot.serve.shards.affinity import Load, home
 from parrot.serve.shards.shard import MAX_SHARDS
 from tests.serve.shards.test_shards import Served, free_ports, shard
 
@@ -33,6 +33,34 @@ async def begin(asked: Served, *apps: str, key: str | None = None) -> int:
 def test_applications_move_only_to_the_shard_that_came(tenant: str, app: str, count: int) -> None:
     before, after = home(tenant, app, CORES[:count]), home(tenant, app, CORES[: count + 1])
     assert after in (before, count)
+
+
+@pytest.mark.parametrize(
+    ("home_has", "asked_has", "spills"),
+    [
+        ((16, 16), (0, 0), False),
+        ((17, 0), (0, 99), True),
+        ((0, 17), (99, 0), True),
+        ((141, 141), (100, 100), False),
+        ((142, 0), (100, 0), True),
+        ((0, 142), (0, 100), True),
+    ],
+)
+def test_a_shard_spills_when_it_has_much_more_sessions_or_calls(
+    home_has: tuple[int, int], asked_has: tuple[int, int], spills: bool
+) -> None:
+    assert Load(*home_has).is_much_above(Load(*asked_has)) == spills
+
+
+@given(st.integers(0, 10**8), st.integers(0, 10**8))
+def test_a_load_is_told_in_a_header(sessions: int, calls: int) -> None:
+    load = Load(sessions, calls)
+    assert Load.parse(load.header.decode()) == load
+
+
+@pytest.mark.parametrize("header", ["", "7", "1 2 3", "-1 2", "no number", "1.5 2"])
+def test_what_is_no_load_is_not_read(header: str) -> None:
+    assert Load.parse(header) is None
 
 
 def test_applications_are_spread_evenly() -> None:
@@ -82,7 +110,7 @@ async def test_where_the_home_is_much_fuller_they_begin_where_they_are_asked_for
         assert await begin(first, app) == 1
     await begin(second)
     assert await begin(first, app) == 0
-    assert await begin(first, app) == 1, "that is twice one and 16 more"
+    assert await begin(first, app) == 1, "that is no more than 16 above one and a quarter"
     assert await begin(second, app) == 1
 
 
