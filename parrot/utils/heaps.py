@@ -76,6 +76,11 @@ class LazyHeap(Generic[T, Key]):
             heapq.heappop(heap)
         return None
 
+    def is_before_others(self, key: Key) -> bool:
+        """Whether no item but the `top`, which was just asked for, has a smaller key; perhaps False
+        also if none has."""
+        return all(key <= entry[0] for entry in self._heap[1:3])
+
     def pop(self) -> tuple[Key, T] | None:
         """Remove and return the smallest key and its item; None if the heap is empty."""
         if (top := self.top()) is not None:

@@ -157,3 +157,16 @@ def test_the_heap_keeps_few_items_alive_that_were_removed_or_set_again() -> None
     gc.collect()
     assert sum(ref() is not None for ref in alive) < 200
     assert heap.pop() == (14_999, kept)
+
+
+@given(st.lists(st.tuples(ITEMS, st.integers(0, 9))), st.integers(0, 9))
+def test_what_is_before_others_is_before_all(entries: list[tuple[int, int]], key: int) -> None:
+    heap: LazyHeap[int, float] = LazyHeap()
+    for item, its_key in entries:
+        heap.set(item, its_key)
+    if (top := heap.top()) is None:
+        return
+    others = [heap.key(item) for item in heap if item != top[1]]
+    assert not heap.is_before_others(key) or all(key <= other for other in others)
+    if len(dict(entries)) == len(entries):
+        assert heap.is_before_others(key) == all(key <= other for other in others)

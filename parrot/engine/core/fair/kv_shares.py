@@ -254,7 +254,7 @@ class FairLine(Generic[T]):
         self._shares.sweep()
         while (top := self._groups.top()) is not None:
             (before, group), key = top, self._key(top[1])
-            if before == key:
+            if before == key or self._groups.is_before_others(key):
                 return group
             self._groups.set(group, key)  # it has less than it had
         return None
@@ -302,8 +302,8 @@ class FairLine(Generic[T]):
                 self._groups.set(group, self._key(group))
 
     def _changed(self, group: ShareGroup) -> None:
-        if group in self._groups:
-            self._groups.set(group, self._key(group))
+        if group in self._groups and (key := self._key(group)) < self._groups.key(group):
+            self._groups.set(group, key)  # else `first_group` finds out
 
     def _key(self, group: ShareGroup) -> tuple[float, ...]:
         if group.is_away:
