@@ -4,19 +4,23 @@
 
   calls       CPU microseconds of a call by stage, of chats, map-reduce and calls with long shared
               beginnings, as many for each engine as `benchmark.scale.simulate` has; `join`: of an
-              engine that joins
-  heartbeats  of the same ServeCore: CPU microseconds of a request by its own app, without sockets,
-              and its body's bytes
+              engine that joins, with Python's collector as ServeCore has it
+  heartbeats  of the same ServeCore: CPU microseconds of a request by its own app, without sockets:
+              the mean, the median, and what the collector took of the mean; and its body's bytes
   memory      bytes that a session and its calls keep, without the engines
 
-All run in virtual time on modelled engines; figures are of the CPU, and counts. `model` is what the
-engines and programs take of it.
+All run in virtual time on modelled engines; figures are of the thread's CPU time, and counts.
+`model` is what the engines and programs take of it.
 """
 
 import argparse
 import asyncio
+import gc
 import time
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import orjson
@@ -34,7 +38,9 @@ from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.protocol.transport import AppTransport
 from parrot.serve.api.app import create_app
+from parrot.serve.process.collector import bounded_collections
 from parrot.simulation import run_virtual
+from parrot.simulation.report import percentile
 
 CALLS_OF_ENGINE = 3
 TENANTS = 20
@@ -52,13 +58,15 @@ def calls(num_engines: int, num_calls: int) -> dict[str, Any]:
 
     async def main() -> dict[str, Any]:
         shard, stages = Shard(engine_config()), Stages()
-        began = time.process_time()
-        await shard.add_engines(num_engines)
-        join_s = time.process_time() - began
-        began = time.process_time()
-        with stages.counted():
-            outcome = await shard.run(sessions, window)
-        taken_s = time.process_time() - began
+        with bounded_collections():
+            began = time.thread_time()
+            await shard.add_engines(num_engines)
+            join_s = time.thread_time() - began
+            began = time.thread_time()
+            with stages.counted():
+                outcome = await shard.run(sessions, window)
+            taken_s = time.thread_time() - began
+            beats = await heartbeats(shard)
         shard.check_integrity()
         row = summary(outcome)
         micros = 1e6 / len(outcome.calls)
@@ -67,7 +75,7 @@ def calls(num_engines: int, num_calls: int) -> dict[str, Any]:
         row["rest"] = (taken_s - sum(stages.seconds.values())) * micros
         row["serve_core"] = (taken_s - stages.seconds[MODEL]) * micros
         row["join"] = 1e6 * join_s / num_engines
-        row |= await heartbeats(shard)
+        row |= beats
         await shard.close()
         return row
 
@@ -78,23 +86,46 @@ async def heartbeats(shard: Shard) -> dict[str, Any]:
     client = RegistrationClient(AppTransport(create_app(shard.core)))
     engines = list(enumerate(shard.engines.items()))
     beats = [engines[number % len(engines)] for number in range(NUM_BEATS)]
-    began = time.process_time()
-    for engine_id, (name, engine) in beats:
-        await client.engine_heartbeat(engine_id, name, engine.runtime_info())
-    taken_s = time.process_time() - began
+    times = list[float]()
+    with _collecting() as pauses:
+        for engine_id, (name, engine) in beats:
+            began = time.thread_time()
+            await client.engine_heartbeat(engine_id, name, engine.runtime_info())
+            times.append(time.thread_time() - began)
     await client.close()
     engine_id, (name, engine) = engines[-1]
     request = HeartbeatRequest(
         engine_id=engine_id, engine_name=name, runtime_info=engine.runtime_info()
     )
     per_s = len(engines) / RegisteredConfig().heartbeat_interval
-    beat_s = taken_s / NUM_BEATS
+    beat_s = fmean(times)
     return {
         "heartbeat": 1e6 * beat_s,
+        "heartbeat_p50": 1e6 * percentile(times, 50),
+        "heartbeat_collector": 1e6 * sum(pauses) / NUM_BEATS,
         "heartbeat_bytes": len(orjson.dumps(request.model_dump(mode="json"))),
         "heartbeats_per_s": per_s,
         "heartbeats_of_core": per_s * beat_s,
     }
+
+
+@contextmanager
+def _collecting() -> Iterator[list[float]]:
+    """Seconds of CPU of each of the collector's passes meanwhile."""
+    pauses = list[float]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        now = time.thread_time()
+        if phase == "start":
+            pauses.append(-now)
+        else:
+            pauses[-1] += now
+
+    gc.callbacks.append(note)
+    try:
+        yield pauses
+    finally:
+        gc.callbacks.remove(note)
 
 
 def memory(num_sessions: int) -> dict[str, float]:
