@@ -344,12 +344,13 @@ def _settled_at(facts: _Facts, var: str) -> float:
 
 def _nothing_shared(facts: _Facts) -> Iterator[str]:
     """A token is a character or more, so what a tenant's own prompts have in common with this one
-    bounds the tokens that may have been there. A call that ran twice may have found its own."""
+    bounds the tokens that may have been there. A call that ran twice may have found its own, also
+    if that it began was not written when ServeCore died: so a fault in its time excuses it."""
     for read in facts.history.reads:
         submit, call = facts.producer.get(read.var), facts.seen.get(read.var)
         if read.cached_tokens is None or submit is None or submit.prompt is None:
             continue
-        if call is None or call.attempts > 1:
+        if call is None or call.attempts > 1 or _is_disturbed(facts.history, submit, read):
             continue
         tenant = facts.lives[submit.program].tenant
         own = (
@@ -366,6 +367,12 @@ def _nothing_shared(facts: _Facts) -> Iterator[str]:
                 f"{read.var} of {tenant} had {read.cached_tokens} tokens, and its own prompts "
                 f"have {common} characters of it"
             )
+
+
+def _is_disturbed(history: History, submit: Submit, read: Read) -> bool:
+    """Whether there was a fault from the submit of the call to the end of the read."""
+    end = _or_never(read.answered)
+    return any(f.began <= end and submit.invoked <= f.ended for f in history.disturbances)
 
 
 def _common(one: str, other: str) -> int:

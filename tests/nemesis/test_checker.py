@@ -415,3 +415,5 @@ def test_c9_another_tenant_s_prompt_was_there() -> None:
 
 def test_a_call_that_ran_twice_finds_its_own_prompt() -> None:
     assert check(prompted("b", 20, attempts=2)) == []
+    assert check(with_fault(prompted("b", 20), fault(3.1, 3.2))) == []
+    assert found(with_fault(prompted("b", 20), fault(1.0, 2.0))) == {"C9"}
