@@ -145,9 +145,11 @@ class ServeCore:
         return self._while_live(session, steps)
 
     def _while_live(self, session: Session, steps: _InfoSteps) -> _InfoSteps:
-        """An ended session is taken apart, and tells nothing that is true. Raises `SessionGone`."""
+        """An ended session is taken apart, and tells nothing that is true. Raises `SessionGone`,
+        and `Unavailable` if ServeCore is shutting down, where a journal has it."""
         info = yield from steps
         if self.sessions.find(session.id) is not session:
+            self._require_open()
             raise SessionGone(f"session {session.id} has ended")
         return info
 

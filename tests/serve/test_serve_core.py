@@ -223,6 +223,16 @@ async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: W
         await listing
 
 
+async def test_a_session_is_not_told_as_ended_when_the_service_ends(world: World) -> None:
+    for number in range(1100):
+        world.variable(f"x{number}")
+    steps = world.core.session_steps(*world.scope.values())
+    next(steps)
+    world.core.shut_down()
+    with pytest.raises(Unavailable, match="shutting down"):
+        at_once(steps)
+
+
 async def test_a_deleted_session_does_not_expire_as_well(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
