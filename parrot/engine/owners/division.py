@@ -22,14 +22,14 @@ class Claim(NamedTuple):
 
 
 def divide(capacity: int, claims: Sequence[Claim], turn: int = 0) -> list[int]:
-    """Fair parts of the capacity, which are all of it in sum.
+    """Fair parts of the capacity, which are all of it in sum, for one claim or more.
 
     Each has a floor, or its `least`; what is left of that is divided so that the smallest is as
     large as possible, up to what each wants (max-min); and what nobody wants, equally. If not all
     can have their `least` at once, one has it, whose `turn` it is, and the others divide the rest.
     """
     count = len(claims)
-    floor = capacity // max(1, count) // _FLOOR_PART
+    floor = capacity // count // _FLOOR_PART
     parts = [max(floor, min(claim.least, capacity)) for claim in claims]
     if sum(parts) > capacity:
         own = min(claims[turn].least, capacity)
@@ -37,8 +37,6 @@ def divide(capacity: int, claims: Sequence[Claim], turn: int = 0) -> list[int]:
         parts = divide(capacity - own, others)
         return [*parts[:turn], own, *parts[turn:]]
     rest = _fill(parts, [claim.wanted for claim in claims], capacity - sum(parts))
-    if not count:
-        return []
     equal, odd = divmod(rest, count)
     return [part + equal + (index < odd) for index, part in enumerate(parts)]
 
