@@ -22,6 +22,7 @@ from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
 from parrot.protocol.streams.outputs import OutputPart
 
 NO_PARENT = -1
+CHARS_PER_TOKEN = 4  # of an engine with text contexts, which says what it holds in tokens
 MAX_DRAFT_TEXTS = 16
 MAX_TOKENIZER = 2**27  # characters of its definition
 MAX_DRAFT_TOKENS = 131_072

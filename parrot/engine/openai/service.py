@@ -28,6 +28,7 @@ from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import Question, WireUsage
 from parrot.engine.service import EVERYTHING, Namespace, ServiceState
 from parrot.protocol.engine_api import (
+    CHARS_PER_TOKEN,
     EmbedRequest,
     EmbedResponse,
     EngineInfo,
@@ -56,8 +57,6 @@ from parrot.protocol.errors import (
 from parrot.protocol.streams.pieces import OnChunk, hand_over
 from parrot.utils.clock import Clock, MonotonicClock
 
-_CHARS_PER_TOKEN = 4
-
 R = TypeVar("R")
 
 
@@ -78,7 +77,7 @@ class OpenAIService:
         self._upstream = Upstream(config, environ)
         self._gate = PriorityGate(config.scheduler.max_batch_size)
         self._by_priority = config.scheduler.policy == "priority"
-        default_capacity = config.tasks_capacity * config.instance.max_seq_len * _CHARS_PER_TOKEN
+        default_capacity = config.tasks_capacity * config.instance.max_seq_len * CHARS_PER_TOKEN
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
         self._jobs: set[Job[Any]] = set()
         self._costs = AnswerCosts(self._clock)
@@ -205,7 +204,7 @@ class OpenAIService:
             port=config.port,
             max_seq_len=max_seq_len,
             tasks_capacity=config.tasks_capacity,
-            tokens_capacity=max(1, self._contexts.capacity // _CHARS_PER_TOKEN),
+            tokens_capacity=max(1, self._contexts.capacity // CHARS_PER_TOKEN),
             costs=self._costs.costs(),
             capabilities=self._upstream.capabilities,
         )
@@ -288,7 +287,7 @@ class OpenAIService:
         context = await job.turns[request.context_id].ready()
         async with self._gate.pass_through(request.priority if self._by_priority else 0):
             started = self._clock.now()
-            with self._costs.answering(len(context) / _CHARS_PER_TOKEN) as answer:
+            with self._costs.answering(len(context) / CHARS_PER_TOKEN) as answer:
                 response = await self._ask(job, context, request, stream)
                 answer.usage = response.usage
         response.usage.queue_s = started - submitted
@@ -347,7 +346,7 @@ class OpenAIService:
         if writer is not None:
             self._say(job, context, texts, writer.finish(), logprobs)
         if counted is None and stream:
-            num_prompt = math.ceil((len(context) - sum(map(len, texts))) / _CHARS_PER_TOKEN)
+            num_prompt = math.ceil((len(context) - sum(map(len, texts))) / CHARS_PER_TOKEN)
             counted = WireUsage(prompt_tokens=num_prompt, completion_tokens=len(texts))
         counted = counted or WireUsage()
         usage = Usage(

@@ -7,11 +7,16 @@ from contextlib import asynccontextmanager, suppress
 from typing import NamedTuple
 
 from parrot.engine.owners.division import Division
-from parrot.protocol.engine_api import EngineInfo, GenerateRequest, RuntimeInfo, ServerLoad
+from parrot.protocol.engine_api import (
+    CHARS_PER_TOKEN,
+    EngineInfo,
+    GenerateRequest,
+    RuntimeInfo,
+    ServerLoad,
+)
 from parrot.protocol.errors import QuotaExceeded
 from parrot.protocol.registration.payloads import Lease, LeaseUse
 
-_CHARS_PER_TOKEN = 4
 _MAX_WAITING = 4096
 
 
@@ -108,7 +113,7 @@ def shares(count: int) -> list[Share]:
 
 def _size(request: GenerateRequest) -> int:
     sizes = [
-        len(piece.text or "") // _CHARS_PER_TOKEN
+        len(piece.text or "") // CHARS_PER_TOKEN
         if piece.token_ids is None
         else len(piece.token_ids)
         for piece in request.fills

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from parrot.protocol.engine_api import EmbedRequest, ScoreRequest
+from parrot.protocol.engine_api import CHARS_PER_TOKEN, EmbedRequest, ScoreRequest
 from parrot.protocol.errors import (
     InvalidRequest,
     ModelNumerics,
@@ -29,7 +29,6 @@ Input = list[int] | str
 _MAX_FAILED = 3  # attempts
 _MAX_INPUTS = 64  # of one request to an engine
 _MAX_UNITS = 65_536  # tokens or characters of one request to an engine, but for a longer input
-_CHARS_PER_TOKEN = 4
 _PRIORITY = 2**30  # behind calls, so that beside them a long text comes in small parts
 
 
@@ -115,7 +114,7 @@ class DirectRequests:
         """The answers to requests like this one, for some of the inputs each, and the tokens of all
         inputs, which the tenant has used."""
         inputs = await self._inputs(model, given)
-        count = sum(len(i) if isinstance(i, list) else len(i) // _CHARS_PER_TOKEN for i in inputs)
+        count = sum(len(i) if isinstance(i, list) else len(i) // CHARS_PER_TOKEN for i in inputs)
         if max_tokens is not None and count > max_tokens:
             text = f"the request has {count} tokens; of {max_tokens} it is told how likely they are"
             raise InvalidRequest(text, param="prompt")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parrot.protocol.engine_api import EngineInfo, EngineType, RuntimeInfo
+from parrot.protocol.engine_api import CHARS_PER_TOKEN, EngineInfo, EngineType, RuntimeInfo
 from parrot.protocol.engine_client import CoreIdentity, EngineClient, http_connect
 from parrot.protocol.errors import (
     Conflict,
@@ -39,7 +39,6 @@ from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 
-_CHARS_PER_TOKEN = 4  # what an engine with text contexts is taken to hold per token
 _LATE_S = 0.5  # of a timer: more than any turn of the event loop takes
 
 Connect = Callable[[EngineInfo], EngineClient]
@@ -72,7 +71,7 @@ class Engine:
     @property
     def units(self) -> int:
         """Units that a token takes in its contexts: 1, or so many characters."""
-        return _CHARS_PER_TOKEN if self.tokenizer is None else 1
+        return CHARS_PER_TOKEN if self.tokenizer is None else 1
 
     @property
     def max_len(self) -> int:
