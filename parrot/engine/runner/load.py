@@ -61,7 +61,7 @@ def load_rank(
     config: BuiltinConfig, seat: Seat | None
 ) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
     """`seat`: among the ranks; None: there is one."""
-    device = _device(config, seat)
+    device = rank_device(config, seat)
     instance = config.instance
     if instance.attn_func == "triton" and device.type == "cpu":
         raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
@@ -142,23 +142,22 @@ def _blocks_for_all(layout: KVLayout, device: torch.device, seat: Seat | None) -
     return found
 
 
-def _device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
+def rank_device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
     """The device of a rank, from now on that of this thread: those of one host follow each
     other."""
     device = resolve_device(config.device)
     if device.type == "cpu":
         return device
-    if seat is None:
-        torch.cuda.set_device(device)  # marks are put into the current device's stream
-        return device
-    first, size = device.index or 0, seat.group.size
+    first, size, rank = device.index or 0, 1, 0
+    if seat is not None:
+        size, rank = seat.group.size, seat.group.rank
     if first + size > torch.cuda.device_count():
         raise ConfigError(
-            f"`instance.tensor_parallel`: {size} ranks need as many CUDA devices from cuda:{first} "
-            f"on, and torch sees {torch.cuda.device_count()} in all"
+            f"`device` and `instance.tensor_parallel` ask for {size} CUDA devices from "
+            f"cuda:{first} on, and torch sees {torch.cuda.device_count()} in all"
         )
-    device = torch.device("cuda", first + seat.group.rank)
-    torch.cuda.set_device(device)
+    device = torch.device("cuda", first + rank)
+    torch.cuda.set_device(device)  # marks are put into the current device's stream
     return device
 
 
