@@ -32,7 +32,7 @@ from benchmark.scale.simulated.programs import Session, Text
 from benchmark.scale.simulated.shard import CORE, Shard, Window
 from benchmark.scale.simulated.stages import MODEL, STAGES, Stages
 from benchmark.scale.simulated.summary import summary
-from benchmark.scale.simulated.traffic import CALLS_PER_S, App, Kind, applications, starts
+from benchmark.scale.simulated.traffic import CALLS_PER_S, PEAK, App, Kind, applications, starts
 from parrot.engine.cores import RegisteredConfig
 from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.serve_client import RegistrationClient
@@ -54,7 +54,7 @@ def calls(num_engines: int, num_calls: int) -> dict[str, Any]:
     rate = num_engines * sum(CALLS_PER_S[kind] for kind in {app.kind for app in apps})
     num_calls = max(num_calls, CALLS_OF_ENGINE * num_engines)
     window = Window(0.0, num_calls / rate)
-    sessions = starts([(app, 1.0) for app in apps], num_engines, 1.0, window.end_s, "size")
+    sessions = starts([(app, 1.0) for app in apps], num_engines, PEAK, window.end_s, "size")
 
     async def main() -> dict[str, Any]:
         shard, stages = Shard(engine_config()), Stages()
@@ -64,7 +64,7 @@ def calls(num_engines: int, num_calls: int) -> dict[str, Any]:
             join_s = time.thread_time() - began
             began = time.thread_time()
             with stages.counted():
-                outcome = await shard.run(sessions, window)
+                (outcome,) = await shard.run(sessions, [window])
             taken_s = time.thread_time() - began
             beats = await heartbeats(shard)
         shard.check_integrity()

@@ -31,7 +31,16 @@ from benchmark.results import run as run_benchmark
 from benchmark.scale.simulated.division import Divided, Rule, balance, divide
 from benchmark.scale.simulated.shard import CORE, Outcome, Window, simulate
 from benchmark.scale.simulated.summary import joined, summary
-from benchmark.scale.simulated.traffic import App, Kind, Start, applications, load_at, starts
+from benchmark.scale.simulated.traffic import (
+    PEAK,
+    App,
+    Kind,
+    Loads,
+    Start,
+    applications,
+    loads_at,
+    starts,
+)
 from benchmark.simulated import ENGINES, changed, sim_engine
 from parrot.engine.config import SimConfig
 from parrot.serve.contexts.room import Room
@@ -54,7 +63,7 @@ def division(args: argparse.Namespace, report: Report) -> None:
     shards, duration_s = range(args.shards), args.warm_up + args.measured
     for hot in (0.0, HOT_SHARE):
         apps = applications(args.tenants, args.seeds[0], hot)
-        sessions = _spread(_everything(args, apps, 1.0, args.seeds[0]), duration_s)
+        sessions = _spread(_everything(args, apps, PEAK, args.seeds[0]), duration_s)
         for rule in Rule:
             divided = divide(sessions, shards, rule, args.seeds[0])
             rest = [number for number in shards if number != args.shards // 2]
@@ -66,11 +75,12 @@ def division(args: argparse.Namespace, report: Report) -> None:
 
 
 def _everything(
-    args: argparse.Namespace, apps: Sequence[App], load: float, seed: float | str
+    args: argparse.Namespace, apps: Sequence[App], loads: Loads, seed: float | str
 ) -> list[Start]:
     """The sessions of the whole cluster."""
     shares = [(app, 1.0) for app in apps]
-    return starts(shares, args.shards * args.engines, load, args.warm_up + args.measured, f"{seed}")
+    duration_s = args.warm_up + args.measured
+    return starts(shares, args.shards * args.engines, loads, duration_s, f"{seed}")
 
 
 def _spread(sessions: Sequence[Start], duration_s: float) -> list[Start]:
@@ -83,7 +93,7 @@ def _spread(sessions: Sequence[Start], duration_s: float) -> list[Start]:
 def _divided(args: argparse.Namespace, hour: float, seed: int) -> Divided:
     """The sessions of a window by shard."""
     apps = applications(args.tenants, seed)
-    sessions = _everything(args, apps, load_at(hour), f"{seed} {hour}")
+    sessions = _everything(args, apps, loads_at(hour), f"{seed} {hour}")
     return divide(sessions, range(args.shards), Rule.SHARDS, seed)
 
 

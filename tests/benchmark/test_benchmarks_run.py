@@ -30,6 +30,11 @@ TINY = {
         "--part windows --shards 3 --sampled 2 --engines 1 --tenants 3 --warm_up 3 --measured 3",
         "--part failures --shards 1 --engines 2 --tenants 3 --warm_up 3 --measured 3",
     ],
+    "scale.day": [
+        "--part hours --shards 2 --engines 1 --tenants 3 --hour_s 3 --first 9 --last 11",
+        "--part division --shards 3 --engines 1 --tenants 3 --hour_s 5",
+        "--part takeover --shards 1 --engines 2 --tenants 3 --warm_up 3 --measured 10 --down 2",
+    ],
     "bench_journal": ["--calls 4 --submits 2 --turns 2 --concurrency 2 --sessions 3"],
     "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
     "bench_telemetry": [

@@ -1,7 +1,9 @@
 """The simulated cluster: all is counted, and the model of an engine is what it says."""
 
 import asyncio
+import math
 from collections import Counter
+from statistics import fmean
 
 import pytest
 
@@ -9,17 +11,27 @@ from benchmark.scale.simulate import engine_config
 from benchmark.scale.simulated.blocks import BlockPool
 from benchmark.scale.simulated.device import Device, Job
 from benchmark.scale.simulated.division import Rule, balance, divide
-from benchmark.scale.simulated.shard import Window, simulate
+from benchmark.scale.simulated.shard import Window, simulate, simulate_on
 from benchmark.scale.simulated.summary import joined, summary
-from benchmark.scale.simulated.traffic import applications, load_at, starts
+from benchmark.scale.simulated.traffic import (
+    PEAK,
+    RATES,
+    SEATS,
+    Day,
+    Kind,
+    applications,
+    loads_at,
+    starts,
+)
 from parrot.protocol.engine_api import FillPiece
 from parrot.simulation import run_virtual
 
 APPS = applications(3, seed=1)
+HALF = dict.fromkeys(Kind, 0.5)
 
 
 def outcome(seed, num_killed=0, num_engines=3):
-    sessions = starts([(app, 1.0) for app in APPS], num_engines, 0.5, 16.0, seed)
+    sessions = starts([(app, 1.0) for app in APPS], num_engines, HALF, 16.0, seed)
     return simulate(engine_config(), num_engines, sessions, Window(4.0, 16.0, num_killed))
 
 
@@ -47,7 +59,7 @@ def test_calls_of_engines_that_die_run_elsewhere():
 @pytest.mark.parametrize("rule", Rule)
 def test_each_session_has_one_shard(rule):
     apps = applications(50, seed=0, hot_share=0.3)
-    sessions = starts([(app, 1.0) for app in apps], 256, 1.0, 20.0, "a")
+    sessions = starts([(app, 1.0) for app in apps], 256, PEAK, 20.0, "a")
     divided = divide(sessions, range(8), rule, seed=0)
     assert Counter(s for own in divided.values() for s in own) == Counter(sessions)
     found = balance(divided, 20.0)
@@ -65,10 +77,67 @@ def test_each_session_has_one_shard(rule):
         assert all(set(divided[n]) <= set(own) for n, own in rest.items())
 
 
-def test_the_day_has_one_peak():
-    loads = [load_at(hour) for hour in range(24)]
-    assert max(loads) == loads[15] == pytest.approx(1.0)
-    assert min(loads) == loads[3] == pytest.approx(0.35)
+def test_people_work_by_day_and_documents_are_read_by_night():
+    for kind in Kind:
+        loads = [loads_at(hour)[kind] for hour in range(24)]
+        assert loads[15] == 1.0
+        if kind is Kind.MAP:
+            assert max(loads) == loads[3]
+        else:
+            assert max(loads) == loads[15]
+            assert min(loads) == loads[4] < 0.5
+        assert loads_at(24.0) == loads_at(0.0)
+        assert loads_at(-1.0) == loads_at(23.0)
+
+
+@pytest.mark.parametrize("agent_s", [math.inf, 100.0])
+def test_a_day_follows_its_curve(agent_s):
+    day, shares = Day(200.0, agent_s), [(app, 1.0) for app in APPS]
+    sessions = list(day.starts(shares, 40, "a"))
+    assert sessions == sorted(sessions, key=lambda start: start.at)
+    for hour in (3, 9, 15, 21):
+        begin, end = day.marks[hour : hour + 2]
+        loads = loads_at(hour + 0.5)
+        for kind in Kind:
+            mine = [start for start in sessions if start.app.kind is kind]
+            if kind is Kind.AGENT:
+                at_work = sum(start.at <= (begin + end) / 2 < start.until for start in mine)
+                assert at_work == pytest.approx(SEATS * 40 * loads[kind], abs=15)
+            else:
+                begun = sum(begin <= start.at < end for start in mine)
+                assert begun == pytest.approx(RATES[kind] * 40 * 200 * loads[kind], rel=0.3)
+    lives = [start.until - start.at for start in sessions if start.app.kind is Kind.AGENT]
+    assert all(life > 0 for life in lives)
+    if agent_s < math.inf:
+        assert fmean(life for life in lives if life < math.inf) < 2 * agent_s
+
+
+def test_what_is_counted_of_hours_is_all_there_is():
+    day = Day(4.0)
+    sessions = list(day.starts([(app, 1.0) for app in APPS], 3, "a"))
+    hours = simulate_on(engine_config(), 3, sessions, day.marks[9:15])
+    rows = [summary(hour) for hour in hours]
+    calls = [call for hour in hours for call in hour.calls]
+    assert {call.num_ends for call in calls} == {1}
+    counted = [call for call in calls if day.marks[9] <= call.ended < day.marks[14]]
+    assert sum(row["calls"] for row in rows) == len(counted) > 30
+    assert rows[-1]["late"] == sum(call.ended >= day.marks[14] for call in calls)
+    assert all(hour.core_s > 0 for hour in hours)
+    assert all(0 < end.journal[0] <= end.journal[1] for hour in hours for end in hour.ends)
+
+
+def test_the_sessions_of_a_serve_core_that_dies_go_on():
+    sessions = starts([(app, 1.0) for app in APPS], 3, HALF, 30.0, "a")
+    marks = [8.0, 12.0, 30.0]
+    alone = simulate_on(engine_config(), 3, sessions, marks)
+    found = simulate_on(engine_config(), 3, sessions, marks, down_s=2.0)
+    calls = [call for outcome in found for call in outcome.calls]
+    assert {call.num_ends for call in calls} == {1}
+    assert not [call for call in calls if 8.0 <= call.ended < 10.0]
+    rows = [summary(outcome) for outcome in found]
+    assert sum(row["failed"] for row in rows) == 0
+    assert rows[1]["hit"] > 0.7 * summary(alone[1])["hit"]  # engines have what they had
+    assert all(waited.took_s > 1.0 for o in found for waited in o.jobs if 8.0 < waited.began < 9.0)
 
 
 def piece(context_id, tokens, parent=-1, length=None):

@@ -109,6 +109,10 @@ class BlockPool:
         self._leave(held)
         return size
 
+    def free_all(self) -> None:
+        for context_id in list(self._contexts):
+            self.free(context_id)
+
     def check_integrity(self) -> None:
         """Recount. Raises AssertionError."""
         assert not self._idle.keys() & self._users.keys()

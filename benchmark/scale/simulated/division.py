@@ -1,8 +1,9 @@
 """Who of many ServeCores gets which sessions, by the rule that they have."""
 
 import heapq
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -13,8 +14,8 @@ _LIFE_S = {Kind.CHAT: 85.0, Kind.MAP: 1.3, Kind.COPILOT: 2.3}
 """Of a session by the mean; an agent's seat is always taken."""
 _AT_WORK = {Kind.AGENT: 0.02, Kind.CHAT: 0.04, Kind.MAP: 8.0, Kind.COPILOT: 1.0}
 """Calls of a session that run at the same time, by the mean."""
-_CALLS = {Kind.AGENT: 1 / 32, Kind.CHAT: 5.0, Kind.MAP: 11.0, Kind.COPILOT: 1.0}
-"""Of a session; of an agent's seat in a second."""
+CALLS = {Kind.AGENT: 1 / 32, Kind.CHAT: 5.0, Kind.MAP: 11.0, Kind.COPILOT: 1.0}
+"""Of a session; of an agent at work in a second."""
 
 
 class Rule(StrEnum):
@@ -45,6 +46,15 @@ Divided = Mapping[int, list[Start]]
 def divide(sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int) -> Divided:
     """In order of time."""
     found: dict[int, list[Start]] = {number: [] for number in shards}
+    for shard, session in placed(sessions, shards, rule, seed):
+        found[shard].append(session)
+    return found
+
+
+def placed(
+    sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int
+) -> Iterator[tuple[int, Start]]:
+    """Each session with its shard. Sessions come in order of time."""
     num, calls = dict.fromkeys(shards, 0), dict.fromkeys(shards, 0.0)
     ends: list[tuple[float, int, float]] = []
 
@@ -64,11 +74,12 @@ def divide(sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: i
                 chosen = asked
         num[chosen] += 1
         calls[chosen] += _AT_WORK[session.app.kind]
+        end = session.until
         if life_s := _LIFE_S.get(session.app.kind):
             end = session.at + draw.expovariate(1 / life_s)
+        if end < math.inf:
             heapq.heappush(ends, (end, chosen, _AT_WORK[session.app.kind]))
-        found[chosen].append(session)
-    return found
+        yield chosen, session
 
 
 def balance(divided: Divided, duration_s: float) -> Balance:
@@ -94,7 +105,7 @@ def balance(divided: Divided, duration_s: float) -> Balance:
 
 def _calls(session: Start, duration_s: float) -> float:
     kind = session.app.kind
-    return _CALLS[kind] * (duration_s if kind is Kind.AGENT else 1.0)
+    return CALLS[kind] * (duration_s if kind is Kind.AGENT else 1.0)
 
 
 class _Homes:

@@ -89,6 +89,11 @@ class ModelledEngine(EngineClient):
             if not job.ended.done():
                 job.ended.set_exception(Unavailable("the engine is dead"))
 
+    def forget(self) -> None:
+        """ServeCore is gone: its contexts end, but what is in their blocks may be found again."""
+        assert not self._jobs, "calls of a ServeCore that is gone"
+        self.pool.free_all()
+
     async def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:

@@ -10,7 +10,7 @@ from functools import cache
 from benchmark.agents.replay import MIN_OUTPUT, Recorded, recorded_sessions
 from benchmark.scale.simulated.traffic import App, Kind, Start
 from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.errors import EngineFailed
+from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.protocol.public import (
     CallParameter,
     SemanticCallRequest,
@@ -65,29 +65,37 @@ class Text:
 
 
 class Client:
-    """The sessions of one ServeCore's programs, and what became of their calls."""
+    """The sessions of one ServeCore's programs, and what became of their calls. Programs wait until
+    it `serves`: another one goes on with the sessions of a `core` that has ended."""
 
     def __init__(self, core: ServeCore) -> None:
         self.core = core
+        self.serves = asyncio.Event()
+        self.serves.set()
         self.calls: dict[tuple[int, int], Call] = {}
         self.jobs: list[Job] = []
         self._now = asyncio.get_running_loop().time
 
     async def run(self, start: Start) -> None:
         """One whose call is given up is over; an agent's seat is the next one's."""
-        await asyncio.sleep(start.at)
+        await self._sleep(start.at - self._now())
         draw, app, is_old = random.Random(start.seed), start.app, start.is_old
-        while True:
+        while self._now() < start.until:
             with suppress(EngineFailed):
-                await self._session(draw, app, is_old=is_old)
+                if app.kind is Kind.AGENT:
+                    await self._agent(draw, app, start.until, is_old=is_old)
+                else:
+                    await self._session(draw, app)
             if app.kind is not Kind.AGENT:
                 return
             is_old = False
 
-    async def _session(self, draw: random.Random, app: App, *, is_old: bool) -> None:
-        if app.kind is Kind.AGENT:
-            await self._agent(draw, app, is_old=is_old)
-        elif app.kind is Kind.CHAT:
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self.serves.wait()
+
+    async def _session(self, draw: random.Random, app: App) -> None:
+        if app.kind is Kind.CHAT:
             await self._chat(draw, app)
         elif app.kind is Kind.MAP:
             await self._map_reduce(draw, app)
@@ -97,7 +105,7 @@ class Client:
             await session.ask([session.give(text)], draw.randint(183, 800), ideal=app.shared)
             session.end()
 
-    async def _agent(self, draw: random.Random, app: App, *, is_old: bool) -> None:
+    async def _agent(self, draw: random.Random, app: App, until: float, *, is_old: bool) -> None:
         recorded: list[Recorded] = draw.choice(_sessions())
         begin = draw.randrange(max(1, len(recorded) - _LAST_STARTED)) if is_old else 0
         session, history, before = Session(self, app), list[Text](), 0
@@ -106,7 +114,9 @@ class Client:
             if size + output > _MAX_LEN:
                 break
             if number:
-                await asyncio.sleep(min(turn.wait_s, _MAX_WAIT_S) * draw.uniform(0.8, 1.2))
+                await self._sleep(min(turn.wait_s, _MAX_WAIT_S) * draw.uniform(0.8, 1.2))
+                if self._now() >= until:
+                    break
                 kept = int(turn.shared * SCALE)
                 if kept < 0.98 * before:
                     while history and app.shared + _length(history) > max(kept, app.shared):
@@ -122,7 +132,7 @@ class Client:
         session, history = Session(self, app), list[Text]()
         for number in range(draw.randint(2, 8)):
             if number:
-                await asyncio.sleep(draw.expovariate(1 / _THINK_S))
+                await self._sleep(draw.expovariate(1 / _THINK_S))
             new = session.give(_words(draw, draw.randint(20, 200)))
             known = app.shared + _length(history)
             answer = await session.ask([*history, new], draw.randint(50, 250), ideal=known)
@@ -143,14 +153,13 @@ class Client:
 class Session:
     def __init__(self, client: Client, app: App) -> None:
         self._client, self._app = client, app
-        self._core = client.core
         self._now = asyncio.get_running_loop().time
-        begun = self._core.begin_session(app.tenant, SessionCreateRequest())
+        begun = client.core.begin_session(app.tenant, SessionCreateRequest())
         self._id, self._auth = begun.session_id, begun.session_auth
         self._head = _head(app)
 
     def give(self, text: str) -> Text:
-        var_id = self._core.programs.create_var(self._id, self._auth, "given", text)
+        var_id = self._client.core.programs.create_var(self._id, self._auth, "given", text)
         return Text(var_id, len(text))
 
     def submit(self, pieces: list[Text], output: int, *, ideal: int) -> Text:
@@ -170,17 +179,27 @@ class Session:
             parameters=parameters,
             func_name=f"{self._app.kind}",
         )
-        response = self._core.programs.submit_call(request)
+        response = self._client.core.programs.submit_call(request)
         self._client.calls[self._id, response.request_id] = Call(
             self._app.kind, self._now(), ideal, size
         )
         return Text(response.param_info[-1].var_id, output)
 
     async def read(self, text: Text) -> None:
+        """Ask again if ServeCore ends meanwhile."""
         request = VarGetRequest(
             session_id=self._id, session_auth=self._auth, criteria=PerformanceCriteria.LATENCY
         )
-        await self._core.programs.read(request, text.var_id)
+        while True:
+            core = self._client.core
+            try:
+                await core.programs.read(request, text.var_id)
+                return
+            except Unavailable:
+                if not core.is_closing:
+                    raise
+            finally:
+                await self._client.serves.wait()
 
     async def ask(self, pieces: list[Text], output: int, *, ideal: int) -> Text:
         """A call and its answer: a job of the user's."""
@@ -191,7 +210,7 @@ class Session:
         return answer
 
     def end(self) -> None:
-        self._core.delete_session(self._id, self._auth)
+        self._client.core.delete_session(self._id, self._auth)
 
 
 def _length(texts: list[Text]) -> int:

@@ -1,12 +1,18 @@
 """One ServeCore with its engines, in virtual time: a window of its day."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
+from typing import TypeVar
 
 from benchmark.scale.simulated.engine import Counts, ModelledEngine, engine_info
+from benchmark.scale.simulated.journal import MemoryStorage, VirtualJournal
 from benchmark.scale.simulated.programs import Call, Client, Job
+from benchmark.scale.simulated.stages import MODEL, Stages
 from benchmark.scale.simulated.traffic import Start
 from parrot.engine.config import SimConfig
 from parrot.protocol.engine_api import EngineInfo
@@ -16,10 +22,17 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.serve.journal.restoring import restore
 from parrot.serve.observers import Observer
+from parrot.serve.process.collector import bounded_collections
 from parrot.serve.sessions import Session
 from parrot.simulation import PATIENT, LoopClock, run_virtual
+from parrot.utils.clock import Clock
 
+T = TypeVar("T")
+
+_BEAT_S = 1.0  # of engines that know of a standby
+_LATER_ID = 2**40  # of the first session of a ServeCore that takes over
 SCHEDULER = GlobalSchedulerConfig(max_queue_size=10**6)
 CORE: CoreConfig = PATIENT.model_copy(
     update={
@@ -38,10 +51,26 @@ class Window:
     num_killed: int = 0
 
 
+@dataclass(slots=True)
+class State:
+    """What there is at a moment. `held`: the part of each engine's blocks that contexts have;
+    `core_s`: CPU seconds of ServeCore until now; `journal`: bytes of live sessions' records, and of
+    all that were ever written."""
+
+    counts: list[Counts]
+    busy_s: list[float]
+    held: list[float]
+    sessions: int
+    core_s: float
+    journal: tuple[int, int]
+
+
 @dataclass
 class Outcome:
-    """`calls` and `jobs`: all of them. `counts`, `busy_s`: of each engine, in what is counted.
-    `late`: calls that had not ended when the window did."""
+    """`calls` and `jobs`: all of them, or those that ended within one of several windows. `counts`,
+    `busy_s`: of each engine, in what is counted; `core_s`, `written`: CPU seconds of ServeCore and
+    bytes of its journal there. `late`: calls that had not ended when the window did. `ends`: what
+    there was then, of each shard."""
 
     window: Window
     calls: list[Call] = field(default_factory=list)
@@ -50,22 +79,26 @@ class Outcome:
     busy_s: list[float] = field(default_factory=list)
     most_queued: int = 0
     late: int = 0
+    core_s: float = 0.0
+    written: int = 0
+    ends: list[State] = field(default_factory=list)
 
 
 class _Ends(Observer):
-    """Notes the end of each call."""
+    """Notes the end of each call, unless it goes on elsewhere."""
 
-    def __init__(self, find: Callable[[int, int], Call | None], clock: LoopClock) -> None:
-        self._find = find
-        self._clock = clock
+    def __init__(self, shard: "Shard") -> None:
+        self._shard = shard
 
     def task_finished(self, session: Session, task: Task) -> None:
-        call = self._find(session.id, task.request_id)
+        if not self._shard.client.serves.is_set():
+            return
+        call = self._shard.client.calls.get((session.id, task.request_id))
         if call is None or not isinstance(task, Completion):
             return
         stats, times = task.stats, task.times
         call.num_ends += 1
-        call.ended = self._clock.now()
+        call.ended = self._shard.clock.now()
         call.is_done = task.state is CompletionState.DONE
         call.attempts, call.cached = stats.attempts, stats.cached_tokens
         call.computed = stats.computed_tokens
@@ -74,51 +107,86 @@ class _Ends(Observer):
 
 
 class Shard:
-    """Make it where a virtual loop runs."""
+    """Make it where a virtual loop runs. `stages` count its time, if they are given."""
 
-    def __init__(self, config: SimConfig) -> None:
+    def __init__(
+        self, config: SimConfig, *, stages: Stages | None = None, has_journal: bool = False
+    ) -> None:
         self.clock = LoopClock()
         self.engines: dict[str, ModelledEngine] = {}
         self._config = config
-        self._client: Client | None = None
-        self.core = ServeCore(
+        self._stages = stages
+        self._storage = MemoryStorage() if has_journal else None
+        self.core = self._new_core(0)
+        self.client = Client(self.core)
+
+    def _new_core(self, first_session_id: int) -> ServeCore:
+        """One that goes on where the journal ends."""
+        clock: Clock = self.clock
+        if self._storage is not None:
+            journal = VirtualJournal(self._storage, clock)
+            clock = journal.clock
+        core = ServeCore(
             CORE,
-            clock=self.clock,
-            dispatcher=Dispatcher(CORE, self.clock, self._connect),
-            observers=[_Ends(self._find, self.clock)],
+            clock=clock,
+            dispatcher=Dispatcher(CORE, clock, self._connect),
+            observers=[_Ends(self)],
+            first_session_id=first_session_id,
         )
-        self.client = self._client = Client(self.core)
+        if self._storage is not None:
+            restore(core, journal, {})
+        return core
 
     async def add_engines(self, count: int) -> None:
+        """Engines that are there register again."""
         for number in range(count):
             info = engine_info(self._config, f"engine{number}")
             await self.core.register_engine(RegisterRequest(engine_config=info))
 
-    async def run(self, starts: Sequence[Start], window: Window) -> Outcome:
-        loop, outcome = asyncio.get_running_loop(), Outcome(window)
-        before: list[tuple[Counts, float]] = []
-        loop.call_at(window.warm_up_s, lambda: before.extend(self._totals()))
-        if window.num_killed:
-            loop.call_at(window.warm_up_s, partial(self._kill, window.num_killed))
-        programs = [asyncio.ensure_future(self.client.run(start)) for start in starts]
+    async def take_over(self, down_s: float) -> None:
+        """ServeCore dies, and with it what runs. After so many seconds another one has its sessions
+        from the journal, and a heartbeat later all engines."""
+        self.client.serves.clear()
+        await self.core.close()
+        for engine in self.engines.values():
+            engine.forget()
+        await asyncio.sleep(down_s)
+        self.core = self.client.core = self._new_core(_LATER_ID)
+        self.client.serves.set()
+        await asyncio.sleep(_BEAT_S)
+        await self.add_engines(len(self.engines))
+
+    def kill(self, count: int) -> None:
+        """Some engines die."""
+        for name in list(self.engines)[:count]:
+            self.engines[name].kill()
+
+    async def run(
+        self,
+        starts: Iterable[Start],
+        windows: Sequence[Window],
+        begin: Callable[[], None] = lambda: None,
+    ) -> list[Outcome]:
+        """Count windows that follow each other; `begin` is called when the first one begins."""
+        loop, states = asyncio.get_running_loop(), list[State]()
+        marks = [windows[0].warm_up_s, *(window.end_s for window in windows)]
+        outcomes = [Outcome(window) for window in windows]
+        for mark in marks[:-1]:
+            loop.call_at(mark, lambda: states.append(self._state()))
+        loop.call_at(marks[0], begin)
+        feeding = asyncio.ensure_future(self._feed(starts))
         try:
-            while loop.time() < window.end_s:
-                await asyncio.sleep(min(1.0, window.end_s - loop.time()))
-                outcome.most_queued = max(outcome.most_queued, self.core.num_queued)
-                for program in programs:
-                    if program.done():
-                        program.result()  # raises what failed
+            while (now := loop.time()) < marks[-1]:
+                await asyncio.sleep(min(1.0, marks[-1] - now))
+                last = outcomes[max(0, bisect_left(marks, loop.time()) - 1)]
+                last.most_queued = max(last.most_queued, self.core.num_queued)
+                if feeding.done():
+                    feeding.result()  # raises what failed
         finally:
-            for program in programs:
-                program.cancel()
-            await asyncio.gather(*programs, return_exceptions=True)
-        for (old, old_s), (new, new_s) in zip(before, self._totals(), strict=True):
-            outcome.counts.append(_difference(old, new))
-            outcome.busy_s.append(new_s - old_s)
-        outcome.calls = list(self.client.calls.values())
-        outcome.jobs = self.client.jobs
-        outcome.late = sum(call.ended is None for call in outcome.calls)
-        return outcome
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+        states.append(self._state())
+        return self._counted(outcomes, marks, states)
 
     async def close(self) -> None:
         await self.core.close()
@@ -129,24 +197,54 @@ class Shard:
         for engine in self.engines.values():
             engine.pool.check_integrity()
 
+    async def _feed(self, starts: Iterable[Start]) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.TaskGroup() as programs:
+            for start in starts:
+                if start.at > loop.time():
+                    await asyncio.sleep(start.at - loop.time())
+                programs.create_task(self.client.run(start))
+
     def _connect(self, info: EngineInfo) -> EngineClient:
-        engine = ModelledEngine(self._config)
-        self.engines[info.engine_name] = engine
-        return engine
+        name = info.engine_name
+        if name not in self.engines:
+            self.engines[name] = ModelledEngine(self._config)
+        return self.engines[name]
 
-    def _find(self, session_id: int, request_id: int) -> Call | None:
-        return None if self._client is None else self._client.calls.get((session_id, request_id))
+    def _state(self) -> State:
+        engines, storage = list(self.engines.values()), self._storage
+        return State(
+            [replace(engine.counts) for engine in engines],
+            [engine.device.busy_s for engine in engines],
+            [1.0 - engine.pool.num_free / engine.pool.num_blocks for engine in engines],
+            len(self.core.sessions),
+            0.0 if self._stages is None else time.thread_time() - self._stages.seconds[MODEL],
+            (0, 0) if storage is None else (storage.num_bytes, storage.num_written),
+        )
 
-    def _kill(self, count: int) -> None:
-        for name in list(self.engines)[:count]:
-            self.engines[name].kill()
+    def _counted(
+        self, outcomes: list[Outcome], marks: Sequence[float], states: Sequence[State]
+    ) -> list[Outcome]:
+        def outcome_at(when: float | None) -> Outcome:
+            place = len(outcomes) if when is None else bisect_right(marks, when) - 1
+            return outcomes[min(max(0, place), len(outcomes) - 1)]
 
-    def _totals(self) -> list[tuple[Counts, float]]:
-        return [
-            (Counts(c.cached, c.computed, c.output, c.requests), engine.device.busy_s)
-            for engine in self.engines.values()
-            for c in [engine.counts]
-        ]
+        for call in self.client.calls.values():
+            outcome_at(call.ended).calls.append(call)
+        for job in self.client.jobs:
+            outcome_at(job.began).jobs.append(job)
+        for outcome, (old, new) in zip(outcomes, pairwise(states), strict=True):
+            outcome.counts = list(map(_difference, old.counts, new.counts))
+            outcome.busy_s = [after - s for s, after in zip(old.busy_s, new.busy_s, strict=True)]
+            outcome.core_s = new.core_s - old.core_s
+            outcome.written = new.journal[1] - old.journal[1]
+            outcome.ends = [new]
+        submitted = sorted(call.submitted for call in self.client.calls.values())
+        ended = sorted(c.ended for c in self.client.calls.values() if c.ended is not None)
+        for outcome in outcomes:
+            end_s = outcome.window.end_s
+            outcome.late = bisect_left(submitted, end_s) - bisect_left(ended, end_s)
+        return outcomes
 
 
 def _difference(old: Counts, new: Counts) -> Counts:
@@ -159,16 +257,50 @@ def _difference(old: Counts, new: Counts) -> Counts:
 
 
 def simulate(
-    config: SimConfig, num_engines: int, starts: Sequence[Start], window: Window
+    config: SimConfig, num_engines: int, starts: Iterable[Start], window: Window
 ) -> Outcome:
     """Run a window of one ServeCore, and recount everything at its end."""
 
     async def main() -> Outcome:
         shard = Shard(config)
         await shard.add_engines(num_engines)
-        outcome = await shard.run(starts, window)
-        shard.check_integrity()
-        await shard.close()
-        return outcome
+        kill = partial(shard.kill, window.num_killed)
+        (outcome,) = await shard.run(starts, [window], kill)
+        return await _ended(shard, outcome)
 
     return run_virtual(main())
+
+
+def simulate_on(
+    config: SimConfig,
+    num_engines: int,
+    starts: Iterable[Start],
+    marks: Sequence[float],
+    down_s: float = 0.0,
+) -> list[Outcome]:
+    """Run one ServeCore with a journal, whose time is counted. Returns what became of it between
+    each two marks. Unless `down_s` is 0, it dies at the first one, and another one serves so many
+    seconds later."""
+    windows = [Window(begin, end) for begin, end in pairwise(marks)]
+
+    async def main() -> list[Outcome]:
+        stages, takeovers = Stages(), list[asyncio.Task[None]]()
+        with bounded_collections(), stages.counted():
+            shard = Shard(config, stages=stages, has_journal=True)
+            await shard.add_engines(num_engines)
+
+            def begin() -> None:
+                if down_s:
+                    takeovers.append(asyncio.create_task(shard.take_over(down_s)))
+
+            found = await shard.run(starts, windows, begin)
+            await asyncio.gather(*takeovers)
+            return await _ended(shard, found)
+
+    return run_virtual(main())
+
+
+async def _ended(shard: Shard, found: T) -> T:
+    shard.check_integrity()
+    await shard.close()
+    return found

@@ -1,7 +1,6 @@
 """What became of a window's calls, in a row of figures."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -12,15 +11,16 @@ from parrot.simulation.report import percentile
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
     """As if it had been one."""
-    first, *others = outcomes
-    total = replace(first, calls=[*first.calls], jobs=[*first.jobs], counts=[*first.counts],
-                    busy_s=[*first.busy_s])  # fmt: skip
-    for one in others:
+    total = Outcome(outcomes[0].window)
+    for one in outcomes:
         total.calls += one.calls
         total.jobs += one.jobs
         total.counts += one.counts
         total.busy_s += one.busy_s
         total.late += one.late
+        total.core_s += one.core_s
+        total.written += one.written
+        total.ends += one.ends
         total.most_queued = max(total.most_queued, one.most_queued)
     return total
 
@@ -48,6 +48,8 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "wait_p99_s": percentile(waits, 99),
         "most_queued": outcome.most_queued,
         "busy": fmean(busy) / (end - begin),
+        "busy_p50_over_mean": percentile(busy, 50) / fmean(busy) if any(busy) else 1.0,
+        "busy_p99_over_mean": percentile(busy, 99) / fmean(busy) if any(busy) else 1.0,
         "busiest_over_mean": max(busy) / fmean(busy) if any(busy) else 1.0,
         "reused": {},
         "job_s": {},

@@ -1,12 +1,16 @@
 """A day of mixed traffic: who asks for what, and when."""
 
+import heapq
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Self
 
-_PEAK_H, _TROUGH_SHARE = 15.0, 0.35  # of the load at the peak
+_FIRST_S = 10.0  # within which agents begin that are at work when it all begins
+_STEPS_OF_HOUR = 60
 _APPS_OF_TENANT = (1, 4)
 _TENANT_EXPONENT = 1.0  # the weight of the n-th largest tenant is 1/n to this power
 
@@ -24,6 +28,9 @@ RATES: Mapping[Kind, float] = {Kind.CHAT: 0.06, Kind.MAP: 0.02, Kind.COPILOT: 0.
 """Sessions that begin in a second at the peak, for each engine."""
 SEATS = 9.0
 """Agents at work at the peak, for each engine: somewhat more than its KV holds."""
+
+AGENT_S = 3000.0
+"""Seconds that an agent is at work, by the mean."""
 
 CALLS_PER_S: Mapping[Kind, float] = {
     Kind.AGENT: SEATS / 32.0,  # seconds of a turn, and before it
@@ -48,18 +55,44 @@ class App:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A session begins `at` seconds. `is_old`: an agent's is in its middle."""
+    """A session begins `at` seconds. `is_old`: an agent's is in its middle. An agent's seat, in
+    which one session follows the other, is given up at `until`."""
 
     at: float
     app: App
     seed: str
     is_old: bool = False
+    until: float = math.inf
 
 
-def load_at(hour: float) -> float:
-    """The load over that of the peak, which is in the afternoon."""
-    middle, swing = (1.0 + _TROUGH_SHARE) / 2, (1.0 - _TROUGH_SHARE) / 2
-    return middle + swing * math.cos((hour - _PEAK_H) / 24 * 2 * math.pi)
+Loads = Mapping[Kind, float]
+"""The load of each kind over what it is at 15:00."""
+PEAK: Loads = dict.fromkeys(Kind, 1.0)
+
+_CURVES: Mapping[Kind, Sequence[tuple[float, float]]] = {
+    Kind.AGENT: ((0, 0.25), (4, 0.15), (7, 0.25), (10, 0.9), (12.5, 0.8), (15, 1.0), (18, 0.7),
+                 (21, 0.45), (24, 0.25)),
+    Kind.CHAT: ((0, 0.5), (4, 0.3), (7, 0.45), (10, 0.9), (12.5, 0.85), (15, 1.0), (20, 0.85),
+                (24, 0.5)),
+    Kind.MAP: ((0, 1.5), (5, 1.5), (8, 1.0), (20, 1.0), (23, 1.5), (24, 1.5)),
+    Kind.COPILOT: ((0, 0.1), (4, 0.05), (7, 0.15), (10, 0.95), (12.5, 0.75), (15, 1.0),
+                   (18, 0.6), (21, 0.2), (24, 0.1)),
+}  # fmt: skip
+"""The hour, and the load then; straight lines between them."""
+
+
+def load_at(kind: Kind, hour: float) -> float:
+    """A working day's: people write code by day and chat into the evening, and documents are gone
+    through by night. It is made up, with the shape of what operators publish."""
+    hour %= 24
+    for (before, low), (after, high) in pairwise(_CURVES[kind]):
+        if hour <= after:
+            return low + (high - low) * (hour - before) / (after - before)
+    raise AssertionError(hour)
+
+
+def loads_at(hour: float) -> Loads:
+    return {kind: load_at(kind, hour) for kind in Kind}
 
 
 _SHARED = {Kind.AGENT: 4250, Kind.CHAT: 500, Kind.MAP: 1000, Kind.COPILOT: 5107}
@@ -97,33 +130,128 @@ Shares = Sequence[tuple[App, float]]
 
 
 def starts(
-    shares: Shares, num_engines: float, load: float, duration_s: float, seed: str
+    shares: Shares, num_engines: float, loads: Loads, duration_s: float, seed: str
 ) -> list[Start]:
-    """The sessions that begin in a window at this load, of these shares of the traffic that goes to
-    `num_engines` engines altogether, in order of time. Each seat of an agent is filled once more
+    """The sessions that begin in a window at these loads, of these shares of the traffic that goes
+    to `num_engines` engines altogether, in order of time. Each seat of an agent is filled once more
     when it becomes free, so these are but the first ones."""
     found: list[Start] = []
     for kind in Kind:
-        mine = [(app, app.weight * part) for app, part in shares if app.kind is kind]
-        if not mine:
-            continue
-        apps = [app for app, _ in mine]
-        weights = [weight for _, weight in mine]
+        mine = _Weighted.of(kind, shares)
         draw = random.Random(f"{seed} {kind}")
         if kind is Kind.AGENT:
-            count = draw.random() + SEATS * num_engines * load * sum(weights)
-            times: Iterator[float] = (10.0 * draw.random() for _ in range(int(count)))
+            count = draw.random() + SEATS * num_engines * loads[kind] * mine.total
+            times: Iterator[float] = (_FIRST_S * draw.random() for _ in range(int(count)))
         else:
-            rate = RATES[kind] * num_engines * load * sum(weights)
+            rate = RATES[kind] * num_engines * loads[kind] * mine.total
             times = _poisson(draw, rate, duration_s)
         for number, at in enumerate(times):
-            (app,) = draw.choices(apps, weights)
+            app = mine.draw(draw)
             found.append(Start(at, app, f"{seed} {kind} {number}", kind is Kind.AGENT))
     return sorted(found, key=lambda start: (start.at, start.seed))
 
 
+class _Weighted(NamedTuple):
+    """The applications of a kind, and the sums of their weights."""
+
+    apps: Sequence[App]
+    sums: Sequence[float]
+
+    @classmethod
+    def of(cls, kind: Kind, shares: Shares) -> Self:
+        mine = [(app, app.weight * part) for app, part in shares if app.kind is kind]
+        return cls([app for app, _ in mine], list(accumulate(weight for _, weight in mine)))
+
+    @property
+    def total(self) -> float:
+        return self.sums[-1] if self.sums else 0.0
+
+    def draw(self, draw: random.Random) -> App:
+        (app,) = draw.choices(self.apps, cum_weights=self.sums)
+        return app
+
+
 def _poisson(draw: random.Random, rate: float, duration_s: float) -> Iterator[float]:
-    at = draw.expovariate(rate)
-    while at < duration_s:
+    at = 0.0
+    while rate > 0.0 and (at := at + draw.expovariate(rate)) < duration_s:
         yield at
-        at += draw.expovariate(rate)
+
+
+_Span = tuple[float, float]
+"""From when until when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Day:
+    """From the hour `first` to `last`. Hours take `hour_s` seconds each; second 0 is an hour before
+    the first. With less than 3,600 only the beginning of each hour is there: what sessions do takes
+    as long as ever, but the load moves on faster.
+
+    Agents come and go with the curve: who comes goes on from the middle of a recorded session, and
+    who goes does so between two turns. `agent_s`: the seconds that each has its seat by the mean,
+    before the next one comes; endless: until the seat is given up."""
+
+    hour_s: float
+    agent_s: float = math.inf
+    first: int = 0
+    last: int = 24
+
+    @property
+    def num_hours(self) -> int:
+        """With the one before the first."""
+        return 1 + self.last - self.first
+
+    @property
+    def end_s(self) -> float:
+        return self.num_hours * self.hour_s
+
+    @property
+    def marks(self) -> Sequence[float]:
+        """The full hours, from the first to the last."""
+        return [number * self.hour_s for number in range(1, self.num_hours + 1)]
+
+    def hour(self, at: float) -> float:
+        return at / self.hour_s + self.first - 1.0
+
+    def starts(self, shares: Shares, num_engines: float, seed: str) -> Iterator[Start]:
+        """As the function of this name, of the whole day."""
+        streams = [self._starts(kind, shares, num_engines, seed) for kind in Kind]
+        return heapq.merge(*streams, key=lambda start: start.at)
+
+    def _starts(self, kind: Kind, shares: Shares, num_engines: float, seed: str) -> Iterator[Start]:
+        mine, draw = _Weighted.of(kind, shares), random.Random(f"{seed} {kind} day")
+        if kind is Kind.AGENT:
+            spans = self._agents(draw, SEATS * num_engines * mine.total)
+        else:
+            spans = self._thinned(kind, draw, RATES[kind] * num_engines * mine.total)
+        for number, (at, until) in enumerate(spans):
+            app = mine.draw(draw)
+            yield Start(at, app, f"{seed} {kind} {number}", kind is Kind.AGENT, until)
+
+    def _thinned(self, kind: Kind, draw: random.Random, rate: float) -> Iterator[_Span]:
+        most = max(load for _, load in _CURVES[kind])
+        for at in _poisson(draw, rate * most, self.end_s):
+            if draw.random() * most < load_at(kind, self.hour(at)):
+                yield at, math.inf
+
+    def _agents(self, draw: random.Random, num_seats: float) -> list[_Span]:
+        step_s, taken, seats = self.hour_s / _STEPS_OF_HOUR, list[float](), list[_Span]()
+        for number in range(self.num_hours * _STEPS_OF_HOUR):
+            now = number * step_s
+            wanted = round(num_seats * load_at(Kind.AGENT, self.hour(now)))
+            while len(taken) > wanted:
+                place = draw.randrange(len(taken))
+                taken[place], taken[-1] = taken[-1], taken[place]
+                seats.append((taken.pop(), now))
+            while len(taken) < wanted:
+                taken.append(now + draw.random() * (step_s if number else _FIRST_S))
+        seats += [(at, math.inf) for at in taken]
+        return sorted(span for seat in seats for span in self._sessions(draw, *seat))
+
+    def _sessions(self, draw: random.Random, at: float, until: float) -> Iterator[_Span]:
+        """Those that follow each other in a seat, as far as the day goes."""
+        while at < min(until, self.end_s):
+            begun, at = at, until
+            if self.agent_s < math.inf:
+                at = min(until, begun + draw.expovariate(1 / self.agent_s))
+            yield begun, at

@@ -1,0 +1,66 @@
+"""The journal of a simulated ServeCore: the real one, without a disk and without a thread."""
+
+from collections.abc import Iterator, Sequence
+
+from parrot.serve.journal.journal import Journal
+from parrot.serve.journal.record import ENDED, Record
+
+
+class MemoryStorage:
+    """Records of sessions that have not ended. `num_bytes`: of their payloads; `num_written`: of
+    all payloads that there ever were."""
+
+    errors: type[Exception] = OSError
+    has_ended = False
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.num_bytes = self.num_written = 0
+        self._records: dict[str, list[Record]] = {}
+        self._facts: dict[str, int] = {}
+        self._last_seq = 0
+
+    def is_ours(self) -> bool:
+        return True
+
+    def fact(self, name: str, value: int) -> int:
+        return self._facts.setdefault(name, value)
+
+    def read(self) -> Iterator[Record]:
+        self.epoch += 1
+        kept = [record for records in self._records.values() for record in records]
+        return iter(sorted(kept, key=lambda record: record.seq))
+
+    def last_seq(self) -> int:
+        return self._last_seq
+
+    def write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._last_seq = record.seq
+            self.num_written += len(record.payload)
+            if record.kind == ENDED:
+                ended = self._records.pop(record.subject, [])
+                self.num_bytes -= sum(len(one.payload) for one in ended)
+            else:
+                self._records.setdefault(record.subject, []).append(record)
+                self.num_bytes += len(record.payload)
+
+    def note_ends(self, records: Sequence[Record]) -> None: ...
+
+    def trim(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class VirtualJournal(Journal):
+    """Virtual time does not wait for threads: what is ready is written at once."""
+
+    def _hand_over(self) -> None:
+        self._is_gathering = False
+        if self._lazy is not None:
+            self._lazy.cancel()
+            self._lazy = None
+        if self._ready:
+            self._file.write(self._ready)
+            self._written(self._ready[-1].seq)
+            self._ready = []
