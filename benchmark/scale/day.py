@@ -12,15 +12,18 @@ before the first that counts.
             those of all seeds
   division  which shard has what, by the hour, for all sessions of all shards
   takeover  a shard of the cluster at the peak: its ServeCore dies, and another one goes on with the
-            sessions from the journal `--down` seconds later; the same without that before. Figures
-            are of every ten seconds from then on
+            sessions from the journal `--down` seconds later; the same without that, and with one
+            that remembers only of calls under way which engine they were on. Figures are of every
+            ten seconds from then on
 """
 
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
@@ -37,10 +40,12 @@ from benchmark.scale.simulated.traffic import (
     applications,
     starts,
 )
+from parrot.serve.execution.availability import Returns
 from parrot.simulation.report import percentile
 
 PARTS = ("hours", "division", "takeover")
 RULES = (str(Rule.SHARDS), OMNISCIENT)
+ALIVE, TAKEN_OVER, FORGETFUL = "alive", "taken over", "taken over, calls under way alone"
 STEP_S = 10.0  # of a takeover's rows
 
 
@@ -160,16 +165,28 @@ def _divided(
 
 
 def takeover(args: argparse.Namespace, report: Report) -> None:
-    seed, num_steps = args.seeds[0], round(args.measured / STEP_S)
+    num_steps, num_engines = round(args.measured / STEP_S), args.shards * args.engines
     marks = [args.warm_up + number * STEP_S for number in range(num_steps + 1)]
-    num_engines = args.shards * args.engines
-    sessions = starts(_shares(args, seed), num_engines, PEAK, marks[-1], f"{seed}")
-    part = divide(sessions, range(args.shards), Rule.SHARDS, seed)[0]
-    for down_s in (0.0, args.down):
-        found = simulate_on(engine_config(), args.engines, part, marks, down_s)
-        for number, outcome in enumerate(found):
-            row = {"down_s": down_s, "from_s": number * STEP_S} | _row([outcome])
-            report.add("takeover", row)
+    for seed in args.seeds:
+        sessions = starts(_shares(args, seed), num_engines, PEAK, marks[-1], f"{seed}")
+        part = divide(sessions, range(args.shards), Rule.SHARDS, seed)[0]
+        for what, down_s in ((ALIVE, 0.0), (TAKEN_OVER, args.down), (FORGETFUL, args.down)):
+            with _forgetful() if what == FORGETFUL else nullcontext():
+                found = simulate_on(engine_config(), args.engines, part, marks, down_s)
+            for number, outcome in enumerate(found):
+                row = {"seed": seed, "what": what, "from_s": number * STEP_S}
+                report.add("takeover", row | _row([outcome]))
+    for what in (ALIVE, TAKEN_OVER, FORGETFUL):
+        for number in range(num_steps):
+            row = {"what": what, "from_s": number * STEP_S}
+            rows = [one for one in report["takeover"] if row.items() <= one.items()]
+            report.add("takeovers", row | _mean(rows))
+
+
+@contextmanager
+def _forgetful() -> Iterator[None]:
+    with patch.object(Returns, "_placed_before", lambda self, completion: None):
+        yield
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -51,6 +51,7 @@ HOT_SHARE = 0.3
 DEALT = "dealt"
 OMNISCIENT = "one ServeCore"
 BLIND = "one, blind for promised KV"
+RULES = (str(Rule.SHARDS), DEALT, OMNISCIENT, BLIND)
 
 
 def engine_config() -> SimConfig:
@@ -106,8 +107,7 @@ def _run(
 
 
 def windows(args: argparse.Namespace, report: Report) -> None:
-    rules = (str(Rule.SHARDS), DEALT, OMNISCIENT, BLIND)
-    asked = [(args, h, seed, r) for seed in args.seeds for h in args.hours for r in rules]
+    asked = [(args, h, seed, r) for seed in args.seeds for h in args.hours for r in args.rules]
     with ProcessPoolExecutor(args.processes) as pool:
         for row in pool.map(_window, asked):
             report.add("sums", row)
@@ -153,6 +153,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tenants", type=int, default=2000)
     parser.add_argument("--sampled", type=int, default=4, help="shards that are run")
     parser.add_argument("--hours", type=float, nargs="+", default=[15.0], help="of the day")
+    parser.add_argument("--rules", choices=RULES, nargs="+", default=RULES, help="of windows")
     parser.add_argument("--warm_up", type=float, default=120.0, help="seconds that do not count")
     parser.add_argument("--measured", type=float, default=60.0, help="seconds that count")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

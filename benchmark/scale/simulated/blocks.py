@@ -77,8 +77,7 @@ class BlockPool:
         else:
             before = cached = len(held)
         tokens = piece.token_ids or ()
-        if held.parent is None and not held.own and before == 0:
-            cached = self._known_len(held.root, tokens)
+        cached += self._known_len(held, tokens)
         self._append(held, tokens)
         return len(held) - before, cached - before
 
@@ -138,16 +137,18 @@ class BlockPool:
         parent.num_users += 1
         return Held(parent, begin, salt)
 
-    def _known_len(self, root: Key, tokens: Sequence[int]) -> int:
-        """Tokens of the full blocks that are there already, of a prompt from its beginning; never
-        all of them, since the last must be computed for what comes next."""
-        size, key, known = self.block_size, root, 0
-        for start in range(0, len(tokens) - size, size):
-            key = _key(key, array("H", tokens[start : start + size]))
+    def _known_len(self, held: Held, tokens: Sequence[int]) -> int:
+        """Tokens behind the context's own, of full blocks that are there already; never all of
+        them, since the last must be computed for what comes next."""
+        size, num_full = self.block_size, len(held) // self.block_size
+        known, key = num_full * size, held.key_at(num_full - 1, size)
+        ahead = held.tokens(known, len(held)) + array("H", tokens)
+        for start in range(0, len(ahead) - size, size):
+            key = _key(key, ahead[start : start + size])
             if key not in self._users and key not in self._idle:
                 break
             known += size
-        return known
+        return max(0, known - len(held))
 
     def _append(self, held: Held, tokens: Sequence[int]) -> None:
         size = self.block_size

@@ -11,6 +11,7 @@ from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.execution.events import EventKind
 from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import Run, RunState
+from parrot.serve.graph.nodes import Completion
 from parrot.serve.scheduling.load_index import Models
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
@@ -99,6 +100,7 @@ class Returns:
         self._left: LruDict[str, list[bytes]] = LruDict(_MAX_LEFT, weigh=len)  # by incarnation
         self._awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
         self._end: float | None = None  # of waiting
+        self._begin = clock.now()
 
     def lost(self, engine: Engine, keys: Sequence[bytes]) -> None:
         """An engine is gone whose contexts had the prompts of these keys, the latest last."""
@@ -119,14 +121,26 @@ class Returns:
         self._index.remember(engine.id, had, self._live)
 
     def queued(self, run: Run) -> None:
-        """A run is queued, of whose call an earlier one may have been placed."""
-        if (name := run.stats.engine_name) is None:
+        """A run is queued. Before a restart its call may have been placed, or the one that it goes
+        on from: so an agent that thought meanwhile finds its KV."""
+        name = run.stats.engine_name or self._placed_before(run.completion)
+        if name is None:
             return
         if (engine := self._engines.get(name)) is not None:
             self._index.remember(engine.id, run.keys, self._live)
         elif self._end is None or self._clock.now() < self._end:
             awaited = self._awaited.setdefault(name, [])
             awaited += run.keys[: _MAX_KEYS - len(awaited)]
+
+    def _placed_before(self, completion: Completion) -> str | None:
+        """The engine of the last call whose output is in the prompt, if it was before a restart:
+        what has run since is in the ledger."""
+        for variable in reversed(completion.inputs):
+            if isinstance(made_by := variable.producer, Completion):
+                started = made_by.times.started
+                is_before = started is not None and started <= self._begin
+                return made_by.stats.engine_name if is_before else None
+        return None
 
     def awaited_until(self) -> float | None:
         """When the calls will wait no longer; None: they do not wait now."""

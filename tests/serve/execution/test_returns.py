@@ -42,6 +42,35 @@ async def test_calls_wait_for_the_engines_that_they_ran_on(world: World) -> None
     await late.output.wait()
 
 
+async def test_what_goes_on_from_a_call_before_the_restart_goes_to_its_engine(world: World) -> None:
+    """An agent's next turn, which it has thought about meanwhile."""
+    engines = [fake_engine(name) for name in ("one", "two")]
+    await world.clock.advance(5.0)
+    for engine in engines:
+        await world.join(engine)
+    for name in ("one", "two"):
+        before = world.completion(name * 400)
+        before.stats.engine_name, before.times.started = name, 0.0
+        before.output.producer = before
+        before.state = CompletionState.DONE
+        before.output.set("and this is what it answered")
+        after = world.completion(name * 400)
+        after.inputs = (before.output,)
+        world.dispatcher.submit(after)
+        key = world.dispatcher._ledger.prefixes.prompt(after)[1][-1]
+        number = ("one", "two").index(name)
+        assert world.dispatcher._ledger.index.likely_holders(key) == {number}
+        assert await after.output.wait()
+        assert after.stats.engine_name == name
+    ours = world.completion("three" * 400)  # of this process, whose ledger knows where it was
+    ours.inputs = (after.output,)
+    after.output.producer = after
+    world.dispatcher.submit(ours)
+    key = world.dispatcher._ledger.prefixes.prompt(ours)[1][-1]
+    assert world.dispatcher._ledger.index.likely_holders(key) is None
+    assert await ours.output.wait()
+
+
 async def test_they_do_not_wait_for_long(world: World) -> None:
     lost = ran_before(world, "a" * 400, "gone")
     await world.clock.advance(20.0)
