@@ -4,8 +4,8 @@
 
 Sessions are what they are at the peak; how many begin follows the curves of
 `benchmark.scale.simulated.traffic`, one for each kind. An hour takes `--hour_s` seconds: with less
-than 3,600, only so much of it is run, and the caches go on from hour to hour. It begins an hour
-before the first that counts.
+than 3,600 it is sampled. Then agents come and go as it begins, its last two thirds count, and the
+caches go on from hour to hour. It begins an hour before the first that counts.
 
   hours     real ServeCores with modelled engines, each hour's figures: a cluster of `--shards`
             shards with `--engines` engines each, and one ServeCore with all of them. `means` are
@@ -46,6 +46,7 @@ from parrot.simulation.report import percentile
 PARTS = ("hours", "division", "takeover")
 RULES = (str(Rule.SHARDS), OMNISCIENT)
 ALIVE, TAKEN_OVER, FORGETFUL = "alive", "taken over", "taken over, calls under way alone"
+SETTLED = 1 / 3  # of a sampled hour does not count
 STEP_S = 10.0  # of a takeover's rows
 
 
@@ -61,14 +62,15 @@ def hours(args: argparse.Namespace, report: Report) -> None:
 
 def _hours(args: argparse.Namespace, seed: int, rule: str) -> Iterator[dict[str, Any]]:
     """A row for each hour of a day."""
-    day = Day(args.hour_s, first=args.first, last=args.last)
+    settle_s = SETTLED * args.hour_s if args.hour_s < 3600 else 0.0
+    day = Day(args.hour_s, first=args.first, last=args.last, settle_s=settle_s)
     sessions = list(day.starts(_shares(args, seed), args.shards * args.engines, f"{seed}"))
     num_engines, parts = args.shards * args.engines, [sessions]
     if rule == Rule.SHARDS:
         num_engines = args.engines
         parts = list(divide(sessions, range(args.shards), Rule.SHARDS, seed).values())
     began = time.process_time()
-    found = [simulate_on(engine_config(), num_engines, part, day.marks) for part in parts]
+    found = [simulate_on(engine_config(), num_engines, part, day.marks)[1::2] for part in parts]
     cpu_s = time.process_time() - began
     for hour, outcomes in enumerate(zip(*found, strict=True), args.first):
         row = {"seed": seed, "rule": rule, "hour": hour} | _row(outcomes)

@@ -90,13 +90,14 @@ def test_people_work_by_day_and_documents_are_read_by_night():
         assert loads_at(-1.0) == loads_at(23.0)
 
 
-@pytest.mark.parametrize("agent_s", [math.inf, 100.0])
-def test_a_day_follows_its_curve(agent_s):
-    day, shares = Day(200.0, agent_s), [(app, 1.0) for app in APPS]
+@pytest.mark.parametrize(("agent_s", "settle_s"), [(math.inf, 0.0), (100.0, 0.0), (math.inf, 50.0)])
+def test_a_day_follows_its_curve(agent_s, settle_s):
+    day, shares = Day(200.0, agent_s, settle_s=settle_s), [(app, 1.0) for app in APPS]
     sessions = list(day.starts(shares, 40, "a"))
     assert sessions == sorted(sessions, key=lambda start: start.at)
     for hour in (3, 9, 15, 21):
-        begin, end = day.marks[hour : hour + 2]
+        begin, counted, end = day.marks[2 * hour : 2 * hour + 3]
+        assert (counted - begin, end - begin) == (settle_s, 200.0)
         loads = loads_at(hour + 0.5)
         for kind in Kind:
             mine = [start for start in sessions if start.app.kind is kind]
@@ -115,13 +116,14 @@ def test_a_day_follows_its_curve(agent_s):
 def test_what_is_counted_of_hours_is_all_there_is():
     day = Day(4.0)
     sessions = list(day.starts([(app, 1.0) for app in APPS], 3, "a"))
-    hours = simulate_on(engine_config(), 3, sessions, day.marks[9:15])
+    marks = [number * day.hour_s for number in range(10, 16)]
+    hours = simulate_on(engine_config(), 3, sessions, marks)
     rows = [summary(hour) for hour in hours]
     calls = [call for hour in hours for call in hour.calls]
     assert {call.num_ends for call in calls} == {1}
-    counted = [call for call in calls if day.marks[9] <= call.ended < day.marks[14]]
+    counted = [call for call in calls if marks[0] <= call.ended < marks[-1]]
     assert sum(row["calls"] for row in rows) == len(counted) > 30
-    assert rows[-1]["late"] == sum(call.ended >= day.marks[14] for call in calls)
+    assert rows[-1]["late"] == sum(call.ended >= marks[-1] for call in calls)
     assert all(hour.core_s > 0 for hour in hours)
     assert all(0 < end.journal[0] <= end.journal[1] for hour in hours for end in hour.ends)
 

@@ -184,17 +184,22 @@ _Span = tuple[float, float]
 @dataclass(frozen=True, slots=True)
 class Day:
     """From the hour `first` to `last`. Hours take `hour_s` seconds each; second 0 is an hour before
-    the first. With less than 3,600 only the beginning of each hour is there: what sessions do takes
-    as long as ever, but the load moves on faster.
+    the first. With less than 3,600 an hour is sampled: what sessions do takes as long as ever, but
+    the load moves on faster.
 
     Agents come and go with the curve: who comes goes on from the middle of a recorded session, and
     who goes does so between two turns. `agent_s`: the seconds that each has its seat by the mean,
-    before the next one comes; endless: until the seat is given up."""
+    before the next one comes; endless: until the seat is given up.
+
+    Who comes computes a long prompt. If as many came in a sampled hour as in a whole one, that
+    would be most of what it computes. So unless `settle_s` is 0 they come as it begins, and so many
+    seconds do not count."""
 
     hour_s: float
     agent_s: float = math.inf
     first: int = 0
     last: int = 24
+    settle_s: float = 0.0
 
     @property
     def num_hours(self) -> int:
@@ -207,8 +212,9 @@ class Day:
 
     @property
     def marks(self) -> Sequence[float]:
-        """The full hours, from the first to the last."""
-        return [number * self.hour_s for number in range(1, self.num_hours + 1)]
+        """Where each hour begins that counts, where its figures do, and where the last one ends."""
+        begins = [number * self.hour_s for number in range(1, self.num_hours)]
+        return [mark for at in begins for mark in (at, at + self.settle_s)] + [self.end_s]
 
     def hour(self, at: float) -> float:
         return at / self.hour_s + self.first - 1.0
@@ -235,16 +241,18 @@ class Day:
                 yield at, math.inf
 
     def _agents(self, draw: random.Random, num_seats: float) -> list[_Span]:
-        step_s, taken, seats = self.hour_s / _STEPS_OF_HOUR, list[float](), list[_Span]()
-        for number in range(self.num_hours * _STEPS_OF_HOUR):
+        num_steps = 1 if self.settle_s else _STEPS_OF_HOUR
+        step_s, taken, seats = self.hour_s / num_steps, list[float](), list[_Span]()
+        within_s = _FIRST_S if self.settle_s else step_s
+        for number in range(self.num_hours * num_steps):
             now = number * step_s
-            wanted = round(num_seats * load_at(Kind.AGENT, self.hour(now)))
+            wanted = round(num_seats * load_at(Kind.AGENT, self.hour(now + step_s / 2)))
             while len(taken) > wanted:
                 place = draw.randrange(len(taken))
                 taken[place], taken[-1] = taken[-1], taken[place]
                 seats.append((taken.pop(), now))
             while len(taken) < wanted:
-                taken.append(now + draw.random() * (step_s if number else _FIRST_S))
+                taken.append(now + draw.random() * (within_s if number else _FIRST_S))
         seats += [(at, math.inf) for at in taken]
         return sorted(span for seat in seats for span in self._sessions(draw, *seat))
 
