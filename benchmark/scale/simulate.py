@@ -14,6 +14,8 @@ shared beginning, of tenants of very different sizes.
             sessions that they have as shards divide them; the same sessions dealt out among these
             shards; then one ServeCore with all engines of these shards, and that with a placement
             that does not weigh what KV sessions will go on from
+  fullest   the same minutes of three shards, as shards divide sessions: those with the fewest, the
+            usual and the most agents
   failures  engines of a shard that die under load
 """
 
@@ -46,7 +48,7 @@ from parrot.engine.config import SimConfig
 from parrot.serve.contexts.room import Room
 
 COSTS = ENGINES / "sim_llama_3_1_8b.json"
-PARTS = ("division", "windows", "failures")
+PARTS = ("division", "windows", "fullest", "failures")
 HOT_SHARE = 0.3
 DEALT = "dealt"
 OMNISCIENT = "one ServeCore"
@@ -138,6 +140,17 @@ def _blind() -> Iterator[None]:
         yield
 
 
+def fullest(args: argparse.Namespace, report: Report) -> None:
+    for seed in args.seeds:
+        divided = _divided(args, args.hours[0], seed)
+        agents = {n: sum(s.app.kind is Kind.AGENT for s in own) for n, own in divided.items()}
+        shards = sorted(divided, key=lambda number: agents[number])
+        for name, place in (("fewest", 0), ("usual", len(shards) // 2), ("most", -1)):
+            shard = shards[place]
+            row = {"seed": seed, "agents": name, "agents_of_engine": agents[shard] / args.engines}
+            report.add("fullest", row | summary(_run(args, divided[shard])))
+
+
 def failures(args: argparse.Namespace, report: Report) -> None:
     """The same sessions twice: with all engines, and with some that die when it begins to count."""
     sessions = _divided(args, args.hours[0], args.seeds[0])[0]
@@ -163,7 +176,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("engine", COSTS)
     report.uses("core", CORE.model_dump(mode="json"))
-    {"division": division, "windows": windows, "failures": failures}[args.part](args, report)
+    parts = {"division": division, "windows": windows, "fullest": fullest, "failures": failures}
+    parts[args.part](args, report)
 
 
 if __name__ == "__main__":

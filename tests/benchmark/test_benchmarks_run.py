@@ -28,6 +28,7 @@ TINY = {
     "scale.simulate": [
         "--part division --shards 4 --tenants 9",
         "--part windows --shards 3 --sampled 2 --engines 1 --tenants 3 --warm_up 3 --measured 3",
+        "--part fullest --shards 3 --engines 1 --tenants 5 --warm_up 3 --measured 3",
         "--part failures --shards 1 --engines 2 --tenants 3 --warm_up 3 --measured 3",
     ],
     "scale.day": [
