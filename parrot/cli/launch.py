@@ -89,13 +89,14 @@ def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
 
 
 def stop_on_ray(address: str, name: str) -> None:
-    """End a detached service, after its calls."""
+    """End what a launch has begun there, after its calls."""
     _require_ray()
-    from parrot.launch.on_ray.service import connected, stop_detached
+    from parrot.launch.on_ray.ending import end_service
+    from parrot.launch.on_ray.service import connected
 
     try:
         with connected(address, name) as namespace:
-            stop_detached(namespace)
+            OUT.print(f"Ended: {', '.join(end_service(namespace))}", soft_wrap=True)
     except ClusterError as error:
         fail(str(error))
 

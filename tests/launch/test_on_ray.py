@@ -93,8 +93,8 @@ class Service:
                 config = json.loads(config_of(path.parent))
                 if self.port in (config["port"], config.get("serve_core", {}).get("port")):
                     found.append(int(path.parent.name))
-            except (OSError, IndexError):
-                continue  # it has ended
+            except (OSError, IndexError, StopIteration, ValueError):
+                continue  # it has ended, or has not got its config yet
         return found
 
     def wait_ready(self, process: subprocess.Popen[bytes]) -> None:
@@ -237,7 +237,7 @@ def test_detached_scaled_and_with_several_gpus(cluster: Any, tmp_path: Path) -> 
 
         again = service.launch("--name", "two", str(service.file))
         assert again.wait(PATIENCE_S) == 1
-        assert "a service named 'two' runs" in service.output.read_text()
+        assert "a service named 'two' is on this cluster" in service.output.read_text()
 
         core_pids, engine_pids = service.pids("core"), service.pids("small-0")
         ray.kill(ray.get_actor("supervisor", "parrot-two"), no_restart=False)
@@ -281,6 +281,49 @@ def complete(url: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         assert re.search("length", answer.read().decode())
+
+
+def test_stop_ends_whatever_a_launch_has_begun(cluster: Any, tmp_path: Path) -> None:
+    engine = {"engine_type": "sim", "drain_timeout": 5.0, "ray": {"num_cpus": 0}}
+    unplaced = {"engine_type": "sim", "engine_name": "big", "ray": {"num_gpus": 64}}
+    service = Service(cluster, tmp_path, engine, unplaced)
+
+    def stop() -> tuple[int, str]:
+        code = service.launch("--name", "three", "--stop").wait(PATIENCE_S)
+        return code, service.output.read_text()
+
+    def check_nothing_is_left() -> None:
+        assert servers() == []
+        assert all(g["state"] == "REMOVED" for g in ray.util.placement_group_table().values())
+        until(lambda: not (service.pids("core") or service.pids("engine-0")), "no process is left")
+        code, output = stop()
+        assert (code, "there is no service named 'three'" in output) == (1, True), output
+
+    process = service.launch("--name", "three", "--detach", str(service.file))
+    until(lambda: service.pids("engine-0"), "an engine has begun")
+    process.kill()
+    process.wait()
+    assert service.launch("--name", "three", str(service.file)).wait(PATIENCE_S) == 1
+    assert "--stop ends it" in service.output.read_text()
+    code, output = stop()
+    assert (code, "Ended: big, core, engine-0, supervisor" in output) == (0, True), output
+    check_nothing_is_left()
+
+    process = service.launch("--name", "three", "--detach", str(service.file))
+    until(lambda: service.pids("engine-0"), "an engine has begun")
+    ray.kill(ray.get_actor("supervisor", "parrot-three"), no_restart=True)
+    assert process.wait(PATIENCE_S) == 1
+    code, output = stop()
+    assert (code, "Ended: big, core, engine-0" in output) == (0, True), output
+    check_nothing_is_left()
+
+    service = Service(cluster, tmp_path, engine)
+    process = service.launch("--name", "three", str(service.file))
+    service.wait_ready(process)
+    code, output = stop()
+    assert (code, "Ended: core, engine-0" in output) == (0, True), output
+    assert process.wait(PATIENCE_S) == 0
+    check_nothing_is_left()
 
 
 def test_what_cannot_be_placed_ends_the_launch(cluster: Any, tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ def test_an_engine_follows_its_core(
     assert "joined with id" in capfd.readouterr().out
 
 
+def test_a_server_that_was_ended_says_so_and_stays_ended(actors: list[ServerActor]) -> None:
+    core, engine = actors
+    assert (core.stop_s(), engine.stop_s()) == (15.0, 16.0)
+    until(core, lambda status: status.ready is not None)
+    core.stop()
+    status = core.follow(None)
+    assert (status.address, status.is_over, status.num_deaths) == (None, True, 0)
+    assert not core._process.is_alive
+
+
 def test_a_server_that_dies_starts_again(actors: list[ServerActor]) -> None:
     core, _ = actors
     address = until(core, lambda status: status.ready is not None).address

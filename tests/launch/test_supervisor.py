@@ -24,6 +24,7 @@ class PlayedCluster:
         self.pending: set[str] = set()
         self.deaths: dict[str, int] = {}
         self.ending: set[str] = set()
+        self.over: set[str] = set()
         self.num_queued: dict[str, int] = {}
         self.core: Address = ("10.0.0.1", 9000)
         self.core_answers = True
@@ -50,7 +51,12 @@ class PlayedCluster:
             self.ended.append(name)
         running = [name for name in self.needs if name not in self.pending]
         statuses = {
-            name: ServerStatus(("10.0.0.2", 1), self.deaths.get(name, 0), f"{name} is dead")
+            name: ServerStatus(
+                ("10.0.0.2", 1),
+                self.deaths.get(name, 0),
+                f"{name} is dead",
+                is_over=name in self.over,
+            )
             for name in running
         }
         if "core" in running and self.core_answers:
@@ -207,6 +213,20 @@ def test_the_end_of_all(tmp_path: Path) -> None:
     play.supervisor.stop()
     assert sorted(play.cluster.ended[:3]) == ["a-0", "a-1", "b"]
     assert play.cluster.ended[3:] == ["core"]
+
+
+def test_what_is_ended_from_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
+    play = Play(tmp_path, SCALED)
+    play.ready()
+    play.cluster.over = {"a-1"}
+    play.run(1000)
+    assert play.now < 10
+    assert play.said == ["the servers were ended from elsewhere"]
+
+    play = Play(tmp_path, SCALED)
+    play.cluster.pending, play.cluster.over = {"a-0"}, {"a-1"}
+    with pytest.raises(ClusterError, match="ended from elsewhere"):
+        play.ready()
 
 
 def test_a_hurry_waits_for_no_calls(tmp_path: Path) -> None:

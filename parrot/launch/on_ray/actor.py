@@ -23,12 +23,13 @@ _FORWARDED_BYTES = 2**16  # of a log, at once
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
     """A server as its actor sees it. `ready` is ServeCore's answer to `/ready`, if it gives one,
-    with the HTTP status."""
+    with the HTTP status; `is_over`: somebody has ended it."""
 
     address: Address | None
     num_deaths: int
     last_death: str
     ready: tuple[int, Any] | None = None
+    is_over: bool = False
 
 
 class ServerActor:
@@ -82,6 +83,10 @@ class ServerActor:
             self._start(core)
         self._forward_log()
         return self._status()
+
+    def stop_s(self) -> float:
+        """Seconds that ending takes at most."""
+        return self._server.stop_s
 
     def stop(self) -> None:
         """Let the server end its calls, as its config says, and end it; return when it is gone."""
@@ -137,7 +142,7 @@ class ServerActor:
             host = self._server.config["host"]
             host = "127.0.0.1" if host == EVERYWHERE else host
             ready = ask(host, address[1], "/ready", token=self._server.token)
-        return ServerStatus(address, self._num_deaths, self._last_death, ready)
+        return ServerStatus(address, self._num_deaths, self._last_death, ready, self._is_over)
 
 
 def _node_address() -> str:

@@ -146,3 +146,10 @@ def existing_servers(namespace: str) -> list[str]:
     """The names of the actors that there are in a namespace."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in actors if actor["namespace"] == namespace]
+
+
+def existing_groups(namespace: str) -> list[str]:
+    """The full names of the placement groups of a namespace's engines."""
+    groups = ray.util.placement_group_table().values()
+    names = [group["name"] for group in groups if group["state"] != "REMOVED"]
+    return [name for name in names if name.rpartition("/")[0] == namespace]

@@ -12,12 +12,10 @@ import ray
 from ray.exceptions import RayError
 
 from parrot.cluster import ClusterError
+from parrot.launch.on_ray.ending import ANSWER_S, SUPERVISOR
 from parrot.launch.on_ray.pools import RayPlan
 from parrot.launch.on_ray.runtime import RayRuntime, existing_servers
 from parrot.launch.on_ray.supervisor import Supervisor
-
-_SUPERVISOR = "supervisor"
-_ANSWER_S = 60.0  # what asking a detached supervisor may take
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def launch_detached(plan: RayPlan, namespace: str, ready_timeout_s: float) -> st
     ready. Raises `ClusterError`, after all has been ended again."""
     _refuse_second(namespace)
     kind = ray.remote(_DetachedSupervisor).options(
-        name=_SUPERVISOR,
+        name=SUPERVISOR,
         namespace=namespace,
         lifetime="detached",
         max_restarts=-1,
@@ -73,8 +71,8 @@ def launch_detached(plan: RayPlan, namespace: str, ready_timeout_s: float) -> st
         num_cpus=0,
     )
     actor: Any = kind.remote(plan, namespace, ready_timeout_s)
-    patience_s = ready_timeout_s + ray.get(actor.stop_s.remote(), timeout=_ANSWER_S)
-    core_url, problem = ray.get(actor.begun.remote(), timeout=patience_s + _ANSWER_S)
+    patience_s = ready_timeout_s + ray.get(actor.stop_s.remote(), timeout=ANSWER_S)
+    core_url, problem = ray.get(actor.begun.remote(), timeout=patience_s + ANSWER_S)
     if problem:
         ray.kill(actor, no_restart=True)
         raise ClusterError(problem)
@@ -82,28 +80,17 @@ def launch_detached(plan: RayPlan, namespace: str, ready_timeout_s: float) -> st
     return url
 
 
-def stop_detached(namespace: str) -> None:
-    """End the detached service of this namespace. Raises `ClusterError` if there is none."""
-    try:
-        actor = ray.get_actor(_SUPERVISOR, namespace)
-    except ValueError:
-        name = namespace.removeprefix("parrot-")
-        raise ClusterError(f"there is no detached service named {name!r}") from None
-    patience_s = ray.get(actor.stop_s.remote(), timeout=_ANSWER_S)
-    ray.get(actor.stop.remote(), timeout=patience_s + _ANSWER_S)
-    ray.kill(actor, no_restart=True)
-
-
 def _refuse_second(namespace: str) -> None:
     if existing_servers(namespace):
         name = namespace.removeprefix("parrot-")
         raise ClusterError(
-            f"a service named {name!r} runs on this cluster; choose another --name, or end it"
+            f"a service named {name!r} is on this cluster: --stop ends it; or choose another --name"
         )
 
 
 class _DetachedSupervisor:
-    """Supervises in an actor. Started again, it takes over the servers that are there."""
+    """Supervises in an actor. Started again, it takes over the servers that are there; when all has
+    ended it is not started again."""
 
     def __init__(self, plan: RayPlan, namespace: str, ready_timeout_s: float) -> None:
         self._ready_timeout_s = ready_timeout_s
@@ -111,7 +98,7 @@ class _DetachedSupervisor:
         runtime = RayRuntime(namespace, is_detached=True)
         self._supervisor = Supervisor(plan, runtime, _say, self._is_over.wait)
         self._begun: Future[str] = Future()
-        servers = [name for name in existing_servers(namespace) if name != _SUPERVISOR]
+        servers = [name for name in existing_servers(namespace) if name != SUPERVISOR]
         self._thread = threading.Thread(target=self._run, args=(servers,), daemon=True)
         self._thread.start()
 
@@ -146,6 +133,8 @@ class _DetachedSupervisor:
             os._exit(1)
         if problem:
             self._begun.set_result(problem)
+            self._is_over.wait(ANSWER_S)  # for the launcher, if it is still there, to hear it
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 def _say(message: str) -> None:

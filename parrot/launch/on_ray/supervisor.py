@@ -111,9 +111,12 @@ class Supervisor:
 
     def wait_ready(self, timeout_s: float) -> None:
         """Return when all that was started serves, or `wait` says that it is over. Raises
-        `ClusterError` as soon as a server has ended twice by itself, or after the timeout."""
+        `ClusterError` as soon as a server has ended twice by itself or was ended from elsewhere, or
+        after the timeout."""
         deadline = self._now() + timeout_s
         while self._tick() or self.missing:
+            if self._was_ended:
+                raise ClusterError("it was ended from elsewhere")
             for status in self._statuses.values():
                 if status.num_deaths > 1:
                     raise ClusterError(status.last_death)
@@ -124,9 +127,13 @@ class Supervisor:
                 return
 
     def run(self) -> None:
-        """Keep the service as it is to be."""
+        """Keep the service as it is to be, until `wait` says that it is over, or somebody ends its
+        servers from elsewhere."""
         while not self._wait(TICK_S):
             self._tick()
+            if self._was_ended:
+                self._tell("the servers were ended from elsewhere")
+                return
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """End all servers, engines first and after their calls; returns when all are gone or, once
@@ -148,6 +155,11 @@ class Supervisor:
             self._runtime.poll(self._core, TICK_S)
 
     # One round
+
+    @property
+    def _was_ended(self) -> bool:
+        """Whether somebody else ends the service."""
+        return any(status.is_over for status in self._statuses.values())
 
     def _tick(self) -> bool:
         """See how all is, and begin to change what is not as it is to be; whether it began to."""
