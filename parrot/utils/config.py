@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin
 
 import orjson
@@ -103,7 +104,9 @@ def section_at(model: type[BaseModel], path: Loc) -> tuple[type[BaseModel], Loc]
         if isinstance(part, int) and depth:
             continue
         field = current.model_fields.get(str(part))
-        annotation = field.annotation if field else None
+        annotation: Any = field.annotation if field else None
+        if isinstance(annotation, UnionType):  # a section, or null
+            (annotation, *_) = annotation.__args__
         if get_origin(annotation) is tuple and isinstance(next(iter(path[depth + 1 :]), None), int):
             annotation = get_args(annotation)[0]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):

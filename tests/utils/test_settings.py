@@ -56,6 +56,18 @@ def test_a_text_is_taken_as_it_is_and_all_else_as_json() -> None:
     assert (config.session_life_span, config.page) == (100.0, False)
 
 
+def test_variables_set_keys_of_a_section_that_may_be_absent() -> None:
+    cores = ["http://a:9000", "http://b:9000"]
+    config, _ = core(
+        {"PARROT_CORE__SHARDS__INDEX": "1", "PARROT_CORE__SHARDS__CORES": json.dumps(cores)}
+    )
+    assert config.shards is not None
+    assert (config.shards.index, config.shards.cores) == (1, tuple(cores))
+    config, _ = core({"PARROT_CORE__SHARDS__INDEX": "1"}, {"shards": {"cores": cores}})
+    assert config.shards is not None
+    assert config.shards.index == 1
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -69,6 +81,7 @@ def test_a_text_is_taken_as_it_is_and_all_else_as_json() -> None:
         ),
         ("PARROT_CORE_PORT", "1", "two underscores: PARROT_CORE__PORT"),
         ("PARROT_CORE__", "1", "PARROT_CORE__: names no key"),
+        ("PARROT_CORE__SHARDS__INDICES", "1", "(did you mean `index`?)"),
         ("PARROT_CORE__PORT__X", "1", "`port` is no section; give it as JSON in PARROT_CORE__PORT"),
         ("PARROT_CORE__MODEL_ALIASES__GPT", "m", "give it as JSON in PARROT_CORE__MODEL_ALIASES"),
         ("PARROT_CORE__PAGE", "yes", "PARROT_CORE__PAGE: `page`: Input should be a valid boolean"),
