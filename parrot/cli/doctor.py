@@ -238,7 +238,7 @@ def _check_inventory(paths: list[Path], environ: Mapping[str, str]) -> Iterator[
         raise ConfigError("an inventory of machines is checked by itself: give nothing besides")
     inventory = read_inventory(paths[0], environ)
     num_servers = sum(len(site.servers) for site in inventory.sites)
-    counted = f"machines: {len(inventory.sites)}, servers: {num_servers}"
+    counted = f"machines: {inventory.num_machines}, servers: {num_servers}"
     yield Finding("ok", f"{paths[0]}, an inventory: every key is known; {counted}")
     yield from _check_secrets(paths[0])
     yield Finding("ok", "`parrot launch` checks its machines, before anything starts there")

@@ -53,7 +53,7 @@ def launch_machines(path: Path, options: LaunchOptions) -> None:
 
 
 def _start(machines: Machines, inventory: Inventory, path: Path, options: LaunchOptions) -> None:
-    ERR.print(f"Checking {len(inventory.sites)} machines", soft_wrap=True)
+    ERR.print(f"Checking {inventory.num_machines} machines", soft_wrap=True)
     machines.start(Action.DETACH if options.detach else Action.RUN)
     if options.detach:
         machines.detached(options.ready_timeout_s)
@@ -67,10 +67,10 @@ def _start(machines: Machines, inventory: Inventory, path: Path, options: Launch
 
 
 def _say_where(inventory: Inventory) -> None:
-    url, config = inventory.core_url, inventory.core.config
-    OUT.print(f"ServeCore is at [bold]{url}[/]", soft_wrap=True)
-    if config.get("page", True):
-        OUT.print(f"Look at it: {page_url(url, config.get('cluster_token'))}", soft_wrap=True)
+    for url, config in inventory.cores.items():
+        OUT.print(f"ServeCore is at [bold]{url}[/]", soft_wrap=True)
+        if config.get("page", True):
+            OUT.print(f"Look at it: {page_url(url, config.get('cluster_token'))}", soft_wrap=True)
 
 
 def _tell(address: str, report: Report) -> None:

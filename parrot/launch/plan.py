@@ -74,6 +74,12 @@ def plan(core: Config, engines: Sequence[Config]) -> Plan:
     a config names an address, with one cluster token (a new one if ServeCore's config has none)
     and engine names of their own (`engine-0`, ... by default). Raises `ConfigError` if a server
     would refuse to start."""
+    server = core_server(core)
+    return Plan(server, engine_servers([server], engines))
+
+
+def core_server(core: Config, name: str = CORE_NAME) -> Server:
+    """ServeCore of a checked config. Raises `ConfigError` if it would refuse to start."""
     core = {**core, "host": _reachable(core)}
     if core.get("cluster_token") is None and not core.get("insecure"):
         core["cluster_token"] = new_token() + new_token()
@@ -83,13 +89,21 @@ def plan(core: Config, engines: Sequence[Config]) -> Plan:
         insecure=bool(core.get("insecure")),
         has_api_keys=bool(core.get("api_keys") or core.get("keys_file")),
     )
-    servers: dict[str, Server] = {}
+    return Server(name, "core", core)
+
+
+def engine_servers(cores: Sequence[Server], engines: Sequence[Config]) -> tuple[Server, ...]:
+    """The engines of planned ServeCores, which share a token. Raises `ConfigError` if two servers
+    have the same name."""
+    names = {core.name for core in cores}
+    servers = []
     for number, engine in enumerate(engines):
-        server = engine_server(core, engine, engine.get("engine_name") or f"engine-{number}")
-        if server.name in servers or server.name == CORE_NAME:
-            raise ConfigError(f"two servers are named {server.name!r}; set `engine_name`")
-        servers[server.name] = server
-    return Plan(Server(CORE_NAME, "core", core), tuple(servers.values()))
+        name = engine.get("engine_name") or f"engine-{number}"
+        if name in names:
+            raise ConfigError(f"two servers are named {name!r}; set `engine_name`")
+        names.add(name)
+        servers.append(engine_server(cores[0].config, engine, name))
+    return tuple(servers)
 
 
 def engine_server(core: Config, engine: Config, name: str) -> Server:

@@ -58,9 +58,12 @@ class Machines:
         self.state, self.bin = folder / "state", folder / "bin"
         self.host, self.is_fake = host, not host
         taken: set[int] = set()
-        self.core_port, self.engine_port = [free_port("0.0.0.0", taken) for _ in range(2)]
+        self.core_port, self.second_port, self.engine_port = [
+            free_port("0.0.0.0", taken) for _ in range(3)
+        ]
         while self.engine_port + 1 in taken or ask("127.0.0.1", self.engine_port + 1, "/"):
             self.engine_port = free_port("0.0.0.0", taken)
+        self.used_ports: list[int] = []
         script(folder / "site" / "sitecustomize.py", SITE, address=warm.address())
         # Its folder's name has a blank, which a shell would take for the end of a word.
         self.host["python"] = str(
@@ -77,9 +80,9 @@ class Machines:
 
     def inventory(self, num_engines: int = 2, **engine: Any) -> Path:
         config = {"engine_type": "sim", "port": self.engine_port, "heartbeat_interval": 0.2}
-        core = {"port": self.core_port, "api_keys": [KEY], "cluster_token": TOKEN}
+        self.used_ports = [self.core_port, *range(self.engine_port, self.engine_port + num_engines)]
         hosts = [
-            {"address": "127.0.0.1", **self.host, "core": core},
+            {"address": "127.0.0.1", **self.host, "core": self.core(self.core_port)},
             {
                 "address": "localhost",
                 **self.host,
@@ -91,6 +94,30 @@ class Machines:
         path = self.folder / "lab.json"
         path.write_text(json.dumps({"hosts": hosts}))
         return path
+
+    def core(self, port: int, **config: Any) -> dict[str, Any]:
+        return {"port": port, "api_keys": [KEY], "cluster_token": TOKEN, **config}
+
+    def two_shards(self, **engine: Any) -> None:
+        """An inventory of two ServeCores, each with an engine beside it: both share the first's,
+        and the second has one of its own."""
+        config = {"port": self.engine_port, "drain_timeout": 5.0, **engine}
+        first, second = (
+            self.core(port, journal=str(self.folder / f"{port}.db"))
+            for port in (self.core_port, self.second_port)
+        )
+        own = {**config, "port": self.engine_port + 1}
+        self.used_ports = [self.core_port, self.second_port, config["port"], own["port"]]
+        hosts = [
+            {"address": "127.0.0.1", "core": first, "engines": [{"config": config}]},
+            {
+                "address": "localhost",
+                "core": second,
+                "engines": [{"config": own, "serve_core": "localhost"}],
+            },
+        ]
+        described = {"hosts": [{**host, **self.host} for host in hosts]}
+        (self.folder / "lab.json").write_text(json.dumps(described))
 
     def launch(self, *args: str) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "parrot.cli", "launch", str(self.folder / "lab.json")]
@@ -110,19 +137,19 @@ class Machines:
         output = process.communicate(timeout=100)[0]
         return process.returncode, output
 
-    def holder(self, address: str) -> int:
-        return int((self.state / "parrot" / "launch" / f"lab@{address}" / "lock").read_text() or 0)
+    def holder(self, site: str) -> int:
+        return int((self.state / "parrot" / "launch" / f"lab@{site}" / "lock").read_text() or 0)
 
     def answers(self, port: int, path: str = "/health") -> bool:
         answer = ask("127.0.0.1", port, path, token=TOKEN)
         return answer is not None and answer[0] == 200
 
     def check_nothing_is_left(self) -> None:
-        for port in (self.core_port, self.engine_port, self.engine_port + 1):
+        for port in self.used_ports:
             assert ask("127.0.0.1", port, "/health") is None
         left = {path.suffix for path in self.state.rglob("*") if path.is_file()}
         assert left <= {".log", ""}  # "": the lock
-        assert not any(self.holder(address) for address in ("127.0.0.1", "localhost"))
+        assert not any(path.read_text() for path in self.state.rglob("lock"))
 
     def check_no_secret_was_shown(self, output: str) -> None:
         shown = self.log.read_text() + output

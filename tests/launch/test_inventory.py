@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from parrot.launch.by_ssh.inventory import HostEntry, Inventory, read_inventory
 from parrot.launch.by_ssh.ssh import ssh_command
 from parrot.launch.by_ssh.supervisor import end_holder, folder_of, holder, holding
-from parrot.utils.config import ConfigError
-from tests.deploy.commands import DEPLOY
+from parrot.serve.config import CoreConfig
+from parrot.utils.config import ConfigError, parse_config
+from tests.deploy.commands import DEPLOY, ROOT
 
 CORE = {"address": "10.0.0.1", "core": {"api_keys": ["key"]}}
+SECOND = {"address": "10.0.0.2", "core": {"api_keys": ["key"]}}
+TWO = {"index": 0, "cores": ["http://a", "http://b"]}
+SHARED = {"shard_cores": [{"host": "c"}]}
+DATABASE = {"journal": "postgresql://user@host/database"}
 SIM = {"config": {"engine_type": "sim"}}
 DUMMY = {"model": "some/model", "instance": {"load_format": "dummy"}}
 
@@ -41,8 +46,9 @@ def test_servers_get_ports_gpus_and_threads_of_their_machine(tmp_path: Path) -> 
         {"address": "cpu.lab", "engines": [{"config": {**DUMMY, "device": "cpu", "port": 9100}}]},
     )
     assert inventory.name == "lab"
-    assert inventory.core_url == "http://10.0.0.1:9000"
-    assert [site.address for site in inventory.sites] == ["gpu.lab", "cpu.lab", "10.0.0.1"]
+    ((url, core),) = inventory.cores.items()
+    assert url == "http://10.0.0.1:9000"
+    assert [site.name for site in inventory.sites] == ["gpu.lab", "cpu.lab", "10.0.0.1"]
     gpu, cpu, here = [site.servers for site in inventory.sites]
     assert [(p.server.name, p.port, p.gpus) for p in here] == [
         ("core", 9000, None),
@@ -56,7 +62,58 @@ def test_servers_get_ports_gpus_and_threads_of_their_machine(tmp_path: Path) -> 
     assert [(p.port, p.gpus, p.env["CUDA_VISIBLE_DEVICES"]) for p in cpu] == [(9100, (), "")]
     for placed in (*gpu, *cpu):
         assert placed.config["serve_core"] == {"host": "10.0.0.1", "port": 9000}
-        assert placed.config["cluster_token"] == inventory.core.config["cluster_token"]
+        assert placed.config["cluster_token"] == core["cluster_token"]
+
+
+def test_several_servecores_are_shards_that_share_engines(tmp_path: Path) -> None:
+    core = {"core": {"api_keys": ["key"]}}
+    own = {**SIM, "serve_core": "b.lab", "count": 2}
+    inventory = read(
+        tmp_path,
+        {"address": "fd00::1", **core, "engines": [SIM]},
+        {"address": "gpu.lab", "engines": [own]},
+        {"address": "b.lab", "core": {**core["core"], "port": 9500}},
+    )
+    sites = {site.name: [placed.server.name for placed in site.servers] for site in inventory.sites}
+    assert sites == {
+        "fd00::1+engines": ["engine-0"],
+        "gpu.lab": ["engine-1", "engine-2"],
+        "fd00::1": ["core-0"],
+        "b.lab": ["core-1"],
+    }
+    assert inventory.num_machines == 3
+    urls = ["http://[fd00::1]:9000", "http://b.lab:9500"]
+    assert list(inventory.cores) == urls
+    tokens = {config["cluster_token"] for config in inventory.cores.values()}
+    assert len(tokens) == 1
+    for index, config in enumerate(inventory.cores.values()):
+        assert config["shards"] == {"index": index, "cores": urls}
+        parse_config(CoreConfig, config, "core")
+    first, second = {"host": "fd00::1", "port": 9000}, {"host": "b.lab", "port": 9500}
+    (shared,), (single, _) = (site.servers for site in inventory.sites[:2])
+    assert (shared.config["serve_core"], shared.config["shard_cores"]) == (first, [second])
+    assert (single.config["serve_core"], single.config["shard_cores"]) == (second, [])
+    assert {shared.config["cluster_token"], single.config["cluster_token"]} == tokens
+
+
+def test_the_pages_shards_have_engines(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "deployment.md").read_text()
+    (block,) = [text for text in page.split("```") if text.startswith("yaml\nhosts:")]
+    hosts = yaml.safe_load(block.removeprefix("yaml\n"))["hosts"]
+    (tmp_path / "page.yaml").write_text(yaml.safe_dump({"hosts": hosts}))
+    inventory = read_inventory(tmp_path / "page.yaml", {"PARROT_CORE__API_KEYS": '["key"]'})
+    assert list(inventory.cores) == ["http://10.0.0.1:9000", "http://10.0.0.2:9000"]
+    engines = [placed for site in inventory.sites[:3] for placed in site.servers]
+    served = {1 + len(placed.config["shard_cores"]) for placed in engines[:8]}
+    assert (served, engines[8].config["shard_cores"]) == ({2}, [])
+
+
+def test_shards_may_do_without_a_token_if_all_do(tmp_path: Path) -> None:
+    hosts = [{"address": name, "core": {"insecure": True}} for name in ("a", "b")]
+    inventory = read(tmp_path, *hosts, {"address": "c", "engines": [SIM]})
+    for config in inventory.cores.values():
+        assert config["insecure"]
+        assert parse_config(CoreConfig, config, "core").cluster_token is None
 
 
 def test_the_sample_is_right() -> None:
@@ -64,13 +121,13 @@ def test_the_sample_is_right() -> None:
     inventory = read_inventory(DEPLOY / "ssh" / "lab.yaml", environ)
     assert [len(site.servers) for site in inventory.sites] == [4, 3, 1]
     assert [placed.gpus for placed in inventory.sites[1].servers] == [(0, 1), (2, 3), (4,)]
-    assert inventory.core.config["api_keys"] == ["key"]
+    assert inventory.cores["http://10.0.0.1:9000"]["api_keys"] == ["key"]
 
 
 def test_servecore_answers_to_its_hosts_name(tmp_path: Path) -> None:
     own = {"api_keys": ["key"], "allowed_hosts": ["service.lab"]}
     inventory = read(tmp_path, {"address": "one.lab", "core": own, "engines": [SIM]})
-    assert inventory.core.config["allowed_hosts"] == ["service.lab", "one.lab"]
+    assert inventory.cores["http://one.lab:9000"]["allowed_hosts"] == ["service.lab", "one.lab"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +145,32 @@ def test_servecore_answers_to_its_hosts_name(tmp_path: Path) -> None:
         ([{**CORE, "engines": [{**SIM, "counts": 2}]}], "did you mean `count`"),
         ([CORE], "no host has `engines`"),
         ([CORE, {"address": "a"}], "a has neither `core` nor `engines`"),
-        ([{"address": "a", "engines": [SIM]}], "one host must have `core`, not 0"),
-        ([CORE, {**CORE, "address": "b"}], "one host must have `core`, not 2"),
+        ([{**CORE, "engines": [{**SIM, "serve_core": "a"}]}], "`serve_core`: a is no host"),
+        (
+            [CORE, {**SECOND, "core": {"api_keys": ["key"], "shards": TWO}, "engines": [SIM]}],
+            "`shards` of a `core`",
+        ),
+        ([CORE, {**SECOND, "engines": [{"config": {**SHARED, **SIM["config"]}}]}], "for whom they"),
+        (
+            [
+                {**host, "core": {**host["core"], **DATABASE}, "engines": [SIM]}
+                for host in (CORE, SECOND)
+            ],
+            "of its own",
+        ),
+        (
+            [
+                CORE,
+                SECOND,
+                {"address": "c", "engines": [{"config": {**SIM["config"], "tasks_capacity": 1}}]},
+            ],
+            "one for each ServeCore",
+        ),
+        ([{"address": "a", "engines": [SIM]}], "no host has `core`"),
+        (
+            [CORE, {**CORE, "address": "b", "core": {"api_keys": ["other"]}, "engines": [SIM]}],
+            "`api_keys` must be the same",
+        ),
         ([CORE, {"address": "10.0.0.1", "engines": [SIM]}], "is there twice"),
         ([{**CORE, "engines": [{"config": "no.yaml"}]}], "cannot be read"),
         ([{**CORE, "engines": [{"config": {"dtipe": "m"}}]}], "10.0.0.1: engines: unknown key"),

@@ -115,7 +115,7 @@ def agent(folder: Path) -> Iterator[Agent]:
     order = Order(
         version=version("parrot"),
         cluster="lab",
-        address="localhost",
+        site="localhost",
         action=Action.RUN,
         servers=(server,),
         stop_s=1e6,

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 
 def _obey(order: Order, tell: Callable[[Report], None]) -> int:
-    folder = folder_of(order.cluster, order.address)
+    folder = folder_of(order.cluster, order.site)
     if order.action is Action.STOP:
         return _stop(folder, order.stop_s, tell)
     if (pid := holder(folder)) is not None:
@@ -213,8 +213,8 @@ def _systemd_command(order: Order, folder: Path) -> list[str]:
     options = [f"--property={text}" for text in properties]
     names = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "HF_HOME", "HF_TOKEN")
     passed = [f"--setenv={name}" for name in names if name in os.environ]
-    address = "".join(c if c.isalnum() else "-" for c in order.address)
-    command = ["systemd-run", "--user", "--collect", f"--unit=parrot-{order.cluster}-{address}"]
+    site = "".join(c if c.isalnum() else "-" for c in order.site)
+    command = ["systemd-run", "--user", "--collect", f"--unit=parrot-{order.cluster}-{site}"]
     return [*command, *options, *passed, "--", *_MODULE, "--supervise", str(folder)]
 
 

@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from parrot.launch.by_ssh.shards import Address, core_servers, core_url, shared_by
 from parrot.launch.configs import check_tokens, core_config, engine_config
-from parrot.launch.plan import CORE_PORT, FIRST_ENGINE_PORT, Config, Server, plan
+from parrot.launch.plan import CORE_PORT, FIRST_ENGINE_PORT, Config, Server, engine_servers
 from parrot.protocol.gate.names import is_address, is_host
 from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_config_object
 
@@ -66,6 +67,11 @@ class EngineGroup(ConfigModel):
         "`cpu`. They are given out in the order of the engines.",
     )
     cores: int | None = Field(None, ge=1, le=4096, description="Threads of each that compute.")
+    serve_core: str | None = Field(
+        None,
+        description="Address of the host whose ServeCore they work for, if several have one; null: "
+        "for all.",
+    )
 
 
 class HostEntry(ConfigModel):
@@ -81,7 +87,9 @@ class HostEntry(ConfigModel):
         "python3", description="The interpreter that has Parrot there."
     )
     core: str | dict[str, Any] | None = Field(
-        None, description="ServeCore's config, as an engine's; null: it runs elsewhere."
+        None,
+        description="ServeCore's config, as an engine's; null: it runs elsewhere. Those of several "
+        "hosts are shards, in this order.",
     )
     gpus: tuple[Annotated[int, Field(ge=0, le=1023)], ...] | None = Field(
         None, max_length=64, description="Numbers of those that engines may have; null: all."
@@ -119,14 +127,12 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A machine, and what runs there; ServeCore, if it does, is the first."""
+    """A machine, or a part of it, and what one agent runs there; ServeCore, if it does, is the
+    first. `name`: the address, or what tells the parts of a machine apart."""
 
     host: HostEntry
     servers: tuple[Placed, ...]
-
-    @property
-    def address(self) -> str:
-        return self.host.address
+    name: str
 
     @property
     def has_core(self) -> bool:
@@ -144,18 +150,20 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A cluster's name and machines; that of ServeCore is the last."""
+    """A cluster's name and sites; those of ServeCores are the last, in their order."""
 
     name: str
     sites: tuple[Site, ...]
 
     @property
-    def core(self) -> Placed:
-        return self.sites[-1].servers[0]
+    def num_machines(self) -> int:
+        return len({site.host.address for site in self.sites})
 
     @property
-    def core_url(self) -> str:
-        return f"http://{_in_url(self.sites[-1].address)}:{self.core.port}"
+    def cores(self) -> dict[str, Config]:
+        """The whole config of each ServeCore, by its URL."""
+        found = [(site.host.address, site.servers[0]) for site in self.sites if site.has_core]
+        return {core_url((host, placed.port)): placed.config for host, placed in found}
 
 
 def is_inventory(path: Path) -> bool:
@@ -170,32 +178,33 @@ def read_inventory(path: Path, environ: Mapping[str, str]) -> Inventory:
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{path}: `name` must be letters, digits, `-` and `_`, not {name!r:.80}")
     _check_hosts(file.hosts, path)
-    (entry,) = (host for host in file.hosts if host.core is not None)
-    core = _core(entry, path, environ)
-    groups = [(host, group) for host in file.hosts for group in host.engines]
-    configs = [_engines(host, group, path, environ) for host, group in groups]
-    flat = [config for group in configs for config in group]
-    check_tokens(core, flat)
-    planned = plan(core, flat)
-    port = int(core.get("port", CORE_PORT))
-    servers = iter(planned.engines)
-    per_group = [[next(servers) for _ in group] for group in configs]
-    sites = []
-    for host in sorted(file.hosts, key=lambda host: host.core is not None):
-        own = [
-            (group, members)
-            for (owner, group), members in zip(groups, per_group, strict=True)
-            if owner is host
-        ]
-        first = [Placed(planned.core, port, planned.core.placed(port))] if host is entry else []
-        taken = {placed.port for placed in first}
-        gpus = iter(range(1024)) if host.gpus is None else iter(host.gpus)
-        try:
-            engines = _placed(own, (entry.address, port), taken, gpus)
-        except StopIteration:
-            raise ConfigError(f"{path}: {host.address}: the engines need more `gpus`") from None
-        sites.append(Site(host, (*first, *engines)))
-    return Inventory(name, tuple(sites))
+    owners = [host for host in file.hosts if host.core is not None]
+    configs = [_core(host, path, environ) for host in owners]
+    addresses = [
+        (host.address, int(config.get("port", CORE_PORT)))
+        for host, config in zip(owners, configs, strict=True)
+    ]
+    groups = [
+        (host, group, _engines(host, group, addresses, path, environ))
+        for host in file.hosts
+        for group in host.engines
+    ]
+    flat = [config for _, _, members in groups for config in members]
+    try:
+        cores = core_servers(configs, addresses)
+        for core in cores:
+            check_tokens(core.config, flat)
+        servers = iter(engine_servers(cores, flat))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    of_core = dict(zip(addresses, cores, strict=True))
+    own: dict[str, list[tuple[EngineGroup, list[Server]]]] = {
+        host.address: [] for host in file.hosts
+    }
+    for host, group, members in groups:
+        own[host.address].append((group, [next(servers) for _ in members]))
+    sites = [site for host in file.hosts for site in _sites(host, of_core, own[host.address], path)]
+    return Inventory(name, tuple(sorted(sites, key=lambda site: site.has_core)))
 
 
 def _check_hosts(hosts: Sequence[HostEntry], path: Path) -> None:
@@ -206,9 +215,8 @@ def _check_hosts(hosts: Sequence[HostEntry], path: Path) -> None:
         seen.add(host.address.lower())
         if host.core is None and not host.engines:
             raise ConfigError(f"{path}: {host.address} has neither `core` nor `engines`")
-    num_cores = sum(host.core is not None for host in hosts)
-    if num_cores != 1:
-        raise ConfigError(f"{path}: one host must have `core`, not {num_cores}")
+    if all(host.core is None for host in hosts):
+        raise ConfigError(f"{path}: no host has `core`")
     if not any(host.engines for host in hosts):
         raise ConfigError(f"{path}: no host has `engines`")
 
@@ -224,13 +232,22 @@ def _core(entry: HostEntry, path: Path, environ: Mapping[str, str]) -> Config:
 
 
 def _engines(
-    host: HostEntry, group: EngineGroup, path: Path, environ: Mapping[str, str]
+    host: HostEntry,
+    group: EngineGroup,
+    cores: Sequence[Address],
+    path: Path,
+    environ: Mapping[str, str],
 ) -> list[Config]:
     where = f"{path}: {host.address}: engines"
     config = {"engine_type": "builtin", **_read(group.config, path)}
     if group.cores is not None and config["engine_type"] == "builtin":
         config["instance"] = {"num_threads": group.cores, **config.get("instance", {})}
     config = engine_config(config, where, environ)
+    try:
+        config = {**config, **shared_by(cores, group.serve_core, config)}
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    config = engine_config(config, where, {})
     gpus = _num_gpus(group, config)
     device = config.get("device", "auto")
     if config["engine_type"] in _RUN_MODELS and device not in ("auto", "cpu", "cuda"):
@@ -255,9 +272,32 @@ def _num_gpus(group: EngineGroup, config: Config) -> int:
     return int(config.get("instance", {}).get("tensor_parallel", 1))
 
 
+def _sites(
+    host: HostEntry,
+    cores: Mapping[Address, Server],
+    groups: Sequence[tuple[EngineGroup, Sequence[Server]]],
+    path: Path,
+) -> list[Site]:
+    """The agents of a host. Its engines may work for several ServeCores, so that they have to end
+    before any of these: then they have an agent of their own."""
+    first = [
+        Placed(core, port, core.placed(port))
+        for (address, port), core in cores.items()
+        if address == host.address
+    ]
+    gpus = iter(range(1024)) if host.gpus is None else iter(host.gpus)
+    try:
+        engines = _placed(groups, {placed.port for placed in first}, gpus)
+    except StopIteration:
+        raise ConfigError(f"{path}: {host.address}: the engines need more `gpus`") from None
+    if first and engines and len(cores) > 1:
+        apart = Site(host, tuple(engines), f"{host.address}+engines")
+        return [apart, Site(host, tuple(first), host.address)]
+    return [Site(host, (*first, *engines), host.address)]
+
+
 def _placed(
     groups: Sequence[tuple[EngineGroup, Sequence[Server]]],
-    core: tuple[str, int],
     taken: set[int],
     gpus: Iterator[int],
 ) -> list[Placed]:
@@ -271,10 +311,6 @@ def _placed(
             taken.add(port)
             runs_model = server.config["engine_type"] in _RUN_MODELS
             own = tuple([next(gpus) for _ in range(_num_gpus(group, server.config))])
-            config = server.placed(port, core=core)
+            config = server.placed(port)
             placed.append(Placed(server, port, config, own if runs_model else None, group.cores))
     return placed
-
-
-def _in_url(address: str) -> str:
-    return f"[{address}]" if ":" in address else address

@@ -46,13 +46,13 @@ class _State:
 
 
 class Machines:
-    """Runs the servers of an inventory. `tell` gets what is new, with the address of its machine;
+    """Runs the servers of an inventory. `tell` gets what is new, with the name of its site;
     all but pings is done in the caller's thread."""
 
     def __init__(self, inventory: Inventory, tell: Callable[[str, Report], None]) -> None:
         self._inventory, self._tell = inventory, tell
         self._reports: queue.Queue[tuple[Link, Report | None]] = queue.Queue(_MAX_REPORTS)
-        self._states = {site.address: _State() for site in inventory.sites}
+        self._states = {site.name: _State() for site in inventory.sites}
         self._restarts = Restarts()
         self._is_ending = threading.Event()
         self.unready = {placed.server.name for s in inventory.sites for placed in s.servers}
@@ -63,22 +63,22 @@ class Machines:
         threading.Thread(target=self._ping, name="ping", daemon=True).start()
         for site in self._inventory.sites:
             self._connect(site, action)
-        waiting = {site.address for site in self._inventory.sites}
+        waiting = {site.name for site in self._inventory.sites}
         deadline = time.monotonic() + _CHECK_S
         while waiting:
             heard = self._next(deadline - time.monotonic())
             if heard is None:
-                for address in waiting:
-                    self._states[address].problems.append(f"no answer in {_CHECK_S:g} s")
+                for name in waiting:
+                    self._states[name].problems.append(f"no answer in {_CHECK_S:g} s")
                 break
-            address, report = heard
+            name, report = heard
             if report is None or report.kind == "checked":
-                waiting.discard(address)
-        found = {address: s.problems for address, s in self._states.items() if s.problems}
+                waiting.discard(name)
+        found = {name: s.problems for name, s in self._states.items() if s.problems}
         if found:
             for state in self._states.values():
                 self._drop(state)
-            texts = [f"{address}: {text}" for address, all_of in found.items() for text in all_of]
+            texts = [f"{name}: {text}" for name, all_of in found.items() for text in all_of]
             raise LaunchError("\n".join(texts))
         for state in self._states.values():
             if state.link is not None:
@@ -102,9 +102,9 @@ class Machines:
             heard = self._next(self._wait_s(now))
             if heard is not None:
                 self._heed(*heard)
-            sites = {site.address: site for site in self._inventory.sites}
-            for address in self._restarts.take_due(time.monotonic()):
-                self._connect(sites[address], Action.RUN)
+            sites = {site.name: site for site in self._inventory.sites}
+            for name in self._restarts.take_due(time.monotonic()):
+                self._connect(sites[name], Action.RUN)
             self._give_up_late(time.monotonic())
 
     def stop(self) -> None:
@@ -143,7 +143,7 @@ class Machines:
             raise LaunchError("\n".join(problems))
 
     def _ask_to_end(self, site: Site) -> None:
-        state = self._states[site.address]
+        state = self._states[site.name]
         if state.link is None:
             return
         if state.is_checked:
@@ -170,7 +170,7 @@ class Machines:
                 state.link.kill()
 
     def _connect(self, site: Site, action: Action) -> None:
-        state = self._states[site.address]
+        state = self._states[site.name]
         state.problems.clear()
         state.is_checked = False
         state.began = time.monotonic()
@@ -198,8 +198,8 @@ class Machines:
                 link, report = self._reports.get(timeout=left_s)
             except queue.Empty:
                 return None
-            address = link.site.address
-            state = self._states[address]
+            name = link.site.name
+            state = self._states[name]
             if state.link is not link:
                 continue  # of a connection that was given up
             if report is None:
@@ -212,7 +212,7 @@ class Machines:
                 state.problems.append(report.text)
             elif report.kind in ("stopped", "detached"):
                 state.is_over = True
-            return address, report
+            return name, report
 
     def _ping(self) -> None:
         """Tell all agents from time to time that somebody is there, also while whoever reads what
@@ -222,24 +222,24 @@ class Machines:
                 if (link := state.link) is not None:
                     link.say(PING)
 
-    def _heed(self, address: str, report: Report | None) -> None:
-        state = self._states[address]
+    def _heed(self, name: str, report: Report | None) -> None:
+        state = self._states[name]
         if report is not None:
             if report.kind == "checked" and state.link is not None:
                 state.link.send(GO)
             elif report.kind == "ready":
                 self.unready.discard(report.name)
-            self._tell(address, report)
+            self._tell(name, report)
         elif not state.is_over:
-            pause_s = self._restarts.ended(address, state.began, time.monotonic())
+            pause_s = self._restarts.ended(name, state.began, time.monotonic())
             text = "\n".join(state.problems)
-            self._tell(address, Report(kind="news", text=f"{text}\nagain in {pause_s:g} s"))
+            self._tell(name, Report(kind="news", text=f"{text}\nagain in {pause_s:g} s"))
 
     def _wait_all(self, sites: Sequence[Site], timeout_s: float) -> None:
         """Wait until the connections have ended, and the agents have said that all is well. Raises
         `LaunchError` for those that did not."""
         deadline = time.monotonic() + timeout_s
-        while any(self._states[site.address].link is not None for site in sites):
+        while any(self._states[site.name].link is not None for site in sites):
             heard = self._next(deadline - time.monotonic())
             if heard is None:
                 break
@@ -247,12 +247,12 @@ class Machines:
                 self._tell(heard[0], heard[1])
         texts = []
         for site in sites:
-            state = self._states[site.address]
+            state = self._states[site.name]
             if state.link is not None:
                 state.problems.append(f"it is not done after {timeout_s:g} s")
             self._drop(state)
             if not state.is_over:
-                texts += [f"{site.address}: {text}" for text in state.problems]
+                texts += [f"{site.name}: {text}" for text in state.problems]
         if texts:
             raise LaunchError("\n".join(texts))
 
@@ -275,7 +275,7 @@ def _order_for(cluster: str, site: Site, action: Action) -> Order:
     return Order(
         version=version("parrot"),
         cluster=cluster,
-        address=site.address,
+        site=site.name,
         action=action,
         servers=() if action is Action.STOP else servers,
         stop_s=site.stop_s,

@@ -73,7 +73,7 @@ class Link:
         self._input = self._process.stdin
         self._sending = threading.Lock()
         args = self._process.stdout, self._process.stderr, order.model_dump_json().encode()
-        threading.Thread(target=self._run, args=args, name=site.address, daemon=True).start()
+        threading.Thread(target=self._run, args=args, name=site.name, daemon=True).start()
 
     def send(self, line: bytes) -> None:
         """Send a line, if there is still a connection. Waits until its beginning is on the way."""

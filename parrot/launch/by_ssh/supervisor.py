@@ -30,9 +30,9 @@ class AlreadyRuns(Exception):
     """The cluster's servers run on this machine already."""
 
 
-def folder_of(cluster: str, address: str) -> Path:
-    """Where the cluster's lock and logs are on the machine that has this address."""
-    return state_folder() / "launch" / f"{cluster}@{address}"
+def folder_of(cluster: str, site: str) -> Path:
+    """Where the lock and the logs of a cluster's agent are on its machine."""
+    return state_folder() / "launch" / f"{cluster}@{site}"
 
 
 @contextmanager

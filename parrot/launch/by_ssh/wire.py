@@ -38,11 +38,12 @@ class ServerOrder(Payload):
 
 
 class Order(Payload):
-    """The first line that an agent gets. It holds secrets. `version`: Parrot's, as launched."""
+    """The first line that an agent gets. It holds secrets. `version`: Parrot's, as launched;
+    `site`: the machine's address, or what parts the agents of one machine."""
 
     version: str
     cluster: str
-    address: str
+    site: str
     action: Action
     servers: tuple[ServerOrder, ...]
     stop_s: float
