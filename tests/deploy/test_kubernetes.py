@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.deploy.commands import DEPLOY, PARROT, ROOT, SIM, running, wait_for
 FOLDER = DEPLOY / "kubernetes"
 VERSION = "1.37"
 ENTRYPOINTS = {"parrot-serve-core": "serve", "parrot-engine": "engine"}
+POD_INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
 SECRETS = {"cluster_token": "secret-of-the-cluster"}
 Document = dict[str, Any]
 
@@ -28,8 +29,9 @@ def documents(folder: Path = FOLDER) -> Iterator[Document]:
             yield from yaml.safe_load_all((folder / name).read_text())
 
 
-def of_kind(kind: str) -> dict[str, Document]:
-    return {d["metadata"]["name"]: d for d in documents() if d["kind"] == kind}
+def of_kind(kind: str, among: Iterable[Document] | None = None) -> dict[str, Document]:
+    among = documents() if among is None else among
+    return {d["metadata"]["name"]: d for d in among if d["kind"] == kind}
 
 
 def pod(stateful_set: Document) -> Document:
@@ -117,6 +119,7 @@ def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None
     page = (ROOT / "docs" / "deployment.md").read_text()
     overlay = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     assert overlay["components"] == ["../kubernetes/autoscaled"]
+    assert overlay["namespace"] == "parrot"  # else what components bring has none
     components = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
     overlay["components"] = [f"../kubernetes/{name}" for name in components]
     overlay["namespace"] = "elsewhere"
@@ -129,7 +132,8 @@ def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None
     built = list(yaml.safe_load_all(done.stdout))
     kinds = {document["kind"] for document in built}
     assert {"StatefulSet", "NetworkPolicy", "ScaledObject", "InferencePool"} <= kinds
-    assert len(built) == len(list(documents())) + len(components)
+    own = [document for name in components for document in documents(FOLDER / name)]
+    assert len(built) == len(list(documents())) + len(own)
     for document in built:
         if document["kind"] != "Namespace":
             assert document["metadata"]["namespace"] == "elsewhere", document["metadata"]
@@ -137,25 +141,35 @@ def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None
     assert not images & {*ENTRYPOINTS}  # all have a registry
 
 
-def runnable(name: str, folder: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of a workload's container, with its files in `folder`."""
-    workload = of_kind("StatefulSet")[name]
-    own, config = container(workload), of_kind("ConfigMap")[name]["data"]
+def runnable(
+    name: str, folder: Path, port: int, index: int = 0, among: list[Document] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of the container in a workload's pod of this index, with its
+    files in `folder`."""
+    workload = of_kind("StatefulSet", among)[name]
+    maps = of_kind("ConfigMap", among)
+    own, config = container(workload), maps[name]["data"]
+    fields = {"metadata.name": f"{name}-{index}", POD_INDEX: str(index)}
     for file, text in config.items():
         for place in ("/var/lib/parrot", "/etc/parrot/keys"):
             text = text.replace(place, str(folder))
         (folder / file).write_text(text)
     env = {}
     for variable in own["env"]:
-        source = variable["valueFrom"]
-        if "fieldRef" in source:
-            env[variable["name"]] = f"{name}-0"
+        source = variable.get("valueFrom", {})
+        if "value" in variable:
+            env[variable["name"]] = variable["value"]
+        elif "fieldRef" in source:
+            env[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
+        elif "configMapKeyRef" in source:
+            key = source["configMapKeyRef"]
+            env[variable["name"]] = maps[key["name"]]["data"][key["key"]]
         elif (key := source["secretKeyRef"])["key"] in SECRETS:
             env[variable["name"]] = SECRETS[key["key"]]
         else:
             assert key["optional"], variable
     if pod(workload).get("enableServiceLinks", True):
-        for service in of_kind("Service"):
+        for service in of_kind("Service", among):
             env[f"{service.upper().replace('-', '_')}_PORT"] = "tcp://10.0.0.1:9000"
     args = [arg.replace("/etc/parrot", str(folder)) for arg in own["args"]]
     return [*PARROT, ENTRYPOINTS[own["image"]], *args, "--port", str(port)], env

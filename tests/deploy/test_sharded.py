@@ -1,0 +1,156 @@
+"""The component of several ServeCores: valid, of one piece, and its pods are shards."""
+
+import copy
+import hashlib
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from parrot.cluster.ports import free_port
+from tests.deploy.commands import SIM, running, wait_for
+from tests.deploy.test_kubernetes import (
+    FOLDER,
+    VERSION,
+    Document,
+    container,
+    documents,
+    labels_match,
+    of_kind,
+    pod,
+    runnable,
+)
+from tests.support.two_shards import check_shards
+
+COMPONENT = FOLDER / "sharded"
+KEY = "key-of-the-test-0123456789"
+
+
+def patched(document: Document, operations: list[dict[str, Any]]) -> None:
+    """Apply a JSON patch of additions and replacements, whose paths must lead somewhere."""
+    for operation in operations:
+        *parents, last = operation["path"].lstrip("/").split("/")
+        place: Any = document
+        for part in parents:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        if last == "-":
+            place.append(operation["value"])
+        else:
+            assert (last in place) == (operation["op"] == "replace"), operation
+            place[last] = operation["value"]
+
+
+def aims_at(target: dict[str, str], document: Document) -> bool:
+    label, _, value = target.get("labelSelector", "").partition("=")
+    labels = document["metadata"].get("labels", {})
+    return (
+        document["kind"] == target["kind"]
+        and document["metadata"]["name"] == target.get("name", document["metadata"]["name"])
+        and (not label or labels.get(label) == value)
+    )
+
+
+def sharded() -> list[Document]:
+    """What Kustomize makes of the whole with the component, but for names of images."""
+    found = [copy.deepcopy(d) for folder in (FOLDER, COMPONENT) for d in documents(folder)]
+    for patch in yaml.safe_load((COMPONENT / "kustomization.yaml").read_text())["patches"]:
+        aimed = [document for document in found if aims_at(patch["target"], document)]
+        assert aimed, patch["target"]
+        for document in aimed:
+            patched(document, yaml.safe_load(patch["patch"]))
+    return found
+
+
+@pytest.mark.parametrize("document", sharded(), ids=lambda d: f"{d['kind']} {d['metadata']}")
+def test_each_document_is_valid(document: Document) -> None:
+    kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+def test_the_lists_name_each_pod() -> None:
+    core = of_kind("StatefulSet", sharded())["parrot-core"]
+    service = of_kind("Service", sharded())[core["spec"]["serviceName"]]
+    assert service["spec"]["clusterIP"] == "None"
+    assert labels_match(service["spec"]["selector"], core)
+    names = [
+        f"parrot-core-{index}.{service['metadata']['name']}"
+        for index in range(core["spec"]["replicas"])
+    ]
+    lists = of_kind("ConfigMap", sharded())["parrot-shards"]["data"]
+    assert [urlsplit(url).hostname for url in json.loads(lists["cores"])] == names
+    others = [shard["host"] for shard in json.loads(lists["shard_cores"])]
+    engine = container(of_kind("StatefulSet", sharded())["parrot-qwen3-8b"])
+    env = {variable["name"]: variable.get("value") for variable in engine["env"]}
+    assert [env["PARROT_ENGINE__SERVE_CORE__HOST"], *others] == names
+
+
+def test_shards_reach_each_other() -> None:
+    (ingress,) = of_kind("NetworkPolicy", sharded())["parrot-core"]["spec"]["ingress"]
+    core = of_kind("StatefulSet", sharded())["parrot-core"]
+    allowed = [
+        peer["podSelector"]["matchLabels"] for peer in ingress["from"] if {*peer} == {"podSelector"}
+    ]
+    assert any(labels_match(labels, core) for labels in allowed)
+
+
+def test_kustomize_makes_the_same(tmp_path: Path) -> None:
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("needs kubectl: apt-get install kubernetes-client")
+    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    overlay = {"namespace": "own", "resources": ["../kubernetes"]}
+    overlay |= {"components": ["../kubernetes/sharded"]}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    done = subprocess.run(
+        [kubectl, "kustomize", f"{tmp_path}/own"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    built = list(yaml.safe_load_all(done.stdout))
+    for kind in ("StatefulSet", "Service", "NetworkPolicy", "ConfigMap"):
+        expected = of_kind(kind, sharded())
+        found = of_kind(kind, built)
+        assert {*found} == {*expected}
+        for name, document in found.items():
+            assert document["metadata"].pop("namespace") == "own"
+            if kind == "StatefulSet":
+                for each in (document, expected[name]):
+                    del pod(each)["containers"][0]["image"]
+            assert document == expected[name]
+
+
+def test_the_pods_commands_run_as_shards_that_share_an_engine(tmp_path: Path) -> None:
+    ports: list[int] = []
+    for _ in range(3):
+        ports.append(free_port("127.0.0.1", set(ports)))
+    manifests = sharded()
+    lists = of_kind("ConfigMap", manifests)["parrot-shards"]["data"]
+    for index, port in enumerate(ports[:2]):
+        name = f"parrot-core-{index}.parrot-shards"
+        lists["cores"] = lists["cores"].replace(f"{name}:9000", f"127.0.0.1:{port}")
+        lists["shard_cores"] = lists["shard_cores"].replace(
+            f'"{name}"', f'"127.0.0.1", "port": {port}'
+        )
+    entry = {"id": "team", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}
+    commands = []
+    for index, port in enumerate(ports[:2]):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        (folder / "keys.json").write_text(json.dumps({"keys": [entry]}))
+        commands.append(runnable("parrot-core", folder, port, index, manifests))
+    engine, engine_env = runnable("parrot-qwen3-8b", tmp_path, ports[2], 0, manifests)
+    engine_env |= SIM | {"PARROT_ENGINE__SERVE_CORE__PORT": str(ports[0])}
+    logs = [tmp_path / f"{name}.log" for name in ("first", "second", "engine")]
+    (first, first_env), (second, second_env) = commands
+    with running(first, first_env, logs[0]), running(second, second_env, logs[1]):
+        for port, log in zip(ports, logs[:2], strict=False):
+            wait_for(port, "/health", log)
+        with running(engine, engine_env, logs[2]):
+            for port, log in zip(ports, logs[:2], strict=False):
+                wait_for(port, "/ready", log)
+            check_shards((ports[0], ports[1]), KEY)
