@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 FIRST_RETRY_S = 0.25
 MAX_RETRY_S = 5.0
+LEAST_PAUSE_S = 0.02  # between two heartbeats, of which one is awaited
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 
@@ -40,6 +41,10 @@ class Leased(Protocol):
 
     def answered(self, use: LeaseUse | None) -> None:
         """Take the answer of the ServeCore to that."""
+        ...
+
+    async def due(self) -> None:
+        """Wait until somebody waits for the next heartbeat."""
         ...
 
     def lost(self) -> None:
@@ -155,7 +160,7 @@ class Heartbeat:
 
         pause_s = self._interval_s if self._share is None else 0.0  # the first brings its lease
         while True:
-            await self._clock.sleep(pause_s)
+            await self._pause(pause_s)
             pause_s = self._interval_s
             if self._service.state() is ServiceState.LOST:
                 raise DeviceLost(f"engine {engine_id} ({name}) can serve nothing any more")
@@ -167,6 +172,15 @@ class Heartbeat:
             if answer.state == "unknown":
                 logger.warning("ServeCore does not know engine %d any more", engine_id)
                 return
+
+    async def _pause(self, pause_s: float) -> None:
+        """Until the next heartbeat: less than `pause_s` if somebody waits for it."""
+        if self._share is None:
+            await self._clock.sleep(pause_s)
+            return
+        end = self._clock.now() + pause_s
+        await self._clock.sleep(min(pause_s, LEAST_PAUSE_S))
+        await self._before(end, self._share.due())
 
     async def _before(self, when: float | None, work: Coroutine[Any, Any, T]) -> T | None:
         """None if the work has not ended at this time: then it is cancelled."""

@@ -72,6 +72,82 @@ class Core:
             self.running.append(self.queued.pop(0))
 
 
+def wanting(lease: Lease, calls: int, running: int = 0) -> LeaseUse:
+    used = max(lease.calls, running)
+    return LeaseUse(number=lease.number, tokens=0, calls=used, wanted_calls=calls)
+
+
+def test_whose_lease_somebody_waits_for_is_due() -> None:
+    division = Division(2)
+    assert division.due() == []
+    division.answered(0, wanting(division.offer(0, 0, 8), 8, 8))
+    division.answered(1, wanting(division.offer(1, 0, 8), 0))
+    assert division.due() == []
+    division.answered(1, wanting(division.offer(1, 0, 8), 3))
+    assert division.due() == [0], "it has more than its part"
+    lease = division.offer(0, 0, 8)
+    assert (lease.calls, lease.is_wanted) == (5, True)
+    division.answered(0, wanting(lease, 8, 8))
+    assert division.due() == [1], "others wait for what it may come not to use"
+    division.answered(1, wanting(division.offer(1, 0, 8), 3))
+    assert division.due() == [], "all is in use"
+    division.answered(0, wanting(lease, 7, 7))
+    assert division.due() == [1]
+    lease = division.offer(1, 0, 8)
+    assert (lease.calls, lease.is_wanted) == (1, True)
+    division.answered(1, wanting(lease, 3))
+    assert division.due() == []
+    division.lost(0)
+    assert division.due() == [1]
+    lease = division.offer(1, 0, 8)
+    assert (lease.calls, lease.is_wanted) == (8, False)
+
+
+def test_who_may_use_less_is_told_that_others_wait() -> None:
+    division = Division(2)
+    leases = [division.offer(index, 0, 8) for index in (0, 1, 0, 1)]
+    division.answered(0, wanting(leases[2], 8, 4))
+    division.answered(1, wanting(leases[3], 8))
+    lease = division.offer(0, 0, 8)
+    assert (lease.calls, lease.is_wanted) == (4, True)
+    division.answered(0, wanting(lease, 8, 4))
+    assert division.due() == [1], "each has its part, and must say when it does not need it"
+    assert division.offer(1, 0, 8).is_wanted
+
+
+@given(st.lists(st.lists(st.integers(1, 30), max_size=8), min_size=2, max_size=4), st.data())
+def test_all_queued_calls_run_by_the_heartbeats_that_are_due_alone(
+    queues: list[list[int]], data: st.DataObject
+) -> None:
+    """And by those that are asked for when calls come and when they end."""
+    division, cores = Division(len(queues)), [Core() for _ in queues]
+
+    def beat(index: int) -> None:
+        use = cores[index].take(division.offer(index, 40, 4))
+        division.answered(index, use)
+        cores[index].place()
+
+    def settle(index: int) -> None:
+        beat(index)
+        for _ in range(100):
+            for one in division.due():
+                beat(one)
+        assert len(division.due()) < len(cores), "each has told, and still all wait"
+
+    for index in range(len(cores)):
+        beat(index)
+    for index, queue in enumerate(queues):
+        cores[index].queued += queue
+        cores[index].place()
+        settle(index)
+    while any(core.running for core in cores):
+        index = data.draw(st.sampled_from([i for i, core in enumerate(cores) if core.running]))
+        del cores[index].running[0]
+        cores[index].place()
+        settle(index)
+    assert not any(core.queued for core in cores), [core.queued for core in cores]
+
+
 TOKENS, CALLS, COUNT = 64, 5, 3
 SIZES = [1, 1, 2, 3, 20, 50, TOKENS]
 indices = st.integers(0, COUNT - 1)

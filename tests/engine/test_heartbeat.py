@@ -9,7 +9,7 @@ from fastapi import Request
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.fence import Fence
-from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, reachable
+from parrot.engine.heartbeat import LEAST_PAUSE_S, MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
@@ -419,3 +419,39 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
     with pytest.raises(DeviceLost):
         await task
     assert not client.beats
+
+
+class FakeShare:
+    """Of whose lease somebody waits when `wanted` is set."""
+
+    def __init__(self):
+        self.wanted = asyncio.Event()
+
+    def offer(self, info):
+        self.wanted.clear()
+
+    def answered(self, use): ...
+
+    def lost(self): ...
+
+    async def due(self):
+        await self.wanted.wait()
+
+
+async def test_a_lease_that_somebody_waits_for_comes_at_once(scene):
+    client, clock, service = scene
+    share, reorder = FakeShare(), ReorderBuffer(clock)
+    cores = [("localhost", 9000)]
+    heartbeat = Heartbeat(
+        client, service, reorder, Fence(), clock, interval_s=INTERVAL_S, cores=cores, share=share
+    )
+    task = asyncio.ensure_future(heartbeat.run())
+    await clock.advance(1.0)
+    share.wanted.set()
+    await clock.advance(0.005)
+    share.wanted.set()  # sooner than two come
+    await clock.advance(2 * INTERVAL_S)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    first, again = 1.0, 1.0 + LEAST_PAUSE_S
+    assert client.times == pytest.approx([0.0, 0.0, first, again, again + INTERVAL_S])

@@ -179,6 +179,22 @@ async def test_each_is_told_of_the_others_load(scene: Scene) -> None:
     assert first.service.engine_info().is_leased
 
 
+async def test_a_heartbeat_that_is_asked_for_is_that_of_who_asks(scene: Scene) -> None:
+    first, second = (owner.share for owner in scene.owners)
+    assert first is not None
+    assert second is not None
+    other, due = asyncio.ensure_future(first.due()), asyncio.ensure_future(second.due())
+    await scene.clients[1].beat()
+    await asyncio.wait_for(due, 30)
+    assert not other.done()
+    beat(second, scene.service)
+    again = asyncio.ensure_future(second.due())
+    await asyncio.sleep(0)
+    assert not again.done(), "it has come"
+    for waiting in (other, again):
+        waiting.cancel()
+
+
 async def test_calls_beyond_the_lease_wait_for_own_ones_alone(scene: Scene) -> None:
     info = scene.service.engine_info().model_copy(update={"tasks_capacity": 4})
     first, second = shares(2)

@@ -78,6 +78,7 @@ class Division:
 
     def __init__(self, count: int) -> None:
         self._accounts: list[_Account | None] = [None] * count
+        self._size = (0, 0)  # tokens and calls of the engine
         self._number = 0
         self._turn = 0
 
@@ -93,13 +94,15 @@ class Division:
         if account is None:
             nothing = LeaseUse(number=0, tokens=0, calls=0)
             account = self._accounts[index] = _Account(nothing, Lease())
-        tokens, calls = self._part(index, max_tokens, max_calls)
-        others = [known for known in self._accounts if known is not None and known is not account]
+        self._size = (max_tokens, max_calls)
+        tokens, calls = self._parts()[index]
+        free_tokens, free_calls = self._left_by_others(account)
         self._number += 1
         account.offer = Lease(
             number=self._number,
-            tokens=min(tokens, max_tokens - sum(known.tokens for known in others)),
-            calls=min(calls, max_calls - sum(known.calls for known in others)),
+            tokens=min(tokens, free_tokens),
+            calls=min(calls, free_calls),
+            is_wanted=self._is_wanted(account),
         )
         account.tokens = max(account.tokens, account.offer.tokens)
         account.calls = max(account.calls, account.offer.calls)
@@ -120,15 +123,58 @@ class Division:
         """Its lease has ended, and what it did here."""
         self._accounts[index] = None
 
-    def _part(self, index: int, max_tokens: int, max_calls: int) -> tuple[int, int]:
+    def due(self) -> list[int]:
+        """Those whose next lease somebody waits for: it has more of what this one wants, or less,
+        or others have begun to want what this one does not use."""
+        return [
+            index
+            for index, (tokens, calls) in self._parts().items()
+            if (account := self._accounts[index]) is not None
+            and (self._gains(account, tokens, calls) or self._yields(account, tokens, calls))
+        ]
+
+    def _gains(self, account: _Account, tokens: int, calls: int) -> bool:
+        """Whether more of what it wants is free, within its fair part."""
+        free_tokens, free_calls = self._left_by_others(account)
+        use, offer = account.use, account.offer
+        return (
+            min(use.wanted_tokens, tokens, free_tokens) > offer.tokens
+            or min(use.wanted_calls, calls, free_calls) > offer.calls
+        )
+
+    def _yields(self, account: _Account, tokens: int, calls: int) -> bool:
+        """Whether others want what is not its fair part any more, or what it may come not to use,
+        and it does not know."""
+        offer = account.offer
+        has_more = offer.tokens > tokens or offer.calls > calls
+        return self._is_wanted(account) and (has_more or not offer.is_wanted)
+
+    def _is_wanted(self, account: _Account) -> bool:
+        """Whether others want more than they have."""
+        return any(
+            one.use.wanted_tokens > one.offer.tokens or one.use.wanted_calls > one.offer.calls
+            for one in self._accounts
+            if one is not None and one is not account
+        )
+
+    def _left_by_others(self, account: _Account) -> tuple[int, int]:
+        others = [one for one in self._accounts if one is not None and one is not account]
+        max_tokens, max_calls = self._size
+        tokens = max_tokens - sum(one.tokens for one in others)
+        return tokens, max_calls - sum(one.calls for one in others)
+
+    def _parts(self) -> dict[int, tuple[int, int]]:
+        """The fair parts of all that are there, in tokens and calls."""
         self._turn = self._next_turn(self._turn)
         present = [i for i, account in enumerate(self._accounts) if account is not None]
+        if not present:
+            return {}
         uses = [account.use for account in self._accounts if account is not None]
         turn = present.index(self._turn) if self._turn in present else 0
+        max_tokens, max_calls = self._size
         tokens = divide(max_tokens, [Claim(u.wanted_tokens, u.least_tokens) for u in uses], turn)
         calls = divide(max_calls, [Claim(u.wanted_calls, min(1, u.wanted_calls)) for u in uses])
-        place = present.index(index)
-        return tokens[place], calls[place]
+        return dict(zip(present, zip(tokens, calls, strict=True), strict=True))
 
     def _next_turn(self, start: int) -> int:
         """The first from this one on that waits for its `least`."""

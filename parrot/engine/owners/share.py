@@ -37,22 +37,35 @@ class Share:
         self._index = index
         self._beside = beside
         self._waiting: deque[_Call] = deque()
+        self._due = asyncio.Event()  # when the next heartbeat should not wait for its time
         self.num_calls = 0
         self.num_tokens = 0
         self.num_waited = 0
 
     def offer(self, info: EngineInfo) -> Lease:
         """The lease for the next heartbeat of the engine."""
+        self._due.clear()
         lease = self._division.offer(self._index, info.tokens_capacity, info.tasks_capacity)
         self._admit()
         return lease
 
     def answered(self, use: LeaseUse | None) -> None:
+        """See `Division.answered`. Whose lease should be another by that gets it at once."""
         self._division.answered(self._index, use)
+        self._wake_due()
+
+    def wake(self) -> None:
+        """Let the next heartbeat come at once."""
+        self._due.set()
+
+    async def due(self) -> None:
+        """Wait until the next heartbeat should come at once."""
+        await self._due.wait()
 
     def lost(self) -> None:
         """The ServeCore is not obeyed any more. Calls that wait go on, to be refused."""
         self._division.lost(self._index)
+        self._wake_due()
         while self._waiting:
             self._let_in(self._waiting.popleft())
 
@@ -88,6 +101,10 @@ class Share:
             "other_tokens": load.other_tokens + sum(one.num_tokens for one in others),
         }
         return info.model_copy(update={"server_load": load.model_copy(update=added)})
+
+    def _wake_due(self) -> None:
+        for index in self._division.due():
+            self._beside[index].wake()
 
     def _admit(self) -> None:
         max_tokens, max_calls = self._division.lease(self._index)

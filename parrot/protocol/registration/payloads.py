@@ -37,6 +37,7 @@ class Lease(InternalPayload):
     number: Amount = Field(0, description="one with a lower number comes late, and is ignored")
     tokens: Amount = Field(0, description="of KV")
     calls: Amount = Field(0, description="at once")
+    is_wanted: bool = Field(False, description="others wait for what of it is not used")
 
 
 class LeaseUse(InternalPayload):

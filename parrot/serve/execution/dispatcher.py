@@ -230,7 +230,7 @@ class Dispatcher:
         self._prefetch.pump()
         self.drains.review()
         next_change = self._scheduler.next_change() if waits_until is None else waits_until
-        for when in (expiry, next_change):
+        for when in (expiry, next_change, self.fleet.leases.review()):
             self._wake_at(when)
 
     def _wake_at(self, when: float | None) -> None:

@@ -24,7 +24,6 @@ from parrot.protocol.registration.payloads import (
     HeartbeatRequest,
     HeartbeatResponse,
     Lease,
-    LeaseUse,
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
@@ -32,7 +31,8 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.events import EventKind, EventLog
 from parrot.serve.execution.frees import FreeSender
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
-from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model, take_lease
+from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
+from parrot.serve.shards.leases import Leases
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
@@ -138,6 +138,7 @@ class Fleet:
         self._connect = connect or http_connect(config.cluster_token, lambda: self.identity)
         self._scheduler = scheduler
         self._ledger = ledger
+        self.leases = Leases(clock, scheduler, ledger)
         self._on_joined = on_joined
         self._on_reported = on_reported
         self._on_lost = on_lost
@@ -181,7 +182,7 @@ class Fleet:
         self._watch(engine)
         self._on_joined(engine)
         if info.is_leased:
-            self._take_lease(engine, Lease())
+            self.leases.take(engine, Lease())
         self._joined.set()
         self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
@@ -203,17 +204,9 @@ class Fleet:
         engine.last_seen, engine.runtime = now, runtime
         if runtime.capabilities is not None:
             engine.info = engine.info.model_copy(update={"capabilities": runtime.capabilities})
-        use = None if request.lease is None else self._take_lease(engine, request.lease)
+        use = None if request.lease is None else self.leases.take(engine, request.lease)
         self._on_reported(engine)
         return HeartbeatResponse(state="ok", lease_use=use)
-
-    def _take_lease(self, engine: Engine, lease: Lease) -> LeaseUse:
-        use = take_lease(self._scheduler, engine.id, lease)
-        if use.number == lease.number:
-            self._ledger.make_room(engine.id, on_device=lease.tokens * engine.units)
-        _, used = self._ledger.usage(engine.id)
-        held = -(-used // engine.units) - engine.info.host_tokens_capacity
-        return use.model_copy(update={"tokens": max(use.tokens, held)})
 
     async def answers(self, engine: Engine) -> bool:
         """Ping an engine to which a connection broke, once for all who ask at the same time. If
@@ -236,6 +229,7 @@ class Fleet:
         del self._engines[engine.id], self._by_address[_address(engine.info)]
         if engine.review is not None:
             engine.review.cancel()
+        self.leases.forget(engine)
         for request in engine.direct:
             request.cancel()
         self._on_lost(engine)
@@ -254,6 +248,7 @@ class Fleet:
     async def close(self) -> None:
         await self._pings.close()
         await self._frees.close()
+        await self.leases.close()
         for engine in self:
             await engine.client.close()
         await self._closing.close()

@@ -307,6 +307,11 @@ def take_lease(scheduler: Scheduler, engine_id: int, lease: Lease) -> LeaseUse:
     if load.lease is None or load.lease.number <= lease.number:
         load.lease = lease
         scheduler.engines.changed(load)
+    return use_of_lease(scheduler, load, load.lease)
+
+
+def use_of_lease(scheduler: Scheduler, load: EngineLoad, lease: Lease) -> LeaseUse:
+    """What is made of an engine's latest lease now."""
     tokens, calls, least = float(load.num_tokens), float(load.num_tasks), 0
     for models, queue in scheduler.queues.items():
         if models and load.model not in models:
@@ -316,9 +321,9 @@ def take_lease(scheduler: Scheduler, engine_id: int, lease: Lease) -> LeaseUse:
         tokens += part * min(queue.num_tokens, len(queue) * load.max_tokens)
         least = max(least, min(queue.largest, load.max_tokens))
     return LeaseUse(
-        number=load.lease.number,
-        tokens=max(load.lease.tokens, load.num_tokens),
-        calls=max(load.lease.calls, load.num_tasks),
+        number=lease.number,
+        tokens=max(lease.tokens, load.num_tokens),
+        calls=max(lease.calls, load.num_tasks),
         wanted_tokens=ceil(tokens),
         wanted_calls=ceil(calls),
         least_tokens=least,
