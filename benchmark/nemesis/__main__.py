@@ -89,6 +89,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="share of rounds with two ServeCores and a journal in PostgreSQL",
     )
+    parser.add_argument(
+        "--shards",
+        type=float,
+        default=0.0,
+        help="share of rounds with two ServeCores that share their engines",
+    )
     parser.add_argument("--keep", type=Path, default=None, help="folder for what went wrong")
 
 
@@ -125,6 +131,7 @@ def _again(args: argparse.Namespace, plan: Plan) -> str:
     words = ["python", "-m", "benchmark.nemesis", "--seed", str(plan.seed), "--rounds", "1"]
     words += ["--round-s", f"{args.round_s:g}", "--concurrency", str(args.concurrency)]
     words += ["--embedded", f"{args.embedded:g}", "--standby", f"{args.standby:g}"]
+    words += ["--shards", f"{args.shards:g}"]
     words += ["--faults", *args.faults, "--programs", *args.programs]
     return shlex.join(words)
 
@@ -150,6 +157,7 @@ def _outcomes(args: argparse.Namespace, answers: dict[bool, Answers]) -> Iterato
                     concurrency=args.concurrency,
                     embedded_share=args.embedded,
                     standby_share=args.standby,
+                    shards_share=args.shards,
                 )
                 running.add(pool.submit(play_alone, plan, answers[plan.is_embedded], args.keep))
             if not running:

@@ -5,6 +5,7 @@ import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from enum import StrEnum
 from typing import NamedTuple
 
 from benchmark.nemesis.history import CLOCK_STEP, DISK_FULL
@@ -15,14 +16,26 @@ from benchmark.nemesis.service import CORES, Service
 DATABASE = "database"
 
 
+class Layout(StrEnum):
+    """One ServeCore, one with its standby and a database, or two that share their engines."""
+
+    ONE = "one"
+    STANDBY = "standby"
+    SHARDS = "shards"
+
+
 class Fault(NamedTuple):
     """`run` disturbs, waits, and heals; returns whom it was done to. `loses_engine`: calls that run
-    may lose their engine by it. `needs_standby`: True where it can only happen to two ServeCores
-    with a database, False where only to one without, None where to both."""
+    may lose their engine by it. `layouts`: of services to which it can happen."""
 
     run: Callable[[Service, random.Random], Awaitable[str]]
     loses_engine: bool = True
-    needs_standby: bool | None = None
+    layouts: frozenset[Layout] = frozenset(Layout)
+
+
+_STANDBY = frozenset({Layout.STANDBY})
+_TWO = frozenset({Layout.STANDBY, Layout.SHARDS})
+_FILES = frozenset({Layout.ONE, Layout.SHARDS})
 
 
 @asynccontextmanager
@@ -56,13 +69,13 @@ async def kill_engine(service: Service, draw: random.Random) -> str:
 
 async def kill_core(service: Service, draw: random.Random) -> str:
     async with _held(service, CORES):
-        server = service.core
+        server = service.cores[service.pick_core(draw)]
         await _kill(service, draw, server)
     return server.name
 
 
 async def kill_cores(service: Service, draw: random.Random) -> str:
-    """The one that serves and its standby at once."""
+    """The one that serves and its standby at once, or all shards."""
     async with _held(service, CORES):
         await _kill(service, draw, *service.cores)
     return CORES
@@ -78,8 +91,9 @@ async def kill_standby(service: Service, draw: random.Random) -> str:
 async def kill_both(service: Service, draw: random.Random) -> str:
     name = _pick(service, draw)
     async with _held(service, name, CORES):
-        await _kill(service, draw, service.core, service.engines[name])
-    return f"{CORES}, {name}"
+        server = service.cores[service.pick_core(draw)]
+        await _kill(service, draw, server, service.engines[name])
+    return f"{server.name}, {name}"
 
 
 async def _freeze(server: Server, draw: random.Random) -> None:
@@ -99,7 +113,7 @@ async def stop_engine(service: Service, draw: random.Random) -> str:
 
 async def stop_core(service: Service, draw: random.Random) -> str:
     async with _held(service, CORES):
-        server = service.core
+        server = service.cores[service.pick_core(draw)]
         await _freeze(server, draw)
     return server.name
 
@@ -131,10 +145,21 @@ async def twin_engine(service: Service, draw: random.Random) -> str:
 
 async def restart_core(service: Service, draw: random.Random) -> str:
     async with _held(service, CORES):
-        server = service.core
+        server = service.cores[service.pick_core(draw)]
         await server.stop()
         server.start()
     return server.name
+
+
+async def rolling_restart(service: Service, draw: random.Random) -> str:
+    """All servers in turn, each when the one before is back."""
+    servers = [*service.cores, *service.engines.values()]
+    for server in draw.sample(servers, len(servers)):
+        async with _held(service, CORES if server in service.cores else server.name):
+            await server.stop()
+            server.start()
+            await service.ready()
+    return "all in turn"
 
 
 async def kill_database(service: Service, draw: random.Random) -> str:
@@ -175,12 +200,13 @@ def on_link(choose: Callable[[Service, random.Random], tuple[str, Link]], how: s
                 link.heal()
         return name
 
-    needs_standby = True if choose is _to_database else None
-    return Fault(run, choose is not _client_link, needs_standby)
+    layouts = _STANDBY if choose is _to_database else frozenset(Layout)
+    return Fault(run, choose is not _client_link, layouts)
 
 
 def _client_link(service: Service, draw: random.Random) -> tuple[str, Link]:
-    return "client-core", service.client_links[service.serving]
+    number = service.pick_core(draw)
+    return f"client-{service.cores[number].name}", service.client_links[number]
 
 
 def _to_database(service: Service, draw: random.Random) -> tuple[str, Link]:
@@ -194,20 +220,21 @@ def _to_engine(service: Service, draw: random.Random) -> tuple[str, Link]:
 
 def _to_core(service: Service, draw: random.Random) -> tuple[str, Link]:
     name = _pick(service, draw)
-    return f"{name}-core", service.links[name].to_cores[service.serving]
+    return f"{name}-core", service.links[name].to_cores[service.pick_core(draw)]
 
 
 async def disk_full(service: Service, draw: random.Random) -> str:
     async with _held(service, CORES):
-        service.core.fill_disk(draw.choice([0, 1000, 20_000]))
+        server = service.cores[service.pick_core(draw)]
+        server.fill_disk(draw.choice([0, 1000, 20_000]))
         await asyncio.sleep(draw.uniform(0.2, 1.5))
         if draw.random() < 0.5:
-            service.core.make_room()
+            server.make_room()
         else:  # what could not be written is lost with it
-            await service.kill(service.core)
-        if not service.core.is_alive:  # the limit is gone with its process
-            service.core.start()
-    return CORES
+            await service.kill(server)
+        if not server.is_alive:  # the limit is gone with its process
+            server.start()
+    return server.name
 
 
 async def clock_step(service: Service, draw: random.Random) -> str:
@@ -228,11 +255,12 @@ FAULTS: dict[str, Fault] = {
     "restart-engine": Fault(restart_engine),
     "restart-core": Fault(restart_core),
     "twin-engine": Fault(twin_engine),
-    "kill-cores": Fault(kill_cores, needs_standby=True),
-    "kill-standby": Fault(kill_standby, loses_engine=False, needs_standby=True),
-    "kill-database": Fault(kill_database, needs_standby=True),
-    "stop-database": Fault(stop_database, needs_standby=True),
-    DISK_FULL: Fault(disk_full, needs_standby=False),
+    "rolling-restart": Fault(rolling_restart),
+    "kill-cores": Fault(kill_cores, layouts=_TWO),
+    "kill-standby": Fault(kill_standby, loses_engine=False, layouts=_STANDBY),
+    "kill-database": Fault(kill_database, layouts=_STANDBY),
+    "stop-database": Fault(stop_database, layouts=_STANDBY),
+    DISK_FULL: Fault(disk_full, layouts=_FILES),
     CLOCK_STEP: Fault(clock_step),
     **{
         f"{where}-{how.replace('_', '-')}": on_link(choose, how)

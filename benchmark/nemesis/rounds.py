@@ -15,7 +15,7 @@ from typing import Any
 from benchmark.nemesis.checker import Violation, check
 from benchmark.nemesis.client import Client
 from benchmark.nemesis.database import Database, running_database
-from benchmark.nemesis.faults import FAULTS
+from benchmark.nemesis.faults import FAULTS, Layout
 from benchmark.nemesis.history import Disturbance, History, Life
 from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
 from benchmark.nemesis.service import CORES, EMBEDDED, QUEUE, SIM, TENANTS, Service
@@ -23,6 +23,7 @@ from parrot.protocol.errors import ParrotError
 
 LIMIT_S = 60.0  # of a program, whatever happens
 MIXED = "mixed"
+_TITLES = {Layout.ONE: "", Layout.STANDBY: ", with a standby", Layout.SHARDS: ", with shards"}
 PROBE = "probe"
 """The program that comes with each fault."""
 _PATIENCE_S = 20.0  # until all books are in order, when nobody asks for anything any more
@@ -36,8 +37,7 @@ Answers = dict[tuple[str, int], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A round, as its seed decides. `faults`: what it draws from; `row`: what it counts as.
-    `has_standby`: two ServeCores, with their journal in a database."""
+    """A round, as its seed decides. `faults`: what it draws from; `row`: what it counts as."""
 
     seed: int
     row: str
@@ -46,12 +46,12 @@ class Plan:
     num_engines: int
     is_embedded: bool
     concurrency: int
-    has_standby: bool = False
+    layout: Layout = Layout.ONE
     has_journal: bool = True
 
     @property
     def title(self) -> str:
-        return f"{self.row}, with a standby" if self.has_standby else self.row
+        return self.row + _TITLES[self.layout]
 
     @classmethod
     def of(
@@ -63,15 +63,19 @@ class Plan:
         concurrency: int = 8,
         embedded_share: float = 0.0,
         standby_share: float = 0.0,
+        shards_share: float = 0.0,
     ) -> "Plan":
         """Every second round mixes the faults, the others take one each, in turn: of those that can
         happen to what the round is drawn to have."""
         draw = random.Random(seed)
         num_engines, is_embedded = draw.randint(2, 4), draw.random() < embedded_share
-        has_standby = draw.random() < standby_share
-        suited = [name for name in faults if FAULTS[name].needs_standby in (None, has_standby)]
+        layout, drawn = Layout.ONE, draw.random()
+        if drawn < standby_share + shards_share:
+            layout = Layout.STANDBY if drawn < standby_share else Layout.SHARDS
+        suited = [name for name in faults if layout in FAULTS[name].layouts]
         if not suited:
-            suited, has_standby = list(faults), not has_standby
+            layout = min(frozenset.intersection(*(FAULTS[name].layouts for name in faults)))
+            suited = list(faults)
         row = MIXED if seed % 2 and len(suited) > 1 else suited[seed // 2 % len(suited)]
         return cls(
             seed=seed,
@@ -81,7 +85,7 @@ class Plan:
             num_engines=num_engines,
             is_embedded=is_embedded,
             concurrency=concurrency,
-            has_standby=has_standby,
+            layout=layout,
         )
 
 
@@ -151,6 +155,7 @@ class Round:
         await service.ready()
         accounts += await service.settled(_PATIENCE_S, without_sessions=True)
         self.history.accounts += accounts
+        self.history.peaks += service.peaks()
 
     async def _nemesis(self, end: float, draw: random.Random) -> None:
         while True:
@@ -185,6 +190,12 @@ class Round:
         while time.monotonic() < end:
             await self._live(draw.choice(self._kinds), draw)
 
+    def _urls(self) -> list[str]:
+        """Where the next program asks first, and where else: shards get them in turn."""
+        urls = self._service.urls
+        first = self._num_programs % len(urls) if self._service.has_shards else 0
+        return urls[first:] + urls[:first]
+
     async def _live(self, kind: str, draw: random.Random) -> Life:
         self._num_programs += 1
         variant = draw.choice(sorted(variant for known, variant in self._answers if known == kind))
@@ -198,7 +209,7 @@ class Round:
         try:
             facts["result"] = await live(
                 PROGRAMS[kind],
-                Client(facts["program"], facts["tenant"], self._service.urls, self.history),
+                Client(facts["program"], facts["tenant"], self._urls(), self.history),
                 variant,
                 draw,
                 LIMIT_S,
@@ -266,8 +277,9 @@ async def play(
     """Play a round, with a `database` if it has a standby; if anything is wrong, its history and
     logs are kept under `keep`."""
     with tempfile.TemporaryDirectory(prefix="nemesis-") as folder:
-        service = Service(Path(folder))
-        one = Round(plan, answers, service, database if plan.has_standby else None)
+        service = Service(Path(folder), has_shards=plan.layout is Layout.SHARDS)
+        has_standby = plan.layout is Layout.STANDBY
+        one = Round(plan, answers, service, database if has_standby else None)
         try:
             await one.run()
         except TimeoutError as error:
@@ -285,7 +297,7 @@ async def play(
 
 def play_alone(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
     """The same, for a process of its own, with a database of its own."""
-    with running_database() if plan.has_standby else nullcontext() as database:
+    with running_database() if plan.layout is Layout.STANDBY else nullcontext() as database:
         return asyncio.run(play(plan, answers, keep, database))
 
 

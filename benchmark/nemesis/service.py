@@ -1,7 +1,8 @@
-"""A ServeCore with its journal, or two with one in a database, their engines, and the links between
-all of them and to the programs."""
+"""A ServeCore with its journal, or two with one in a database, or two that share their engines, the
+engines, and the links between all of them and to the programs."""
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.nemesis.database import Database
-from benchmark.nemesis.history import Account
+from benchmark.nemesis.history import Account, Peak
 from benchmark.nemesis.link import Link
-from benchmark.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
+from benchmark.nemesis.servers import ACCOUNT, Gauge, Server, WallClock, run_core, run_engine
 from parrot.cluster.ports import ask, free_port
 
 CORES = "serve-core"
@@ -60,10 +61,12 @@ class EngineLinks:
 
 class Service:
     """Use what `running` gives. Servers that are disturbed are held by `held`, so that nobody else
-    does so at the same time. With a database there are two ServeCores, of which one serves."""
+    does so at the same time. With a database there are two ServeCores, of which one serves; if it
+    `has_shards`, two that both do."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_shards: bool = False) -> None:
         self.folder = folder
+        self.has_shards = has_shards
         self.clock = WallClock(folder / "clock")
         self.database: Database | None = None
         self.cores: list[Server] = []
@@ -80,7 +83,16 @@ class Service:
 
     @property
     def core(self) -> Server:
+        """The one that serves, if others stand by."""
         return self.cores[self.serving]
+
+    @property
+    def serving_cores(self) -> list[Server]:
+        return self.cores if self.has_shards else [self.core]
+
+    def pick_core(self, draw: random.Random) -> int:
+        """Which of `cores`, of those that serve."""
+        return draw.randrange(len(self.cores)) if self.has_shards else self.serving
 
     @property
     def urls(self) -> list[str]:
@@ -90,7 +102,7 @@ class Service:
     @property
     def takeover_s(self) -> float:
         """Seconds after a fault in which nobody may serve yet, though all is healed."""
-        return TAKEOVER_S if len(self.cores) > 1 else 0.0
+        return 0.0 if self.database is None else TAKEOVER_S
 
     def lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
@@ -101,11 +113,25 @@ class Service:
     def engine(self, name: str, port: int, advertised: int) -> Server:
         """An engine's process, not started: it listens at `port`, and its links are there."""
         links = self.links[name].to_cores
-        core, *standby = ({"host": "127.0.0.1", "port": link.port} for link in links)
+        core, *others = ({"host": "127.0.0.1", "port": link.port} for link in links)
         config = {"engine_name": name, "host": "127.0.0.1", "port": port, "serve_core": core}
-        config |= {"cluster_token": CORE["cluster_token"], "standby_cores": standby}
-        facts = (str(self.clock.path), advertised)
+        config |= {"cluster_token": CORE["cluster_token"]}
+        config["shard_cores" if self.has_shards else "standby_cores"] = others
+        facts = (str(self.clock.path), str(self._gauge(name)), advertised)
         return Server(name, run_engine, self.engine_config | config, self.folder, *facts)
+
+    def _gauge(self, name: str) -> Path:
+        return self.folder / f"{name}.calls"
+
+    def peaks(self) -> list[Peak]:
+        """Those of the engines that are shared: calls of one ServeCore may be squeezed in."""
+        if not self.has_shards:
+            return []
+        capacity = self.engine_config["tasks_capacity"]
+        return [
+            Peak(engine=name, calls=Gauge(self._gauge(name)).most, capacity=capacity)
+            for name in self.engines
+        ]
 
     @asynccontextmanager
     async def running(
@@ -159,13 +185,17 @@ class Service:
             await asyncio.gather(manager, return_exceptions=True)
 
     async def _make_cores(self, stack: AsyncExitStack, config: Mapping[str, Any]) -> None:
-        """One, or one and its standby, each with its own link to the database."""
+        """One, or one and its standby, each with its own link to the database, or two shards."""
         names, address = [CORES], str(self.folder / "journal")
         if self.database is not None:
             names.append("serve-core-standby")
             address = await asyncio.to_thread(self.database.database)
+        elif self.has_shards:
+            names.append("serve-core-shard")
         for name in names:
             port, journal = self.new_port(), address
+            if self.has_shards:
+                journal = str(self.folder / f"journal-of-{name}")
             if self.database is not None:
                 link = await stack.enter_async_context(Link(self.database.port))
                 journal = address.replace(f":{self.database.port}/", f":{link.port}/")
@@ -174,10 +204,13 @@ class Service:
             whole = {**CORE, **own, "host": "127.0.0.1", **config}
             self.cores.append(Server(name, run_core, whole, self.folder, str(self.clock.path)))
             self.client_links.append(await stack.enter_async_context(Link(port)))
+        if self.has_shards:
+            for index, core in enumerate(self.cores):
+                core.config["shards"] = {"index": index, "cores": self.urls}
 
     async def ready(self) -> None:
-        """Wait until a ServeCore serves, with all engines. Raises `TimeoutError` with the ends of
-        the logs."""
+        """Wait until a ServeCore serves, or all shards do, with all engines. Raises `TimeoutError`
+        with the ends of the logs."""
         try:
             async with asyncio.timeout(_READY_S):
                 while not (await asyncio.to_thread(self._live)).issuperset(self.engines):  # noqa: ASYNC110
@@ -186,13 +219,16 @@ class Service:
             raise TimeoutError(f"not ready in {_READY_S:g} s:\n{self.logs()}") from None
 
     def _live(self) -> set[str]:
+        """The engines that all ServeCores have of those that serve."""
+        found = []
         for number, core in enumerate(self.cores):
             token, port = CORE["cluster_token"], core.config["port"]
             answer = ask("127.0.0.1", port, "/ready", token=token, timeout_s=1.0)
             if answer is not None and answer[0] == 200:
                 self.serving = number
-                return {engine["engine_name"] for engine in answer[1]["engines"]}
-        return set()
+                found.append({engine["engine_name"] for engine in answer[1]["engines"]})
+        is_served = found and (not self.has_shards or len(found) == len(self.cores))
+        return set.intersection(*found) if is_served else set()
 
     def logs(self) -> str:
         logs = sorted(self.folder.glob("*.log"))
@@ -232,21 +268,23 @@ class Service:
         end = time.monotonic() + patience_s
         while True:
             accounts = await self._accounts()
-            if not without_sessions:
-                accounts[0].left.pop("sessions", None)
+            for account in () if without_sessions else accounts:
+                account.left.pop("sessions", None)
             is_clean = not any(a.broken or any(a.left.values()) for a in accounts)
             if is_clean or time.monotonic() > end:
                 return accounts
             await asyncio.sleep(10 * _LOOK_S)
 
     async def _accounts(self) -> list[Account]:
-        core = await self.account(self.core)
-        known = core.pop("contexts", {})
-        broken = core.pop("broken")
-        accounts = [Account(server=self.core.name, left=core, broken=broken)]
+        accounts, known = list[Account](), Counter[str]()
+        for core in self.serving_cores:
+            told = await self.account(core)
+            known.update(told.pop("contexts", {}))
+            broken = told.pop("broken")
+            accounts.append(Account(server=core.name, left=told, broken=broken))
         for name, server in self.engines.items():
             own = await self.account(server)
-            surplus = own.get("contexts", 0) - known.get(name, 0)
+            surplus = own.get("contexts", 0) - known[name]
             left = {"jobs": own.get("jobs", 0), "contexts too many": max(0, surplus)}
             left["contexts that only ServeCore believes in"] = max(0, -surplus)
             accounts.append(Account(server=name, left=left, broken=own["broken"]))

@@ -1,11 +1,11 @@
 """Two ServeCores that share a `sim` engine: how soon room goes from one to the other.
 
-    python -m benchmark.scale.bench_leases
+  python -m benchmark.scale.bench_leases
 
-  freed  milliseconds from the end of a call of one shard, which had all places, to the first token
-         of the call that waits at the other
-  burst  milliseconds from the submit of as many calls as the engine has places, when nothing runs,
-         to the first token of the last of them: the other shard has a part of the places, idle
+freed  milliseconds from the end of a call of one shard, which had all places, to the first token
+       of the call that waits at the other
+burst  milliseconds from the submit of as many calls as the engine has places, when nothing runs,
+       to the first token of the last of them: the other shard has a part of the places, idle
 """
 
 import argparse

@@ -1,18 +1,24 @@
-"""Two ServeCores that share sessions out, and one engine that works for both."""
+"""Two ServeCores that share sessions out, and engines that work for both."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import aiohttp
 
+from parrot import P
+from parrot.cli.watch.page_feed import PageFeed
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import EngineStatus, ReadyResponse
 from parrot.protocol.serve_client import ServeClient
+from tests.e2e.programs import Program
 from tests.e2e.test_journal import begin, map_reduce, persistently
+from tests.e2e.test_rolling_restart import join, restart, tell
 
 HOST = "127.0.0.1"
 HANGS_S = 60
@@ -20,13 +26,17 @@ LEASE_S = 2
 TOKENS, CALLS = 4096, 16
 
 
-async def engine_of(core: Cluster) -> EngineStatus:
-    """The engine as this ServeCore sees it, when it is there."""
+async def engines_of(core: Cluster) -> list[EngineStatus]:
+    """The engines as this ServeCore sees them, when there are any."""
     async with HttpClient(core.core_url, bearer_token=core.cluster_token) as http:
         answer = await persistently(http.request, "GET", "/ready")
     engines = ReadyResponse.model_validate(answer).engines
     assert engines is not None
-    return engines[0]
+    return engines
+
+
+async def engine_of(core: Cluster) -> EngineStatus:
+    return (await engines_of(core))[0]
 
 
 async def metrics_of(url: str, token: str | None) -> str:
@@ -36,8 +46,10 @@ async def metrics_of(url: str, token: str | None) -> str:
 
 
 @asynccontextmanager
-async def two_shards() -> AsyncIterator[tuple[Cluster, Cluster]]:
-    """The first has started the engine."""
+async def two_shards(
+    folder: Path | None = None, num_engines: int = 1
+) -> AsyncIterator[tuple[Cluster, Cluster]]:
+    """The first has started the engines. `folder`: of their journals."""
     ports = [free_port(HOST, set())]
     ports.append(free_port(HOST, set(ports)))
     cores = [f"http://{HOST}:{port}" for port in ports]
@@ -46,13 +58,15 @@ async def two_shards() -> AsyncIterator[tuple[Cluster, Cluster]]:
             "engine_heartbeat_timeout": LEASE_S,
             "port": port,
             "shards": {"index": index, "cores": cores},
+            "journal": None if folder is None else str(folder / f"journal-{index}"),
         }
         for index, port in enumerate(ports)
     ]
     engine = {"engine_type": "sim", "heartbeat_interval": 0.2, "tasks_capacity": CALLS}
+    engine |= {"drain_timeout": HANGS_S}
     engine |= {"instance": {"step_s": 0.01}, "tokens_capacity": TOKENS}
     engine |= {"shard_cores": [{"host": HOST, "port": ports[1]}]}
-    with Cluster(configs[1], []) as second, Cluster(configs[0], [engine]) as first:
+    with Cluster(configs[1], []) as second, Cluster(configs[0], [engine] * num_engines) as first:
         yield first, second
 
 
@@ -95,3 +109,84 @@ async def test_programs_of_both_run_and_the_end_of_one_is_not_the_others() -> No
         )
         info = await living.client.session_info(living.session_id, living.session_auth)
         assert {call.state for call in info.calls} == {"done"}
+
+
+async def test_no_read_of_either_fails_while_every_server_is_restarted_in_turn(
+    tmp_path: Path,
+) -> None:
+    over, answers = threading.Event(), ([], [])
+
+    def program(url: str, told: list[str]) -> None:
+        vm = P.VirtualMachine(url, restart_timeout_s=HANGS_S)
+
+        def main() -> None:
+            while not over.is_set():
+                told.append(join([tell(f"parrot {number}") for number in range(4)]).get())
+
+        vm.run(main)
+
+    async with two_shards(tmp_path, num_engines=2) as shards, asyncio.timeout(3 * HANGS_S):
+        first, second = shards
+        running = [
+            asyncio.create_task(asyncio.to_thread(program, shard.core_url, told))
+            for shard, told in zip(shards, answers, strict=True)
+        ]
+        try:
+            turns = [(first, "engine-0"), (second, "core"), (first, "core"), (first, "engine-1")]
+            for shard, name in turns:
+                counts = [len(told) for told in answers]
+                while any(len(t) < n + 2 for t, n in zip(answers, counts, strict=True)):
+                    assert not any(task.done() for task in running)
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(restart, shard, name)
+        finally:
+            over.set()
+        await asyncio.gather(*running)
+    assert len({answer for told in answers for answer in told}) == 1
+
+
+async def test_an_engine_that_leaves_ends_the_calls_of_both_and_gets_none(tmp_path: Path) -> None:
+    async with (
+        two_shards(num_engines=2) as (first, second),
+        HttpClient(first.core_url) as there,
+        HttpClient(second.core_url) as here,
+        asyncio.timeout(HANGS_S),
+    ):
+        for shard in (first, second):
+            while len(await engines_of(shard)) < 2:
+                await asyncio.sleep(0.01)
+        sessions = [await begin(ServeClient(http)) for http in (there, here)]
+        before = [
+            asyncio.create_task(session.get(await session.call(f"Tell {n}: {{{{out}}}}", 200)))
+            for session in sessions
+            for n in range(4)
+        ]
+        while not all([await runs_on(session, "engine-0") for session in sessions]):
+            await asyncio.sleep(0.01)
+        process = first.process("engine-0")
+        process.terminate()
+        while not all([await drains(shard, "engine-0") for shard in (first, second)]):
+            await asyncio.sleep(0.01)
+        assert not any(read.done() for read in before)
+        after = [await session.call("And then: {{out}}", 20) for session in sessions]
+        for session, var in zip(sessions, after, strict=True):
+            assert await session.get(var)
+        assert len({len(await read) for read in before}) == 1
+        assert await asyncio.to_thread(process.wait, HANGS_S)
+        assert process.exit_code == 0
+        for session in sessions:
+            info = await session.client.session_info(session.session_id, session.session_auth)
+            assert {call.attempts for call in info.calls} == {1}
+            assert {call.engine for call in info.calls} == {"engine-0", "engine-1"}
+            assert info.calls[-1].engine == "engine-1"
+
+
+async def drains(shard: Cluster, name: str) -> bool:
+    feed = PageFeed(shard.core_url, None, None)
+    rows = (await asyncio.to_thread(feed.now, "overview")).values()
+    return any(row["is_draining"] for row in rows if row.get("engine_name") == name)
+
+
+async def runs_on(session: Program, engine: str) -> bool:
+    info = await session.client.session_info(session.session_id, session.session_auth)
+    return any(call.engine == engine and call.state == "running" for call in info.calls)

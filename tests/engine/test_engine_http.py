@@ -322,7 +322,7 @@ async def test_the_openapi_page_documents_every_route():
         paths = (await http.request("GET", "/openapi.json"))["paths"]
     assert {path for path in paths if "post" in paths[path]} == {
         *("/fill", "/generate", "/generate_stream", "/follow", "/embed", "/score", "/free_context"),
-        *("/ping", "/channel"),
+        *("/ping", "/beat", "/channel"),
     }
     assert {path for path in paths if "get" in paths[path]} == {
         *("/tokenizer", "/health", "/ready", "/metrics")

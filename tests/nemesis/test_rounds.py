@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmark.nemesis.client import Client
-from benchmark.nemesis.faults import FAULTS
+from benchmark.nemesis.faults import FAULTS, Layout
 from benchmark.nemesis.history import History, SetValue, digest_of
 from benchmark.nemesis.programs import PROGRAMS
 from benchmark.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
+from benchmark.nemesis.servers import Gauge
 from benchmark.nemesis.service import SIM
 from benchmark.results import run
 from tests.support.postgres import Server
@@ -42,8 +43,18 @@ def test_a_round_breaks_no_promise(answers: Answers, tmp_path: Path) -> None:
 def test_with_a_standby_neither(answers: Answers, postgres: Server, tmp_path: Path) -> None:
     faults = ("kill-core", "stop-core", "kill-database", "core-database-stall")
     plan = Plan.of(SEED, faults, 3.0, concurrency=4, standby_share=1.0)
-    assert plan.has_standby
+    assert plan.layout is Layout.STANDBY
     outcome = asyncio.run(play(plan, answers, tmp_path, postgres))
+    assert not outcome.violations, (outcome.violations, outcome.kept)
+    assert not outcome.defects
+    assert outcome.faults
+
+
+def test_with_shards_that_share_engines_neither(answers: Answers, tmp_path: Path) -> None:
+    faults = ("kill-core", "kill-engine", "stop-core", "stop-engine", "rolling-restart")
+    plan = Plan.of(SEED, faults, 3.0, concurrency=4, shards_share=1.0)
+    assert plan.layout is Layout.SHARDS
+    outcome = asyncio.run(play(plan, answers, tmp_path))
     assert not outcome.violations, (outcome.violations, outcome.kept)
     assert not outcome.defects
     assert outcome.faults
@@ -73,18 +84,20 @@ async def test_what_a_program_had_set_is_read_once_when_it_hangs() -> None:
 
 def test_a_seed_decides_a_round() -> None:
     plans, again = (
-        [Plan.of(seed, tuple(FAULTS), 4.0, standby_share=0.5) for seed in range(300)]
+        [Plan.of(n, tuple(FAULTS), 4.0, standby_share=0.4, shards_share=0.3) for n in range(600)]
         for _ in range(2)
     )
     assert plans == again
     assert {plan.row for plan in plans} == {*FAULTS, MIXED}
     for plan in plans:
-        assert all(FAULTS[name].needs_standby in (None, plan.has_standby) for name in plan.faults)
+        assert all(plan.layout in FAULTS[name].layouts for name in plan.faults)
+    assert {plan.layout for plan in plans} == set(Layout)
 
 
-def test_a_fault_decides_whether_there_is_a_standby() -> None:
-    assert Plan.of(0, ("kill-database",), 4.0).has_standby
-    assert not Plan.of(0, ("disk-full",), 4.0, standby_share=1.0).has_standby
+def test_a_fault_decides_which_servers_there_are() -> None:
+    assert Plan.of(0, ("kill-database",), 4.0, shards_share=1.0).layout is Layout.STANDBY
+    assert Plan.of(0, ("disk-full",), 4.0, standby_share=1.0).layout is Layout.ONE
+    assert Plan.of(0, ("kill-cores",), 4.0).layout is Layout.SHARDS
 
 
 @pytest.mark.slow
@@ -100,3 +113,11 @@ def test_the_command_gives_a_report(tmp_path: Path) -> None:
     assert [row[key] for key in ("rounds", "lost", "doubled", "hung", "other")] == [1, 0, 0, 0, 0]
     assert report["kills"] == row["engine_kills"]
     assert row["recovery_p50_s"] > 0 or not row["runs"]
+
+
+def test_a_gauge_tells_the_most_also_of_a_process_that_was_killed(tmp_path: Path) -> None:
+    gauge = Gauge(tmp_path / "calls")
+    with gauge.one_more(), gauge.one_more():
+        pass
+    with gauge.one_more():
+        assert Gauge(tmp_path / "calls").most == 2

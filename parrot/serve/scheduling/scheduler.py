@@ -314,7 +314,7 @@ def use_of_lease(scheduler: Scheduler, load: EngineLoad, lease: Lease) -> LeaseU
     """What is made of an engine's latest lease now."""
     tokens, calls, least = float(load.num_tokens), float(load.num_tasks), 0
     for models, queue in scheduler.queues.items():
-        if models and load.model not in models:
+        if load.is_draining or (models and load.model not in models):
             continue
         part = 1 / max(1, scheduler.engines.num_members(models))  # others may run them, too
         calls += part * len(queue)

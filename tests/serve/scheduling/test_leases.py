@@ -60,6 +60,19 @@ def test_nobody_is_squeezed_in_at_the_cost_of_other_servecores() -> None:
         assert len(bench.run()) == (0 if is_leased else 1)
 
 
+def test_an_engine_that_drains_is_wanted_for_what_runs_there_alone() -> None:
+    bench = Bench()
+    bench.engines(1, slots=2)
+    bench.add(*[bench.task() for _ in range(5)])
+    lease(bench, 1, 1000)
+    bench.run()
+    assert lease(bench, 2, 1000).wanted_calls == 5
+    load = bench.scheduler.engines.get(0)
+    bench.scheduler.engines.set_draining(load, True)
+    use = lease(bench, 3, 1000)
+    assert (use.wanted_calls, use.wanted_tokens, use.least_tokens) == (2, 2 * NEED, 0)
+
+
 def test_queued_calls_that_others_may_run_count_in_part() -> None:
     bench = Bench()
     bench.engines(2, slots=1)
