@@ -130,9 +130,9 @@ class Heartbeat:
     async def _end_work(self) -> None:
         self._fence.released()
         self._reorder.reset()
-        if self._share is not None:
-            self._share.lost()
         await self._service.reset()
+        if self._share is not None:
+            self._share.lost()  # not before: others get the room at once
 
     async def _beat_while_known(self, terms: RegisterResponse, name: str) -> None:
         """Heartbeats until ServeCore says that it does not know this engine, or says nothing for

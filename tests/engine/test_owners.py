@@ -50,8 +50,8 @@ class Scene:
         owner.fence.released()
         owner.reorder.reset()
         assert owner.share is not None
-        owner.share.lost()
         await owner.service.reset()
+        owner.share.lost()
 
 
 def beat(share: Share, service: SimService) -> None:
