@@ -33,7 +33,6 @@ ENGINE = {
     "instance": {"step_s": STEP_S, "prefill_token_s": 0, "sequence_s": 0, "context_token_s": 0},
 }
 _HOST = "127.0.0.1"
-_SETTLED_S = 2.0  # of heartbeats alone: leases move in three of them
 
 
 class Program:
@@ -78,24 +77,24 @@ def two_shards() -> Iterator[list[Cluster]]:
         yield [first, second]
 
 
-async def freed_ms(holder: Program, waiter: Program, draw: random.Random) -> float:
-    held_s = 2 * _SETTLED_S + draw.random()
+async def freed_ms(holder: Program, waiter: Program, settle_s: float, draw: random.Random) -> float:
+    held_s = 2 * settle_s + draw.random()
     seconds = [held_s, *[held_s + 1.0] * (PLACES - 1)]
     held = [asyncio.create_task(holder.call(one)) for one in seconds]
-    await asyncio.sleep(_SETTLED_S)
+    await asyncio.sleep(settle_s)
     began, _ = await waiter.call(0.01)
     (_, ended), *_ = await asyncio.gather(*held)
     return 1e3 * (began - ended)
 
 
-async def burst_ms(program: Program, draw: random.Random) -> float:
-    await asyncio.sleep(_SETTLED_S + draw.random())
+async def burst_ms(program: Program, settle_s: float, draw: random.Random) -> float:
+    await asyncio.sleep(settle_s + draw.random())
     asked = time.perf_counter()
     calls = await asyncio.gather(*(program.call(1.5) for _ in range(PLACES)))
     return 1e3 * (max(first for first, _ in calls) - asked)
 
 
-async def rounds(urls: Sequence[str], number: int) -> dict[str, list[float]]:
+async def rounds(urls: Sequence[str], number: int, settle_s: float) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"freed": [], "burst": []}
     draw = random.Random(0)
     clients = [ServeClient(HttpClient(url)) for url in urls]
@@ -105,8 +104,8 @@ async def rounds(urls: Sequence[str], number: int) -> dict[str, list[float]]:
             await program.begin()
         for turn in range(number):
             first, second = programs if turn % 2 else programs[::-1]
-            found["burst"].append(await burst_ms(first, draw))
-            found["freed"].append(await freed_ms(first, second, draw))
+            found["burst"].append(await burst_ms(first, settle_s, draw))
+            found["freed"].append(await freed_ms(first, second, settle_s, draw))
     finally:
         for client in clients:
             await client.close()
@@ -115,12 +114,16 @@ async def rounds(urls: Sequence[str], number: int) -> dict[str, list[float]]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--settle", type=float, default=2.0, help="seconds: heartbeats alone move leases in three"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("engine", ENGINE)
     with two_shards() as shards:
-        found = asyncio.run(rounds([shard.core_url for shard in shards], args.rounds))
+        urls = [shard.core_url for shard in shards]
+        found = asyncio.run(rounds(urls, args.rounds, args.settle))
     for name, times in found.items():
         report[name] = {"p50_ms": statistics.median(times), "max_ms": max(times)}
         print(name, report[name])
