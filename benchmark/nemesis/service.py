@@ -87,7 +87,7 @@ class Service:
         return self.cores[self.serving]
 
     @property
-    def serving_cores(self) -> list[Server]:
+    def _serving_cores(self) -> list[Server]:
         return self.cores if self.has_shards else [self.core]
 
     def pick_core(self, draw: random.Random) -> int:
@@ -277,7 +277,7 @@ class Service:
 
     async def _accounts(self) -> list[Account]:
         accounts, known = list[Account](), Counter[str]()
-        for core in self.serving_cores:
+        for core in self._serving_cores:
             told = await self.account(core)
             known.update(told.pop("contexts", {}))
             broken = told.pop("broken")

@@ -29,10 +29,9 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.events import EventKind, EventLog
-from parrot.serve.execution.frees import FreeSender
+from parrot.serve.execution.notices import FreeSender, Leases
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
-from parrot.serve.shards.leases import Leases
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue

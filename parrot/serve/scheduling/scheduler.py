@@ -311,7 +311,7 @@ def take_lease(scheduler: Scheduler, engine_id: int, lease: Lease) -> LeaseUse:
 
 
 def use_of_lease(scheduler: Scheduler, load: EngineLoad, lease: Lease) -> LeaseUse:
-    """What is made of an engine's latest lease now."""
+    """The use that is made of an engine's latest lease now."""
     tokens, calls, least = float(load.num_tokens), float(load.num_tasks), 0
     for models, queue in scheduler.queues.items():
         if load.is_draining or (models and load.model not in models):
