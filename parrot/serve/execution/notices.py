@@ -1,4 +1,4 @@
-"""Telling engines, on nobody's path, which contexts they may forget, and that a lease is awaited."""
+"""Telling engines which contexts they may forget, and that a lease is awaited, on nobody's path."""
 
 import logging
 from typing import Protocol
