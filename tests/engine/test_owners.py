@@ -223,6 +223,31 @@ async def test_calls_beyond_the_lease_wait_for_own_ones_alone(scene: Scene) -> N
     assert (first.num_calls, first.num_tokens, second.num_calls) == (0, 0, 0)
 
 
+async def test_a_cancelled_call_has_its_place_until_it_has_ended(scene: Scene) -> None:
+    info = scene.service.engine_info().model_copy(update={"tasks_capacity": 2})
+    first, second = shares(2)
+
+    def answer(share: Share, wanted: int, used: int = 0) -> int:
+        lease = share.offer(info)
+        use = LeaseUse(number=lease.number, tokens=0, calls=used, wanted_calls=wanted)
+        share.answered(use)
+        return lease.calls
+
+    assert answer(first, 2, used=2) == 2
+    async with AsyncExitStack() as stack, AsyncExitStack() as cancelled:
+        await stack.enter_async_context(first.place(generation(1, 5)))
+        await cancelled.enter_async_context(first.place(generation(2, 5)))
+        assert answer(second, 1) == 0
+        assert answer(first, 1, used=1) == 1  # the ServeCore has cancelled one
+        assert answer(second, 1) == 0, "it runs still"
+        due = asyncio.ensure_future(second.due())
+        await asyncio.sleep(0)
+        assert not due.done()
+        await cancelled.aclose()
+        await due
+        assert answer(second, 1) == 1
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -38,6 +38,7 @@ class Share:
         self._beside = beside
         self._waiting: deque[_Call] = deque()
         self._due = asyncio.Event()  # when the next heartbeat should not wait for its time
+        self._use: LeaseUse | None = None  # told last, if more than that is here
         self.num_calls = 0
         self.num_tokens = 0
         self.num_waited = 0
@@ -50,7 +51,14 @@ class Share:
         return lease
 
     def answered(self, use: LeaseUse | None) -> None:
-        """See `Division.answered`. Whose lease should be another by that gets it at once."""
+        """See `Division.answered`. Calls that the ServeCore has cancelled count until they have
+        ended here. Whose lease should be another by that gets it at once."""
+        self._use = None
+        if use is not None:
+            calls, tokens = max(use.calls, self.num_calls), max(use.tokens, self.num_tokens)
+            if (calls, tokens) != (use.calls, use.tokens):
+                self._use = use
+                use = use.model_copy(update={"calls": calls, "tokens": tokens})
         self._division.answered(self._index, use)
         self._wake_due()
 
@@ -64,6 +72,7 @@ class Share:
 
     def lost(self) -> None:
         """The ServeCore is not obeyed any more. Calls that wait go on, to be refused."""
+        self._use = None
         self._division.lost(self._index)
         self._wake_due()
         while self._waiting:
@@ -89,6 +98,8 @@ class Share:
             else:
                 self.num_calls -= 1
                 self.num_tokens -= call.num_tokens
+                if self._use is not None:
+                    self.answered(self._use)
             self._admit()
 
     def told(self, info: RuntimeInfo) -> RuntimeInfo:
