@@ -47,6 +47,8 @@ EMBEDDED: dict[str, Any] = {
 }
 TAKEOVER_S = 8.0
 """In which a standby serves, on a machine that is busy with much else."""
+START_S = 4.0
+"""In which one that was killed serves again. Clients of several ServeCores wait for it."""
 _READY_S = 120.0
 _LOOK_S = 0.02
 _RESTART_S = 1.0
@@ -102,7 +104,9 @@ class Service:
     @property
     def takeover_s(self) -> float:
         """Seconds after a fault in which nobody may serve yet, though all is healed."""
-        return 0.0 if self.database is None else TAKEOVER_S
+        if self.database is not None:
+            return TAKEOVER_S
+        return START_S if self.has_shards else 0.0
 
     def lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name, asyncio.Lock())
