@@ -31,7 +31,7 @@ def start_rank(
         try:
             with torch.inference_mode():
                 group = RankGroup(rank, size)
-                group.connect(store, torch.device("cpu"), PATIENCE)
+                group.connect(store, torch.device("cpu"), timeout=PATIENCE)
                 outcome.set_result(work(group))
         except BaseException as error:  # noqa: BLE001 - the result raises it
             outcome.set_exception(error)

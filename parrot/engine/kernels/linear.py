@@ -19,7 +19,9 @@ FEW_ROWS = 64
 _ROWS = 2
 _SMALL = 8 << 20  # weights that fit the registers of a device
 _MAX_COLUMNS = 4096
+_SOME_OUTPUTS = 3072  # enough for tiles of 64
 _MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU
+_FEW_PROGRAMS = 96
 _MIN_DOT = 16
 _HALF = FEW_ROWS // 2
 
@@ -47,9 +49,10 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """out [rows, n] = x [rows, k] weight^T + bias, weight [n, k], for up to `FEW_ROWS` rows, nearly
     at the rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
-    out = silu(gate) * up. A row's result does not depend on how many others there are, but for
+    out = silu(gate) * up. An out [splits, rows, n] gets products of parts of k, which are to be
+    summed (`num_splits`). A row's result does not depend on how many others there are, but for
     small weights, of which one or two rows are summed in another order."""
-    assert weight.shape[0] == (2 if silu else 1) * out.shape[1], (weight.shape, out.shape)
+    assert weight.shape[0] == (2 if silu else 1) * out.shape[-1], (weight.shape, out.shape)
     rows, squares, eps = _parts(x)
     _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps)
     return out
@@ -155,18 +158,22 @@ def _launch(
     gain: torch.Tensor | None = None,
     squares_out: torch.Tensor | None = None,
 ) -> None:
-    (num_rows, num_out), size = out.shape, x.shape[1]
+    (num_rows, num_out), size = out.shape[-2:], x.shape[1]
+    splits = out.numel() // (num_rows * num_out)
     assert len(x) == num_rows <= FEW_ROWS, (x.shape, out.shape)
+    assert splits == 1 or (bias is None and not silu and squares is None), "parts of a product"
     assert weight.shape[1] == size, (weight.shape, x.shape)
     assert weight.is_contiguous()
     assert out.is_contiguous()
     assert x.stride(1) == 1
-    if _is_small(num_rows, num_out, size, silu=silu):
+    if splits == 1 and _is_small(num_rows, num_out, size, silu=silu):
         kernel, tile = row_linear_kernel, _row_tile(num_rows, num_out, size, silu=silu)
     else:
         kernel = few_rows_linear_kernel
         tile = _tile(num_rows, num_out, size, x.dtype, silu=silu)
-    kernel[(triton.cdiv(num_out, tile["BN"]),)](
+        tile["SPLIT"] = size // splits
+        assert splits == 1 or tile["SPLIT"] % tile["BK"] == 0, (size, splits)
+    kernel[(triton.cdiv(num_out, tile["BN"]), splits)](
         x,
         weight,
         bias,
@@ -187,6 +194,17 @@ def _launch(
         **tile,
         **early_launch(starts_early(x.device)),
     )
+
+
+def num_splits(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """Into how many parts of its inputs a product of few rows is best split, if somebody sums them:
+    so many that its programs occupy a GPU."""
+    (num_rows, size), num_out = x.shape, len(weight)
+    if _is_small(num_rows, num_out, size, silu=False):
+        return 1
+    tile = _tile(num_rows, num_out, size, x.dtype, silu=False)
+    is_wide = triton.cdiv(num_out, tile["BN"]) > _FEW_PROGRAMS
+    return 1 if is_wide or size % (2 * tile["BK"]) else 2
 
 
 def _is_small(num_rows: int, num_out: int, size: int, *, silu: bool) -> bool:
@@ -240,17 +258,19 @@ def _choose(num_rows: int, num_out: int, *, silu: bool) -> tuple[int, int, int, 
 
 
 def _tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
-    if num_out < _MANY_OUTPUTS:
+    if num_out < (_MANY_OUTPUTS if silu else _SOME_OUTPUTS):
         return (32, 256, 4, 2) if silu else (16, 512, 4, 2)
     if silu:
-        return (128 if num_out > 2 * _MANY_OUTPUTS else 64), 128, 3, 4
+        return (128, 128, 3, 4) if num_out > 2 * _MANY_OUTPUTS else (64, 64, 6, 4)
+    if num_out < _MANY_OUTPUTS:
+        return 64, 128, 6, 4
     return 64, 128, (4 if num_out > 2 * _MANY_OUTPUTS else 6 if num_out > 5120 else 8), 4
 
 
 def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
     """Every program reads x, which with more than half of the rows takes as long as the weights."""
-    if num_out < _MANY_OUTPUTS:
+    if num_out < (_MANY_OUTPUTS if silu else _SOME_OUTPUTS):
         return (32, 64, 6, 4) if silu else (16, 256, 5, 4)
     if silu:
-        return 64, 64, 4, 4
+        return 64, 64, (4 if num_out > 2 * _MANY_OUTPUTS else 6), 4
     return (128, 128, 4, 8) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)

@@ -97,13 +97,15 @@ def few_rows_linear_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     SILU: tl.constexpr,
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (block of BN outputs): out = x weight^T (+ bias) for up to BM rows.
+    """Program (block of BN outputs, part of SPLIT inputs): out = x weight^T (+ bias) for up to BM
+    rows; each part has an out of its own.
 
     PARTS      x is first divided by its root mean square; squares [rows, PARTS]
     SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
@@ -115,9 +117,10 @@ def few_rows_linear_kernel(
     inside = row < N
     live = member < num_rows
     both = inside[:, None] & live[None, :]
-    row_at = weight_ptr + row.to(tl.int64)[:, None] * K
+    first = tl.program_id(1) * SPLIT
+    row_at = weight_ptr + row.to(tl.int64)[:, None] * K + first
     up_row_at = row_at + tl.full([], N, tl.int64) * K
-    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
+    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x + first
     if DEPENDENT:
         gdc_wait()
     if PARTS > 0:
@@ -127,7 +130,7 @@ def few_rows_linear_kernel(
         before = tl.load(residual_ptr + place, mask=both, other=0.0)
         gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
     result, up = _products(
-        row_at, up_row_at, x_row_at, inside, live, K, BM, BN, BK, STAGES, SILU, N % BN == 0
+        row_at, up_row_at, x_row_at, inside, live, SPLIT, BM, BN, BK, STAGES, SILU, N % BN == 0
     )
     if DEPENDENT:
         gdc_launch_dependents()
@@ -147,6 +150,7 @@ def few_rows_linear_kernel(
         part_squares = tl.sum(parts, 0)
         tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares, mask=live)
         result *= gain.to(tl.float32)[:, None]
+    out_ptr += tl.program_id(1) * num_rows * N
     out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
     tl.store(out_at, result.to(kind), mask=both)
 

@@ -21,6 +21,7 @@ from parrot.engine.kernels.linear import (
     few_rows_add_and_norm,
     few_rows_linear,
     few_rows_qkv,
+    num_splits,
 )
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
@@ -100,19 +101,23 @@ class PlainDecoder:
 
 Normed = torch.Tensor | UndividedRows
 
+_OUT_SLOT, _DOWN_SLOT, _EMBEDDING_SLOT = range(3)
+
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """`ranks`: those whose products are summed; None: this is all of it."""
+    """`ranks`: those whose products are summed, through this `slot` of their memory; None: this is
+    all of it."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     ranks: Ranks | None = None
+    slot: int = 0
 
     @classmethod
-    def of(cls, linear: Linear) -> "_Weight":
+    def of(cls, linear: Linear, slot: int = 0) -> "_Weight":
         if isinstance(linear, SummedLinear):
-            return replace(cls.of(linear.linear), ranks=linear.ranks)
+            return replace(cls.of(linear.linear), ranks=linear.ranks, slot=slot)
         assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
         return cls(linear.weight, linear.bias)
 
@@ -121,6 +126,14 @@ class _Weight:
             out = _rows(x).new_empty(len(_rows(x)), len(self.weight))
             return few_rows_linear(x, self.weight, out, bias=self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if _is_few(x):
+            few_rows_linear(x, self.weight, out, bias=self.bias)
+        elif self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
 
     def gated(self, x: Normed) -> torch.Tensor:
         """silu(gate) * up, where the weight is [gate | up]."""
@@ -135,9 +148,24 @@ class _Weight:
             return few_rows_add_and_norm(
                 x, self.weight, residual, norm.weight, norm.eps, bias=self.bias
             )
+        if self.ranks is not None and (exchanges := self.ranks.exchanges) is not None:
+            splits = num_splits(x, self.weight) if self.bias is None and _is_few(x) else 1
+            part = exchanges.slot(self.slot, splits, residual)
+            if part is not None:
+                self._into(part, x)
+                return exchanges.sum_and_norm(part, residual, norm.weight, norm.eps)
         product = self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
         out = torch.empty_like(residual)
         return add_rms_norm(product, residual, norm.weight, norm.eps, out)
+
+    def _into(self, part: torch.Tensor, x: torch.Tensor) -> None:
+        """part [splits, rows, outputs]: of the product, split by inputs."""
+        if _is_few(x):
+            few_rows_linear(x, self.weight, part, bias=self.bias)
+        elif self.bias is None:
+            torch.mm(x, self.weight.t(), out=part[0])
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=part[0])
 
 
 def _rows(x: Normed) -> torch.Tensor:
@@ -165,9 +193,9 @@ class _FusedLayer:
         assert isinstance(mlp_norm, RMSNorm)
         return cls(
             qkv=_Weight.of(layer.qkv),
-            out=_Weight.of(layer.out),
+            out=_Weight.of(layer.out, slot=_OUT_SLOT),
             gate_up=_Weight.of(layer.mlp.up),
-            down=_Weight.of(layer.mlp.down),
+            down=_Weight.of(layer.mlp.down, slot=_DOWN_SLOT),
             attn_norm=attn_norm,
             mlp_norm=mlp_norm,
             head_norm=layer.head_norm,
@@ -183,7 +211,7 @@ class FusedDecoder:
         assert spec.rope is not None
         assert isinstance(model.norm, RMSNorm)
         self.vocabulary = model.vocabulary
-        self._embedded = model.embedded
+        self._embed, self._embedded = model.embed, model.embedded
         self._layers = [_FusedLayer.of(layer) for layer in model.layers]
         self._norm = model.norm
         self._lm_head = _Weight.of(model.lm_head)
@@ -217,9 +245,7 @@ class FusedDecoder:
         sample_rows: torch.Tensor | None,
     ) -> tuple[Normed, torch.Tensor]:
         """The final states of the sampled rows (None: of all), and what they are the norm of."""
-        residual = self._embedded(token_ids)
-        norm, out = self._layers[0].attn_norm, torch.empty_like(residual)
-        normed: Normed = add_rms_norm(residual, residual, norm.weight, norm.eps, out, add=False)
+        residual, normed = self._embedded_and_normed(token_ids)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             only_last = index == last and sample_rows is not None
@@ -232,6 +258,19 @@ class FusedDecoder:
             hidden = layer.gate_up.gated(normed)
             normed = layer.down.add_and_norm(hidden, residual, next_norm)
         return normed, residual
+
+    def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Normed]:
+        norm, vocabulary = self._layers[0].attn_norm, self.vocabulary
+        if vocabulary is not None and (exchanges := vocabulary.ranks.exchanges) is not None:
+            residual = self._embed.new_empty((len(token_ids), self._embed.shape[1]))
+            part = exchanges.slot(_EMBEDDING_SLOT, 1, residual)
+            if part is not None:
+                vocabulary.embed_own(token_ids, self._embed, part[0])
+                normed = exchanges.sum_and_norm(part, residual, norm.weight, norm.eps, add=False)
+                return residual, normed
+        residual = self._embedded(token_ids)
+        out = torch.empty_like(residual)
+        return residual, add_rms_norm(residual, residual, norm.weight, norm.eps, out, add=False)
 
     def _attend(
         self,

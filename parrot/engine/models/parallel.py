@@ -11,7 +11,7 @@ each rank's largest are gathered, and all if more than those is wanted."""
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,9 @@ from parrot.engine.models.ggml_blocks import BLOCK, FourBit
 from parrot.engine.models.layers import Linear
 from parrot.engine.models.spec import DecoderSpec
 from parrot.utils.config import ConfigError
+
+if TYPE_CHECKING:
+    from parrot.engine.kernels.ranks.exchanges import Exchanges
 
 
 class Ranks(Protocol):
@@ -31,6 +34,11 @@ class Ranks(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def exchanges(self) -> "Exchanges | None":
+        """None where the ranks cannot reach each other's memory."""
+        ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, in x."""
@@ -177,10 +185,16 @@ class VocabularyShard:
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """token_ids [tokens] -> [tokens, width]."""
+        return self.ranks.all_reduce(self.embed_own(token_ids, rows))
+
+    def embed_own(
+        self, token_ids: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Zero where the token is another rank's: the sum over ranks are the embeddings."""
         own = token_ids - self.first
         is_other = (own < 0) | (own >= self._share)
-        found = F.embedding(own.masked_fill(is_other, 0), rows)
-        return self.ranks.all_reduce(found.masked_fill_(is_other.unsqueeze(1), 0))
+        found = torch.index_select(rows, 0, own.masked_fill(is_other, 0), out=out)
+        return found.masked_fill_(is_other.unsqueeze(1), 0)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's logits [rows, share] -> all [rows, vocab]; a row's are contiguous."""

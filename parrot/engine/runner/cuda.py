@@ -166,9 +166,9 @@ class CudaRunner:
             self._unit.when_lost(tell)
 
     def close(self) -> None:
+        self.computer.close()  # first: the ranks' communicator waits for its graphs
         if self._unit is not None:
             self._unit.close()
-        self.computer.close()
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that no request waits for them."""

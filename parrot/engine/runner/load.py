@@ -12,6 +12,7 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
 from parrot.engine.kernels.cpu.native import start_loading
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.models.checkpoint import (
     Checkpoint,
     load_decoder,
@@ -83,7 +84,10 @@ def load_rank(
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
     quantised = instance.kv_cache_dtype == "fp8"
     layout = KVLayout.of(model.spec, block_size, model.dtype, quantised=quantised)
-    unit = None if seat is None else seat.join(device, with_tables=not use_triton)
+    unit = None
+    if seat is not None:
+        shared = _shared_memory(config, model, seat) if use_triton else None
+        unit = seat.join(device, shared, with_tables=not use_triton)
     num_blocks = instance.num_kv_cache_blocks or _blocks_for_all(layout, device, seat)
     num_host_blocks = 0
     has_tier = use_triton and config.scheduler.prefix_caching and seat is None
@@ -126,6 +130,12 @@ def _log(runner: "ModelRunner | CudaRunner") -> None:
         info.model_mem,
         info.max_seq_len,
     )
+
+
+def _shared_memory(config: BuiltinConfig, model: Decoder, seat: Seat) -> MemoryLayout:
+    """For the sums of hidden states."""
+    row_bytes = model.spec.hidden_size * model.dtype.itemsize
+    return MemoryLayout.of(seat.group.size, row_bytes, config.scheduler.max_num_batched_tokens)
 
 
 def _blocks_for_all(layout: KVLayout, device: torch.device, seat: Seat | None) -> int:

@@ -272,12 +272,59 @@ def linear_variant(
         pointers["squares_ptr"] = "*fp32"
         constants |= {**dict.fromkeys(added), "PARTS": 80}
     constants |= {"N": 5120, "K": 5120}
-    constants |= {"BM": rows, "BN": outputs, "BK": columns, "STAGES": stages}
+    constants |= {"BM": rows, "BN": outputs, "BK": columns, "STAGES": stages, "SPLIT": 5120}
     return compile_kernel(
         few_rows_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
         {**constants, "DEPENDENT": True},
         divisible=(*pointers, "stride_x"),
+        num_warps=warps,
+    )
+
+
+def sum_few_variant(*, kind: str = "bf16", splits: int = 2, warps: int = 8) -> dict[str, Any]:
+    from parrot.engine.kernels.ranks.kernels import sum_few_and_norm_kernel
+
+    addresses = dict.fromkeys(("addresses", "turns"), "*i64")
+    words = dict.fromkeys(("parts_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*i32")
+    constants = {"RANK": 1, "SIZE": 2, "ROWS": 64, "SPLITS": splits, "WORDS": 2048, "BLOCK": 2048}
+    constants |= {"KIND": triton.language.dtype(kind), "ADD": True, "DEPENDENT": True}
+    return compile_kernel(
+        sum_few_and_norm_kernel,
+        {**addresses, **words, "place": "i32", "eps": "fp32", "num_rows": "i32"},
+        constants,
+        divisible=(*addresses, *words, "place"),
+        num_warps=warps,
+    )
+
+
+def sum_variant(*, warps: int = 8) -> dict[str, Any]:
+    from parrot.engine.kernels.ranks.kernels import sum_and_norm_kernel
+
+    addresses = dict.fromkeys(("addresses", "turns"), "*i64")
+    pointers = dict.fromkeys(("residual_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    numbers = dict.fromkeys(("flags_place", "place", "num_rows"), "i32")
+    shape = {"FLAGS": 1024, "WIDTH": 4096, "BLOCK": 4096, "ADD": True}
+    return compile_kernel(
+        sum_and_norm_kernel,
+        {**addresses, **pointers, **numbers, "eps": "fp32"},
+        {"RANK": 0, "SIZE": 4, **shape},
+        divisible=(*addresses, *pointers, "place"),
+        num_warps=warps,
+    )
+
+
+def exchange_variant(*, only_first: bool = False, warps: int = 8) -> dict[str, Any]:
+    from parrot.engine.kernels.ranks.kernels import exchange_kernel
+
+    addresses = dict.fromkeys(("addresses", "turns"), "*i64")
+    pointers = dict.fromkeys(("x_ptr", "out_ptr"), "*i32")
+    numbers = dict.fromkeys(("flags_place", "place", "inbox", "count", "width"), "i32")
+    return compile_kernel(
+        exchange_kernel,
+        {**addresses, **pointers, **numbers},
+        {"RANK": 1, "SIZE": 2, "FLAGS": 1024, "BLOCK": 1024, "ONLY_FIRST": only_first},
+        divisible=(*addresses, *pointers),
         num_warps=warps,
     )
 
@@ -421,6 +468,9 @@ VARIANTS = {
     "block copy": block_copy_variant,
     "linear": linear_variant,
     "row": row_variant,
+    "sum few": sum_few_variant,
+    "sum": sum_variant,
+    "exchange": exchange_variant,
     "qkv": qkv_variant,
     "best": best_variant,
     "noise": noise_variant,

@@ -22,6 +22,7 @@ from parrot.engine.kernels.linear import (
     few_rows_add_and_norm,
     few_rows_linear,
     few_rows_qkv,
+    num_splits,
 )
 from tests.support.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
@@ -180,6 +181,26 @@ def test_few_rows_linear(
         gate, up = expected.split(num_out, dim=1)
         expected = torch.nn.functional.silu(gate) * up
     assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_parts_of_a_product_sum_up_to_it(num_rows: int) -> None:
+    x, weight = torch.randn(num_rows, 4096), torch.randn(64, 4096)
+    parts = torch.full((2, num_rows, 64), float("nan"))
+    few_rows_linear(x, weight, parts)
+    torch.testing.assert_close(parts[0], x[:, :2048] @ weight[:, :2048].T, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(parts.sum(0), x @ weight.T, atol=1e-3, rtol=1e-4)
+
+
+def test_products_of_few_programs_are_split() -> None:
+    def splits(num_rows: int, num_out: int, size: int) -> int:
+        x = torch.empty((num_rows, size), device="meta", dtype=torch.bfloat16)
+        return num_splits(x, torch.empty((num_out, size), device="meta", dtype=torch.bfloat16))
+
+    assert splits(8, 4096, 7168) == 2
+    assert splits(8, 8192, 7168) == 1, "there are enough programs"
+    assert splits(8, 4096, 7168 + 128) == 1, "parts would not be even"
+    assert splits(1, 1024, 2048) == 1, "the weights fit the registers"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,6 +1,7 @@
 """Two CUDA runners in Triton's interpreter, which a model is divided among, give what one gives.
 
-The interpreter runs one kernel at a time, so each rank is a process; gloo is in NCCL's place."""
+The interpreter runs one kernel at a time, so each rank is a process; gloo is in NCCL's place, and
+mapped files are in that of memory which devices share."""
 
 import json
 import socket
@@ -18,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import numpy as np
 import torch
 
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.layers import PlainLinear
@@ -30,6 +32,7 @@ from parrot.engine.runner.ranks.unit import Unit
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver
 from tests.support.kernel_cases import SHARE_ALL
+from tests.support.mapped_memory import mapped_exchanges
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -37,6 +40,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 CPU = torch.device("cpu")
+LAYOUT = MemoryLayout.of(2, 64 * 4, 64)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 261}
 SAMPLINGS = (
     SamplingConfig(temperature=0.0),
@@ -53,6 +57,13 @@ def make_runner(folder: str, ranks: RankGroup | None, unit: Unit | None) -> Cuda
         patch.setattr(decoder, "make_linear", PlainLinear)
         model = load_decoder(checkpoint, torch.float32, CPU, shard=shard)
     return CudaRunner(model, 32, 16, options, unit)
+
+
+def join(rank: int, store: Path) -> RankGroup:
+    group = RankGroup(rank, 2)
+    group.connect_by_file(str(store), CPU)
+    group.exchanges = mapped_exchanges(store.parent, rank, LAYOUT)
+    return group
 
 
 def outputs(runner: CudaRunner) -> list[Any]:
@@ -72,8 +83,7 @@ def divided(folder: Path, store: Path) -> Iterator[CudaRunner]:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *arguments], pass_fds=[other.fileno()]
         )
-    group = RankGroup(0, 2)
-    group.connect_by_file(str(store), CPU)
+    group = join(0, store)
     unit = Unit(group, [link], with_tables=False)
     try:
         yield make_runner(str(folder), group, unit)
@@ -90,8 +100,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
 
 
 def follow(folder: str, store: str, number: int) -> None:
-    group, link, reader = RankGroup(1, 2), Link(socket.socket(fileno=number)), StepReader()
-    group.connect_by_file(store, CPU)
+    group, link, reader = join(1, Path(store)), Link(socket.socket(fileno=number)), StepReader()
     runner = make_runner(folder, group, None)
     try:
         while True:

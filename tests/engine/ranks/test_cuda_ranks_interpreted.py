@@ -39,6 +39,7 @@ class Alone:
     """`Ranks` of which only one is there; what rank 0 broadcasts, `heard` ones get."""
 
     size = 1
+    exchanges = None
 
     def __init__(self, rank: int, said: list[torch.Tensor]) -> None:
         self.rank = 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from parrot.engine.config import BuiltinConfig
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.load import rank_device
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
@@ -13,7 +14,7 @@ class MadeUpSeat:
     def __init__(self, rank: int, size: int) -> None:
         self.group = RankGroup(rank, size)
 
-    def join(self, device: torch.device, *, with_tables: bool) -> None:
+    def join(self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool) -> None:
         raise AssertionError("nobody joins")
 
 

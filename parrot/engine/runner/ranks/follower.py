@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from parrot.engine.config import BuiltinConfig
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.load import load_rank
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.ranks.link import Link
@@ -32,9 +33,9 @@ class FollowerSeat:
         self.group = group
         self._link = link
 
-    def join(self, device: torch.device, *, with_tables: bool) -> None:
+    def join(self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool) -> None:
         self._link.send(json.dumps({"error": None}).encode())
-        self.group.connect_by_file(self._link.receive().decode(), device)
+        self.group.connect_by_file(self._link.receive().decode(), device, layout)
 
 
 def follow(link: Link) -> NoReturn:

@@ -1,6 +1,8 @@
-"""Collectives of a host's ranks, by gloo on CPUs and NCCL on CUDA devices."""
+"""Collectives of a host's ranks: by gloo on CPUs, and by NCCL on CUDA devices, where small ones go
+through memory that all ranks can reach."""
 
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -8,8 +10,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
+from parrot.engine.kernels.ranks.memory import MemoryLayout
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from parrot.engine.kernels.ranks.exchanges import Exchanges
 
 TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for another, which may compile kernels meanwhile."""
@@ -25,19 +31,35 @@ class RankGroup:
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.exchanges: Exchanges | None = None
+        self._group: Any = None
 
-    def connect(self, store: "Store", device: torch.device, timeout: timedelta = TIMEOUT) -> None:
+    def connect(
+        self,
+        store: "Store",
+        device: torch.device,
+        layout: MemoryLayout | None = None,
+        timeout: timedelta = TIMEOUT,
+    ) -> None:
         """Return when all ranks are there. `store`: where they find each other; it must be private,
-        since whoever can write to it takes part."""
+        since whoever can write to it takes part. `layout`: of the memory that they share; None for
+        none."""
         self._device = device
         self._group = _make_group(store, self.rank, self.size, device, timeout)
-        self.least(0)  # so that nothing is left to be set up in a graph
+        # Nothing is left to be set up in a graph then.
+        if self.least(layout is not None and _reaches_all(self.rank, self.size, device)):
+            from parrot.engine.runner.ranks.symmetric import share_memory  # needs Triton
 
-    def connect_by_file(self, path: str, device: torch.device) -> None:
+            assert layout is not None
+            self.exchanges = share_memory(store, self.rank, layout, device)
+
+    def connect_by_file(
+        self, path: str, device: torch.device, layout: MemoryLayout | None = None
+    ) -> None:
         """`connect` through a file in a folder that nobody else may enter; it is not needed
         afterwards."""
         store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]
-        self.connect(store, device)
+        self.connect(store, device, layout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel():
@@ -45,6 +67,8 @@ class RankGroup:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self.exchanges is not None and self.exchanges.fit(x):
+            return self.exchanges.gather(x)
         rows, columns = x.shape
         found = x.new_empty((self.size * rows, columns))
         if x.numel():
@@ -54,7 +78,10 @@ class RankGroup:
         return by_rank.contiguous().view(rows, self.size * columns)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        _wait(self._group.broadcast([x], _in_this_stream(BroadcastOptions())))
+        if self.exchanges is not None and self.exchanges.fit(x):
+            self.exchanges.broadcast(x)
+        else:
+            _wait(self._group.broadcast([x], _in_this_stream(BroadcastOptions())))
 
     def least(self, number: int) -> int:
         """The least of the ranks' numbers."""
@@ -68,7 +95,19 @@ class RankGroup:
         """Let those go that wait in a collective for a rank that is not there any more. They
         raise, or go on with anything. Returns when there are no CUDA graphs with collectives any
         more, of which NCCL counts those that are captured."""
-        self._group.abort()
+        if self.exchanges is not None:
+            self.exchanges.release()
+        if self._group is not None:
+            with suppress(RuntimeError):  # gloo cannot: its collectives fail on their own
+                self._group.abort()
+
+
+def _reaches_all(rank: int, size: int, device: torch.device) -> bool:
+    """Whether a rank's device can read and write the memory of the others', which follow each
+    other."""
+    first = device.index - rank
+    others = (other for other in range(first, first + size) if other != device.index)
+    return all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
 
 
 def _in_this_stream(options: Options) -> Options:
@@ -92,6 +131,8 @@ def _make_group(
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where its ranks first meet
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # Its thread would look for the ranks' store, which is gone then, and hang at the end.
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 3 * timeout  # it ends the process; a unit has noticed by then, in order
         return dist.ProcessGroupNCCL(store, rank, size, nccl)

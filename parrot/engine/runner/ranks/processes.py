@@ -10,6 +10,7 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import DeviceLost
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.unit import Unit
@@ -48,7 +49,7 @@ class RankProcesses:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
-    def join(self, device: torch.device, *, with_tables: bool) -> Unit:
+    def join(self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool) -> Unit:
         for rank, link in enumerate(self._links, start=1):
             try:
                 answer = json.loads(link.receive())
@@ -60,7 +61,7 @@ class RankProcesses:
             store = f"{folder}/store"
             for link in self._links:
                 link.send(store.encode())
-            self.group.connect_by_file(store, device)
+            self.group.connect_by_file(store, device, layout)
         self._unit = Unit(
             self.group, self._links, with_tables=with_tables, wait_for_others=self._wait
         )
@@ -74,6 +75,7 @@ class RankProcesses:
         for link in self._links:
             link.close()
         self._wait()
+        self.group.abort()
 
     def _wait(self) -> None:
         for process in self._processes:

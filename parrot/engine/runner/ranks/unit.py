@@ -4,18 +4,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 
 from parrot.engine.core.plan import DeviceLost
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import TIMEOUT, RankGroup
 from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.steps import RankStep, StepWriter
 
 logger = logging.getLogger(__name__)
+
+_GRACE_S = 10.0
 
 
 class Seat(Protocol):
@@ -26,9 +29,11 @@ class Seat(Protocol):
         """Connected once it has joined."""
         ...
 
-    def join(self, device: torch.device, *, with_tables: bool) -> "Unit | None":
+    def join(
+        self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool
+    ) -> "Unit | None":
         """Say that the weights are loaded, and return when all ranks say so: on rank 0 the unit.
-        Raises what kept another rank from it."""
+        Raises what kept another rank from it. `layout`: of the memory that ranks share."""
         ...
 
 
@@ -57,11 +62,13 @@ class Unit:
         self._lost: str | None = None
         self._is_closed = False
         self._when_lost: list[Callable[[], None]] = []
+        self._watches: list[threading.Thread] = []
         for rank, link in enumerate(links, start=1):
             watch = threading.Thread(
                 target=self._watch, args=(rank, link), name=f"rank-{rank}-watch", daemon=True
             )
             watch.start()
+            self._watches.append(watch)
 
     def when_lost(self, tell: Callable[[], None]) -> None:
         """Call `tell`, from any thread, once a rank has ended."""
@@ -101,6 +108,8 @@ class Unit:
         for link in self._links:
             link.end()
         self._wait_for_others()
+        for watch in self._watches:  # a communicator that is left to the interpreter's end hangs
+            watch.join(_GRACE_S)
 
     def _watch(self, rank: int, link: Link) -> None:
         reason = f"rank {rank} has ended"
@@ -114,8 +123,7 @@ class Unit:
             for tell in self._when_lost:
                 tell()
         link.end()  # before what may wait: a step may be told to a rank that hangs
-        with suppress(RuntimeError):  # of a backend that cannot: its collectives fail on their own
-            self._group.abort()
+        self._group.abort()
         link.close()
 
 

@@ -1,0 +1,165 @@
+"""Launch the kernels in which ranks meet. All ranks must, in the same order."""
+
+import torch
+import triton
+import triton.language as tl
+
+from parrot.engine.kernels.launch import early_launch, starts_early
+from parrot.engine.kernels.ranks.kernels import (
+    exchange_kernel,
+    sum_and_norm_kernel,
+    sum_few_and_norm_kernel,
+)
+from parrot.engine.kernels.ranks.memory import (
+    EXCHANGE_BYTES,
+    MAX_PROGRAMS,
+    MESSAGE_ROWS,
+    SymmetricMemory,
+)
+
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_WORD = 4
+_BLOCK = 1024
+_WARPS = 8
+
+
+class Exchanges:
+    """What the ranks do through their memory."""
+
+    def __init__(self, memory: SymmetricMemory) -> None:
+        self._memory = memory
+        self._over = memory.own[:8].view(torch.int64)
+        self._yes = torch.ones(1, dtype=torch.int64)
+        self._side: torch.cuda.Stream | None = None
+        if memory.own.is_cuda:  # all is set up before a kernel waits
+            self._yes = self._yes.pin_memory()
+            self._side = torch.cuda.Stream(memory.own.device)  # type: ignore[no-untyped-call]
+
+    def slot(self, index: int, num_splits: int, like: torch.Tensor) -> torch.Tensor | None:
+        """A place [num_splits, rows, size] for this rank's part of a sum that is added to rows
+        `like` these; None if there are too many rows. More than one split: for few rows only."""
+        return self._memory.slot(index, (num_splits, *like.shape), like.dtype)
+
+    def sum_and_norm(
+        self,
+        part: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        *,
+        add: bool = True,
+    ) -> torch.Tensor:
+        """residual += the sum of all ranks' parts (or = the sum, without `add`), in place; returns
+        rms_norm(residual) * weight. Sums are in float32, and the same on all ranks.
+
+        part  [splits, rows, size], a slot, whose splits are summed, too"""
+        num_rows, width = residual.shape
+        assert part.shape[1:] == residual.shape, (part.shape, residual.shape)
+        assert part.dtype == residual.dtype == weight.dtype
+        assert residual.is_contiguous()
+        out = torch.empty_like(residual)
+        if num_rows <= MESSAGE_ROWS and width * residual.element_size() % _WORD == 0:
+            self._sum_few(part, residual, weight, eps, out, add=add)
+            return out
+        assert len(part) == 1, part.shape
+        memory, layout = self._memory, self._memory.layout
+        sum_and_norm_kernel[(min(num_rows, MAX_PROGRAMS),)](
+            memory.addresses,
+            memory.turns,
+            residual,
+            weight,
+            out,
+            layout.flags,
+            part.data_ptr() - memory.own.data_ptr(),
+            eps,
+            num_rows,
+            RANK=memory.rank,
+            SIZE=layout.size,
+            FLAGS=MAX_PROGRAMS,
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+            ADD=add,
+            num_warps=_WARPS,
+        )
+        return out
+
+    def _sum_few(
+        self,
+        part: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        *,
+        add: bool,
+    ) -> None:
+        memory, layout = self._memory, self._memory.layout
+        assert residual.shape[1] * residual.element_size() == layout.row_bytes
+        num_words = layout.row_bytes // _WORD
+        sum_few_and_norm_kernel[(len(residual),)](
+            memory.addresses,
+            memory.turns,
+            part.view(torch.int32),
+            residual.view(torch.int32),
+            weight.view(torch.int32),
+            out.view(torch.int32),
+            layout.messages,
+            eps,
+            len(residual),
+            RANK=memory.rank,
+            SIZE=layout.size,
+            ROWS=MESSAGE_ROWS,
+            SPLITS=len(part),
+            WORDS=num_words,
+            BLOCK=triton.next_power_of_2(num_words),
+            KIND=_KINDS[residual.dtype],
+            ADD=add,
+            num_warps=_WARPS,
+            **early_launch(starts_early(residual.device)),
+        )
+
+    @staticmethod
+    def fit(x: torch.Tensor) -> bool:
+        """Whether `gather` and `broadcast` take x."""
+        return x.dtype == torch.int32 and 0 < x.numel() * _WORD <= EXCHANGE_BYTES
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x int32 [rows, columns] -> [rows, size * columns]: those of all ranks, in order."""
+        rows, columns = x.shape
+        out = x.new_empty((rows, self._memory.layout.size * columns))
+        self._exchange(x.contiguous(), out, columns, only_first=False)
+        return out
+
+    def broadcast(self, x: torch.Tensor) -> None:
+        """Overwrite x int32, contiguous, with that of rank 0."""
+        assert x.is_contiguous()
+        self._exchange(x, x, x.numel(), only_first=True)
+
+    def _exchange(
+        self, x: torch.Tensor, out: torch.Tensor, columns: int, *, only_first: bool
+    ) -> None:
+        assert self.fit(x), (x.shape, x.dtype)
+        memory, layout = self._memory, self._memory.layout
+        exchange_kernel[(1,)](
+            memory.addresses,
+            memory.turns,
+            x,
+            out,
+            layout.flags,
+            layout.exchanges,
+            layout.exchange_bytes,
+            x.numel(),
+            columns,
+            RANK=memory.rank,
+            SIZE=layout.size,
+            FLAGS=MAX_PROGRAMS,
+            BLOCK=_BLOCK,
+            ONLY_FIRST=only_first,
+            num_warps=_WARPS,
+        )
+
+    def release(self) -> None:
+        """Let kernels go on that wait for a rank which is not there any more, now and later; what
+        they compute is nothing then. From any thread."""
+        with torch.cuda.stream(self._side):
+            self._over.copy_(self._yes, non_blocking=True)

@@ -1,0 +1,97 @@
+"""Memory of one rank that all ranks can read and write, and how it is divided."""
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_PROGRAMS = 1024
+"""Of a kernel in which ranks meet: each program has a flag for each other rank."""
+
+MESSAGE_ROWS = 64
+"""The most rows whose sum is sent in messages."""
+
+EXCHANGE_BYTES = 64 << 10
+"""The most that a rank sends in one exchange."""
+
+NUM_SLOTS = 3
+"""One is read by others while the next is written; and one for a step's embeddings, so that the
+first slot of a step is never the last one of the step before."""
+
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLayout:
+    """Where what is in a rank's memory, by its first byte: `over`, flags, inboxes of exchanges and
+    of messages (two of each, which take turns, with room for every rank), slots.
+
+    row_bytes   of hidden states
+    slot_bytes  of the largest part that is summed through a slot"""
+
+    size: int
+    row_bytes: int
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, size: int, row_bytes: int, max_rows: int) -> "MemoryLayout":
+        """For sums of up to `max_rows` rows.
+
+        Every rank reads all parts, which two ranks cannot do with less. More than two send less by
+        reducing parts and gathering them, as NCCL does, so they sum in this way only what is sent
+        in messages, of which each rank may have two parts."""
+        messages = 2 * MESSAGE_ROWS
+        largest = row_bytes * (max(max_rows, messages) if size == 2 else messages)
+        return cls(size, row_bytes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
+
+    @property
+    def flags(self) -> int:
+        """int64 [size, MAX_PROGRAMS]."""
+        return _ALIGNMENT
+
+    @property
+    def exchanges(self) -> int:
+        return self.flags + 8 * self.size * MAX_PROGRAMS
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of one of its inboxes."""
+        return self.size * EXCHANGE_BYTES
+
+    @property
+    def messages(self) -> int:
+        """int64 [2, size, MESSAGE_ROWS, words]."""
+        return self.exchanges + 2 * self.exchange_bytes
+
+    def slot(self, index: int) -> int:
+        messages = 2 * 2 * self.size * MESSAGE_ROWS * self.row_bytes
+        first = self.messages + -(-messages // _ALIGNMENT) * _ALIGNMENT
+        return first + index * self.slot_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot(NUM_SLOTS)
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricMemory:
+    """One rank's view of all ranks' memory.
+
+    own        uint8 [bytes] on the device, zero at first
+    addresses  int64 [size] on the device: where each rank's memory begins for this process
+    turns      int64 [MAX_PROGRAMS] on the device, zero at first
+    keeps      what keeps the memory of the others reachable"""
+
+    rank: int
+    layout: MemoryLayout
+    own: torch.Tensor
+    addresses: torch.Tensor
+    turns: torch.Tensor
+    keeps: object
+
+    def slot(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """A place for a part of a sum; None if it is too large."""
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if num_bytes > self.layout.slot_bytes:
+            return None
+        place = self.layout.slot(index)
+        return self.own[place : place + num_bytes].view(dtype).view(shape)

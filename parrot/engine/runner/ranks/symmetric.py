@@ -1,0 +1,41 @@
+"""Memory that the ranks of one host share, over NVLink or PCIe."""
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+
+from parrot.engine.kernels.ranks.exchanges import Exchanges
+from parrot.engine.kernels.ranks.memory import MAX_PROGRAMS, MemoryLayout, SymmetricMemory
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_GROUP = "parrot-ranks"
+
+
+def share_memory(
+    store: "Store", rank: int, layout: MemoryLayout, device: torch.device
+) -> Exchanges:
+    """All ranks must call it; returns when all have. It is freed with the process."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing uses it
+    # torch finds the ranks and the store by the name of a group; nothing else uses it.
+    group = dist.ProcessGroup(store, rank, layout.size)
+    group._set_group_name(_GROUP)  # type: ignore[arg-type]
+    _register_process_group(_GROUP, group)  # type: ignore[arg-type]
+    own = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, device, _GROUP)
+    own.zero_()
+    torch.cuda.synchronize(device)  # before another rank writes to it
+    handle = _SymmetricMemory.rendezvous(own)
+    return Exchanges(
+        SymmetricMemory(
+            rank=rank,
+            layout=layout,
+            own=own,
+            addresses=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
+            turns=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
+            keeps=handle,
+        )
+    )

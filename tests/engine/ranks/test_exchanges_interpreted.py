@@ -1,0 +1,44 @@
+"""What three ranks do through each other's memory, in Triton's interpreter: each is a process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.kernels.ranks.memory import MemoryLayout
+from tests.support.exchange_rounds import run_rounds
+from tests.support.mapped_memory import mapped_exchanges
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
+    pytest.mark.timeout(120),
+]
+SIZE, WIDTH, MAX_ROWS = 3, 36, 70
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path, dtype: str) -> None:
+    command = [sys.executable, "-m", __name__, str(tmp_path), dtype]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(SIZE)]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0] * SIZE
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def main(folder: str, dtype: torch.dtype, rank: int) -> None:
+    layout = MemoryLayout(SIZE, WIDTH * dtype.itemsize, WIDTH * dtype.itemsize * 128)
+    exchanges = mapped_exchanges(Path(folder), rank, layout)
+    run_rounds(exchanges, rank, SIZE, 4, (WIDTH, MAX_ROWS), torch.device("cpu"), dtype)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], DTYPES[sys.argv[2]], int(sys.argv[3]))

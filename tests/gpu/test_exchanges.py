@@ -1,0 +1,80 @@
+"""What ranks do through memory that two GPUs share: each rank is a process, which does the same."""
+
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+from parrot.engine.kernels.ranks.memory import MemoryLayout
+from parrot.engine.runner.ranks.group import RankGroup
+from tests.support.exchange_rounds import run_rounds
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a CUDA device: two of them"),
+]
+ROUNDS, WIDTH, MAX_ROWS = 40, 4096, 512
+
+
+def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", __name__, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_a_rank_that_is_left_alone_is_released(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", __name__, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank), "alone"]) for rank in range(2)]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def connected(store: str, rank: int) -> tuple[RankGroup, torch.device]:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    group = RankGroup(rank, 2)
+    group.connect_by_file(store, device, MemoryLayout.of(2, 2 * WIDTH, MAX_ROWS))
+    assert group.exchanges is not None
+    return group, device
+
+
+def main(store: str, rank: int, *, alone: bool) -> None:
+    group, device = connected(store, rank)
+    exchanges = group.exchanges
+    assert exchanges is not None
+    if not alone:
+        run_rounds(exchanges, rank, 2, ROUNDS, (WIDTH, MAX_ROWS), device)
+    elif rank == 0:  # nobody answers
+        residual = torch.zeros((1, WIDTH), device=device, dtype=torch.bfloat16)
+        part = exchanges.slot(0, 1, residual)
+        assert part is not None
+        done = torch.cuda.Event()
+        exchanges.sum_and_norm(part, residual, residual[0], 1e-5)
+        exchanges.broadcast(torch.zeros(4, dtype=torch.int32, device=device))
+        done.record()
+        time.sleep(timedelta(seconds=1).total_seconds())
+        assert not done.query(), "it has not waited"
+        exchanges.release()
+        done.synchronize()
+    group.abort()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), alone="alone" in sys.argv)
