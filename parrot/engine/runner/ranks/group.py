@@ -131,8 +131,8 @@ def _make_group(
     if device.type == "cuda":
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where its ranks first meet
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        # Its thread would look for the ranks' store, which is gone then, and hang at the end.
-        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        # Its thread would look into the ranks' store, which is gone by then, and so never end.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 3 * timeout  # it ends the process; a unit has noticed by then, in order
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
