@@ -317,6 +317,28 @@ def test_stop_ends_whatever_a_launch_has_begun(cluster: Any, tmp_path: Path) -> 
     assert (code, "Ended: big, core, engine-0" in output) == (0, True), output
     check_nothing_is_left()
 
+    service = Service(
+        cluster, tmp_path, {**engine, "drain_timeout": 60.0, "instance": {"step_s": 0.3}}
+    )
+    process = service.launch("--name", "three", "--detach", str(service.file))
+    assert process.wait(PATIENCE_S) == 0, service.output.read_text()
+    answered: list[None] = []
+    client = threading.Thread(target=lambda: answered.append(complete(service.url)))  # type: ignore[func-returns-value]
+    client.start()
+    until(lambda: service.engines["engine-0"]["num_running"], "a call runs")
+    first = service.launch("--name", "three", "--stop")
+    (pid,) = service.pids("engine-0")
+    log = Path(f"/proc/{pid}/fd/1")
+    until(lambda: "leaving ServeCore" in log.read_text(), "the engine drains")
+    assert not answered
+    first.kill()
+    first.wait()
+    code, output = stop()
+    assert (code, "Ended: core, engine-0, supervisor" in output) == (0, True), output
+    client.join(PATIENCE_S)
+    assert answered
+    check_nothing_is_left()
+
     service = Service(cluster, tmp_path, engine)
     process = service.launch("--name", "three", str(service.file))
     service.wait_ready(process)
