@@ -141,7 +141,8 @@ def few_rows_qkv(
 
 
 def _bytes_ahead(weight: torch.Tensor) -> int:
-    """Of each row of weights, so that all programs of a product find as much in L2."""
+    """The bytes that are fetched ahead of each row of weights, so that all programs of a product
+    find as much in L2."""
     row_bytes = weight.shape[1] * weight.element_size()
     if not starts_early(weight.device) or row_bytes % 16:
         return 0

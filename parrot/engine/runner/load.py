@@ -12,7 +12,6 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
 from parrot.engine.kernels.cpu.native import start_loading
-from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.models.checkpoint import (
     Checkpoint,
     load_decoder,
@@ -27,7 +26,7 @@ from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.memory import host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
-from parrot.engine.runner.ranks import RankProcesses, Seat, Unit
+from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 

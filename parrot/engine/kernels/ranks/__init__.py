@@ -1,1 +1,1 @@
-"""What the ranks of a divided model do through memory that all of them can reach."""
+"""Exchanges between the ranks of a divided model, through memory that all of them can reach."""

@@ -24,7 +24,7 @@ _WARPS = 8
 
 
 class Exchanges:
-    """What the ranks do through their memory."""
+    """Exchanges between the ranks, through their memory."""
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self._memory = memory

@@ -130,7 +130,7 @@ def _word(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def _look(at, inside, over, turn):
-    """What is at a message's place, and whether some of it has not come."""
+    """The content of a message's place, and whether some of it has not come."""
     came = tl.load(at, mask=inside, other=0, volatile=True)
     is_old = inside & ((came >> 32).to(tl.int32) != turn) & (tl.load(over, volatile=True) == 0)
     return came.to(tl.int32), tl.max(is_old.to(tl.int32), 0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 MAX_PROGRAMS = 1024
-"""Of a kernel in which ranks meet: each program has a flag for each other rank."""
+"""The most programs of a kernel in which ranks meet: each has a flag for each other rank."""
 
 MESSAGE_ROWS = 64
 """The most rows whose sum is sent in messages."""
@@ -54,7 +54,7 @@ class MemoryLayout:
 
     @property
     def exchange_bytes(self) -> int:
-        """Of one of its inboxes."""
+        """The size of one of its inboxes."""
         return self.size * EXCHANGE_BYTES
 
     @property
