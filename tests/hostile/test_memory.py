@@ -105,18 +105,20 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Attacked]:
-    """It was attacked before, for what pools and caches keep for good."""
     with attacked() as server:
-        for name in QUICK:
-            ATTACKS[name](server)
         yield server
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_memory_comes_back(server: Attacked, name: str) -> None:
-    before = server.memory()
-    ATTACKS[name](server)
-    assert server.memory() < LEFT_BEHIND * before
+    """At the latest after the second attack: pools and caches keep for good what the first left."""
+    for _ in range(2):
+        before = server.memory()
+        ATTACKS[name](server)
+        after = server.memory()
+        if after < LEFT_BEHIND * before:
+            return
+    pytest.fail(f"{before} bytes before, {after} after")
 
 
 def main() -> None:
