@@ -72,8 +72,9 @@ class RankProcesses:
         if self._unit is not None:
             self._unit.close()
             return
-        for link in self._links:
+        for link, process in zip(self._links, self._processes, strict=True):
             link.close()
+            process.kill()  # it loads, and would be seconds in ending by itself
         self._wait()
         self.group.abort()
 
