@@ -9,21 +9,28 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import RankGroup
 
 T = TypeVar("T")
 PATIENCE = timedelta(seconds=60)
 
 
-def on_ranks(size: int, work: Callable[[RankGroup], T]) -> list[T]:
-    """What each rank's `work` returns."""
+def on_ranks(
+    size: int, work: Callable[[RankGroup], T], layout: MemoryLayout | None = None
+) -> list[T]:
+    """What each rank's `work` returns. `layout`: see `RankGroup.connect`."""
     store = dist.HashStore()
-    outcomes = [start_rank(store, rank, size, work) for rank in range(size)]
+    outcomes = [start_rank(store, rank, size, work, layout) for rank in range(size)]
     return [outcome.result(PATIENCE.total_seconds()) for outcome in outcomes]
 
 
 def start_rank(
-    store: dist.Store, rank: int, size: int, work: Callable[[RankGroup], T]
+    store: dist.Store,
+    rank: int,
+    size: int,
+    work: Callable[[RankGroup], T],
+    layout: MemoryLayout | None = None,
 ) -> "Future[T]":
     outcome: Future[T] = Future()
 
@@ -31,7 +38,7 @@ def start_rank(
         try:
             with torch.inference_mode():
                 group = RankGroup(rank, size)
-                group.connect(store, torch.device("cpu"), timeout=PATIENCE)
+                group.connect(store, torch.device("cpu"), layout, PATIENCE)
                 outcome.set_result(work(group))
         except BaseException as error:  # noqa: BLE001 - the result raises it
             outcome.set_exception(error)

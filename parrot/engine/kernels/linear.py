@@ -22,7 +22,6 @@ _MAX_COLUMNS = 4096
 _SOME_OUTPUTS = 3072  # enough for tiles of 64
 _MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU
 _FEW_PROGRAMS = 96
-_AHEAD_BYTES = 16 << 20  # what an H200 reads while ranks wait for each other
 _MIN_DOT = 16
 _HALF = FEW_ROWS // 2
 
@@ -47,17 +46,15 @@ def few_rows_linear(
     *,
     bias: torch.Tensor | None = None,
     silu: bool = False,
-    ahead: bool = False,
 ) -> torch.Tensor:
     """out [rows, n] = x [rows, k] weight^T + bias, weight [n, k], for up to `FEW_ROWS` rows, nearly
     at the rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
     out = silu(gate) * up. An out [splits, rows, n] gets products of parts of k, which are to be
-    summed (`num_splits`). `ahead`: the kernel before waits for something, so L2 may get weights
-    meanwhile. A row's result does not depend on how many others there are, but for
+    summed (`num_splits`). A row's result does not depend on how many others there are, but for
     small weights, of which one or two rows are summed in another order."""
     assert weight.shape[0] == (2 if silu else 1) * out.shape[-1], (weight.shape, out.shape)
     rows, squares, eps = _parts(x)
-    _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps, ahead=ahead)
+    _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps)
     return out
 
 
@@ -93,7 +90,6 @@ def few_rows_qkv(
     shape: AttentionShape,
     *,
     bias: torch.Tensor | None = None,
-    ahead: bool = False,
 ) -> torch.Tensor:
     """`few_rows_linear` and `rope_and_store` (which see) in one, for heads that `can_rotate`:
     returns q [rows, heads, dim]; that of rows with a negative `table_rows` is not written."""
@@ -133,20 +129,10 @@ def few_rows_qkv(
         PAGE=shape.page_size,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
-        AHEAD=_bytes_ahead(weight) if ahead else 0,
         **tile,
         **early_launch(starts_early(rows.device)),
     )
     return q
-
-
-def _bytes_ahead(weight: torch.Tensor) -> int:
-    """The bytes that are fetched ahead of each row of weights, so that all programs of a product
-    find as much in L2."""
-    row_bytes = weight.shape[1] * weight.element_size()
-    if not starts_early(weight.device) or row_bytes % 16:
-        return 0
-    return min(row_bytes, _AHEAD_BYTES // len(weight) // 128 * 128)
 
 
 def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor | None, float]:
@@ -171,7 +157,6 @@ def _launch(
     residual: torch.Tensor | None = None,
     gain: torch.Tensor | None = None,
     squares_out: torch.Tensor | None = None,
-    ahead: bool = False,
 ) -> None:
     (num_rows, num_out), size = out.shape[-2:], x.shape[1]
     splits = out.numel() // (num_rows * num_out)
@@ -187,7 +172,6 @@ def _launch(
         kernel = few_rows_linear_kernel
         tile = _tile(num_rows, num_out, size, x.dtype, silu=silu)
         tile["SPLIT"] = size // splits
-        tile["AHEAD"] = _bytes_ahead(weight) if ahead else 0
         assert splits == 1 or tile["SPLIT"] % tile["BK"] == 0, (size, splits)
     kernel[(triton.cdiv(num_out, tile["BN"]), splits)](
         x,

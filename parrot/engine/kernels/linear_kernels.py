@@ -17,20 +17,6 @@ def _load_weight(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch_rows(weight_ptr, row, N: tl.constexpr, K: tl.constexpr, NUM_BYTES: tl.constexpr):
-    """Ask for the beginnings of rows of weights to be brought into L2."""
-    at = weight_ptr + tl.minimum(row, N - 1).to(tl.int64) * K
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r",
-        [at, tl.full([1], NUM_BYTES, tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _load_bias(at, inside):
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
 
@@ -116,7 +102,6 @@ def few_rows_linear_kernel(
     PARTS: tl.constexpr,
     SILU: tl.constexpr,
     ADD: tl.constexpr,
-    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (block of BN outputs, part of SPLIT inputs): out = x weight^T (+ bias) for up to BM
@@ -125,16 +110,11 @@ def few_rows_linear_kernel(
     PARTS      x is first divided by its root mean square; squares [rows, PARTS]
     SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
     ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
-    AHEAD      bytes of each row of weights that are brought into L2 before all
     DEPENDENT  the kernel before, which wrote all but the parameters, may still run"""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     member = tl.arange(0, BM)
     inside = row < N
-    if AHEAD > 0:
-        _prefetch_rows(weight_ptr, row, (2 if SILU else 1) * N, K, AHEAD)
-    if AHEAD > 0 and SILU:
-        _prefetch_rows(weight_ptr, N + row, 2 * N, K, AHEAD)
     live = member < num_rows
     both = inside[:, None] & live[None, :]
     first = tl.program_id(1) * SPLIT
@@ -288,7 +268,6 @@ def few_rows_qkv_kernel(
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
-    AHEAD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (head, BN of its D outputs): as above, with `rope_and_store_kernel` behind it.
@@ -300,8 +279,6 @@ def few_rows_qkv_kernel(
     dim = tl.program_id(0) % (D // BN) * HALF + tl.arange(0, HALF)
     index = tl.arange(0, BN)
     row = head * D + tl.program_id(0) % (D // BN) * HALF + index % HALF + index // HALF * (D // 2)
-    if AHEAD > 0:
-        _prefetch_rows(weight_ptr, row, (H + 2 * HKV) * D, K, AHEAD)
     member = tl.arange(0, BM)
     inside = index < BN
     live = member < num_rows

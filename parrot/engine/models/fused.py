@@ -124,7 +124,7 @@ class _Weight:
     def __call__(self, x: Normed) -> torch.Tensor:
         if isinstance(x, UndividedRows) or _is_few(x):
             out = _rows(x).new_empty(len(_rows(x)), len(self.weight))
-            return few_rows_linear(x, self.weight, out, bias=self.bias, ahead=_was_summed(x))
+            return few_rows_linear(x, self.weight, out, bias=self.bias)
         return F.linear(x, self.weight, self.bias)
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -139,9 +139,7 @@ class _Weight:
         """silu(gate) * up, where the weight is [gate | up]."""
         out = _rows(x).new_empty(len(_rows(x)), len(self.weight) // 2)
         if isinstance(x, UndividedRows) or _is_few(x):
-            return few_rows_linear(
-                x, self.weight, out, bias=self.bias, silu=True, ahead=_was_summed(x)
-            )
+            return few_rows_linear(x, self.weight, out, bias=self.bias, silu=True)
         return silu_mul(F.linear(x, self.weight, self.bias), out)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Normed:
@@ -172,11 +170,6 @@ class _Weight:
 
 def _rows(x: Normed) -> torch.Tensor:
     return x.rows if isinstance(x, UndividedRows) else x
-
-
-def _was_summed(x: Normed) -> bool:
-    """Whether x may be what ranks have waited for each other for."""
-    return isinstance(x, torch.Tensor)
 
 
 def _is_few(x: torch.Tensor) -> bool:
@@ -293,7 +286,7 @@ class FusedDecoder:
         new = None
         fits = can_rotate(shape, len(_rows(x))) and not attention.is_quantised
         if layer.head_norm is None and fits:
-            q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias, ahead=_was_summed(x))
+            q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias)
         else:
             keep_k = bool(plan.buffers.work.dense)
             q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)

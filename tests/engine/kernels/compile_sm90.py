@@ -257,7 +257,6 @@ def linear_variant(
     columns: int = 128,
     silu: bool = False,
     add: bool = False,
-    ahead: int = 0,
     stages: int = 4,
     warps: int = 4,
 ) -> dict[str, Any]:
@@ -274,7 +273,6 @@ def linear_variant(
         constants |= {**dict.fromkeys(added), "PARTS": 80}
     constants |= {"N": 5120, "K": 5120}
     constants |= {"BM": rows, "BN": outputs, "BK": columns, "STAGES": stages, "SPLIT": 5120}
-    constants["AHEAD"] = ahead
     return compile_kernel(
         few_rows_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
@@ -357,9 +355,7 @@ def row_variant(
     )
 
 
-def qkv_variant(
-    *, rows: int = 32, outputs: int = 64, ahead: int = 0, warps: int = 4
-) -> dict[str, Any]:
+def qkv_variant(*, rows: int = 32, outputs: int = 64, warps: int = 4) -> dict[str, Any]:
     from parrot.engine.kernels.linear_kernels import few_rows_qkv_kernel
 
     values = ("x_ptr", "weight_ptr", "q_ptr", "k_cache", "v_cache")
@@ -374,7 +370,7 @@ def qkv_variant(
     return compile_kernel(
         few_rows_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},
-        {**shape, **tile, "bias_ptr": None, "BIAS": False, "AHEAD": ahead, "DEPENDENT": True},
+        {**shape, **tile, "bias_ptr": None, "BIAS": False, "DEPENDENT": True},
         divisible=(*pointers, "stride_x", "stride_page"),
         num_warps=warps,
     )

@@ -62,8 +62,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear of 64 rows": {"kernel": "linear", "rows": 64, "outputs": 128, "warps": 8},
     "linear of 64 rows with silu": {"kernel": "linear", "rows": 64, "columns": 64, "silu": True},
     "linear of 64 rows and residual": {"kernel": "linear", "rows": 64, "add": True, "stages": 6},
-    "linear with silu and weights ahead": {"kernel": "linear", "silu": True, "ahead": 1024},
-    "qkv with weights ahead": {"kernel": "qkv", "ahead": 4096},
     "one row": {"kernel": "row"},
     "two rows": {"kernel": "row", "rows": 2},
     "one row with silu": {"kernel": "row", "num_out": 3072, "size": 1024, "silu": True},

@@ -1,10 +1,12 @@
 """What ranks say to each other over loopback."""
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.parallel import VocabularyShard
 from parrot.engine.runner.ranks.group import RankGroup
@@ -53,3 +55,20 @@ def test_the_best_of_all_tokens_is_that_of_the_whole(vocab_size: int) -> None:
     for tokens, everything in on_ranks(4, best):
         assert tokens == want.tolist()
         assert everything == logits[6:].tolist()
+
+
+def test_a_rank_is_connected_once_all_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store may be gone then, and the slowest has still read it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from parrot.engine.runner.ranks import group, symmetric
+
+    read: list[int] = []
+
+    def share(store: object, rank: int, layout: object, device: object) -> None:
+        time.sleep(0.3 * rank)
+        read.append(rank)
+
+    monkeypatch.setattr(group, "_reaches_all", lambda *_: True)
+    monkeypatch.setattr(symmetric, "share_memory", share)
+    layout = MemoryLayout.of(3, 8, 1)
+    assert on_ranks(3, lambda _: len(read), layout) == [3, 3, 3]

@@ -52,6 +52,7 @@ class RankGroup:
 
             assert layout is not None
             self.exchanges = share_memory(store, self.rank, layout, device)
+            self.least(0)  # or the store is gone while another rank still reads it
 
     def connect_by_file(
         self, path: str, device: torch.device, layout: MemoryLayout | None = None
