@@ -115,6 +115,27 @@ def quantised_steps() -> str:
     return table(list(heads), rows)
 
 
+def tensor_parallel() -> str:
+    """Steps on two GPUs, launched ahead: with NCCL's sums, and with those through shared memory."""
+    with_nccl = {row["case"]: row for row in load("tensor_parallel_8b_nccl.json")["rows"]}
+    rows: list[Row] = []
+    for name in ("8b", "70b"):
+        for row in load(f"tensor_parallel_{name}.json")["rows"]:
+            if row["case"] == "load":
+                continue
+            ms, nccl = _ahead_ms(row), _ahead_ms(with_nccl[row["case"]]) if name == "8b" else ""
+            floor, over = row["floor_ms"], f"{ms / row['floor_ms']:.2f}"
+            rows.append([row["model"], row["case"], floor, row["link_ms"], nccl, ms, over])
+    heads = ("model", "case", "floor, ms", "of it NVLink", "NCCL, ms", "measured, ms", "/ floor")
+    return table(list(heads), rows)
+
+
+def _ahead_ms(row: Row) -> float:
+    """Prompts are not launched ahead."""
+    found: float = row.get("ahead_ms", row["ms"])
+    return found
+
+
 def sampling() -> str:
     """Milliseconds per step by how tokens are chosen, decodes at 1k tokens launched ahead."""
     found, rows = load("engine_gpu_steps.json"), []

@@ -7,7 +7,7 @@ from benchmark.tables.markdown import Row, digits, spread, table
 def figures() -> str:
     """What was measured in a sentence each, with the files that show it."""
     rows = [_service(), _features(), _front_door(), _placement(), _cpu(), *_side_by_side()]
-    rows += [_distance(), _drafts(), _host_kv(), _agents()]
+    rows += [_distance(), _two_gpus(), _drafts(), _host_kv(), _agents()]
     return table(["what", "measured", "file"], rows)
 
 
@@ -116,6 +116,17 @@ def _side_by_side() -> list[list[str]]:
         ),
     ]
     return [[what, measured, file] for what, measured in rows]
+
+
+def _two_gpus() -> list[str]:
+    shown = {}
+    for model in ("8b", "70b"):
+        rows = {row["case"]: row for row in load(f"tensor_parallel_{model}.json")["rows"]}
+        steps = [f"{rows[f'decode B={batch} ctx 2k']['ahead_ms']:.3g}" for batch in (1, 64)]
+        shown[model] = f"{_list(steps)} ms, and {digits(rows['prefill 8192']['ms'])} ms"
+    what = "on two H200s: decode step at context 2k, batch 1 and 64, and a prompt of 8,192 tokens"
+    measured = f"Llama-3.1-8B shape: {shown['8b']}; Llama-3.1-70B shape, bfloat16: {shown['70b']}"
+    return [what, measured, _files("tensor_parallel_8b", "tensor_parallel_70b")]
 
 
 def _distance() -> list[str]:
