@@ -58,7 +58,7 @@ class Exchanges:
         assert part.dtype == residual.dtype == weight.dtype
         assert residual.is_contiguous()
         out = torch.empty_like(residual)
-        if num_rows <= MESSAGE_ROWS and width * residual.element_size() % _WORD == 0:
+        if num_rows <= MESSAGE_ROWS:
             self._sum_few(part, residual, weight, eps, out, add=add)
             return out
         assert len(part) == 1, part.shape
@@ -95,6 +95,7 @@ class Exchanges:
     ) -> None:
         memory, layout = self._memory, self._memory.layout
         assert residual.shape[1] * residual.element_size() == layout.row_bytes
+        assert layout.row_bytes % _WORD == 0, layout.row_bytes
         num_words = layout.row_bytes // _WORD
         sum_few_and_norm_kernel[(len(residual),)](
             memory.addresses,
