@@ -1,0 +1,154 @@
+"""Tiles for the products of few rows: each candidate, for each product of a layer, on one GPU.
+
+    python -m benchmark.kernels.sweep_products [--models Llama-3.1-8B ...] [--ranks 2] [--rows 1 64]
+
+The products are those of one of the ranks that a model is divided among. Weights are not in L2, and
+a product starts while the one before ends, as in a step. Candidates are compiled by as many
+processes as there are cores; only one is timed at a time. `splits`: parts of the inputs, which the
+ranks' sum adds up; 0 stands for cuBLAS. Floors: the weights once, at the copy rate of an H200."""
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+
+from benchmark.kernels import MEMORY_RATE
+from benchmark.kernels.attention_cases import normal
+from benchmark.kernels.layers import MODELS, Model
+from benchmark.kernels.timing import time_graph
+from benchmark.results import Report, run
+from parrot.engine.kernels import linear
+from parrot.engine.kernels.linear import few_rows_linear
+
+ALL = {**MODELS, "Llama-3.1-70B": Model(8192, 80, 64, 8, 28672, 128256)}
+SHARED_BYTES = 225 << 10
+L2_BYTES = 400 << 20  # of weights that take turns: several times what L2 holds
+LAUNCHES = 24
+
+Tile = tuple[int, int, int, int]
+"""Outputs, columns, stages, warps."""
+
+PLAIN: Sequence[Tile] = [
+    *((16, 256, 5, 4), (16, 512, 4, 2), (32, 128, 5, 4), (32, 128, 8, 4), (32, 256, 4, 4)),
+    *((64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 8, 4), (64, 64, 6, 4), (64, 64, 8, 4)),
+    *((128, 64, 4, 8), (128, 128, 3, 8), (128, 128, 4, 8), (128, 128, 4, 4)),
+]
+SILU: Sequence[Tile] = [
+    *((32, 64, 6, 4), (32, 128, 4, 4), (32, 128, 5, 4), (64, 64, 4, 4), (64, 64, 6, 4)),
+    *((64, 128, 3, 4), (128, 64, 3, 8), (128, 128, 3, 4), (128, 128, 2, 8)),
+]
+
+
+@dataclass(frozen=True)
+class Product:
+    name: str
+    outputs: int
+    inputs: int
+    silu: bool = False
+    is_summed: bool = False
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return (2 if self.silu else 1) * self.outputs, self.inputs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    product: Product
+    rows: int
+    tile: Tile
+    splits: int
+
+    @property
+    def fits(self) -> bool:
+        outputs, columns, stages, _ = self.tile
+        tile_rows = (2 if self.product.silu else 1) * outputs + max(16, self.rows)
+        is_even = self.product.inputs % (self.splits * columns) == 0
+        return is_even and stages * tile_rows * columns * 2 <= SHARED_BYTES
+
+    def run(self, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        outputs, columns, stages, warps = self.tile
+        tile = {"BM": max(16, self.rows), "BN": outputs, "BK": columns, "STAGES": stages}
+        with (
+            patch.object(linear, "_tile", lambda *_, **__: {**tile, "num_warps": warps}),
+            patch.object(linear, "_is_small", lambda *_, **__: False),
+        ):
+            for weight in weights:
+                few_rows_linear(x, weight, out, silu=self.product.silu)
+
+    def out(self) -> torch.Tensor:
+        return normal(self.splits, self.rows, self.product.outputs).squeeze(0)
+
+
+def products(model: Model, ranks: int) -> list[Product]:
+    heads, kv_heads, inner = model.heads // ranks, model.kv_heads // ranks, model.inner // ranks
+    return [
+        Product("qkv", (heads + 2 * kv_heads) * 128, model.hidden),
+        Product("out", model.hidden, heads * 128, is_summed=True),
+        Product("gate and up", inner, model.hidden, silu=True),
+        Product("down", model.hidden, inner, is_summed=True),
+    ]
+
+
+def candidates(product: Product, rows: int) -> list[Candidate]:
+    splits = (1, 2, 4) if product.is_summed else (1,)
+    tiles = SILU if product.silu else PLAIN
+    found = [Candidate(product, rows, tile, count) for tile in tiles for count in splits]
+    return [candidate for candidate in found if candidate.fits]
+
+
+def compile_all(part: Sequence[Candidate]) -> None:
+    for candidate in part:
+        weight = normal(*candidate.product.weight_shape)
+        candidate.run(normal(candidate.rows, candidate.product.inputs), [weight], candidate.out())
+    torch.cuda.synchronize()
+
+
+def bench(product: Product, rows: int) -> Iterator[dict[str, object]]:
+    num_bytes = 2 * product.weight_shape[0] * product.inputs
+    weights = [normal(*product.weight_shape) for _ in range(max(4, L2_BYTES // num_bytes))]
+    weights = (weights * LAUNCHES)[:LAUNCHES]
+    x = normal(rows, product.inputs)
+    row = {"product": product.name, "rows": rows, "floor_us": num_bytes / MEMORY_RATE * 1e6}
+
+    def cublas() -> None:
+        for weight in weights:
+            F.linear(x, weight)
+
+    yield row | {"tile": None, "splits": 0, "us": time_graph(cublas, per_run=LAUNCHES)}
+    for candidate in candidates(product, rows):
+        call = partial(candidate.run, x, weights, candidate.out())
+        us = time_graph(call, replays=5, per_run=LAUNCHES)
+        yield row | {"tile": list(candidate.tile), "splits": candidate.splits, "us": us}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=ALL, default=["Llama-3.1-8B"])
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 32, 64])
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    wanted = [
+        (model, product, rows)
+        for model in args.models
+        for product in products(ALL[model], args.ranks)
+        for rows in args.rows
+    ]
+    everything = [c for _, product, rows in wanted for c in candidates(product, rows)]
+    count = min(len(everything), os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.map(compile_all, [everything[i::count] for i in range(count)])
+    for model, product, rows in wanted:
+        for row in bench(product, rows):
+            report.add("rows", {"model": model, "ranks": args.ranks} | row)
+
+
+if __name__ == "__main__":
+    run(__name__)
