@@ -22,9 +22,12 @@ SIZE, WIDTH, MAX_ROWS = 3, 36, 70
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path, dtype: str) -> None:
-    command = [sys.executable, "-m", __name__, str(tmp_path), dtype]
+@pytest.mark.parametrize(("dtype", "turn"), [("float32", 0), ("bfloat16", 2**31 - 2)])
+def test_sums_and_exchanges_are_right_whoever_is_late(
+    tmp_path: Path, dtype: str, turn: int
+) -> None:
+    """Also after a day of decodes, when a turn has more than 31 bits."""
+    command = [sys.executable, "-m", __name__, str(tmp_path), dtype, str(turn)]
     ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(SIZE)]
     try:
         assert [rank.wait(100) for rank in ranks] == [0] * SIZE
@@ -34,11 +37,11 @@ def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path, dtype: str
             rank.wait()
 
 
-def main(folder: str, dtype: torch.dtype, rank: int) -> None:
+def main(folder: str, dtype: torch.dtype, turn: int, rank: int) -> None:
     layout = MemoryLayout(SIZE, WIDTH * dtype.itemsize, WIDTH * dtype.itemsize * 128)
-    exchanges = mapped_exchanges(Path(folder), rank, layout)
+    exchanges = mapped_exchanges(Path(folder), rank, layout, turn)
     run_rounds(exchanges, rank, SIZE, 4, (WIDTH, MAX_ROWS), torch.device("cpu"), dtype)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], DTYPES[sys.argv[2]], int(sys.argv[3]))
+    main(sys.argv[1], DTYPES[sys.argv[2]], int(sys.argv[3]), int(sys.argv[4]))

@@ -171,8 +171,9 @@ def sum_few_and_norm_kernel(
 
     This rank's part is the sum of int32 [SPLITS, rows, WORDS] at `parts_ptr`. It is rounded and
     sent to all others, to their memory from `place` on: int64 [2, SIZE, ROWS, WORDS], each a word
-    with this turn behind it; the first half and the second take turns, since another rank may still
-    read what came in the turn before. DEPENDENT: the kernel before may still run."""
+    with the low 32 bits of this turn behind it; the first half and the second take turns, since
+    another rank may still read what came in the turn before. DEPENDENT: the kernel before may
+    still run."""
     row = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     inside = word < WORDS
@@ -181,7 +182,8 @@ def sum_few_and_norm_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    turn = (tl.load(turns + row) + 1).to(tl.int32)
+    next_turn = tl.load(turns + row) + 1
+    turn = next_turn.to(tl.int32)  # a day of decodes has more turns than 31 bits count
     low = tl.zeros([BLOCK], dtype=tl.float32)
     high = tl.zeros([BLOCK], dtype=tl.float32)
     for split in tl.static_range(SPLITS):
@@ -222,7 +224,7 @@ def sum_few_and_norm_kernel(
     low = (low * scale).to(KIND).to(tl.float32) * _low(weight, KIND)
     high = (high * scale).to(KIND).to(tl.float32) * _high(weight, KIND)
     tl.store(out_ptr + row * WORDS + word, _word(low, high, KIND), mask=inside)
-    tl.store(turns + row, turn.to(tl.int64))
+    tl.store(turns + row, next_turn)
 
 
 @triton.jit
