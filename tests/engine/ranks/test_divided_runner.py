@@ -1,6 +1,7 @@
 """A runner divided among ranks gives, token for token, what one rank gives."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -216,6 +217,32 @@ def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
             assert group.given_up.wait(60)
         with pytest.raises(DeviceLost), unit.together():
             pytest.fail("nothing can be run any more")
+    unit.close()
+
+
+class Ending(Unit):
+    """Its step has just begun when it is looked at, and has ended at the next look."""
+
+    looks = 0
+
+    @property  # type: ignore[override]
+    def _began(self) -> float | None:
+        self.looks += 1
+        return time.monotonic() if self.looks % 2 else None
+
+    @_began.setter
+    def _began(self, began: float | None) -> None:
+        pass
+
+
+def test_a_rank_is_watched_on_when_a_step_ends_at_that_moment() -> None:
+    told, (link, other) = threading.Event(), Link.pair()
+    unit = Ending(Hung(), [link], with_tables=True, patience=timedelta(seconds=0.01))
+    unit.when_lost(told.set)
+    with other:
+        while unit.looks < 4:
+            time.sleep(0.01)
+    assert told.wait(60), "nobody has noticed the other's end"
     unit.close()
 
 

@@ -114,7 +114,8 @@ class Unit:
     def _watch(self, rank: int, link: Link) -> None:
         reason = f"rank {rank} has ended"
         while not link.wait_for_end(self._patience_s):
-            if self._began is not None and time.monotonic() - self._began > self._patience_s:
+            began = self._began  # once: the step may end meanwhile
+            if began is not None and time.monotonic() - began > self._patience_s:
                 reason = f"a step has not ended for {self._patience_s:g} s"
                 break
         if not self._is_closed:
