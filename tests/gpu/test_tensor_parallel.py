@@ -1,8 +1,12 @@
-"""A model on two GPUs gives what it gives on one."""
+"""A model on two GPUs gives what it gives on one.
+
+Each test has a process of its own, in which ranks share memory once."""
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +57,11 @@ def config(folder: Path, ranks: int) -> BuiltinConfig:
     )
 
 
+def run_alone(test: str, folder: str) -> None:
+    command = [sys.executable, "-m", __name__, test, folder]
+    assert subprocess.run(command, timeout=500).returncode == 0
+
+
 @contextmanager
 def two_ranks(folder: Path) -> Iterator[tuple[CudaRunner, RankProcesses]]:
     settings = config(folder, 2)
@@ -60,7 +69,10 @@ def two_ranks(folder: Path) -> Iterator[tuple[CudaRunner, RankProcesses]]:
     try:
         runner, _ = load_rank(settings, processes)
         assert isinstance(runner, CudaRunner)
-        yield runner, processes
+        try:
+            yield runner, processes
+        finally:
+            runner.close()
     finally:
         processes.close()
 
@@ -83,7 +95,11 @@ def outputs(runner: CudaRunner) -> list[Any]:
 
 @pytest.mark.parametrize("family", SIZES)
 def test_tokens_are_those_of_one_gpu(tmp_path: Path, family: str) -> None:
-    folder = make_tiny_model(tmp_path / "model", family, overrides=SIZES[family])
+    make_tiny_model(tmp_path / "model", family, overrides=SIZES[family])
+    run_alone("tokens", str(tmp_path / "model"))
+
+
+def compare_tokens(folder: Path) -> None:
     alone, _ = load_rank(config(folder, 1), None)
     assert isinstance(alone, CudaRunner)
     want = outputs(alone)
@@ -94,9 +110,12 @@ def test_tokens_are_those_of_one_gpu(tmp_path: Path, family: str) -> None:
         assert replays.num_replays > 0
 
 
-async def test_requests_that_are_launched_ahead_get_the_tokens_of_one_gpu(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+def test_requests_that_are_launched_ahead_get_the_tokens_of_one_gpu(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+    run_alone("requests", str(tmp_path / "model"))
 
+
+async def compare_requests(folder: Path) -> None:
     async def answers(ranks: int) -> list[list[int]]:
         service = create_service(config(folder, ranks))
         await service.start()
@@ -127,10 +146,27 @@ async def test_requests_that_are_launched_ahead_get_the_tokens_of_one_gpu(tmp_pa
 
 
 def test_a_killed_rank_ends_the_unit(tmp_path: Path) -> None:
-    folder = make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+    make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+    run_alone("kill", str(tmp_path / "model"))
+
+
+def kill_a_rank(folder: Path) -> None:
     with two_ranks(folder) as (runner, processes):
         driver = Driver(runner)
         driver.generate([driver.context([1, 2, 3])], 3)
         os.kill(processes.pids[0], signal.SIGKILL)
         with pytest.raises(DeviceLost):
             driver.generate([driver.context([1, 2, 3])], 400)
+
+
+def main(test: str, folder: Path) -> None:
+    if test == "tokens":
+        compare_tokens(folder)
+    elif test == "requests":
+        asyncio.run(compare_requests(folder))
+    else:
+        kill_a_rank(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -37,8 +37,8 @@ class MemoryLayout:
         """For sums of up to `max_rows` rows.
 
         Every rank reads all parts, which two ranks cannot do with less. More than two send less by
-        reducing parts and gathering them, as NCCL does, so they sum in this way only what is sent
-        in messages, of which each rank may have two parts."""
+        reducing parts and gathering them, as NCCL does, so they sum in this way only what fits the
+        two parts that a rank may have of what is sent in messages."""
         messages = 2 * MESSAGE_ROWS
         largest = row_bytes * (max(max_rows, messages) if size == 2 else messages)
         return cls(size, row_bytes, -(-largest // _ALIGNMENT) * _ALIGNMENT)

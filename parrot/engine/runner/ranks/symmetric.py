@@ -19,7 +19,9 @@ _GROUP = "parrot-ranks"
 def share_memory(
     store: "Store", rank: int, layout: MemoryLayout, device: torch.device
 ) -> Exchanges:
-    """All ranks must call it; returns when all have. It is freed with the process."""
+    """All ranks must call it, once in a process: torch counts what ranks tell each other through
+    their stores by process, and keeps the group. Returns when all have. It is freed with the
+    process."""
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing uses it
     # torch finds the ranks and the store by the name of a group; nothing else uses it.
     group = dist.ProcessGroup(store, rank, layout.size)
