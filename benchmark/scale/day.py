@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from benchmark.scale.simulate import COSTS, OMNISCIENT, engine_config
+from benchmark.scale.simulate import COSTS, OMNISCIENT, engine_config, kv_of
 from benchmark.scale.simulated.division import CALLS, Rule, divide, placed
 from benchmark.scale.simulated.shard import CORE, Outcome, simulate_on
 from benchmark.scale.simulated.summary import joined, summary
@@ -68,7 +68,8 @@ def _hours(args: argparse.Namespace, seed: int, rule: str) -> Iterator[dict[str,
     num_engines, parts = args.shards * args.engines, [sessions]
     if rule == Rule.SHARDS:
         num_engines = args.engines
-        parts = list(divide(sessions, range(args.shards), Rule.SHARDS, seed).values())
+        shards, kv_tokens = range(args.shards), kv_of(num_engines)
+        parts = list(divide(sessions, shards, Rule.SHARDS, seed, kv_tokens).values())
     began = time.process_time()
     found = [simulate_on(engine_config(), num_engines, part, day.marks)[1::2] for part in parts]
     cpu_s = time.process_time() - began
@@ -130,7 +131,8 @@ def division(args: argparse.Namespace, report: Report) -> None:
     shards = range(args.shards)
     for rule in args.division_rules:
         sessions = day.starts(_shares(args, seed), args.shards * args.engines, f"{seed}")
-        for row in _divided(args, day, placed(sessions, shards, Rule(rule), seed)):
+        found = placed(sessions, shards, Rule(rule), seed, kv_of(args.engines))
+        for row in _divided(args, day, found):
             report.add("division", {"rule": rule} | row)
 
 
@@ -171,7 +173,8 @@ def takeover(args: argparse.Namespace, report: Report) -> None:
     marks = [args.warm_up + number * STEP_S for number in range(num_steps + 1)]
     for seed in args.seeds:
         sessions = starts(_shares(args, seed), num_engines, PEAK, marks[-1], f"{seed}")
-        part = divide(sessions, range(args.shards), Rule.SHARDS, seed)[0]
+        shards, kv_tokens = range(args.shards), kv_of(args.engines)
+        part = divide(sessions, shards, Rule.SHARDS, seed, kv_tokens)[0]
         for what, down_s in ((ALIVE, 0.0), (TAKEN_OVER, args.down), (FORGETFUL, args.down)):
             with _forgetful() if what == FORGETFUL else nullcontext():
                 found = simulate_on(engine_config(), args.engines, part, marks, down_s)

@@ -8,14 +8,14 @@ Traffic is that of a day: coding agents that were recorded, chats, map-reduce, c
 shared beginning, of tenants of very different sizes.
 
   division  load of all shards, if sessions are divided by the shard that is asked, by tenant and
-            application, or as shards do it; with a tenant that has 30% of all, and when a shard is
-            gone
+            application, or as shards do it, with and without KV; with a tenant that has 30% of all,
+            and when a shard is gone
   windows   minutes of the day, with each of `--seeds`: `--sampled` shards, each by itself, with the
             sessions that they have as shards divide them; the same sessions dealt out among these
             shards; then one ServeCore with all engines of these shards, and that with a placement
             that does not weigh what KV sessions will go on from
-  fullest   the same minutes of three shards, as shards divide sessions: those with the fewest, the
-            usual and the most agents
+  fullest   the same minutes of two shards, as shards divide sessions with and without KV: those
+            with the usual and the most agents
   failures  engines of a shard that die under load
 """
 
@@ -62,15 +62,22 @@ def engine_config() -> SimConfig:
     return changed(config, **{"instance.num_kv_cache_blocks": num_blocks})
 
 
+def kv_of(num_engines: int) -> int:
+    """Tokens for which so many engines have memory."""
+    instance = engine_config().instance
+    return num_engines * instance.num_kv_cache_blocks * instance.block_size
+
+
 def division(args: argparse.Namespace, report: Report) -> None:
     shards, duration_s = range(args.shards), args.warm_up + args.measured
+    seed, kv_tokens = args.seeds[0], kv_of(args.engines)
     for hot in (0.0, HOT_SHARE):
-        apps = applications(args.tenants, args.seeds[0], hot)
-        sessions = _spread(_everything(args, apps, PEAK, args.seeds[0]), duration_s)
+        apps = applications(args.tenants, seed, hot)
+        sessions = _spread(_everything(args, apps, PEAK, seed), duration_s)
         for rule in Rule:
-            divided = divide(sessions, shards, rule, args.seeds[0])
+            divided = divide(sessions, shards, rule, seed, kv_tokens)
             rest = [number for number in shards if number != args.shards // 2]
-            after = divide(sessions, rest, rule, args.seeds[0])
+            after = divide(sessions, rest, rule, seed, kv_tokens)
             row = {"hot_share": hot, "rule": str(rule)}
             row |= balance(divided, duration_s)._asdict()
             row["most_kv_without_one"] = balance(after, duration_s).most_kv
@@ -93,11 +100,11 @@ def _spread(sessions: Sequence[Start], duration_s: float) -> list[Start]:
     return sorted(spread, key=lambda s: s.at)
 
 
-def _divided(args: argparse.Namespace, hour: float, seed: int) -> Divided:
+def _divided(args: argparse.Namespace, hour: float, seed: int, rule: Rule = Rule.SHARDS) -> Divided:
     """The sessions of a window by shard."""
     apps = applications(args.tenants, seed)
     sessions = _everything(args, apps, loads_at(hour), f"{seed} {hour}")
-    return divide(sessions, range(args.shards), Rule.SHARDS, seed)
+    return divide(sessions, range(args.shards), rule, seed, kv_of(args.engines))
 
 
 def _run(
@@ -141,13 +148,15 @@ def _blind() -> Iterator[None]:
 
 
 def fullest(args: argparse.Namespace, report: Report) -> None:
-    for seed in args.seeds:
-        divided = _divided(args, args.hours[0], seed)
+    asked = [(rule, seed) for rule in (Rule.COUNTS, Rule.SHARDS) for seed in args.seeds]
+    for rule, seed in asked:
+        divided = _divided(args, args.hours[0], seed, rule)
         agents = {n: sum(s.app.kind is Kind.AGENT for s in own) for n, own in divided.items()}
         shards = sorted(divided, key=lambda number: agents[number])
-        for name, place in (("fewest", 0), ("usual", len(shards) // 2), ("most", -1)):
+        for name, place in (("usual", len(shards) // 2), ("most", -1)):
             shard = shards[place]
-            row = {"seed": seed, "agents": name, "agents_of_engine": agents[shard] / args.engines}
+            row = {"rule": str(rule), "seed": seed, "agents": name}
+            row["agents_of_engine"] = agents[shard] / args.engines
             report.add("fullest", row | summary(_run(args, divided[shard])))
 
 

@@ -4,11 +4,12 @@ import heapq
 import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from benchmark.scale.simulated.traffic import App, Kind, Start
-from parrot.serve.shards.affinity import Load, home
+from parrot.serve.shards.affinity import Load, homes
 
 _LIFE_S = {Kind.CHAT: 85.0, Kind.MAP: 1.3, Kind.COPILOT: 2.3}
 """Of a session by the mean; an agent's seat is always taken."""
@@ -16,14 +17,17 @@ _AT_WORK = {Kind.AGENT: 0.02, Kind.CHAT: 0.04, Kind.MAP: 8.0, Kind.COPILOT: 1.0}
 """Calls of a session that run at the same time, by the mean."""
 CALLS = {Kind.AGENT: 1 / 32, Kind.CHAT: 5.0, Kind.MAP: 11.0, Kind.COPILOT: 1.0}
 """Of a session; of an agent at work in a second."""
+_KV = {Kind.AGENT: 19_000, Kind.CHAT: 900, Kind.MAP: 4_000, Kind.COPILOT: 1_700}
+"""Tokens that a session has in memory, by the mean."""
 
 
 class Rule(StrEnum):
     """What divides sessions among shards. Clients ask any of them."""
 
     SESSION = "by session"  # who is asked has it
-    HOME = "by application"  # their applications' homes, whatever those have to do
-    SHARDS = "as shards do"  # the same, unless the home is much fuller than who is asked
+    HOME = "by application"  # their applications' first homes, whatever those have to do
+    COUNTS = "without KV"  # the first of their homes that is not much fuller than who is asked
+    SHARDS = "as shards do"  # the same, and KV counts
 
 
 class Balance(NamedTuple):
@@ -43,50 +47,74 @@ Divided = Mapping[int, list[Start]]
 """By shard, its sessions."""
 
 
-def divide(sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int) -> Divided:
+def divide(
+    sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int, kv_tokens: int
+) -> Divided:
     """In order of time."""
     found: dict[int, list[Start]] = {number: [] for number in shards}
-    for shard, session in placed(sessions, shards, rule, seed):
+    for shard, session in placed(sessions, shards, rule, seed, kv_tokens):
         found[shard].append(session)
     return found
 
 
 def placed(
-    sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int
+    sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int, kv_tokens: int
 ) -> Iterator[tuple[int, Start]]:
-    """Each session with its shard. Sessions come in order of time."""
-    num, calls = dict.fromkeys(shards, 0), dict.fromkeys(shards, 0.0)
-    ends: list[tuple[float, int, float]] = []
-
-    def load(shard: int) -> Load:
-        return Load(num[shard], round(calls[shard]))
-
+    """Each session with its shard, of which each has memory for `kv_tokens`. Sessions come in order
+    of time."""
+    loads = {shard: _Loaded(kv_tokens if rule is Rule.SHARDS else math.inf) for shard in shards}
+    ends: list[tuple[float, int, Kind]] = []
     draw, homes = random.Random(f"division {seed}"), _Homes(shards)
     for session in sessions:
         while ends and ends[0][0] <= session.at:
-            _, shard, at_work = heapq.heappop(ends)
-            num[shard] -= 1
-            calls[shard] -= at_work
-        chosen = asked = draw.choice(shards)
-        if rule is not Rule.SESSION:
-            chosen = homes.of(session.app)
-            if rule is Rule.SHARDS and load(chosen).is_much_above(load(asked)):
-                chosen = asked
-        num[chosen] += 1
-        calls[chosen] += _AT_WORK[session.app.kind]
+            _, shard, kind = heapq.heappop(ends)
+            loads[shard].add(kind, -1)
+        chosen, kind = draw.choice(shards), session.app.kind
+        if rule is Rule.HOME:
+            chosen = homes.of(session.app)[0]
+        elif rule is not Rule.SESSION:
+            asked = loads[chosen].seen
+            mine = (
+                n
+                for n in homes.of(session.app)
+                if n == chosen or not loads[n].seen.yields_to(asked)
+            )
+            chosen = next(mine, chosen)
+        loads[chosen].add(kind, 1)
         end = session.until
-        if life_s := _LIFE_S.get(session.app.kind):
+        if life_s := _LIFE_S.get(kind):
             end = session.at + draw.expovariate(1 / life_s)
         if end < math.inf:
-            heapq.heappush(ends, (end, chosen, _AT_WORK[session.app.kind]))
+            heapq.heappush(ends, (end, chosen, kind))
         yield chosen, session
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """What a shard has."""
+
+    kv_tokens: float
+    sessions: int = 0
+    calls: float = 0.0
+    kv: int = 0
+
+    def add(self, kind: Kind, count: int) -> None:
+        self.sessions += count
+        self.calls += count * _AT_WORK[kind]
+        self.kv += count * _KV[kind]
+
+    @property
+    def seen(self) -> Load:
+        """Contexts have no more KV than there is."""
+        percentage = min(100, round(100 * self.kv / self.kv_tokens))
+        return Load(self.sessions, round(self.calls), percentage)
 
 
 def balance(divided: Divided, duration_s: float) -> Balance:
     calls = [sum(_calls(s, duration_s) for s in own) for own in divided.values()]
     agents = [sum(s.app.kind is Kind.AGENT for s in own) for own in divided.values()]
     homes, num = _Homes(list(divided)), sum(map(len, divided.values()))
-    spilt = sum(homes.of(s.app) != number for number, own in divided.items() for s in own)
+    spilt = sum(homes.of(s.app)[0] != number for number, own in divided.items() for s in own)
     places: dict[App, set[int]] = {}
     for number, own in divided.items():
         for session in own:
@@ -112,9 +140,10 @@ class _Homes:
     def __init__(self, shards: Sequence[int]) -> None:
         self._shards = shards
         self._urls = [f"http://10.0.0.{number}:9000" for number in shards]
-        self._found: dict[App, int] = {}
+        self._found: dict[App, list[int]] = {}
 
-    def of(self, app: App) -> int:
+    def of(self, app: App) -> list[int]:
         if app not in self._found:
-            self._found[app] = self._shards[home(app.tenant, app.name, self._urls)]
+            found = homes(app.tenant, app.name, self._urls)
+            self._found[app] = [self._shards[place] for place in found]
         return self._found[app]

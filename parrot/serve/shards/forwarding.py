@@ -35,10 +35,11 @@ class Forwarding:
     A request that was handed on once is not again: then the shards disagree, and it gets
     `MisdirectedRequest`. One to a shard that does not answer gets `Unavailable`, as does one whose
     body is too large for what is left of `max_body_memory`: it counts till the answer begins. What
-    may stay here stays where another shard gives no answer, or says that it cannot take it now."""
+    may stay here stays where each of the other shards gives no answer, or says that it cannot take
+    it now."""
 
     def __init__(
-        self, app: ASGIApp, urls: Sequence[str], load: Callable[[], Load] = lambda: Load(0, 0)
+        self, app: ASGIApp, urls: Sequence[str], load: Callable[[], Load] = lambda: Load(0, 0, 0)
     ) -> None:
         """`urls`: of all shards, in order. `load`: how full this one is."""
         self._app = app
@@ -57,38 +58,42 @@ class Forwarding:
             await self._app(scope, body.receive, body.until_answered(send))
         except ElsewhereError as error:
             if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
-                text = f"shard {error.shard} should have it: this server's `shards` are not its"
+                text = f"shard {error.shards[0]} should have it: this server's `shards` are not its"
                 raise MisdirectedRequest(text) from None
             budget: BodyBudget = scope["app"].state.body_budget
             with budget.lease() as lease:
                 lease.hold(body.num_kept)
                 if error.may_stay:
-                    await self._offer(error.shard, scope, body, send, lease)
+                    await self._offer(error.shards, scope, body, send, lease)
                 else:
-                    await self._forward(error.shard, scope, body, send, lease)
+                    await self._forward(error.shards[0], scope, body, send, lease)
 
     async def _offer(
-        self, shard: int, scope: Scope, body: "_Body", send: Send, lease: BodyLease
+        self, shards: Sequence[int], scope: Scope, body: "_Body", send: Send, lease: BodyLease
     ) -> None:
-        """Hand on what may stay here, and was read to its end."""
-        again, has_begun = body.again(), False
+        """Hand on what may stay here, and was read to its end, to the first that takes it."""
+        whole, has_begun = body.whole(), False
         headers = [(name, value) for name, value in scope["headers"] if name != LOAD.encode()]
         offer = {**scope, "headers": [*headers, (LOAD.encode(), self._load().header)]}
 
         async def sending(message: Message) -> None:
             nonlocal has_begun
             if message.get("status") in _NOT_TAKEN:
-                raise Unavailable(f"shard {shard} does not take it")
+                raise Unavailable("it does not take it")
             has_begun = True
             await send(message)
 
-        try:
-            await self._forward(shard, offer, body, sending, lease)
-        except Unavailable as error:
-            if has_begun:
-                raise
-            logger.info("what shard %d should have stays here: %s", shard, error.message)
-            await self._app({**scope, STAYS: True}, again, send)
+        for shard in shards:
+            body.put_back(whole)
+            try:
+                await self._forward(shard, offer, body, sending, lease)
+                return
+            except Unavailable as error:
+                if has_begun:
+                    raise
+                logger.info("shard %d should have what begins here: %s", shard, error.message)
+        body.put_back(whole)
+        await self._app({**scope, STAYS: True}, body.again(), send)
 
     async def _forward(
         self, shard: int, scope: Scope, body: "_Body", send: Send, lease: BodyLease
@@ -203,9 +208,12 @@ class _Body:
         self._read.clear()
         return body or None
 
+    def put_back(self, whole: bytes | None) -> None:
+        self._read = [whole or b""]
+
     def again(self) -> Receive:
         """Give what was read to another reader, who then hears whether the client has left."""
-        messages = [{"type": "http.request", "body": b"".join(self._read)}]
+        messages = [{"type": "http.request", "body": self.whole() or b""}]
 
         async def receive() -> Message:
             return messages.pop() if messages else await self._receive()

@@ -6,11 +6,12 @@ MAX_SHARDS = 64
 
 
 class ElsewhereError(Exception):
-    """Another shard has what is asked for. `may_stay`: it had better have it, but need not."""
+    """Another shard has what is asked for. `may_stay`: one of these had better have it, an earlier
+    one rather than a later one, but need not."""
 
-    def __init__(self, shard: int, *, may_stay: bool = False) -> None:
-        super().__init__(f"shard {shard} has it")
-        self.shard = shard
+    def __init__(self, *shards: int, may_stay: bool = False) -> None:
+        super().__init__(f"shard {shards[0]} has it")
+        self.shards = shards
         self.may_stay = may_stay
 
 
