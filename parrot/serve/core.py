@@ -30,9 +30,9 @@ _InfoSteps = Generator[None, None, SessionInfo]
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
     `first_session_id` and up. `programs` has what the programs of live sessions may ask;
-    `sessions`, `fleet`, `decisions`, `contexts`, `rooms`, `accounts` and `tenants` are for whoever
-    shows the service, who changes nothing there; `follow` has a running completion's text shown as
-    it comes, and `drain` gives an engine no more calls, or calls again.
+    `sessions`, `fleet`, `decisions`, `contexts`, `accounts` and `tenants` are for whoever shows the
+    service, who changes nothing there; `follow` has a running completion's text shown as it comes,
+    and `drain` gives an engine no more calls, or calls again.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
     `AuthenticationFailed` first of all."""
@@ -54,7 +54,6 @@ class ServeCore:
         self._dispatcher = dispatcher or Dispatcher(config, self.clock)
         self.fleet, self.heartbeat = self._dispatcher.fleet, self._dispatcher.fleet.heartbeat
         self.decisions, self.contexts = self._dispatcher.decisions, self._dispatcher.contexts
-        self.rooms = self._dispatcher.rooms
         self.follow, drains = self._dispatcher.follow, self._dispatcher.drains
         self.drain, self.engine_leaves = drains.drain, drains.engine_leaves
         self._metrics = CoreMetrics(config)

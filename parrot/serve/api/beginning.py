@@ -7,14 +7,13 @@ from fastapi import Request
 
 from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.public import SessionCreateRequest
-from parrot.serve.contexts.room import part_promised
 from parrot.serve.core import ServeCore
 from parrot.serve.shards.affinity import Affinity, Load
 
 
 def load_of(core: ServeCore) -> Load:
     num_placed = sum(core.fleet.load(engine) for engine in core.fleet)
-    kv = round(100 * part_promised(core.rooms.values()))
+    kv = round(100 * core.fleet.kv_promised)
     return Load(len(core.sessions), core.num_queued + num_placed, kv)
 
 

@@ -109,6 +109,12 @@ class PrefixIndex:
     def __len__(self) -> int:
         return sum(len(holders) for holders in self._entries.values())
 
+    @property
+    def part_promised(self) -> float:
+        """The part of all rooms that is promised; 0 where there is none."""
+        capacity = sum(room.memory.capacity for room in self.rooms.values())
+        return sum(room.promised for room in self.rooms.values()) / capacity if capacity else 0.0
+
     def match(self, engine_id: int, keys: Sequence[bytes]) -> Match | None:
         """The longest beginning of a prompt that a context of this engine has."""
         for i in range(len(keys) - 1, -1, -1):

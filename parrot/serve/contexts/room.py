@@ -1,6 +1,5 @@
 """An engine's memory, and what of it live sessions will go on from."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,9 +25,3 @@ class Room:
         memory = self.memory
         num_evicted = min(num_new, memory.used, memory.used + num_new - memory.capacity)
         return num_evicted * self.promised / memory.used if num_evicted > 0 else 0.0
-
-
-def part_promised(rooms: Collection[Room]) -> float:
-    """The part of the engines' memory that is promised; 0 where there is none."""
-    capacity = sum(room.memory.capacity for room in rooms)
-    return sum(room.promised for room in rooms) / capacity if capacity else 0.0

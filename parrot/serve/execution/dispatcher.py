@@ -90,7 +90,6 @@ class Dispatcher:
         )
         self.queued_by_tenant = self._runs.queued_by_tenant
         self.kv_log, self.prefetch_counts = self._ledger.log, self._prefetch.counts
-        self.rooms = self._ledger.index.rooms
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
         self._results = ResultCache(config.global_scheduler, clock)
         self._grace = Grace(

@@ -258,6 +258,11 @@ class Fleet:
 
     # What others may see
 
+    @property
+    def kv_promised(self) -> float:
+        """The part of the engines' KV that contexts of live sessions have."""
+        return self._ledger.index.part_promised
+
     def views(self) -> list[EngineView]:
         queued = queued_by_model(self._scheduler)
         return [self._view(engine, queued[""] + queued[engine.info.model]) for engine in self]

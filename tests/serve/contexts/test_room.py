@@ -1,0 +1,20 @@
+"""What of engines' memory live sessions have."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from parrot.serve.contexts.index import PrefixIndex
+from parrot.serve.contexts.room import Room
+
+
+@pytest.mark.parametrize(
+    ("promised", "part"), [([], 0.0), ([(0, 100)], 0.0), ([(80, 100), (10, 300)], 0.225)]
+)
+def test_the_part_that_is_promised_is_of_all_engines(
+    promised: list[tuple[int, int]], part: float
+) -> None:
+    index = PrefixIndex()
+    for engine_id, (held, size) in enumerate(promised):
+        index.rooms[engine_id] = Room(SimpleNamespace(capacity=size, used=size), held)
+    assert index.part_promised == pytest.approx(part)
