@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import numpy as np
 import torch
 
-from parrot.engine.kernels.ranks.memory import MemoryLayout
+from parrot.engine.kernels.ranks.memory import MESSAGE_ROWS, MemoryLayout
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.layers import PlainLinear
@@ -51,7 +51,7 @@ SAMPLINGS = (
 
 def make_runner(folder: str, ranks: RankGroup | None, unit: Unit | None) -> CudaRunner:
     checkpoint = open_checkpoint(folder)
-    options = CudaOptions(max_rows=4, max_tokens=64, gate=SHARE_ALL, use_graphs=False, upcast=True)
+    options = CudaOptions(max_rows=4, max_tokens=96, gate=SHARE_ALL, use_graphs=False, upcast=True)
     shard = None if ranks is None else Shard(checkpoint.spec, ranks)
     with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
         patch.setattr(decoder, "make_linear", PlainLinear)
@@ -69,10 +69,12 @@ def join(rank: int, store: Path) -> RankGroup:
 def outputs(runner: CudaRunner) -> list[Any]:
     driver = Driver(runner)
     prompts = [[1, 2, 3], [i * 7 % 250 for i in range(20)]]
-    return [
+    found = [
         driver.generate([driver.context(p) for p in prompts], 3, sampling=sampling)
         for sampling in SAMPLINGS
     ]
+    long = driver.context([i * 5 % 250 for i in range(MESSAGE_ROWS + 6)])
+    return [*found, driver.generate([long], 2)]
 
 
 @contextmanager
