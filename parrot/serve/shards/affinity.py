@@ -16,7 +16,7 @@ LOAD = "x-parrot-load"
 """The header that says how full the shard is that was asked."""
 STAYS = "parrot_stays"
 """Set in the scope of a request that none of its homes has taken."""
-_MOST_TIMES, _MOST_MORE, _MOST_KV = 1.25, 16, 75
+_MOST_TIMES, _MOST_MORE, _MOST_KV = 1.25, 16, 50
 _NUM_HOMES = 3
 
 
