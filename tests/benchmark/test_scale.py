@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmark.scale.simulate import engine_config
+from benchmark.scale.simulate import engine_config, kv_of
 from benchmark.scale.simulated.blocks import BlockPool
 from benchmark.scale.simulated.device import Device, Job
 from benchmark.scale.simulated.division import Rule, balance, divide
@@ -60,10 +60,11 @@ def test_calls_of_engines_that_die_run_elsewhere():
 def test_each_session_has_one_shard(rule):
     apps = applications(50, seed=0, hot_share=0.3)
     sessions = starts([(app, 1.0) for app in apps], 256, PEAK, 20.0, "a")
-    divided = divide(sessions, range(8), rule, seed=0)
+    kv_tokens = kv_of(32)
+    divided = divide(sessions, range(8), rule, 0, kv_tokens)
     assert Counter(s for own in divided.values() for s in own) == Counter(sessions)
     found = balance(divided, 20.0)
-    alone = balance(divide(sessions, range(8), Rule.HOME, seed=0), 20.0)
+    alone = balance(divide(sessions, range(8), Rule.HOME, 0, kv_tokens), 20.0)
     if rule is Rule.SESSION:
         assert (found.most_calls, found.most_kv) == pytest.approx((1.0, 1.0), abs=0.2)
     elif rule is Rule.HOME:
@@ -72,7 +73,7 @@ def test_each_session_has_one_shard(rule):
         assert found.most_kv < 0.8 * alone.most_kv
         assert found.most_calls < alone.most_calls
         assert 0.0 < found.spilt < 0.6
-    rest = divide(sessions, [n for n in range(8) if n != 3], Rule.HOME, seed=0)
+    rest = divide(sessions, [n for n in range(8) if n != 3], Rule.HOME, 0, kv_tokens)
     if rule is Rule.HOME:  # nobody else's move
         assert all(set(divided[n]) <= set(own) for n, own in rest.items())
 
