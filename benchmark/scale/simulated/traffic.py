@@ -83,7 +83,7 @@ _CURVES: Mapping[Kind, Sequence[tuple[float, float]]] = {
 
 def load_at(kind: Kind, hour: float) -> float:
     """A working day's: people write code by day and chat into the evening, and documents are gone
-    through by night. It is made up, with the shape of what operators publish."""
+    through by night. These curves are made up; no operator's figures are behind them."""
     hour %= 24
     for (before, low), (after, high) in pairwise(_CURVES[kind]):
         if hour <= after:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from math import floor, log2
 
 from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.serve.scheduling.engine_load import IDLE, EngineLoad
@@ -19,18 +20,20 @@ Features = frozenset[str] | None
 
 _ANY_MODEL = ""
 _USUAL_COSTS = StepCosts()
+_GRADES = 4  # of idle engines' speeds up to twice the speed: no two measure quite the same
 _MAX_ALIKE = 63  # engines among whose costs the one in the middle is looked for
 
 
 @dataclass(slots=True)
 class _Pool:
     """The engines of one model. `open` has those with a free slot, the least loaded first, and
-    `full` the others; `max_lens` the longest sequence that one with these features takes, and
+    `full` the others. Idle ones about as fast take turns: who thinks there makes no load, and the
+    same few would get everybody. `max_lens` the longest sequence that one with these features takes, and
     `num_alike` how many members have the same features and take the same."""
 
     members: dict[int, EngineLoad] = field(default_factory=dict)
-    open: LazyHeap[int, tuple[float, ...]] = field(default_factory=LazyHeap)
-    full: LazyHeap[int, tuple[float, ...]] = field(default_factory=LazyHeap)
+    open: LazyHeap[int, float] = field(default_factory=LazyHeap)
+    full: LazyHeap[int, float] = field(default_factory=LazyHeap)
     max_lens: dict[Features, int] = field(default_factory=dict)
     num_alike: Counter[tuple[Features, int]] = field(default_factory=Counter)
     step_s: float = 0.0  # of all members, summed up
@@ -174,7 +177,7 @@ class LoadIndex:
         if load.is_draining:
             return
         step_s, is_open = load.step_s, load.is_open
-        key = (load.rank(step_s), load.id)
+        key = load.rank(step_s) if load.num_tasks else _grade(step_s)
         added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
         for pool in (self._pools[_ANY_MODEL], self._pools[load.model]):
             pool.step_s += added_s
@@ -269,3 +272,8 @@ class LoadIndex:
             pool = self._pools.get(_ANY_MODEL)
             return [] if pool is None else [pool]
         return [self._pools[name] for name in models if name in self._pools]
+
+
+def _grade(step_s: float) -> float:
+    """The least that an idle engine's step may take of those in the same grade."""
+    return float(2.0 ** (floor(_GRADES * log2(step_s)) / _GRADES))

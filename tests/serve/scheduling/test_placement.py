@@ -364,6 +364,23 @@ def test_of_many_engines_the_slow_ones_are_not_among_the_least_loaded() -> None:
     assert sorted(bench.run().values()) == list(range(20, 40))
 
 
+@pytest.mark.parametrize("slower", [0.0, 0.02])
+def test_of_many_idle_engines_all_are_considered_in_turn(slower: float) -> None:
+    """Those who think make no load, and an engine that always got the next one would be full of
+    what they go on from. Measured costs are never quite alike."""
+    bench, used = Bench(), set[int]()
+    bench.engines(40)
+    report(bench, [1.0 + slower * (number % 3) for number in range(40)])
+    for number in range(80):
+        task = bench.task(own_len=500, session=number)
+        bench.add(task)
+        (engine_id,) = bench.run().values()
+        used.add(engine_id)
+        bench.later(1.0)
+        bench.scheduler.ended(task, engine_id)
+    assert len(used) > 30
+
+
 def test_a_block_is_split_by_speed() -> None:
     bench = Bench()
     bench.engines(2, slots=1000)
