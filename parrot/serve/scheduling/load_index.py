@@ -28,8 +28,8 @@ _MAX_ALIKE = 63  # engines among whose costs the one in the middle is looked for
 class _Pool:
     """The engines of one model. `open` has those with a free slot, the least loaded first, and
     `full` the others. Idle ones about as fast take turns: who thinks there makes no load, and the
-    same few would get everybody. `max_lens` the longest sequence that one with these features takes, and
-    `num_alike` how many members have the same features and take the same."""
+    same few would get everybody. `max_lens` has the longest sequence that one with these features
+    takes, and `num_alike` how many members have the same features and take the same."""
 
     members: dict[int, EngineLoad] = field(default_factory=dict)
     open: LazyHeap[int, float] = field(default_factory=LazyHeap)
