@@ -156,13 +156,13 @@ async def test_an_engine_that_leaves_ends_the_calls_of_both_and_gets_none(tmp_pa
             while len(await engines_of(shard)) < 2:
                 await asyncio.sleep(0.01)
         sessions = [await begin(ServeClient(http)) for http in (there, here)]
-        before = [
-            asyncio.create_task(session.get(await session.call(f"Tell {n}: {{{{out}}}}", 200)))
-            for session in sessions
-            for n in range(4)
-        ]
-        while not all([await runs_on(session, "engine-0") for session in sessions]):
-            await asyncio.sleep(0.01)
+        before: list[asyncio.Task[str]] = []
+        for session in sessions:
+            while "engine-0" not in (engines := await engines_of_calls(session)):
+                if None not in engines:
+                    var = await session.call(f"Tell {len(before)}: {{{{out}}}}", 300)
+                    before.append(asyncio.create_task(session.get(var)))
+                await asyncio.sleep(0.01)
         process = first.process("engine-0")
         process.terminate()
         while not all([await drains(shard, "engine-0") for shard in (first, second)]):
@@ -177,7 +177,7 @@ async def test_an_engine_that_leaves_ends_the_calls_of_both_and_gets_none(tmp_pa
         for session in sessions:
             info = await session.client.session_info(session.session_id, session.session_auth)
             assert {call.attempts for call in info.calls} == {1}
-            assert {call.engine for call in info.calls} == {"engine-0", "engine-1"}
+            assert "engine-0" in {call.engine for call in info.calls}
             assert info.calls[-1].engine == "engine-1"
 
 
@@ -187,6 +187,7 @@ async def drains(shard: Cluster, name: str) -> bool:
     return any(row["is_draining"] for row in rows if row.get("engine_name") == name)
 
 
-async def runs_on(session: Program, engine: str) -> bool:
+async def engines_of_calls(session: Program) -> set[str | None]:
+    """None for those that have none yet."""
     info = await session.client.session_info(session.session_id, session.session_auth)
-    return any(call.engine == engine and call.state == "running" for call in info.calls)
+    return {call.engine for call in info.calls}
