@@ -127,14 +127,6 @@ class _Weight:
             return few_rows_linear(x, self.weight, out, bias=self.bias)
         return F.linear(x, self.weight, self.bias)
 
-    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        if _is_few(x):
-            few_rows_linear(x, self.weight, out, bias=self.bias)
-        elif self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
-
     def gated(self, x: Normed) -> torch.Tensor:
         """silu(gate) * up, where the weight is [gate | up]."""
         out = _rows(x).new_empty(len(_rows(x)), len(self.weight) // 2)
