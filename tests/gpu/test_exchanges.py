@@ -1,6 +1,5 @@
 """What ranks do through memory that two GPUs share: each rank is a process, which does the same."""
 
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -14,7 +13,7 @@ import torch
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import RankGroup
-from tests.support.exchange_rounds import run_rounds
+from tests.support.exchange_rounds import run_ranks, run_rounds
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,25 +24,11 @@ ROUNDS, WIDTH, MAX_ROWS = 40, 4096, 512
 
 
 def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", __name__, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(__name__, 2, str(tmp_path / "store"))
 
 
 def test_a_rank_that_is_left_alone_is_released(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", __name__, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank), "alone"]) for rank in range(2)]
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(__name__, 2, "alone", str(tmp_path / "store"))
 
 
 def connected(store: str, rank: int) -> tuple[RankGroup, torch.device]:
@@ -77,4 +62,4 @@ def main(store: str, rank: int, *, alone: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), alone="alone" in sys.argv)
+    main(sys.argv[-2], int(sys.argv[-1]), alone="alone" in sys.argv)

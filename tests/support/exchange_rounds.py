@@ -2,6 +2,8 @@
 
 What a rank contributes is drawn from a seed that all ranks know, so nobody need be asked."""
 
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
 
@@ -40,6 +42,18 @@ class Round:
         assert (residual.float().cpu() - want).abs().max() < (1e-4 if is_exact else 0.1)
         difference = normed.float().cpu() - want * scale * self.weight.float()
         assert difference.abs().max() < (1e-3 if is_exact else 0.3)
+
+
+def run_ranks(module: str, size: int, *arguments: str) -> None:
+    """Run a module once for each rank, whose number is its last argument. All must succeed."""
+    command = [sys.executable, "-m", module, *arguments]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
+    try:
+        assert [rank.wait(100) for rank in ranks] == [0] * size
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def run_rounds(

@@ -1,6 +1,5 @@
 """What three ranks do through each other's memory, in Triton's interpreter: each is a process."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
-from tests.support.exchange_rounds import run_rounds
+from tests.support.exchange_rounds import run_ranks, run_rounds
 from tests.support.mapped_memory import mapped_exchanges
 
 pytestmark = [
@@ -24,14 +23,7 @@ CASES = ((torch.float32, 0), (torch.bfloat16, 2**31 - 2))
 
 def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
     """Also after a day of decodes, when a turn has more than 31 bits."""
-    command = [sys.executable, "-m", __name__, str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(SIZE)]
-    try:
-        assert [rank.wait(100) for rank in ranks] == [0] * SIZE
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(__name__, SIZE, str(tmp_path))
 
 
 def main(folder: Path, rank: int) -> None:
