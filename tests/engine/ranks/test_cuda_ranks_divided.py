@@ -7,8 +7,10 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import numpy as np
 import torch
 
+from parrot.engine.kernels.ranks import exchanges, kernels
 from parrot.engine.kernels.ranks.memory import MESSAGE_ROWS, MemoryLayout
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
@@ -42,6 +45,7 @@ pytestmark = [
 CPU = torch.device("cpu")
 LAYOUT = MemoryLayout.of(2, 64 * 4, 64)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 261}
+CHUNK = MESSAGE_ROWS + 6  # whose sums read other ranks' memory
 SAMPLINGS = (
     SamplingConfig(temperature=0.0),
     SamplingConfig(temperature=1.2, top_p=0.9, seed=3, logprobs=2),
@@ -73,14 +77,23 @@ def outputs(runner: CudaRunner) -> list[Any]:
         driver.generate([driver.context(p) for p in prompts], 3, sampling=sampling)
         for sampling in SAMPLINGS
     ]
-    long = driver.context([i * 5 % 250 for i in range(MESSAGE_ROWS + 6)])
+    long = driver.context([i * 5 % 250 for i in range(CHUNK)])
     return [*found, driver.generate([long], 2)]
 
 
+def chunked(runner: CudaRunner) -> list[float]:
+    """Log probabilities behind a prompt of three steps, of which two choose no token."""
+    driver = Driver(runner)
+    context = driver.context([i * 5 % 250 for i in range(3 * CHUNK)])
+    for _ in range(3):
+        result = driver.step([(context, CHUNK)], SAMPLINGS[1])
+    return list(result.scores[context.context_id].values)
+
+
 @contextmanager
-def divided(folder: Path, store: Path) -> Iterator[CudaRunner]:
+def divided(folder: Path, store: Path, *options: str) -> Iterator[CudaRunner]:
     link, other = Link.pair()
-    arguments = [str(folder), str(store), str(other.fileno())]
+    arguments = [str(folder), str(store), str(other.fileno()), *options]
     with other:
         process = subprocess.Popen(
             [sys.executable, "-m", __name__, *arguments], pass_fds=[other.fileno()]
@@ -101,6 +114,34 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
         assert json.dumps(outputs(runner)) == json.dumps(want)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_part_of_a_sum_stays_until_a_slow_rank_has_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    """Also if nothing follows the embeddings' sum in its step, since the only layer has no row of
+    which logits are wanted."""
+    sizes = SIZES | {"num_hidden_layers": layers}
+    folder = make_tiny_model(tmp_path / "model", "llama", overrides=sizes)
+    want = chunked(make_runner(str(folder), None, None))
+    monkeypatch.setattr(exchanges, "MAX_PROGRAMS", 1)
+    with divided(folder, tmp_path / "store", "slow") as runner:
+        np.testing.assert_allclose(chunked(runner), want, atol=1e-5)
+
+
+def read_late() -> None:
+    """Let the first sum read some time after the ranks have met. It has one program, or others
+    would have to meet before."""
+    meet, is_first = kernels._tell_and_wait, iter([True])
+
+    def meet_and_wait(*args: Any) -> None:
+        meet(*args)
+        if next(is_first, False):
+            time.sleep(timedelta(seconds=3).total_seconds())
+
+    kernels._tell_and_wait = meet_and_wait
+    exchanges.MAX_PROGRAMS = 1
+
+
 def follow(folder: str, store: str, number: int) -> None:
     group, link, reader = join(1, Path(store)), Link(socket.socket(fileno=number)), StepReader()
     runner = make_runner(folder, group, None)
@@ -112,4 +153,6 @@ def follow(folder: str, store: str, number: int) -> None:
 
 
 if __name__ == "__main__":
+    if "slow" in sys.argv:
+        read_late()
     follow(sys.argv[1], sys.argv[2], int(sys.argv[3]))

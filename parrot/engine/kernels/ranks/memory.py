@@ -14,8 +14,10 @@ EXCHANGE_BYTES = 64 << 10
 """The most that a rank sends in one exchange."""
 
 NUM_SLOTS = 3
-"""One is read by others while the next is written; and one for a step's embeddings, so that the
-first slot of a step is never the last one of the step before."""
+"""Other ranks may read a slot until they come to the next sum, so what follows a sum through a slot
+must be a sum through another: two for the layers' sums in turn, and one for a step's embeddings,
+which follow the last layer's. A sum of no rows counts, too: a model of one
+layer has no others behind the embeddings in a step that chooses no token."""
 
 _ALIGNMENT = 256
 
