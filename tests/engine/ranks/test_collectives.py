@@ -69,7 +69,7 @@ def test_a_rank_is_connected_once_all_others_are(monkeypatch: pytest.MonkeyPatch
         time.sleep(0.3 * rank)
         read.append(rank)
 
-    monkeypatch.setattr(group, "_reaches_all", lambda *_: True)
+    monkeypatch.setattr(group, "reaches_all", lambda *_: True)
     monkeypatch.setattr(symmetric, "share_memory", share)
     layout = MemoryLayout.of(3, 8, 1)
     assert on_ranks(3, lambda _: len(read), layout) == [3, 3, 3]

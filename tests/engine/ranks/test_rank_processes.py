@@ -19,6 +19,7 @@ from parrot.engine.engine_types import create_service
 from parrot.engine.runner import load
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
+from parrot.engine.runner.ranks import processes
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState
@@ -131,6 +132,17 @@ def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -
     assert children(os.getpid()) == before
     with pytest.raises(ValidationError, match="`host_kv_gb` needs `tensor_parallel` 1"):
         config(folder, 2, host_kv_gb=1.0)
+
+
+def test_devices_of_different_kinds_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They might choose different kernels and graphs, and then wait for each other for ever."""
+    before = children(os.getpid())
+    monkeypatch.setattr(processes, "device_kind", lambda _: "another")  # of this process's rank
+    with pytest.raises(ConfigError, match="rank 0 has another, rank 1 cpu"):
+        load_runner(config(folder, 2))
+    assert children(os.getpid()) == before
 
 
 def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(

@@ -20,6 +20,7 @@ from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.load import load_rank
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.peers import device_kind
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.utils.config import ConfigError
 
@@ -34,7 +35,8 @@ class FollowerSeat:
         self._link = link
 
     def join(self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool) -> None:
-        self._link.send(json.dumps({"error": None}).encode())
+        loaded = {"error": None, "device": device_kind(device)}
+        self._link.send(json.dumps(loaded).encode())
         self.group.connect_by_file(self._link.receive().decode(), device, layout)
 
 

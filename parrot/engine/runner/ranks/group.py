@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
+from parrot.engine.runner.ranks.peers import reaches_all
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -47,7 +48,7 @@ class RankGroup:
         self._device = device
         self._group = _make_group(store, self.rank, self.size, device, timeout)
         # Nothing is left to be set up in a graph then.
-        if self.least(layout is not None and _reaches_all(self.rank, self.size, device)):
+        if self.least(layout is not None and reaches_all(self.rank, self.size, device)):
             from parrot.engine.runner.ranks.symmetric import share_memory  # needs Triton
 
             assert layout is not None
@@ -102,14 +103,6 @@ class RankGroup:
         if self._group is not None:
             with suppress(RuntimeError):  # gloo cannot: its collectives fail on their own
                 self._group.abort()
-
-
-def _reaches_all(rank: int, size: int, device: torch.device) -> bool:
-    """Whether a rank's device can read and write the memory of the others', which follow each
-    other."""
-    first = device.index - rank
-    others = (other for other in range(first, first + size) if other != device.index)
-    return all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
 
 
 def _in_this_stream(options: Options) -> Options:

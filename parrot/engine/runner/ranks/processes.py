@@ -13,6 +13,7 @@ from parrot.engine.core.plan import DeviceLost
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.peers import device_kind
 from parrot.engine.runner.ranks.unit import Unit
 from parrot.utils.config import ConfigError
 
@@ -57,6 +58,11 @@ class RankProcesses:
                 raise DeviceLost(f"rank {rank} has ended while it loaded the model") from None
             if (error := answer["error"]) is not None:
                 raise ConfigError(f"rank {rank}: {error}")
+            if (kind := answer["device"]) != (own := device_kind(device)):
+                raise ConfigError(
+                    "`instance.tensor_parallel`: the devices of all ranks must be of one kind, and "
+                    f"rank 0 has {own}, rank {rank} {kind}; choose others by `device`"
+                )
         with tempfile.TemporaryDirectory(prefix="parrot-ranks-") as folder:  # nobody else's
             store = f"{folder}/store"
             for link in self._links:

@@ -1,0 +1,47 @@
+"""What the devices of a host's ranks can do with each other, and whether they are alike."""
+
+import ctypes
+
+import torch
+
+_DRIVER = "libcuda.so.1"
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+
+
+def reaches_all(rank: int, size: int, device: torch.device) -> bool:
+    """Whether a rank's device can read and write the memory of the others', which follow each
+    other, with atomics: ranks tell each other with them what is written, since Triton has no other
+    operation that releases what went before. NVLink has them, PCIe mostly has not."""
+    first = device.index - rank
+    others = [other for other in range(first, first + size) if other != device.index]
+    return all(
+        torch.cuda.can_device_access_peer(device.index, other) and _has_atomics(device.index, other)
+        for other in others
+    )
+
+
+def _has_atomics(index: int, other: int) -> bool:
+    """Whether a device has atomics on the memory of another. torch does not tell, so the driver is
+    asked, which has been loaded for torch. False if it does not know, either."""
+    try:
+        driver = ctypes.CDLL(_DRIVER)
+        devices = [ctypes.c_int(), ctypes.c_int()]
+        for device, number in zip(devices, (index, other), strict=True):
+            if driver.cuDeviceGet(ctypes.byref(device), number):
+                return False
+        found = ctypes.c_int()
+        failed = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), _NATIVE_ATOMICS, *devices)
+    except (OSError, AttributeError):
+        return False
+    return not failed and found.value == 1
+
+
+def device_kind(device: torch.device) -> str:
+    """What a rank's kernels, graphs and tiles are chosen by, and so the order of what it says to
+    the others. Memory is not in it: all ranks have as many blocks of KV as the one with the
+    least."""
+    if device.type != "cuda":
+        return device.type
+    found = torch.cuda.get_device_properties(device)
+    capability = f"compute capability {found.major}.{found.minor}"
+    return f"{found.name} with {found.multi_processor_count} multiprocessors and {capability}"
