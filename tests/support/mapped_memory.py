@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from parrot.engine.kernels.ranks.exchanges import Exchanges
-from parrot.engine.kernels.ranks.memory import MAX_PROGRAMS, MemoryLayout, SymmetricMemory
+from parrot.engine.kernels.ranks.memory import MemoryLayout, SymmetricMemory
 
 
 def mapped_exchanges(folder: Path, rank: int, layout: MemoryLayout, turn: int = 0) -> Exchanges:
@@ -17,13 +17,14 @@ def mapped_exchanges(folder: Path, rank: int, layout: MemoryLayout, turn: int = 
         )
         for other in range(layout.size)
     ]
-    return Exchanges(
-        SymmetricMemory(
-            rank=rank,
-            layout=layout,
-            own=parts[rank],
-            addresses=torch.tensor([part.data_ptr() for part in parts]),
-            turns=torch.full((MAX_PROGRAMS,), turn, dtype=torch.int64),
-            keeps=parts,
-        )
-    )
+    begins = [part.data_ptr() for part in parts]
+    memory = SymmetricMemory.of(rank, layout, parts[rank], begins, keeps=parts)
+    memory.turns.fill_(turn)
+    return Exchanges(memory)
+
+
+def lonely_exchanges(layout: MemoryLayout, device: torch.device) -> Exchanges:
+    """Those of rank 0, whose messages to others go nowhere, and whom nobody answers."""
+    parts = torch.zeros((layout.size, layout.num_bytes), dtype=torch.uint8, device=device)
+    begins = [part.data_ptr() for part in parts]
+    return Exchanges(SymmetricMemory.of(0, layout, parts[0], begins, keeps=parts))

@@ -1,7 +1,9 @@
 """What three ranks do through each other's memory, in Triton's interpreter: each is a process."""
 
 import sys
+import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,7 +13,7 @@ import torch
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from tests.support.exchange_rounds import run_ranks, run_rounds
-from tests.support.mapped_memory import mapped_exchanges
+from tests.support.mapped_memory import lonely_exchanges, mapped_exchanges
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
@@ -24,6 +26,29 @@ CASES = ((torch.float32, 0), (torch.bfloat16, 2**31 - 2))
 def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
     """Also after a day of decodes, when a turn has more than 31 bits."""
     run_ranks(__name__, SIZE, str(tmp_path))
+
+
+def test_a_rank_that_nobody_answers_is_released_without_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose queue may be full of kernels that wait."""
+    exchanges = lonely_exchanges(MemoryLayout(2, WIDTH * 4, WIDTH * 4 * 128), torch.device("cpu"))
+    has_ended = threading.Event()
+
+    def wait_in_all_kernels() -> None:
+        for rows in (2, MAX_ROWS):
+            residual = torch.zeros((rows, WIDTH))
+            part = exchanges.slot(0, 1, residual)
+            assert part is not None
+            exchanges.sum_and_norm(part, residual, residual[0], 1e-5)
+        exchanges.broadcast(torch.zeros(4, dtype=torch.int32))
+        has_ended.set()
+
+    threading.Thread(target=wait_in_all_kernels, daemon=True).start()
+    assert not has_ended.wait(0.5), "it has not waited"
+    monkeypatch.setattr(torch.cuda, "stream", Mock(side_effect=AssertionError("it may block")))
+    exchanges.release()
+    assert has_ended.wait(60)
 
 
 def main(folder: Path, rank: int) -> None:

@@ -1,13 +1,16 @@
 """Kernels in which ranks read and write each other's memory. `exchanges` launches them.
 
 A program meets those of its number on the other ranks: each says at which turn it is, and waits
-until the others are there. A rank's memory begins with int64 `over`, which ends all waiting when it
-is not zero."""
+until the others are there. `addresses` are those of each rank's memory, and then that of `over`,
+int64 in the host's memory, which ends all waiting when it is not zero."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_LANES = tl.constexpr(256)
+"""As many as a program has threads."""
 
 
 @triton.jit
@@ -17,10 +20,23 @@ def _memory_of(addresses, rank):
 
 
 @triton.jit
-def _has_come(flag, over, turn):
+def _has_come(flag, turn):
     """The same for all threads, as atomics are."""
-    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    return (seen >= turn) | (tl.atomic_add(over, 0, sem="relaxed", scope="sys") != 0)
+    return tl.atomic_add(flag, 0, sem="acquire", scope="sys") >= turn
+
+
+@triton.jit
+def _asks(looks):
+    """Whether to look at `over` besides, for a program that looks for the others the so-manyth
+    time. It takes a microsecond, since the host's memory is behind PCIe, in which nobody sees that
+    the others come: now and then is enough for what happens once."""
+    return looks % 64 == 0
+
+
+@triton.jit
+def _is_over(over):
+    """The same for all threads, which each read it, since they share what is the largest."""
+    return tl.max(tl.load(over + tl.zeros([_LANES], tl.int32), volatile=True), 0) != 0
 
 
 @triton.jit
@@ -39,12 +55,17 @@ def _tell_and_wait(
             flags = (_memory_of(addresses, other) + place).to(tl.pointer_type(tl.int64))
             tl.atomic_xchg(flags + RANK * FLAGS + program, turn, sem="release", scope="sys")
     own = _memory_of(addresses, RANK)
-    over = own.to(tl.pointer_type(tl.int64))
+    over = _memory_of(addresses, SIZE).to(tl.pointer_type(tl.int64))
     for other in tl.static_range(SIZE):
         if other != RANK:
             flag = (own + place).to(tl.pointer_type(tl.int64)) + other * FLAGS + program
-            while not _has_come(flag, over, turn):
-                pass
+            has_come = _has_come(flag, turn)
+            looks = 1
+            while not has_come:
+                has_come = _has_come(flag, turn)
+                looks += 1
+                if _asks(looks):
+                    has_come = has_come | _is_over(over)
     tl.store(turns + program, turn)
 
 
@@ -129,19 +150,22 @@ def _word(low, high, KIND: tl.constexpr):
 
 
 @triton.jit
-def _look(at, inside, over, turn):
+def _look(at, inside, over, turn, looks):
     """The content of a message's place, and whether some of it has not come."""
     came = tl.load(at, mask=inside, other=0, volatile=True)
-    is_old = inside & ((came >> 32).to(tl.int32) != turn) & (tl.load(over, volatile=True) == 0)
+    is_over = tl.load(over, mask=_asks(looks), other=0, volatile=True) != 0
+    is_old = inside & ((came >> 32).to(tl.int32) != turn) & (not is_over)
     return came.to(tl.int32), tl.max(is_old.to(tl.int32), 0)
 
 
 @triton.jit
 def _receive(at, inside, over, turn):
     """The words of a message, behind each of which is the turn that it belongs to."""
-    came, is_old = _look(at, inside, over, turn)
+    came, is_old = _look(at, inside, over, turn, 1)
+    looks = 2
     while is_old > 0:
-        came, is_old = _look(at, inside, over, turn)
+        came, is_old = _look(at, inside, over, turn, looks)
+        looks += 1
     return came
 
 
@@ -178,6 +202,7 @@ def sum_few_and_norm_kernel(
     word = tl.arange(0, BLOCK)
     inside = word < WORDS
     own = _memory_of(addresses, RANK)
+    over = _memory_of(addresses, SIZE).to(tl.pointer_type(tl.int64))
     weight = tl.load(weight_ptr + word, mask=inside, other=0)
     if DEPENDENT:
         gdc_launch_dependents()
@@ -205,7 +230,6 @@ def sum_few_and_norm_kernel(
     before = part
     if ADD:
         before = tl.load(residual_at, mask=inside, other=0)
-    over = own.to(tl.pointer_type(tl.int64))
     inbox = tl.multiple_of((own + start).to(tl.pointer_type(tl.int64)), 16)
     for rank in tl.static_range(SIZE):
         came = part

@@ -1,5 +1,6 @@
 """Memory of one rank that all ranks can read and write, and how it is divided."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,8 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Where what is in a rank's memory, by its first byte: `over`, flags, inboxes of exchanges and
-    of messages (two of each, which take turns, with room for every rank), slots.
+    """Where what is in a rank's memory, by its first byte: flags, inboxes of exchanges and of
+    messages (two of each, which take turns, with room for every rank), slots.
 
     row_bytes   of hidden states
     slot_bytes  of the largest part that is summed through a slot"""
@@ -48,7 +49,7 @@ class MemoryLayout:
     @property
     def flags(self) -> int:
         """int64 [size, MAX_PROGRAMS]."""
-        return _ALIGNMENT
+        return 0
 
     @property
     def exchanges(self) -> int:
@@ -79,8 +80,10 @@ class SymmetricMemory:
     """One rank's view of all ranks' memory.
 
     own        uint8 [bytes] on the device, zero at first
-    addresses  int64 [size] on the device: where each rank's memory begins for this process
+    addresses  int64 [size + 1] on the device: where each rank's memory begins for this process,
+               and where `over` is
     turns      int64 [MAX_PROGRAMS] on the device, zero at first
+    over       int64 [1] on the host, where the device can read it; zero until all is over
     keeps      what keeps the memory of the others reachable"""
 
     rank: int
@@ -88,7 +91,24 @@ class SymmetricMemory:
     own: torch.Tensor
     addresses: torch.Tensor
     turns: torch.Tensor
+    over: torch.Tensor
     keeps: object
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        layout: MemoryLayout,
+        own: torch.Tensor,
+        begins: Sequence[int],
+        keeps: object,
+    ) -> "SymmetricMemory":
+        """`begins`: where each rank's memory does."""
+        # A device reads pinned memory at the address that it has for the host.
+        over = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
+        addresses = torch.tensor([*begins, over.data_ptr()], dtype=torch.int64)
+        turns = torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=own.device)
+        return cls(rank, layout, own, addresses.to(own.device), turns, over, keeps)
 
     def slot(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """A place for a part of a sum; None if it is too large."""

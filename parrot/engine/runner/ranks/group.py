@@ -98,8 +98,7 @@ class RankGroup:
         raise, or go on with anything. Returns when there are no CUDA graphs with collectives any
         more, of which NCCL counts those that are captured."""
         if self.exchanges is not None:
-            with suppress(RuntimeError):  # of a device that is lost, on which nothing waits
-                self.exchanges.release()
+            self.exchanges.release()
         if self._group is not None:
             with suppress(RuntimeError):  # gloo cannot: its collectives fail on their own
                 self._group.abort()

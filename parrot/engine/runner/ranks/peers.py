@@ -1,4 +1,4 @@
-"""What the devices of a host's ranks can do with each other, and whether they are alike."""
+"""Devices of a host's ranks: whether they can share memory, and whether they are alike."""
 
 import ctypes
 
@@ -37,7 +37,7 @@ def _has_atomics(index: int, other: int) -> bool:
 
 
 def device_kind(device: torch.device) -> str:
-    """What a rank's kernels, graphs and tiles are chosen by, and so the order of what it says to
+    """All by which a rank chooses kernels, graphs and tiles, and so the order of what it says to
     the others. Memory is not in it: all ranks have as many blocks of KV as the one with the
     least."""
     if device.type != "cuda":

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from parrot.engine.kernels.ranks.exchanges import Exchanges
-from parrot.engine.kernels.ranks.memory import MAX_PROGRAMS, MemoryLayout, SymmetricMemory
+from parrot.engine.kernels.ranks.memory import MemoryLayout, SymmetricMemory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -31,13 +31,4 @@ def share_memory(
     own.zero_()
     torch.cuda.synchronize(device)  # before another rank writes to it
     handle = _SymmetricMemory.rendezvous(own)
-    return Exchanges(
-        SymmetricMemory(
-            rank=rank,
-            layout=layout,
-            own=own,
-            addresses=torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device),
-            turns=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
-            keeps=handle,
-        )
-    )
+    return Exchanges(SymmetricMemory.of(rank, layout, own, handle.buffer_ptrs, keeps=handle))
