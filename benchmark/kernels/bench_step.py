@@ -20,12 +20,12 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
 from parrot.engine.kernels.launch import KVView
-from parrot.engine.kernels.linear import (
-    FEW_ROWS,
+from parrot.engine.kernels.linear.products import (
     UndividedRows,
     few_rows_add_and_norm,
     few_rows_linear,
 )
+from parrot.engine.kernels.linear.tiles import FEW_ROWS
 
 CASES = {
     "Llama-3.1-8B": {

@@ -9,7 +9,11 @@ from benchmark.kernels import MEMORY_RATE
 from benchmark.kernels.attention_cases import PAGE, normal
 from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, silu_mul
-from parrot.engine.kernels.linear import UndividedRows, few_rows_add_and_norm, few_rows_linear
+from parrot.engine.kernels.linear.products import (
+    UndividedRows,
+    few_rows_add_and_norm,
+    few_rows_linear,
+)
 
 
 @dataclass(frozen=True)

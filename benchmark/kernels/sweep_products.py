@@ -17,14 +17,15 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from triton import next_power_of_2
 
 from benchmark.kernels import MEMORY_RATE
 from benchmark.kernels.attention_cases import normal
 from benchmark.kernels.layers import MODELS, Model
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
-from parrot.engine.kernels import linear
-from parrot.engine.kernels.linear import few_rows_linear
+from parrot.engine.kernels.linear import tiles
+from parrot.engine.kernels.linear.products import few_rows_linear
 
 ALL = {**MODELS, "Llama-3.1-70B": Model(8192, 80, 64, 8, 28672, 128256)}
 SHARED_BYTES = 225 << 10
@@ -32,7 +33,8 @@ L2_BYTES = 400 << 20  # of weights that take turns: several times what L2 holds
 LAUNCHES = 24
 
 Tile = tuple[int, int, int, int]
-"""Outputs, columns, stages, warps."""
+"""Outputs, columns, stages, warps. Without stages and columns: whole rows of weights, without the
+matrix unit."""
 
 PLAIN: Sequence[Tile] = [
     *((16, 256, 5, 4), (16, 512, 4, 2), (32, 128, 5, 4), (32, 128, 8, 4), (32, 256, 4, 4)),
@@ -43,6 +45,11 @@ SILU: Sequence[Tile] = [
     *((32, 64, 6, 4), (32, 128, 4, 4), (32, 128, 5, 4), (64, 64, 4, 4), (64, 64, 6, 4)),
     *((64, 128, 3, 4), (128, 64, 3, 8), (128, 128, 3, 4), (128, 128, 2, 8)),
 ]
+ROW: Sequence[Tile] = [
+    *((outputs, 0, 0, warps) for outputs in (2, 4, 8, 16) for warps in (4, 8)),
+    *((1, 0, 0, 8), (8, 0, 0, 16)),
+]
+MAX_REGISTERS = 128  # of a thread, for weights
 
 
 @dataclass(frozen=True)
@@ -67,17 +74,26 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        outputs, columns, stages, _ = self.tile
-        tile_rows = (2 if self.product.silu else 1) * outputs + max(16, self.rows)
+        outputs, columns, stages, warps = self.tile
+        weight_rows = (2 if self.product.silu else 1) * outputs
+        if not stages:
+            registers = weight_rows * next_power_of_2(self.product.inputs) / 2 / (32 * warps)
+            return self.splits == self.rows == 1 and registers <= MAX_REGISTERS
+        tile_rows = weight_rows + max(16, self.rows)
         is_even = self.product.inputs % (self.splits * columns) == 0
         return is_even and stages * tile_rows * columns * 2 <= SHARED_BYTES
 
     def run(self, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         outputs, columns, stages, warps = self.tile
-        tile = {"BM": max(16, self.rows), "BN": outputs, "BK": columns, "STAGES": stages}
+        if stages:
+            tile = {"BM": max(16, self.rows), "BN": outputs, "BK": columns, "STAGES": stages}
+        else:
+            tile = {"ROWS": 1, "BN": outputs, "BK": next_power_of_2(self.product.inputs)}
+        tile["num_warps"] = warps
+        kind = "matrix_tile" if stages else "row_tile"
         with (
-            patch.object(linear, "_tile", lambda *_, **__: {**tile, "num_warps": warps}),
-            patch.object(linear, "_is_small", lambda *_, **__: False),
+            patch.object(tiles.Product, kind, lambda _: dict(tile)),
+            patch.object(tiles.Product, "is_row", not stages),
         ):
             for weight in weights:
                 few_rows_linear(x, weight, out, silu=self.product.silu)
@@ -98,8 +114,8 @@ def products(model: Model, ranks: int) -> list[Product]:
 
 def candidates(product: Product, rows: int) -> list[Candidate]:
     splits = (1, 2, 4) if product.is_summed else (1,)
-    tiles = SILU if product.silu else PLAIN
-    found = [Candidate(product, rows, tile, count) for tile in tiles for count in splits]
+    choices = [*(SILU if product.silu else PLAIN), *ROW]
+    found = [Candidate(product, rows, tile, count) for tile in choices for count in splits]
     return [candidate for candidate in found if candidate.fits]
 
 

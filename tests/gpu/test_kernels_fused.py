@@ -14,13 +14,13 @@ from parrot.engine.kernels.fused import (
     silu_mul,
 )
 from parrot.engine.kernels.launch import KVView
-from parrot.engine.kernels.linear import (
-    FEW_ROWS,
+from parrot.engine.kernels.linear.products import (
     UndividedRows,
     few_rows_add_and_norm,
     few_rows_linear,
     few_rows_qkv,
 )
+from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from tests.support.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +125,13 @@ def test_silu_mul(size: int, tokens: int) -> None:
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 5e-3
 
 
+def least_alike(num_weights: int, num_rows: int) -> int:
+    """The fewest rows whose products are summed in the order of those of `num_rows`."""
+    if num_weights < 1 << 20:  # two rows are as one
+        return 1 if num_rows <= 2 else 3
+    return min(num_rows, 2)
+
+
 @pytest.mark.parametrize(("num_out", "size"), [(576, 576), (6144, 4096), (4096, 14336)])
 @pytest.mark.parametrize("silu", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 31, 33, FEW_ROWS])
@@ -140,8 +147,8 @@ def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> 
     assert relative_error(out, expected) < 1e-2
     again = few_rows_linear(x, weight, torch.full_like(out, float("nan")), silu=silu)
     assert torch.equal(again, out)
-    if num_rows > 1:  # the same row, whoever is beside it: of two, and of more
-        few = 1 if num_rows <= 2 or num_out > 576 else 3
+    few = least_alike(num_out * size, num_rows)
+    if few < num_rows:  # the same row, whoever is beside it
         fewer = few_rows_linear(x[:few], weight, torch.empty_like(out[:few]), silu=silu)
         assert torch.equal(fewer, out[:few])
 
@@ -168,7 +175,7 @@ def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> Non
     few_rows_linear(normed, second, out)
     expected = rms_norm_reference(total.cpu(), gain.cpu(), 1e-5) @ second.double().T.cpu()
     assert relative_error(out, expected) < 5e-3
-    for rows in (1 if num_rows <= 2 or inner > 576 else 3, num_rows):
+    for rows in (least_alike(inner * size, num_rows), num_rows):
         for _ in range(20):
             again = few_rows_linear(run(rows)[1], second, torch.full_like(out[:rows], float("nan")))
         assert torch.equal(again, out[:rows])
@@ -177,7 +184,7 @@ def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> Non
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "size"), [(32, 8, 128, 4096), (9, 3, 64, 576), (40, 40, 128, 5120)]
 )
-@pytest.mark.parametrize("num_rows", [1, 9, 16, 32, FEW_ROWS])
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 16, 32, FEW_ROWS])
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, size: int, num_rows: int) -> None:
     """The kernel equals the product, the rotation and the write one after the other."""
     torch.manual_seed(heads)

@@ -104,10 +104,9 @@ def compare_tokens(folder: Path) -> None:
     assert isinstance(alone, CudaRunner)
     want = outputs(alone)
     with two_ranks(folder) as (runner, _):
-        replays = runner.computer.graphs
         assert outputs(runner) == want
-        assert replays is not None
-        assert replays.num_replays > 0
+        assert runner.computer.graphs is not None  # not kept: ranks wait for their end
+        assert runner.computer.graphs.num_replays > 0
 
 
 def test_requests_that_are_launched_ahead_get_the_tokens_of_one_gpu(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
-from parrot.engine.kernels.linear import (
-    FEW_ROWS,
+from parrot.engine.kernels.linear.products import (
     UndividedRows,
     can_rotate,
     few_rows_add_and_norm,
@@ -23,6 +22,7 @@ from parrot.engine.kernels.linear import (
     few_rows_qkv,
     num_splits,
 )
+from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.models.decoder import Decoder, Layer
 from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
@@ -276,7 +276,7 @@ class FusedDecoder:
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, self._cos_sin, shape)
         new = None
-        fits = can_rotate(shape, len(_rows(x))) and not attention.is_quantised
+        fits = can_rotate(shape, x) and not attention.is_quantised
         if layer.head_norm is None and fits:
             q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias)
         else:

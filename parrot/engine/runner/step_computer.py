@@ -14,7 +14,7 @@ from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import WorkList
 from parrot.engine.kernels.launch import MATRIX_RATE
-from parrot.engine.kernels.linear import FEW_ROWS
+from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.kernels.sampling import best_tokens
 from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
 from parrot.engine.models.fused import Forward

@@ -260,7 +260,7 @@ def linear_variant(
     stages: int = 4,
     warps: int = 4,
 ) -> dict[str, Any]:
-    from parrot.engine.kernels.linear_kernels import few_rows_linear_kernel
+    from parrot.engine.kernels.linear.matrix_kernels import few_rows_linear_kernel
 
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
     constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "SILU": silu, "ADD": add}
@@ -331,14 +331,14 @@ def exchange_variant(*, only_first: bool = False, warps: int = 8) -> dict[str, A
 
 def row_variant(
     *,
-    num_out: int = 1024,
-    size: int = 3072,
-    outputs: int = 8,
+    num_out: int = 4096,
+    size: int = 4096,
+    outputs: int = 4,
     silu: bool = False,
     rows: int = 1,
     warps: int = 8,
 ) -> dict[str, Any]:
-    from parrot.engine.kernels.linear_kernels import row_linear_kernel
+    from parrot.engine.kernels.linear.row_kernels import row_linear_kernel
 
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "squares_ptr": "*fp32"}
     constants: dict[str, Any] = dict.fromkeys(
@@ -355,8 +355,11 @@ def row_variant(
     )
 
 
-def qkv_variant(*, rows: int = 32, outputs: int = 64, warps: int = 4) -> dict[str, Any]:
-    from parrot.engine.kernels.linear_kernels import few_rows_qkv_kernel
+def qkv_variant(
+    *, rows: int = 32, outputs: int = 64, warps: int = 4, matrix: bool = True
+) -> dict[str, Any]:
+    from parrot.engine.kernels.linear.matrix_kernels import few_rows_qkv_kernel
+    from parrot.engine.kernels.linear.row_kernels import row_qkv_kernel
 
     values = ("x_ptr", "weight_ptr", "q_ptr", "k_cache", "v_cache")
     pointers = {
@@ -365,12 +368,12 @@ def qkv_variant(*, rows: int = 32, outputs: int = 64, warps: int = 4) -> dict[st
         **dict.fromkeys(("cos_sin", "squares_ptr"), "*fp32"),
     }
     numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
-    shape = {"K": 5120, "H": 40, "HKV": 40, "D": 128, "PAGE": 64}
-    tile = {"BM": rows, "BN": outputs, "BK": 128, "STAGES": 4, "PARTS": 80}
+    shape = {"K": 4096, "H": 32, "HKV": 8, "D": 128, "PAGE": 64, "PARTS": 80}
+    tile = {"BM": rows, "BK": 128, "STAGES": 4} if matrix else {"ROWS": rows, "BK": 4096}
     return compile_kernel(
-        few_rows_qkv_kernel,
+        few_rows_qkv_kernel if matrix else row_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},
-        {**shape, **tile, "bias_ptr": None, "BIAS": False, "DEPENDENT": True},
+        {**shape, **tile, "BN": outputs, "bias_ptr": None, "BIAS": False, "DEPENDENT": True},
         divisible=(*pointers, "stride_x", "stride_page"),
         num_warps=warps,
     )

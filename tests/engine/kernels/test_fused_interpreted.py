@@ -15,15 +15,14 @@ from parrot.engine.kernels.fused import (
     silu_mul,
 )
 from parrot.engine.kernels.launch import KVView
-from parrot.engine.kernels.linear import (
-    FEW_ROWS,
+from parrot.engine.kernels.linear.products import (
     UndividedRows,
-    _tile,
     few_rows_add_and_norm,
     few_rows_linear,
     few_rows_qkv,
     num_splits,
 )
+from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
 from tests.support.kernel_cases import relative_error, rms_norm_reference, rope_reference
 
 pytestmark = pytest.mark.skipif(
@@ -200,7 +199,7 @@ def test_products_of_few_programs_are_split() -> None:
     assert splits(8, 4096, 7168) == 2
     assert splits(8, 8192, 7168) == 1, "there are enough programs"
     assert splits(8, 4096, 7168 + 128) == 1, "parts would not be even"
-    assert splits(1, 1024, 2048) == 1, "the weights fit the registers"
+    assert splits(1, 4096, 7168) == 1, "programs have whole rows of weights"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -208,7 +207,7 @@ def test_products_of_few_programs_are_split() -> None:
 def test_tiles_fit_a_multiprocessor(dtype: torch.dtype, silu: bool) -> None:
     for num_rows in (1, 16, 17, 32, 33, FEW_ROWS):
         for num_out in (64, 1024, 4095, 4096, 5120, 6144, 8193, 150_000):
-            tile = _tile(num_rows, num_out, 8192, dtype, silu=silu)
+            tile = Product(num_rows, num_out, 8192, dtype, silu).matrix_tile()
             heights = tile["BM"] + tile["BN"] * (2 if silu else 1)
             moved = heights * tile["BK"] * dtype.itemsize * tile["STAGES"]
             assert moved <= 227 * 1024, (num_rows, num_out, tile)
@@ -252,7 +251,7 @@ def test_products_that_add_and_norm(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "num_rows", "undivided"),
     [
-        *((3, 1, 64, rows, rows % 2 == 0) for rows in (1, 5, 20, 50)),
+        *((3, 1, 64, rows, rows % 2 == 0) for rows in (1, 2, 5, 20, 50)),
         *((2, 2, 16, rows, rows % 2 == 1) for rows in (1, 5, 20, 50)),
         (30, 2, 128, 20, True),  # wide tiles
         (30, 2, 128, 50, False),

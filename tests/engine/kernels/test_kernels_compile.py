@@ -63,15 +63,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear of 64 rows with silu": {"kernel": "linear", "rows": 64, "columns": 64, "silu": True},
     "linear of 64 rows and residual": {"kernel": "linear", "rows": 64, "add": True, "stages": 6},
     "one row": {"kernel": "row"},
-    "two rows": {"kernel": "row", "rows": 2},
-    "one row with silu": {"kernel": "row", "num_out": 3072, "size": 1024, "silu": True},
-    "one row of many outputs": {
-        "kernel": "row",
-        "num_out": 4096,
-        "size": 1024,
-        "outputs": 16,
-        "warps": 4,
-    },
+    "one row with silu": {"kernel": "row", "num_out": 14336, "outputs": 2, "silu": True},
+    "one row of many inputs": {"kernel": "row", "size": 14336, "outputs": 2},
+    "one row of few inputs": {"kernel": "row", "size": 1024, "outputs": 16},
+    "two rows": {"kernel": "row", "size": 1024, "outputs": 16, "rows": 2},
+    "two rows with silu": {"kernel": "row", "size": 1024, "outputs": 8, "rows": 2, "silu": True},
+    "qkv of one row": {"kernel": "qkv", "rows": 1, "outputs": 4, "warps": 8, "matrix": False},
+    "qkv of two rows": {"kernel": "qkv", "rows": 2, "outputs": 4, "warps": 8, "matrix": False},
     "qkv of 64 rows": {"kernel": "qkv", "rows": 64, "outputs": 128, "warps": 8},
     "qkv": {"kernel": "qkv"},
     "qkv of 16 rows": {"kernel": "qkv", "rows": 16},
@@ -117,6 +115,11 @@ def test_no_register_is_spilled(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n.startswith(("shared", "fill"))])
 def test_tall_tiles_use_the_warp_group_matrix_instruction(name: str) -> None:
     assert reports()[name]["wgmma"]
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "one row" in name])
+def test_while_a_program_of_one_row_sums_another_fetches(name: str) -> None:
+    assert 65536 // (reports()[name]["registers"] * 32 * 8) >= 2, reports()[name]
 
 
 @pytest.mark.parametrize("name", ["narrow deep", "narrow light", "quantised narrow deep"])

@@ -31,8 +31,8 @@ from parrot.engine.core.plan import (
     StepPlan,
 )
 from parrot.engine.grammar.compiler import GrammarCompiler
-from parrot.engine.kernels import linear
-from parrot.engine.kernels.linear import FEW_ROWS
+from parrot.engine.kernels.linear import products
+from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
@@ -237,8 +237,9 @@ def test_products_of_any_few_rows_are_warm(
     _, runner = make_runners("llama", max_rows=FEW_ROWS)
     monkeypatch.setattr(TritonAttention, "attend", lambda _, layer, q, *__, **___: q.flatten(1))
     seen: set[Any] = set()
-    for name in ("few_rows_linear_kernel", "few_rows_qkv_kernel", "row_linear_kernel"):
-        monkeypatch.setattr(linear, name, Launches(seen))
+    kernels = [f"{few}_{what}_kernel" for few in ("few_rows", "row") for what in ("linear", "qkv")]
+    for name in kernels:
+        monkeypatch.setattr(products, name, Launches(seen))
     runner.warm_up()
     warm = set(seen)
     driver = Driver(runner)

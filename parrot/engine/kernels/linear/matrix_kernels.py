@@ -1,0 +1,231 @@
+"""Products of few rows on the matrix unit, which are bound by reading the weights. `products`
+launches them."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from parrot.engine.kernels.linear.parts import (
+    add_to_residual,
+    gated,
+    head_and_outputs,
+    places,
+    rotate_and_store,
+)
+
+
+@triton.jit
+def _load_weight(at, inside, WHOLE: tl.constexpr):
+    """A tile. Weights are read once: they leave the cache to what is read again."""
+    if WHOLE:
+        tile = tl.load(at, eviction_policy="evict_first")
+    else:
+        tile = tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
+    return tile
+
+
+@triton.jit
+def _load_bias(at, inside):
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _load_squares(squares_ptr, member, live, PARTS: tl.constexpr):
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[None, :]
+    is_part = live[:, None] & (part < PARTS)
+    return tl.load(squares_ptr + member[:, None] * PARTS + part, mask=is_part, other=0.0)
+
+
+@triton.jit
+def _products(
+    row_at,
+    up_row_at,
+    x_row_at,
+    inside,
+    live,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BOTH: tl.constexpr,
+    ALL_INSIDE: tl.constexpr,
+):
+    """BN rows of weights times BM of x, [BN, BM] in float32; BOTH: and BN others. The weights are
+    the tall operand of the matrix unit, so few rows of x waste little of it."""
+    result = tl.zeros([BN, BM], dtype=tl.float32)
+    other = tl.zeros([BN, BM], dtype=tl.float32)
+    offset = tl.arange(0, BK)[None, :]
+    whole: tl.constexpr = ALL_INSIDE & (K % BK == 0)
+    for first in tl.range(0, K, BK, num_stages=STAGES):
+        column = first + offset
+        x = tl.load(x_row_at + column, mask=live[:, None] & (column < K), other=0.0)
+        tile = inside[:, None] & (column < K)
+        weight = _load_weight(row_at + column, tile, whole)
+        result = tl.dot(weight, tl.trans(x), result, input_precision="ieee")
+        if BOTH:
+            weight = _load_weight(up_row_at + column, tile, whole)
+            other = tl.dot(weight, tl.trans(x), other, input_precision="ieee")
+    return result, other
+
+
+@triton.jit
+def few_rows_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    squares_ptr,
+    residual_ptr,
+    gain_ptr,
+    squares_out_ptr,
+    eps,
+    num_rows,
+    stride_x,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SILU: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (block of BN outputs, part of SPLIT inputs): out = x weight^T (+ bias) for up to BM
+    rows; each part has an out of its own.
+
+    PARTS      x is first divided by its root mean square; squares [rows, PARTS]
+    SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
+    ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
+    DEPENDENT  the kernel before, which wrote all but the parameters, may still run"""
+    program = tl.program_id(0)
+    row = program * BN + tl.arange(0, BN)
+    member = tl.arange(0, BM)
+    inside = row < N
+    live = member < num_rows
+    both = inside[:, None] & live[None, :]
+    first = tl.program_id(1) * SPLIT
+    row_at = weight_ptr + row.to(tl.int64)[:, None] * K + first
+    up_row_at = row_at + tl.full([], N, tl.int64) * K
+    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x + first
+    if DEPENDENT:
+        gdc_wait()
+    if PARTS > 0:
+        squares = _load_squares(squares_ptr, member, live, PARTS)  # nobody waits for them yet
+    if ADD:
+        place = member.to(tl.int64)[None, :] * N + row[:, None]
+        before = tl.load(residual_ptr + place, mask=both, other=0.0)
+        gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
+    result, up = _products(
+        row_at, up_row_at, x_row_at, inside, live, SPLIT, BM, BN, BK, STAGES, SILU, N % BN == 0
+    )
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if PARTS > 0:
+        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
+        result *= scale[None, :]
+        up *= scale[None, :]
+    if BIAS:
+        result += _load_bias(bias_ptr + row, inside)
+    if BIAS and SILU:
+        up += _load_bias(bias_ptr + N + row, inside)
+    kind = out_ptr.dtype.element_ty
+    if SILU:
+        result = gated(result, up, kind)
+    if ADD:
+        result, parts = add_to_residual(result, before, residual_ptr + place, both, kind)
+        part_squares = tl.sum(parts, 0)
+        tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares, mask=live)
+        result *= gain.to(tl.float32)[:, None]
+    out_ptr += tl.program_id(1) * num_rows * N
+    out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
+    tl.store(out_at, result.to(kind), mask=both)
+
+
+@triton.jit
+def few_rows_qkv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    squares_ptr,
+    q_ptr,
+    positions,
+    table_rows,
+    tables,
+    cos_sin,
+    k_cache,
+    v_cache,
+    eps,
+    num_rows,
+    stride_x,
+    stride_page,
+    stride_table,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (head, BN of its D outputs): `few_rows_linear_kernel`, with `rope_and_store_kernel`
+    behind it. q [rows, H, D]; k and v go to the cache, but those of rows without a table."""
+    head, dim, row = head_and_outputs(D, BN)
+    member = tl.arange(0, BM)
+    inside = row >= 0
+    live = member < num_rows
+    placed, place, cos, sin = places(
+        member,
+        live,
+        dim,
+        positions,
+        table_rows,
+        tables,
+        cos_sin,
+        stride_page,
+        stride_table,
+        D,
+        PAGE,
+    )
+    row_at = weight_ptr + row.to(tl.int64)[:, None] * K
+    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
+    if DEPENDENT:
+        gdc_wait()
+    if PARTS > 0:
+        squares = _load_squares(squares_ptr, member, live, PARTS)
+    result, _ = _products(
+        row_at, row_at, x_row_at, inside, live, K, BM, BN, BK, STAGES, False, True
+    )
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if PARTS > 0:
+        result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+    if BIAS:
+        result += _load_bias(bias_ptr + row, inside)
+    rotate_and_store(
+        result,
+        q_ptr,
+        k_cache,
+        v_cache,
+        head,
+        dim,
+        member,
+        placed,
+        place,
+        cos,
+        sin,
+        H,
+        HKV,
+        D,
+        PAGE,
+    )

@@ -1,0 +1,184 @@
+"""Products of one row, or two, without the matrix unit. `products` launches them.
+
+A program's weights are all on their way to its registers before the kernel before has ended; then x
+is read, which takes about as long as the launch of a kernel. The next kernel may come as soon as
+all programs have begun, and fetch its own."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from parrot.engine.kernels.linear.parts import (
+    add_to_residual,
+    gated,
+    head_and_outputs,
+    places,
+    rotate_and_store,
+)
+
+
+@triton.jit
+def _fetch_rows(at, tile, bias_at, inside, BIAS: tl.constexpr):
+    """Rows of weights, read once, and their biases."""
+    weight = tl.load(at, mask=tile, other=0.0, eviction_policy="evict_first")
+    bias = inside.to(tl.float32) * 0.0
+    if BIAS:
+        bias = tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
+    return weight, bias
+
+
+@triton.jit
+def _row_sums(weight, bias, x, scale):
+    return tl.sum(weight.to(tl.float32) * x[None, :], 1) * scale + bias
+
+
+@triton.jit
+def _row_scale(squares_ptr, member, eps, K: tl.constexpr, PARTS: tl.constexpr):
+    part = tl.arange(0, triton.next_power_of_2(PARTS))
+    squares = tl.load(squares_ptr + member * PARTS + part, mask=part < PARTS, other=0.0)
+    return tl.rsqrt(tl.sum(squares, 0) / K + eps)
+
+
+@triton.jit
+def row_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    squares_ptr,
+    residual_ptr,
+    gain_ptr,
+    squares_out_ptr,
+    eps,
+    num_rows,
+    stride_x,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SILU: tl.constexpr,
+    ADD: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """`few_rows_linear_kernel` for ROWS rows (`num_rows`). BK: K or the next power of two."""
+    program = tl.program_id(0)
+    row = program * BN + tl.arange(0, BN)
+    column = tl.arange(0, BK)
+    inside = row < N
+    at = weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
+    tile = inside[:, None] & (column < K)[None, :]
+    if DEPENDENT:
+        gdc_launch_dependents()
+    weight, bias = _fetch_rows(at, tile, bias_ptr + row if BIAS else at, inside, BIAS)
+    if SILU:
+        up_at = at + tl.full([], N, tl.int64) * K
+        up_bias_at = bias_ptr + N + row if BIAS else at
+        up_weight, up_bias = _fetch_rows(up_at, tile, up_bias_at, inside, BIAS)
+    if ADD:
+        gain = tl.load(gain_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    kind = out_ptr.dtype.element_ty
+    for member in tl.range(0, ROWS, num_stages=1):
+        x = tl.load(x_ptr + member * stride_x + column, mask=column < K, other=0.0).to(tl.float32)
+        place = member * N + row
+        if ADD:
+            before = tl.load(residual_ptr + place, mask=inside, other=0.0)
+        scale = 1.0
+        if PARTS > 0:
+            scale = _row_scale(squares_ptr, member, eps, K, PARTS)
+        result = _row_sums(weight, bias, x, scale)
+        if SILU:
+            result = gated(result, _row_sums(up_weight, up_bias, x, scale), kind)
+        if ADD:
+            result, parts = add_to_residual(result, before, residual_ptr + place, inside, kind)
+            part_squares = tl.sum(parts, 0)
+            tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares)
+            result *= gain
+        tl.store(out_ptr + place, result.to(kind), mask=inside)
+
+
+@triton.jit
+def row_qkv_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    squares_ptr,
+    q_ptr,
+    positions,
+    table_rows,
+    tables,
+    cos_sin,
+    k_cache,
+    v_cache,
+    eps,
+    num_rows,
+    stride_x,
+    stride_page,
+    stride_table,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """`few_rows_qkv_kernel` for ROWS rows (`num_rows`), as `row_linear_kernel` does it."""
+    head, dim, row = head_and_outputs(D, BN)
+    inside = row >= 0
+    member = tl.arange(0, ROWS)
+    column = tl.arange(0, BK)
+    at = weight_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
+    tile = inside[:, None] & (column < K)[None, :]
+    if DEPENDENT:
+        gdc_launch_dependents()
+    weight, bias = _fetch_rows(at, tile, bias_ptr + row if BIAS else at, inside, BIAS)
+    placed, place, cos, sin = places(
+        member,
+        member >= 0,
+        dim,
+        positions,
+        table_rows,
+        tables,
+        cos_sin,
+        stride_page,
+        stride_table,
+        D,
+        PAGE,
+    )
+    if DEPENDENT:
+        gdc_wait()
+    result = tl.zeros([BN, ROWS], dtype=tl.float32)
+    for index in tl.static_range(ROWS):
+        x = tl.load(x_ptr + index * stride_x + column, mask=column < K, other=0.0).to(tl.float32)
+        scale = 1.0
+        if PARTS > 0:
+            scale = _row_scale(squares_ptr, index, eps, K, PARTS)
+        sums = _row_sums(weight, bias, x, scale)
+        result = tl.where((member == index)[None, :], sums[:, None], result)
+    rotate_and_store(
+        result,
+        q_ptr,
+        k_cache,
+        v_cache,
+        head,
+        dim,
+        member,
+        placed,
+        place,
+        cos,
+        sin,
+        H,
+        HKV,
+        D,
+        PAGE,
+    )
