@@ -99,8 +99,8 @@ class BuiltinInstance(ConfigModel):
         None,
         ge=0.0,
         description="GiB of the host's memory for KV that leaves the device, and comes back by "
-        "copy; 0: none. null: none on CPUs; else half of what is free, at most 32, and at most "
-        "four times the device's KV.",
+        "copy, of all processes that the model is divided among together; 0: none. null: none on "
+        "CPUs; else half of what is free, at most 32, and at most four times the devices' KV.",
     )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     attn_func: Literal["auto", "torch", "triton"] = "auto"
@@ -115,12 +115,6 @@ class BuiltinInstance(ConfigModel):
         description="Processes of this host that the model is divided among, each with a GPU of "
         "its own, those from `device` on.",
     )
-
-    @model_validator(mode="after")
-    def _ranks_have_no_host_tier(self) -> "BuiltinInstance":
-        if self.host_kv_gb and self.tensor_parallel > 1:
-            raise ValueError("`host_kv_gb` needs `tensor_parallel` 1: set it to 0, or leave it out")
-        return self
 
     @model_validator(mode="before")
     @classmethod

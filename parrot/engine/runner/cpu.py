@@ -24,7 +24,7 @@ from parrot.engine.models.on_cpu import CpuDecoder
 from parrot.engine.runner.device import Reads, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
-from parrot.engine.runner.ranks import RankStep, Unit, together
+from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results, sample
 from parrot.engine.runner.threads import StepThreads
 
@@ -57,7 +57,7 @@ class ModelRunner:
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
-        self._copies = self._cache.host_copies(num_host_blocks)
+        self._copies = RankCopies(self._cache.host_copies(num_host_blocks), unit)
         self._info = runner_info(
             model, self._cache, num_blocks, max_seq_len, num_host_blocks, draft_sizes=_DRAFT_SIZES
         )
@@ -100,7 +100,7 @@ class ModelRunner:
         with together(self._unit):
             if self._unit is not None:
                 self._unit.tell(step)
-            found = self.compute(step)
+            found = self._compute(step)
         read = {} if step.reads is None else step.reads.landed()
         if found is None:
             return StepResult({}, {}, read=read)
@@ -109,7 +109,12 @@ class ModelRunner:
         return replace(chosen, read=read)
 
     @torch.inference_mode()
-    def compute(self, step: RankStep) -> torch.Tensor | None:
+    def compute(self, step: RankStep) -> None:
+        """Do what the ranks besides rank 0 do for a step."""
+        self._copies.follow(step.transfers)
+        self._compute(step)
+
+    def _compute(self, step: RankStep) -> torch.Tensor | None:
         """Do what every rank does for a step; returns the logits of the rows that are sampled,
         float32 [rows, vocab], if any are; or the tokens of the largest [rows], if the step needs no
         more. `step.reads` get what they want."""

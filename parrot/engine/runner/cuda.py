@@ -25,7 +25,7 @@ from parrot.engine.runner.draws import NO_DRAWS, DrawBuilder, Scored
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
-from parrot.engine.runner.ranks import RankStep, Unit, together
+from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results
 from parrot.engine.runner.step_computer import PlannedStep, Sources, StepComputer, WatchedAttention
 from parrot.engine.runner.warm_up import SyntheticPlans
@@ -113,7 +113,7 @@ class CudaRunner:
         spec, device = model.spec, model.device
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
-        self._copies = self._cache.host_copies(options.num_host_blocks)
+        self._copies = RankCopies(self._cache.host_copies(options.num_host_blocks), unit)
         layer_weights = spec.num_layer_weights
         mixed = mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
         self._info = runner_info(
@@ -247,6 +247,7 @@ class CudaRunner:
     @torch.inference_mode()
     def compute(self, step: RankStep) -> None:
         """Launch what the ranks besides rank 0 do for a step."""
+        self._copies.follow(step.transfers)
         self._cache.prepare(step.copies)
         if step.work is not None:
             planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)

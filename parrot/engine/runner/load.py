@@ -24,6 +24,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.parallel import Shard, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.host.available import available_memory
 from parrot.engine.runner.host.memory import host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
@@ -89,9 +90,8 @@ def load_rank(
         unit = seat.join(device, shared, with_tables=not use_triton)
     num_blocks = instance.num_kv_cache_blocks or _blocks_for_all(layout, device, seat)
     num_host_blocks = 0
-    has_tier = use_triton and config.scheduler.prefix_caching and seat is None
-    if instance.host_kv_gb is not None or has_tier:
-        num_host_blocks = host_slots(instance.host_kv_gb, layout.block_bytes, num_blocks)
+    if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
+        num_host_blocks = _host_blocks_for_all(instance.host_kv_gb, layout, num_blocks, seat)
     adapts = device.type == "cpu" and not instance.num_threads and seat is None
     is_compiled = device.type == "cpu" and instance.attn_func == "auto" and seat is None
     runner: ModelRunner | CudaRunner
@@ -149,6 +149,17 @@ def _blocks_for_all(layout: KVLayout, device: torch.device, seat: Seat | None) -
             "model, or a device with more memory"
         )
     return found
+
+
+def _host_blocks_for_all(
+    host_kv_gb: float | None, layout: KVLayout, num_blocks: int, seat: Seat | None
+) -> int:
+    """The number of blocks in the host tier, which the ranks share out: each has its part of every
+    block. All ranks ask, and all raise."""
+    ranks, free = 1, available_memory()
+    if seat is not None:
+        ranks, free = seat.group.size, seat.group.least(free)  # before any of them takes some
+    return host_slots(host_kv_gb, ranks * layout.block_bytes, num_blocks, free)
 
 
 def rank_device(config: BuiltinConfig, seat: Seat | None) -> torch.device:

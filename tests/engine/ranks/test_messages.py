@@ -13,9 +13,11 @@ from parrot.engine.core.plan import (
     ScoreSpec,
     SequenceStep,
     StepPlan,
+    Transfer,
 )
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.device import Reads
+from parrot.engine.runner.host.copies import ToldTransfers
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.ranks.steps import RankStep, StepReader, StepWriter
 from parrot.protocol.sampling import SamplingConfig
@@ -89,6 +91,25 @@ def test_others_read_what_rank_0_tells(with_tables: bool) -> None:
             rows = [(i, s.start, len(s.targets), s.num_top) for i, s in told.reads.scored]
             found = [(i, s.start, len(s.targets), s.num_top) for i, s in read.reads.scored]
             assert found == rows
+
+
+def test_others_read_of_transfers() -> None:
+    """Ids that do not fit are told as ones that do."""
+    writer, reader = StepWriter(with_tables=False), StepReader()
+    far = 3 * 2**31 + 5
+    for told in (
+        ToldTransfers(),
+        ToldTransfers((Transfer(4, True, (9, 7, 8), (0, 2, 1)), Transfer(5, False, (6,), (3,)))),
+        ToldTransfers((), (1, 2), (4,)),
+        ToldTransfers((Transfer(far, True, (), ()),), (far,), (far, 1)),
+    ):
+        read = reader.step(writer.message(RankStep.of(told)))
+        assert (read.work, read.reads, read.copies, read.inputs.num_tokens) == (None, None, (), 0)
+        assert read.transfers == ToldTransfers(
+            tuple(dataclasses.replace(t, transfer_id=t.transfer_id % 2**31) for t in told.begun),
+            tuple(i % 2**31 for i in told.landed),
+            tuple(i % 2**31 for i in told.awaited),
+        )
 
 
 def test_a_work_list_is_told_once() -> None:

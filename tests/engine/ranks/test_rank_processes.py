@@ -12,14 +12,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.plan import DeviceLost, Transfer
 from parrot.engine.engine_types import create_service
+from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner import load
+from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.host.copies import ToldTransfers
+from parrot.engine.runner.host.memory import GIB
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
-from parrot.engine.runner.ranks import processes
+from parrot.engine.runner.ranks import RankStep, processes
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState
@@ -130,8 +134,28 @@ def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -
     with pytest.raises(ConfigError, match="which 3 ranks cannot divide among them; set it to 1, 2"):
         load_runner(config(folder, 3))
     assert children(os.getpid()) == before
-    with pytest.raises(ValidationError, match="`host_kv_gb` needs `tensor_parallel` 1"):
-        config(folder, 2, host_kv_gb=1.0)
+
+
+def test_a_transfer_that_fails_on_another_rank_ends_the_unit(folder: Path) -> None:
+    layout = KVLayout.of(open_checkpoint(str(folder)).spec, 16, torch.float32)
+    runner, _ = load_runner(config(folder, 2, host_kv_gb=4 * layout.block_bytes / GIB))
+    assert isinstance(runner, ModelRunner)
+    driver, told = Driver(runner), threading.Event()
+    runner.when_lost(told.set)
+    runner.transfer([Transfer(1, True, (5,), (3,))])
+    assert [one.transfer_id for one in runner.landed(wait=True)] == [1]
+    driver.generate([driver.context([1, 2])], 1)
+    assert runner._unit is not None
+    runner._unit.tell(RankStep.of(ToldTransfers((Transfer(2, True, (5,), (4,)),))))
+    assert told.wait(60)
+    with pytest.raises(DeviceLost, match="rank 1 has ended"):
+        runner.transfer([Transfer(3, True, (5,), (3,))])
+    with pytest.raises(DeviceLost, match="rank 1 has ended"):
+        runner.landed(wait=False)
+    runner.close()
+
+
+LAYOUT, CPU = KVLayout(1, 1, 16, 16, torch.float32), torch.device("cpu")
 
 
 def test_devices_of_different_kinds_are_refused(
@@ -148,15 +172,13 @@ def test_devices_of_different_kinds_are_refused(
 def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout, cpu = KVLayout(1, 1, 16, 16, torch.float32), torch.device("cpu")
-
     def agreed(free: list[int]) -> list[Any]:
         rooms = iter(free)
         monkeypatch.setattr(load, "blocks_in_free_memory", lambda *_: next(rooms))
 
         def ask(group: RankGroup) -> object:
             try:
-                return load._blocks_for_all(layout, cpu, Mock(group=group))
+                return load._blocks_for_all(LAYOUT, CPU, Mock(group=group))
             except ConfigError:
                 return ConfigError
 
@@ -164,6 +186,29 @@ def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(
 
     assert agreed([7, 5, 6]) == [5, 5, 5]
     assert agreed([7, 0, 6]) == [ConfigError] * 3
+
+
+def test_all_ranks_share_out_the_host_tier_and_refuse_more_than_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = 30 * LAYOUT.block_bytes
+
+    def agreed(num_blocks: float | None) -> list[Any]:
+        rooms = iter([2 * free, free, 3 * free])
+        monkeypatch.setattr(load, "available_memory", lambda: next(rooms))
+        gib = None if num_blocks is None else num_blocks * LAYOUT.block_bytes / GIB
+
+        def ask(group: RankGroup) -> object:
+            try:
+                return load._host_blocks_for_all(gib, LAYOUT, 100, Mock(group=group))
+            except ConfigError:
+                return ConfigError
+
+        return on_ranks(3, ask)
+
+    assert agreed(30) == [10, 10, 10]
+    assert agreed(31) == [ConfigError] * 3
+    assert agreed(None) == [5, 5, 5]
 
 
 @pytest.mark.slow

@@ -2,12 +2,26 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from parrot.engine.core.plan import Landed, StepPlan, Transfer
 from parrot.engine.runner.host.memory import HostMemory, block_parts
+
+
+@dataclass(frozen=True, slots=True)
+class ToldTransfers:
+    """What rank 0 tells the other ranks of transfers: those that it begins, and the ids of those
+    that have `landed` there, and of those that the next step must not overtake (`awaited`)."""
+
+    begun: tuple[Transfer, ...] = ()
+    landed: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
+
+
+NO_TRANSFERS = ToldTransfers()
 
 
 class HostCopies(Protocol):
@@ -21,8 +35,14 @@ class HostCopies(Protocol):
 
     def landed(self, *, wait: bool) -> Sequence[Landed]: ...
 
-    def guard(self, plan: StepPlan) -> None:
-        """This step is run next: it must not write to what is still to be read."""
+    def guard(self, plan: StepPlan) -> Sequence[int]:
+        """This step is run next: it must not write to what is still to be read. Returns the
+        transfers that it waits for."""
+        ...
+
+    def follow(self, told: ToldTransfers) -> None:
+        """On a rank besides rank 0, do what that tells, in order with its steps; nobody asks what
+        has landed here. Raises if a transfer fails."""
         ...
 
 
@@ -57,5 +77,10 @@ class PlainCopies:
         landed, self._landed = self._landed, []
         return landed
 
-    def guard(self, plan: StepPlan) -> None:
+    def guard(self, plan: StepPlan) -> Sequence[int]:
         """All was read at once."""
+        return ()
+
+    def follow(self, told: ToldTransfers) -> None:
+        self.transfer(told.begun)
+        self._landed.clear()

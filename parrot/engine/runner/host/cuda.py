@@ -10,11 +10,22 @@ a slot, so that every copy across the bus is a large one:
 A transfer begins when the steps launched before it have run. What orders the rest are events: a
 step that writes to a block which is still to be gathered waits for that, and so does what comes
 back into such a block. A step reads what came back only after the host has seen it land.
+
+The ranks of a model that is divided do the same transfers, each with its part of every block, and
+only rank 0's host looks at what has landed. It need not ask the others: it tells them in order with
+the steps, and on their devices all that they are told later waits for it.
+
+- Steps wait for what has come back, and for what was to be read before they write to its block.
+- Every transfer begins when the steps launched before it have run, so it waits for the same: a slot
+  that was read is filled only then. What comes back also waits for the slots that have been filled.
+
+So for all that a rank is told after that, what has landed on rank 0 has landed there, too. Ranks
+only ever wait for what they were told before, so they cannot wait for each other for ever.
 """
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +33,7 @@ import torch
 from parrot.engine.core.plan import Landed, StepPlan, Transfer
 from parrot.engine.kernels.block_copies import gather_blocks, scatter_blocks
 from parrot.engine.runner.device import noticing_loss
+from parrot.engine.runner.host.copies import ToldTransfers
 from parrot.engine.runner.host.memory import HostMemory, block_parts
 
 logger = logging.getLogger(__name__)
@@ -31,14 +43,15 @@ _STAGED_BYTES = 64 << 20  # of each direction's memory on the device, or one blo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
-    """A transfer under way. `blocks` are those of the device that it reads, until its event `read`;
-    none if it comes back."""
+    """A transfer under way, or one that could not be begun. `blocks` are those of the device that
+    it reads, until its event `read`; none if it comes back."""
 
     transfer_id: int
     blocks: frozenset[int]
     began: torch.cuda.Event
     read: torch.cuda.Event
     done: torch.cuda.Event
+    has_begun: bool
 
 
 class _Lane:
@@ -66,7 +79,6 @@ class CudaCopies:
         self._slots = memory.slots
         self._parts = [part.view(torch.int64) for part in parts]
         self._out, self._back = _Lane(memory, self._device), _Lane(memory, self._device)
-        self._failed: list[Landed] = []
 
     @torch.inference_mode()
     def warm_up(self, block: int) -> None:
@@ -89,19 +101,20 @@ class CudaCopies:
         with torch.cuda.stream(lane.stream):
             lane.stream.wait_event(launched)
             if not transfer.to_host:
-                self._wait_for_readers(lane.stream, transfer.blocks)
+                for flight in self._readers(transfer.blocks):
+                    lane.stream.wait_event(flight.read)
             blocks = frozenset(transfer.blocks if transfer.to_host else ())
-            began, done = _event(timed=True), _event(timed=True)
-            flight = _Flight(transfer.transfer_id, blocks, began, _event(), done)
+            began, read, done = _event(timed=True), _event(), _event(timed=True)
             began.record()
+            has_begun = True
             try:
-                self._copy(transfer, lane, flight.read)
+                self._copy(transfer, lane, read)
             except RuntimeError:
                 lane.stream.synchronize()  # nothing of it is on its way any more
                 logger.exception("%d blocks could not be copied", len(transfer.blocks))
-                self._failed.append(Landed(transfer.transfer_id, False, 0.0))
-                return
+                has_begun = False
             done.record()
+        flight = _Flight(transfer.transfer_id, blocks, began, read, done, has_begun)
         lane.flights.append(flight)
 
     def _copy(self, transfer: Transfer, lane: _Lane, read: torch.cuda.Event) -> None:
@@ -126,32 +139,59 @@ class CudaCopies:
                 for part, piece in pairs:
                     scatter_blocks(piece, some, part)
 
-    def _wait_for_readers(self, stream: torch.cuda.Stream, blocks: Iterable[int]) -> None:
-        """The stream may write to these blocks next."""
-        for flight in self._out.flights:
-            if not flight.blocks.isdisjoint(blocks):
-                stream.wait_event(flight.read)
+    def _readers(self, blocks: Iterable[int]) -> list[_Flight]:
+        """The transfers that may still read some of these blocks."""
+        return [flight for flight in self._out.flights if not flight.blocks.isdisjoint(blocks)]
 
-    def guard(self, plan: StepPlan) -> None:
+    def guard(self, plan: StepPlan) -> Sequence[int]:
         if not self._out.flights:
-            return
+            return ()
         written = {copy.target for copy in plan.copies}
         for sequence in plan.sequences:
             written.update(sequence.block_ids[sequence.start // self._block_size :])
-        self._wait_for_readers(torch.cuda.current_stream(self._device), written)
+        readers = self._readers(written)
+        for flight in readers:
+            self._steps.wait_event(flight.read)
+        return [flight.transfer_id for flight in readers]
+
+    def follow(self, told: ToldTransfers) -> None:
+        """See above; what has landed on rank 0 may be on its way here."""
+        for flight in _taken(self._back, told.landed):
+            self._steps.wait_event(flight.done)
+        for flight in _taken(self._out, told.landed):
+            self._steps.wait_event(flight.read)
+            self._back.stream.wait_event(flight.done)
+        if told.begun:
+            self.transfer(told.begun)
+        for flight in self._out.flights:
+            if flight.transfer_id in told.awaited:
+                self._steps.wait_event(flight.read)
+
+    @property
+    def _steps(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
-        landed, self._failed = self._failed, []
+        landed = []
         with noticing_loss(self._device):
             lanes = [lane for lane in (self._back, self._out) if lane.flights]
-            if wait and lanes and not landed:
+            if wait and lanes:
                 lanes[0].flights[0].done.synchronize()
             for lane in lanes:
                 while lane.flights and lane.flights[0].done.query():  # type: ignore[no-untyped-call]
                     flight = lane.flights.popleft()
                     seconds = flight.began.elapsed_time(flight.done) / 1e3
-                    landed.append(Landed(flight.transfer_id, True, seconds))
+                    landed.append(Landed(flight.transfer_id, flight.has_begun, seconds))
         return landed
+
+
+def _taken(lane: _Lane, transfer_ids: Collection[int]) -> Iterator[_Flight]:
+    """Take the first of a lane's transfers, as far as they are among these."""
+    while lane.flights and lane.flights[0].transfer_id in transfer_ids:
+        flight = lane.flights.popleft()
+        if not flight.has_begun:
+            raise RuntimeError("a transfer between the tiers has failed on this rank")
+        yield flight
 
 
 def _event(*, timed: bool = False) -> torch.cuda.Event:

@@ -13,7 +13,6 @@ from itertools import accumulate
 
 import torch
 
-from parrot.engine.runner.host.available import available_memory
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -24,12 +23,11 @@ _MAX_DEFAULT = 32 * GIB
 _MAX_TIMES_DEVICE = 4
 
 
-def host_slots(host_kv_gb: float | None, block_bytes: int, num_blocks: int) -> int:
-    """How many blocks the host tier holds. By default (None) half of the free memory, at most 32
-    GiB, and at most four times what the device's `num_blocks` hold.
+def host_slots(host_kv_gb: float | None, block_bytes: int, num_blocks: int, free: int) -> int:
+    """How many blocks the host tier holds. By default (None) half of the `free` memory, at most 32
+    GiB, and at most four times what the device's `num_blocks` hold. `block_bytes`: on all ranks.
 
     Raises `ConfigError` for more than is free, or less than a block."""
-    free = available_memory()
     if host_kv_gb is None:
         most = min(_MAX_DEFAULT, _MAX_TIMES_DEVICE * num_blocks * block_bytes)
         return int(min(_SHARE_OF_FREE * free, most)) // block_bytes

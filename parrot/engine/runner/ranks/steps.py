@@ -11,12 +11,14 @@ import numpy as np
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.work_list import ITEM_FIELDS, StepRows, WorkList
-from parrot.engine.core.plan import BlockCopy, PoolSpec, SampleSpec, ScoreSpec
+from parrot.engine.core.plan import BlockCopy, PoolSpec, SampleSpec, ScoreSpec, Transfer
 from parrot.engine.runner.device import Reads
+from parrot.engine.runner.host.copies import NO_TRANSFERS, ToldTransfers
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.sampling import SamplingConfig
 
-_NUM_PARTS = 25
+_NUM_PARTS = 28
+_ID_MASK = 2**31 - 1  # far fewer transfers are under way
 _POOL, _SCORE = 0, 1
 _SOME_SAMPLE = SampleSpec(0, SamplingConfig(), 0, 0)
 _NONE: IntArray = np.empty(0, dtype=np.int32)
@@ -24,13 +26,20 @@ _NONE: IntArray = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A step without `work` has no tokens. `needs_logits`: see `sampling.needs_logits`."""
+    """A step without `work` has no tokens. `needs_logits`: see `sampling.needs_logits`.
+    `transfers` come before it."""
 
     copies: tuple[BlockCopy, ...]
     inputs: StepInputs
     work: WorkList | None
     reads: Reads | None
     needs_logits: bool
+    transfers: ToldTransfers = NO_TRANSFERS
+
+    @classmethod
+    def of(cls, transfers: ToldTransfers) -> "RankStep":
+        """Nothing but these."""
+        return cls((), _inputs(iter([_NONE] * 12)), None, None, False, transfers)
 
 
 class StepWriter:
@@ -63,6 +72,9 @@ class StepWriter:
             inputs.changed_at,
             inputs.changed_to,
             _reads(step.reads),
+            _transfers(step.transfers.begun),
+            _ids(step.transfers.landed),
+            _ids(step.transfers.awaited),
             *([_NONE] * 10 if work is None or is_known else _work(work)),
         ]
         assert len(parts) == _NUM_PARTS, len(parts)
@@ -83,10 +95,12 @@ class StepReader:
         copies = tuple(BlockCopy(*copy) for copy in next(parts).reshape(-1, 3).tolist())
         inputs = _inputs(parts)
         reads = _read_reads(next(parts), has_any=bool(has_reads))
+        begun = _read_transfers(next(parts).tolist())
+        transfers = ToldTransfers(begun, *(tuple(next(parts).tolist()) for _ in range(2)))
         if not is_known:
             self._last = _read_work(list(parts))
         work = self._last if has_work else None
-        return RankStep(copies, inputs, work, reads, bool(needs_logits))
+        return RankStep(copies, inputs, work, reads, bool(needs_logits), transfers)
 
 
 def _ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> IntArray:
@@ -138,6 +152,28 @@ def _read_reads(rows: IntArray, *, has_any: bool) -> Reads | None:
         else:
             reads.scored.append((first, ScoreSpec(0, start, [0] * count, num_top)))
     return reads
+
+
+def _ids(transfer_ids: Sequence[int]) -> IntArray:
+    return _ints([transfer_id & _ID_MASK for transfer_id in transfer_ids])
+
+
+def _transfers(transfers: Sequence[Transfer]) -> IntArray:
+    numbers: list[int] = []
+    for t in transfers:
+        numbers += [t.transfer_id & _ID_MASK, t.to_host, len(t.blocks), *t.blocks, *t.slots]
+    return _ints(numbers)
+
+
+def _read_transfers(numbers: Sequence[int]) -> tuple[Transfer, ...]:
+    transfers, at = [], 0
+    while at < len(numbers):
+        transfer_id, to_host, count = numbers[at : at + 3]
+        slots_at, end = at + 3 + count, at + 3 + 2 * count
+        blocks, slots = tuple(numbers[at + 3 : slots_at]), tuple(numbers[slots_at:end])
+        transfers.append(Transfer(transfer_id, bool(to_host), blocks, slots))
+        at = end
+    return tuple(transfers)
 
 
 def _work(work: WorkList) -> list[IntArray]:

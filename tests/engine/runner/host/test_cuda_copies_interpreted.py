@@ -129,6 +129,6 @@ def test_a_copy_that_cannot_be_begun_is_over_in_vain(
     monkeypatch.setattr(cuda, "gather_blocks", fail)
     copies.transfer([Transfer(1, True, (5,), (0,)), Transfer(2, False, (6,), (0,))])
     assert [(r.transfer_id, r.succeeded) for r in copies.landed(wait=True)] == [
-        (1, False),
         (2, True),
+        (1, False),
     ]

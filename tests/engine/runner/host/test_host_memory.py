@@ -8,7 +8,7 @@ import torch  # isort: skip
 
 from parrot.engine.config import BuiltinConfig, parse_engine_config
 from parrot.engine.core.plan import Transfer
-from parrot.engine.runner.host import available, memory
+from parrot.engine.runner.host import available
 from parrot.engine.runner.host.copies import PlainCopies
 from parrot.engine.runner.host.memory import GIB, HostMemory, block_parts, host_slots
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
@@ -56,23 +56,19 @@ def test_a_slot_is_as_large_as_a_block(layout: KVLayout) -> None:
     assert not memory.is_pinned
 
 
-def test_the_default_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = 10 * GIB
-    monkeypatch.setattr(memory, "available_memory", lambda: free)
-    assert host_slots(None, MIB, 10**6) == 5 * 1024
-    assert host_slots(None, MIB, 100) == 400
-    assert host_slots(0.0, MIB, 100) == 0
-    assert host_slots(1.5, MIB, 100) == 1536
-    free = 1000 * GIB
-    assert host_slots(None, MIB, 10**6) == 32 * 1024
+def test_the_default_follows_free_memory() -> None:
+    assert host_slots(None, MIB, 10**6, 10 * GIB) == 5 * 1024
+    assert host_slots(None, MIB, 100, 10 * GIB) == 400
+    assert host_slots(0.0, MIB, 100, 10 * GIB) == 0
+    assert host_slots(1.5, MIB, 100, 10 * GIB) == 1536
+    assert host_slots(None, MIB, 10**6, 1000 * GIB) == 32 * 1024
 
 
-def test_sizes_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "available_memory", lambda: 10 * GIB)
+def test_sizes_that_cannot_be_had_are_refused() -> None:
     with pytest.raises(ConfigError, match="11 GiB are wanted"):
-        host_slots(11, MIB, 100)
+        host_slots(11, MIB, 100, 10 * GIB)
     with pytest.raises(ConfigError, match="one block of KV takes"):
-        host_slots(1e-6, MIB, 100)
+        host_slots(1e-6, MIB, 100, 10 * GIB)
     with pytest.raises(ConfigError, match="host_kv_gb"):
         parse_engine_config({"instance": {"host_kv_gb": -1}}, "test")
     with pytest.raises(ConfigError, match=r"needs `scheduler\.prefix_caching`"):

@@ -1,4 +1,5 @@
-"""A real model with a host tier under random requests: what comes back is what left."""
+"""A real model with a host tier under random requests: what comes back is what left, also if the
+model is divided among processes."""
 
 import os
 import random
@@ -11,7 +12,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Landed, Transfer
-from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.memory import GIB
 from parrot.engine.runner.kv_cache import KVLayout
@@ -25,6 +26,7 @@ import torch  # isort: skip
 pytestmark = pytest.mark.timeout(600)
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 30, 60, 16
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 class Unreliable:
@@ -44,8 +46,8 @@ class Unreliable:
         return over
 
 
-def make_core(tmp_path: Path) -> tuple[EngineCore, ModelRunner]:
-    folder = str(make_tiny_model(tmp_path))
+def make_core(tmp_path: Path, ranks: int) -> tuple[EngineCore, ModelRunner]:
+    folder = str(make_tiny_model(tmp_path, overrides=HEADS))
     layout = KVLayout.of(open_checkpoint(folder).spec, BLOCK_SIZE, torch.float32)
     config = BuiltinConfig.model_validate(
         {
@@ -58,6 +60,7 @@ def make_core(tmp_path: Path) -> tuple[EngineCore, ModelRunner]:
                 "host_kv_gb": NUM_HOST_BLOCKS * layout.block_bytes / GIB,
                 "block_size": BLOCK_SIZE,
                 "max_seq_len": 400,
+                "tensor_parallel": ranks,
             },
         }
     )
@@ -67,8 +70,21 @@ def make_core(tmp_path: Path) -> tuple[EngineCore, ModelRunner]:
     return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock()), runner
 
 
-def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, runner = make_core(tmp_path)
+def undisturbed(tmp_path: Path) -> ModelRunner:
+    """A runner that is not divided."""
+    model = load_decoder(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"))
+    return ModelRunner(model, NUM_BLOCKS, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_operations"),
+    [(1, 400), (2, 250), pytest.param(4, 250, marks=pytest.mark.slow)],
+)
+def test_random_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, num_operations: int
+) -> None:
+    core, runner = make_core(tmp_path, ranks)
+    assert runner.info.num_ranks == ranks
     monkeypatch.setattr(runner, "landed", Unreliable(runner).landed)
     begun: list[Transfer] = []
     transfer = runner.transfer
@@ -79,7 +95,7 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(runner, "transfer", watched)
     world = World(core, random.Random(4), free_weight=0.4)
-    while world.num_operations < int(os.environ.get("PARROT_OPERATIONS", "400")):
+    while world.num_operations < int(os.environ.get("PARROT_OPERATIONS", num_operations)):
         world.operate()
         if world.num_operations % 16 == 0:
             core.check_integrity()
@@ -89,4 +105,5 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert info.num_free_blocks == NUM_BLOCKS
     assert sum(t.to_host for t in begun) > world.num_operations // 10
     assert sum(not t.to_host for t in begun) > world.num_operations // 50
-    world.check_answers(runner, 20)
+    runner.close()
+    world.check_answers(undisturbed(tmp_path), 20)
