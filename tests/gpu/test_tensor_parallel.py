@@ -4,6 +4,7 @@ Each test has a process of its own, in which ranks share memory once."""
 
 import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,14 +20,21 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.output import Language
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
+from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.host.memory import GIB
+from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_rank
 from parrot.engine.runner.ranks import RankProcesses
 from parrot.protocol.engine_api import GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver
+from parrot.utils.clock import MonotonicClock
+from tests.support.random_world import World
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [
@@ -41,7 +49,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(folder: Path, ranks: int) -> BuiltinConfig:
+def config(folder: Path, ranks: int, **instance: Any) -> BuiltinConfig:
     return BuiltinConfig.model_validate(
         {
             "model": str(folder),
@@ -52,7 +60,8 @@ def config(folder: Path, ranks: int) -> BuiltinConfig:
                 "num_kv_cache_blocks": 128,
                 "host_kv_gb": 0,
                 "tensor_parallel": ranks,
-            },
+            }
+            | instance,
         }
     )
 
@@ -63,8 +72,8 @@ def run_alone(test: str, folder: str) -> None:
 
 
 @contextmanager
-def two_ranks(folder: Path) -> Iterator[tuple[CudaRunner, RankProcesses]]:
-    settings = config(folder, 2)
+def two_ranks(folder: Path, **instance: Any) -> Iterator[tuple[CudaRunner, RankProcesses]]:
+    settings = config(folder, 2, **instance)
     processes = RankProcesses(settings)
     try:
         runner, _ = load_rank(settings, processes)
@@ -144,6 +153,40 @@ async def compare_requests(folder: Path) -> None:
     assert await answers(2) == await answers(1)
 
 
+def test_what_comes_back_from_the_host_is_what_left(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+    run_alone("host", str(tmp_path / "model"))
+
+
+def compare_host_tier(folder: Path) -> None:
+    """Two GPUs that hold little, a host that holds more: each greedy answer is that of the same
+    two without requests beside it, and that of one."""
+    checkpoint = open_checkpoint(str(folder))
+    layout = KVLayout.of(checkpoint.spec, 16, torch.float32)
+    few = {"num_kv_cache_blocks": 30, "block_size": 16, "max_seq_len": 400}
+    with two_ranks(folder, **few, host_kv_gb=60 * layout.block_bytes / GIB) as (runner, _):
+        assert runner.info.num_host_blocks == 60
+        language = Language.of(checkpoint.load_tokenizer())
+        core = EngineCore(config(folder, 2), runner, language, MonotonicClock())
+        tier = core._found._tier
+        assert tier is not None
+        tier._prefill_s = lambda: None  # nothing is computed that can be brought back
+        world = World(core, random.Random(3), free_weight=0.4)
+        while world.num_operations < int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")):
+            world.operate()
+            if world.num_operations % 16 == 0:
+                core.check_integrity()
+        world.finish()
+        core.check_integrity()
+        assert core.runtime_info().num_free_blocks == 30
+        assert tier.totals.num_failed == 0
+        assert tier.totals.num_stored > world.num_operations // 10
+        assert tier.totals.num_brought_back > world.num_operations // 50
+        world.check_answers(runner, 40)
+    alone, _ = load_rank(config(folder, 1), None)
+    world.check_answers(alone, 40)
+
+
 def test_a_killed_rank_ends_the_unit(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
     run_alone("kill", str(tmp_path / "model"))
@@ -163,6 +206,8 @@ def main(test: str, folder: Path) -> None:
         compare_tokens(folder)
     elif test == "requests":
         asyncio.run(compare_requests(folder))
+    elif test == "host":
+        compare_host_tier(folder)
     else:
         kill_a_rank(folder)
 
