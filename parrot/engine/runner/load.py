@@ -24,10 +24,9 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.parallel import Shard, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import ModelRunner
-from parrot.engine.runner.host.available import available_memory
-from parrot.engine.runner.host.memory import host_slots
-from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
+from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
+from parrot.engine.runner.ranks.room import blocks_for_all, host_blocks_for_all
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 
@@ -88,10 +87,11 @@ def load_rank(
     if seat is not None:
         shared = _shared_memory(config, model, seat) if use_triton else None
         unit = seat.join(device, shared, with_tables=not use_triton)
-    num_blocks = instance.num_kv_cache_blocks or _blocks_for_all(layout, device, seat)
+    group = None if seat is None else seat.group
+    num_blocks = instance.num_kv_cache_blocks or blocks_for_all(layout, device, group)
     num_host_blocks = 0
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
-        num_host_blocks = _host_blocks_for_all(instance.host_kv_gb, layout, num_blocks, seat)
+        num_host_blocks = host_blocks_for_all(instance.host_kv_gb, layout, num_blocks, group)
     adapts = device.type == "cpu" and not instance.num_threads and seat is None
     is_compiled = device.type == "cpu" and instance.attn_func == "auto" and seat is None
     runner: ModelRunner | CudaRunner
@@ -135,31 +135,6 @@ def _shared_memory(config: BuiltinConfig, model: Decoder, seat: Seat) -> MemoryL
     """For the sums of hidden states."""
     row_bytes = model.spec.hidden_size * model.dtype.itemsize
     return MemoryLayout.of(seat.group.size, row_bytes, config.scheduler.max_num_batched_tokens)
-
-
-def _blocks_for_all(layout: KVLayout, device: torch.device, seat: Seat | None) -> int:
-    """The number of blocks for which every rank has room. All ranks ask, and all raise."""
-    ranks = 1 if seat is None else seat.group.size
-    own = blocks_in_free_memory(layout, device, ranks)
-    found = own if seat is None else seat.group.least(own)
-    if not found:
-        which = str(device) if not own else "another rank's device"
-        raise ConfigError(
-            f"the weights leave too little of the memory of {which} free for KV; use a smaller "
-            "model, or a device with more memory"
-        )
-    return found
-
-
-def _host_blocks_for_all(
-    host_kv_gb: float | None, layout: KVLayout, num_blocks: int, seat: Seat | None
-) -> int:
-    """The number of blocks in the host tier, which the ranks share out: each has its part of every
-    block. All ranks ask, and all raise."""
-    ranks, free = 1, available_memory()
-    if seat is not None:
-        ranks, free = seat.group.size, seat.group.least(free)  # before any of them takes some
-    return host_slots(host_kv_gb, ranks * layout.block_bytes, num_blocks, free)
 
 
 def rank_device(config: BuiltinConfig, seat: Seat | None) -> torch.device:

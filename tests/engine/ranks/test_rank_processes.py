@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,13 +16,12 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import DeviceLost, Transfer
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.engine.runner import load
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.copies import ToldTransfers
 from parrot.engine.runner.host.memory import GIB
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
-from parrot.engine.runner.ranks import RankStep, processes
+from parrot.engine.runner.ranks import RankStep, processes, room
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState
@@ -174,11 +172,11 @@ def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(
 ) -> None:
     def agreed(free: list[int]) -> list[Any]:
         rooms = iter(free)
-        monkeypatch.setattr(load, "blocks_in_free_memory", lambda *_: next(rooms))
+        monkeypatch.setattr(room, "blocks_in_free_memory", lambda *_: next(rooms))
 
         def ask(group: RankGroup) -> object:
             try:
-                return load._blocks_for_all(LAYOUT, CPU, Mock(group=group))
+                return room.blocks_for_all(LAYOUT, CPU, group)
             except ConfigError:
                 return ConfigError
 
@@ -195,12 +193,12 @@ def test_all_ranks_share_out_the_host_tier_and_refuse_more_than_is_free(
 
     def agreed(num_blocks: float | None) -> list[Any]:
         rooms = iter([2 * free, free, 3 * free])
-        monkeypatch.setattr(load, "available_memory", lambda: next(rooms))
+        monkeypatch.setattr(room, "available_memory", lambda: next(rooms))
         gib = None if num_blocks is None else num_blocks * LAYOUT.block_bytes / GIB
 
         def ask(group: RankGroup) -> object:
             try:
-                return load._host_blocks_for_all(gib, LAYOUT, 100, Mock(group=group))
+                return room.host_blocks_for_all(gib, LAYOUT, 100, group)
             except ConfigError:
                 return ConfigError
 

@@ -10,9 +10,9 @@ import torch
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
-from parrot.engine.runner import load
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.load import load_runner
+from parrot.engine.runner.ranks import room
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import GREEDY, Driver
@@ -191,7 +191,7 @@ def test_a_separate_tokenizer(folder: Path, tmp_path: Path) -> None:
 
 
 def test_default_number_of_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "blocks_in_free_memory", lambda layout, device, ranks: 11)
+    monkeypatch.setattr(room, "blocks_in_free_memory", lambda layout, device, ranks: 11)
     assert load_runner(config(folder, num_kv_cache_blocks=None))[0].info.num_blocks == 11
 
 

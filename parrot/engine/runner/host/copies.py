@@ -13,8 +13,8 @@ from parrot.engine.runner.host.memory import HostMemory, block_parts
 
 @dataclass(frozen=True, slots=True)
 class ToldTransfers:
-    """What rank 0 tells the other ranks of transfers: those that it begins, and the ids of those
-    that have `landed` there, and of those that the next step must not overtake (`awaited`)."""
+    """Rank 0's word of transfers to the other ranks: those that it begins, and the ids of those
+    that have `landed` there, and of those that are to have read before the next step writes."""
 
     begun: tuple[Transfer, ...] = ()
     landed: tuple[int, ...] = ()
