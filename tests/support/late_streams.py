@@ -1,0 +1,133 @@
+"""CUDA's streams on the CPU, where what is put into one happens later: in the stream's order, and
+otherwise in any that its events allow."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from parrot.engine.runner.host import cuda
+
+
+class Place:
+    """A place in a stream."""
+
+    is_passed = False
+
+    def passed(self) -> None:
+        self.is_passed = True
+
+
+class LateStream:
+    """`torch.cuda.Stream`. `current`: that of all threads. `everyone`: those with work."""
+
+    current: "LateStream"
+    rng: random.Random
+    everyone: "list[LateStream]"
+
+    def __init__(self, device: object = None) -> None:
+        self._work: deque[tuple[Place | None, Callable[[], object]]] = deque()
+        self._pace = 1.0
+        self.everyone.append(self)
+
+    def put(self, work: Callable[[], object], behind: Place | None = None) -> None:
+        self._work.append((behind, work))
+
+    def wait_event(self, event: "LateEvent") -> None:
+        self.put(lambda: None, event.place)
+
+    @property
+    def can_go_on(self) -> bool:
+        if not self._work:
+            return False
+        behind, _ = self._work[0]
+        return behind is None or behind.is_passed
+
+    def go_on(self) -> None:
+        _, work = self._work.popleft()
+        work()
+
+    @classmethod
+    def any_goes_on(cls) -> bool:
+        """Let one do what comes next in it. False: none has anything to do, or can."""
+        able = [stream for stream in cls.everyone if stream.can_go_on]
+        if able:
+            cls.rng.choices(able, [stream._pace for stream in able])[0].go_on()
+        return bool(able)
+
+    @classmethod
+    def change_paces(cls) -> None:
+        """Let some go on far more slowly than others."""
+        for stream in cls.everyone:
+            stream._pace = cls.rng.choice((0.01, 1.0))
+
+    @classmethod
+    def all_are_done(cls) -> bool:
+        return not any(stream._work for stream in cls.everyone)
+
+
+class LateEvent:
+    def __init__(self, **options: bool) -> None:
+        self.place: Place | None = None
+
+    def record(self) -> None:
+        self.place = Place()
+        LateStream.current.put(self.place.passed)
+
+    def query(self) -> bool:
+        return self.place is None or self.place.is_passed
+
+    def synchronize(self) -> None:
+        while not self.query():
+            assert LateStream.any_goes_on(), "streams wait for each other"
+
+    def elapsed_time(self, end: "LateEvent") -> float:
+        return 1.0
+
+
+@contextmanager
+def on(stream: LateStream) -> Iterator[None]:
+    before, LateStream.current = LateStream.current, stream
+    yield
+    LateStream.current = before
+
+
+class LateCopies(TorchFunctionMode):
+    """Lets copies that the caller does not wait for happen in the current stream."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.Tensor.copy_ and (kwargs or {}).get("non_blocking"):
+            LateStream.current.put(lambda: args[0].copy_(args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _gather(pool: torch.Tensor, blocks: torch.Tensor, pieces: torch.Tensor) -> None:
+    places = blocks.long()
+    LateStream.current.put(lambda: pieces.copy_(pool[:, places].transpose(0, 1)))
+
+
+def _scatter(pieces: torch.Tensor, blocks: torch.Tensor, pool: torch.Tensor) -> None:
+    places = blocks.long()
+    LateStream.current.put(lambda: pool.index_copy_(1, places, pieces.transpose(0, 1)))
+
+
+@contextmanager
+def late_streams(seed: int) -> Iterator[None]:
+    """`CudaCopies` copies late, between tensors of the CPU."""
+    LateStream.rng, LateStream.everyone = random.Random(seed), []
+    LateStream.current = LateStream()
+    with pytest.MonkeyPatch.context() as patch, LateCopies():
+        for name, late in {"Event": LateEvent, "Stream": LateStream, "stream": on}.items():
+            patch.setattr(torch.cuda, name, late)
+        patch.setattr(torch.cuda, "current_stream", lambda device: LateStream.current)
+        patch.setattr(cuda, "gather_blocks", _gather)
+        patch.setattr(cuda, "scatter_blocks", _scatter)
+        yield
