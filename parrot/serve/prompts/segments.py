@@ -24,9 +24,9 @@ _MAX_ROOTS = 1024  # that are not computed again
 
 
 class Segment(NamedTuple):
-    """A piece of a prompt with its text. `ends_turn`: generation follows it. `digest`: the text's,
-    if it is kept. `parts`: the segments that it stands for, if it has no text of its own, and
-    `part_chars` their characters."""
+    """A piece of a prompt with its text. `ends_turn`: an answer follows it, in a chat. `digest`:
+    the text's, if it is kept. `parts`: the segments that it stands for, if it has no text of its
+    own, and `part_chars` their characters."""
 
     kind: PieceKind
     text: str
@@ -91,9 +91,9 @@ def _joined(parts: Sequence[Segment]) -> Segment:
 
 def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
     """A segment for each piece of its fill from `start` on, up to the first that is not ready."""
-    fill = completion.fill
+    fill, chat = completion.fill, completion.options.chat
     for i in range(start, len(fill)):
-        piece, ends_turn = fill[i], i == len(fill) - 1 or _is_answer(fill[i + 1])
+        piece, ends_turn = fill[i], chat and (i == len(fill) - 1 or _is_answer(fill[i + 1]))
         if isinstance(piece, TextPiece):
             yield Segment(piece.kind, piece.text, piece.tokenized, ends_turn, piece.digest)
         elif piece.variable.state is VariableState.READY:
@@ -133,7 +133,11 @@ class PrefixHasher:
 
 def extend_key(key: bytes, segment: Segment) -> bytes:
     """The key of the prompt that has `segment` after the prompt of `key`. All that is hashed has a
-    fixed length, so different sequences of segments never hash the same bytes."""
+    fixed length, so different sequences of segments never hash the same bytes.
+
+    An output has the tokens of the value that it becomes, so a prompt that takes that in continues
+    the one that made it. A chat's markup differs, but what ends its turns tells them apart."""
+    kind = PieceKind.VALUE if segment.kind is PieceKind.OUTPUT else segment.kind
     mark = b"." if segment.ends_turn else b"-"
     digest = segment.digest or text_digest(segment.text)
-    return hashlib.sha256(key + segment.kind.value + mark + digest).digest()
+    return hashlib.sha256(key + kind.value + mark + digest).digest()

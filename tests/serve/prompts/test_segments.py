@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,8 +41,14 @@ def test_keys_agree_exactly_as_far_as_the_prompts_do(
     keys_two = prefix_keys(HASHER, "t", False, two)
     assert len(keys_one) == len(one)
     for i in range(min(len(one), len(two))):
-        assert (keys_one[i] == keys_two[i]) == (one[: i + 1] == two[: i + 1])
+        assert (keys_one[i] == keys_two[i]) == (taken_in(one[: i + 1]) == taken_in(two[: i + 1]))
     assert len(set(keys_one)) == len(keys_one)
+
+
+def taken_in(prompt: list[Segment]) -> list[Segment]:
+    """With the values that outputs become."""
+    kinds = {kind: kind for kind in PieceKind} | {PieceKind.OUTPUT: PieceKind.VALUE}
+    return [segment._replace(kind=kinds[segment.kind]) for segment in prompt]
 
 
 @given(PROMPTS.filter(len), st.text(max_size=5), st.text(max_size=5))
@@ -79,27 +86,51 @@ def variable(name: str, text: str) -> SemanticVariable:
     return made
 
 
-def test_segments_of_a_chain() -> None:
-    x, y = variable("x", "value"), variable("y", "answer")
-    common: dict[str, Any] = {
-        "request_id": 0,
-        "session_id": 0,
-        "options": CallOptions("f"),
-        "sampling": SamplingConfig(),
-    }
+def completion(output: str, *fill: Any, chat: bool, previous: Any = None) -> Completion:
+    return Completion(
+        id=0,
+        request_id=0,
+        session_id=0,
+        options=CallOptions("f", chat=chat),
+        sampling=SamplingConfig(),
+        fill=fill,
+        output=SemanticVariable(output, output, 0),
+        previous=previous,
+    )
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_segments_of_a_chain(chat: bool) -> None:
+    x = variable("x", "value")
     fill = (TextPiece("A "), VariablePiece(x), TextPiece(" B"))
-    first = Completion(id=0, fill=fill, output=y, **common)
-    z = SemanticVariable("z", "z", 0)
-    second = Completion(id=1, fill=(TextPiece("C"),), output=z, previous=first, **common)
+    first = completion("y", *fill, chat=chat)
+    y = first.output
+    y.set("answer", TokenizedText("tok", tuple(range(6))))
+    second = completion("z", TextPiece("C"), chat=chat, previous=first)
     segments = prompt_segments(second)
     assert [(s.kind.name, s.text, s.ends_turn) for s in segments] == [
         ("CONSTANT", "A ", False),
         ("VALUE", "value", False),
-        ("CONSTANT", " B", True),
+        ("CONSTANT", " B", chat),
         ("OUTPUT", "answer", False),
-        ("CONSTANT", "C", True),
+        ("CONSTANT", "C", chat),
     ]
     assert segments[3].tokenized is y.tokenized
     assert prompt_segments(first) == segments[:3]
     keys = prefix_keys(HASHER, "t", False, segments)
     assert extend_key(keys[2], output_segment("answer", None)) == keys[3]
+
+
+def test_a_prompt_that_takes_in_an_answer_continues_the_one_that_made_it() -> None:
+    """Not in a chat, where an answer stands between markup."""
+    history = (TextPiece("A "), VariablePiece(variable("x", "value")))
+    for chat in (False, True):
+        first = completion("y", *history, chat=chat)
+        first.output.set("answer")
+        last = VariablePiece(variable("w", "and then?"))
+        taking = completion("z", *history, VariablePiece(first.output), last, chat=chat)
+        continuing = completion("z", last, chat=chat, previous=first)
+        taken = prefix_keys(HASHER, "t", chat, prompt_segments(taking))
+        continued = prefix_keys(HASHER, "t", chat, prompt_segments(continuing))
+        assert (taken == continued) is not chat
+        assert (taken[1] == continued[1]) is not chat
