@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from math import inf, isclose
+from math import inf
 from operator import attrgetter
 
 from parrot.serve.graph.nodes import Completion, CompletionState, Reader, Task
@@ -11,12 +11,12 @@ from parrot.serve.graph.objective import (
     earliest_deadline,
     objective_of,
     predict,
-    predict_again,
     push,
     ready_at,
     relax,
     tighten,
 )
+from parrot.serve.graph.remaining import RemainingWork
 from parrot.serve.graph.runner import Predictor, Runner
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.utils.clock import Clock
@@ -36,8 +36,7 @@ class Activation:
     A task's producers hear that it is wanted when it becomes so, and it does when its turn comes:
     walks are loops, not recursion, and those through many tasks go in the backlog, since a session
     may be one chain of 65,536 calls. What answers teach reaches a task's objective when its inputs
-    are complete, and all objectives after the session's 1st, 2nd, 4th, 8th ... task that is done:
-    O(log n) predictions for each of n tasks."""
+    are complete, and now and then before, see `RemainingWork`."""
 
     def __init__(
         self, clock: Clock, runner: Runner, predictor: Predictor, backlog: Backlog
@@ -54,11 +53,7 @@ class Activation:
             OrderedDict()
         )  # what they ask of others has changed
         self._is_walking = False
-        self._wanted: dict[Task, float] = {}  # with the work in the sum below
-        self._remaining_s = 0.0
-        self._num_done = 0
-        self._next_prediction = 1
-        self._is_learning = False
+        self._remaining = RemainingWork(runner, predictor, self._update)
 
     def add_reader(self, reader: Reader) -> None:
         """Want an unsettled variable, whether or not it has a producer yet."""
@@ -137,7 +132,7 @@ class Activation:
             self._expect(task)
         elif all(variable.error is None for variable in task.inputs):
             predict(task, self._predictor)
-            self._count(task)
+            self._remaining.count(task)
             task.objective = objective_of(task)
             self._start(task)
 
@@ -150,11 +145,11 @@ class Activation:
         else:
             self._unexpect(task)
         self._tell_producers(task, wants=False, asks=False)
-        if task in self._wanted:
-            self._discount(task)
-            if task.state is CompletionState.DONE:
-                self._learn()
-            self._report(task)
+        if task in self._remaining:
+            self._remaining.discount(task)
+            if task.state is CompletionState.DONE and self._remaining.learns():
+                self._backlog.add(self, self._remaining.learning(self._backlog.per_slice))
+            self._remaining.report(task)
         self._walk()
 
     def close(self) -> None:
@@ -178,16 +173,14 @@ class Activation:
             counted = task.demand, task.asked
             assert is_torn or counted == demand, (task, counted, demand)
             assert task.is_wanted == (task.objective is not None), task
-            assert task.is_wanted == (task in self._wanted), task
+            assert task.is_wanted == (task in self._remaining), task
             assert task.is_started == (task.is_wanted and not task.missing), task
             if not is_walking:
                 assert (task.wants, task.asks) == (task.demand > 0, task.asked > 0), task
             if task.is_wanted and not is_walking:
                 assert task.deadline == earliest_deadline(task), (task, task.deadline)
         assert self.num_started == num_started, (self.num_started, num_started)
-        remaining_s = sum(self._wanted.values())
-        assert isclose(self._remaining_s, remaining_s, abs_tol=1e-6), self._remaining_s
-        assert not any(task.is_finished for task in self._wanted), self._wanted
+        self._remaining.check_integrity()
 
     def _count_demand(self, task: Task) -> tuple[int, int]:
         """Number of those who want the task, and of those who ask for it."""
@@ -228,10 +221,10 @@ class Activation:
             changed |= longer
             self._revised.update(dict.fromkeys(longer))
             for new in activated:
-                self._count(new)
+                self._remaining.count(new)
                 new.objective = objective_of(new)
         if task is not None:
-            self._report(task)
+            self._remaining.report(task)
         while self._revised and count < self._backlog.per_slice:
             changed |= self._revise()
             count += 1
@@ -339,7 +332,7 @@ class Activation:
 
     def _stop(self, task: Task) -> None:
         """Nobody wants it any more."""
-        self._discount(task)
+        self._remaining.discount(task)
         if task.is_started:
             task.is_started = False
             self.num_started -= 1
@@ -360,40 +353,3 @@ class Activation:
         task.wants_stream = any(reader.wants_stream for reader in task.readers())
         task.may_lose = any(reader.may_lose for reader in task.readers())
         return set() if before == (task.wants_stream, task.may_lose) else {task}
-
-    # Predictions
-
-    def _count(self, task: Task) -> None:
-        """A wanted task's work is part of what remains."""
-        self._remaining_s += task.work_s - self._wanted.get(task, 0.0)
-        self._wanted[task] = task.work_s
-
-    def _discount(self, task: Task) -> None:
-        self._remaining_s -= self._wanted.pop(task, 0.0)
-        if not self._wanted:
-            self._remaining_s = 0.0  # no rounding errors are left over
-
-    def _learn(self) -> None:
-        """Another task is done. Answers of the same functions change most after the first."""
-        self._num_done += 1
-        if self._num_done >= self._next_prediction and not self._is_learning:
-            self._next_prediction *= 2
-            self._is_learning = True
-            self._backlog.add(self, self._learning())
-
-    def _learning(self) -> Iterator[int]:
-        wanted = sorted(self._wanted, key=attrgetter("depth"))  # consumers before producers
-        size = self._backlog.per_slice
-        for start in range(0, len(wanted), size):
-            tasks = [task for task in wanted[start : start + size] if task in self._wanted]
-            changed = predict_again(tasks, self._predictor)
-            for task in tasks:
-                self._count(task)
-            self._update(changed)
-            for task in tasks[:1]:
-                self._report(task)
-            yield len(tasks)
-        self._is_learning = False
-
-    def _report(self, task: Task) -> None:
-        self._runner.progressed(task.session_id, self._remaining_s)
