@@ -76,8 +76,9 @@ class Flow:
         """Recount what the tasks wait for."""
         untold = Counter(consumer for waiting in self._untold.values() for consumer in waiting)
         for task in tasks:
-            num_unsettled = sum(not variable.is_settled for variable in task.inputs)
-            assert self._is_closed or task.missing == num_unsettled + untold[task], task
+            num_awaited = sum(not variable.is_settled for variable in task.inputs)
+            num_awaited += untold[task] + self._activation.is_deferred(task)
+            assert self._is_closed or task.missing == num_awaited, task
             assert task.is_finished == all(variable.is_settled for variable in task.outputs), task
 
     def _closing(
@@ -95,7 +96,10 @@ class Flow:
         """Tell its consumers, one with each step."""
         while untold := self._untold.get(variable):
             consumer = untold.popleft()
-            self._activation.input_settled(consumer)
+            if variable.producer is None and variable.error is None:
+                self._activation.input_given(consumer)
+            else:
+                self._activation.input_settled(consumer)
             if variable.error is not None:
                 self._fail(consumer, variable)
             yield 1

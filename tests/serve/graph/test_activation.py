@@ -599,3 +599,58 @@ def test_many_calls_are_woken_in_turns(runner: FakeRunner) -> None:
     assert not graph.activation.wake()
     assert runner.names() == [f"p{n}" for n in range(600)]
     graph.check_integrity()
+
+
+async def test_background_work_whose_last_input_is_set_waits_a_moment_for_a_reader(
+    runner: FakeRunner,
+) -> None:
+    clock = ManualClock(start=10)
+    graph = make_graph(runner, clock)
+    fact, note = graph.add_variable("fact").id, graph.add_variable("note").id
+    read, unread = link_call(graph, "read", [fact]), link_call(graph, "unread", [fact, note])
+    behind = link_call(graph, "behind", [unread])
+    asked = link_call(graph, "asked", [fact])
+    add_reader(graph, graph.variable(asked), Criteria.LATENCY)
+    assert not graph.activation.wake()
+    for var_id in (note, fact):
+        graph.set_variable(var_id, "text")
+    assert runner.names() == ["asked"]
+    graph.check_integrity()
+    add_reader(graph, graph.variable(read), Criteria.LATENCY)
+    assert runner.names() == ["asked", "read"]
+    assert objectives(graph, read) == [(Criteria.LATENCY, False)]
+    assert graph.activation.wake(until=9)
+    assert runner.names() == ["asked", "read"]
+    assert not graph.activation.wake(until=10)
+    assert runner.names() == ["asked", "read", "unread"]
+    runner.finish(runner.started[-1])
+    assert runner.names() == ["asked", "read", "behind"]  # the program has not set its input
+    assert objectives(graph, behind) == [(Criteria.THROUGHPUT, True)]
+    graph.check_integrity()
+
+
+@pytest.mark.parametrize("end", ["cancel", "release", "leave", "close"])
+def test_work_that_waits_for_a_reader_may_end(
+    graph: SessionGraph, runner: FakeRunner, end: str
+) -> None:
+    fact = graph.add_variable("fact").id
+    call = link_call(graph, "call", [fact])
+    needs = link_call(graph, "needs", [call])
+    graph.activation.wake()
+    graph.set_variable(fact, "text")
+    if end == "cancel":
+        graph.cancel_variable(call)
+    elif end == "release":
+        graph.activation.release(graph.variable(call))
+    elif end == "leave":
+        graph.activation.remove_reader(add_reader(graph, graph.variable(needs), Criteria.LATENCY))
+        assert [task.outputs[0].name for task in runner.withdrawn] == ["call"]
+    else:
+        list(graph.close(SessionGone("the session has expired")))
+    graph.check_integrity()
+    assert not graph.activation.wake()
+    assert runner.names() == []
+    if end in ("release", "leave"):
+        add_reader(graph, graph.variable(call), Criteria.LATENCY)
+        assert runner.names() == ["call"]
+    graph.check_integrity()
