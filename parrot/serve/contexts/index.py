@@ -127,6 +127,14 @@ class PrefixIndex:
         """The engines that have the prompt of this key."""
         return self._entries.get(key)
 
+    def longest_of(self, owner: Owner, keys: Sequence[bytes]) -> int | None:
+        """The engine where a context of the owner's has most of the prompt."""
+        for key in reversed(keys):
+            for engine_id, (context, _) in self._entries.get(key, {}).items():
+                if context.owner == owner:
+                    return engine_id
+        return None
+
     def remember(self, engine_id: int, keys: Iterable[bytes], live: Set[int]) -> None:
         """The engine is believed to have the prompts of these keys in its cache, though no context
         of it has. Engines that are not `live` have them no more."""

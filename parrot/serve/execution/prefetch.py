@@ -198,7 +198,13 @@ class Prefetcher:
         )
 
     def _choose(self, task: CompletionTask) -> Engine | None:
-        engine_id = self._scheduler.preview(task)
+        """Where it would go now. If nobody asks for it yet, rather where its session has most of
+        the prompt, since there it goes once somebody does."""
+        completion, engine_id = task.completion, None
+        if not completion.asked:
+            engine_id = self._ledger.index.longest_of(completion.session_id, task.keys)
+        if engine_id is None:
+            engine_id = self._scheduler.preview(task)
         return None if engine_id is None else self._fleet.get(engine_id)
 
     def _num_worthwhile(self, task: CompletionTask, engine: Engine) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -152,6 +153,34 @@ def test_tokens_are_computed_ahead_beside_streams_and_the_answer_begins_sooner()
     without_s, _ = simulate(body, engine=engine, eager_fill=False)
     assert num_used > 5 * len(LONG)
     assert taken_s < 0.85 * without_s
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_what_nobody_asks_for_yet_is_computed_where_its_session_has_the_most(is_asked):
+    """The next turn of a chat. In the background it would go elsewhere, as if others had come to
+    the chat's engine; but the program will read it once it has the result of its tool."""
+
+    async def body(program: Program) -> int:
+        story, result = await program.var(LONG), await program.var()
+        answer = await program.call("{{story}}{{out}}", story=story)
+        template = "{{story}}{{answer}}{{result}}{{out}}"
+        last = await program.call(template, story=story, answer=answer, result=result)
+        reading = [program.reading(last)] if is_asked else []
+        dispatcher = program.cluster.core._dispatcher
+        with patch.object(dispatcher._prefetch._scheduler, "preview") as preview:
+            preview.side_effect = lambda task: next(
+                load.id
+                for load in dispatcher._scheduler.engines
+                if dispatcher._ledger.index.match(load.id, task.keys) is None
+            )
+            await program.reading(answer)
+            await asyncio.sleep(1)
+        await program.set(result, "It rains.")
+        await asyncio.gather(*reading)
+        return program.counts.filled
+
+    num_filled = simulate(body, num_engines=2)
+    assert num_filled > len(LONG) if is_asked else num_filled == 0
 
 
 def test_it_grows_piece_by_piece():
