@@ -84,6 +84,7 @@ def _task(task: Any) -> tuple[Any, ...]:
         texts = [getattr(piece, "text", None) for piece in task.fill]
         before = None if task.previous is None else task.previous.id
         stats = task.stats if task.is_finished else None
-        return (*names, texts, task.sampling, task.options, before, stats, task.is_held)
+        is_held = task.is_held and not task.is_finished
+        return (*names, texts, task.sampling, task.options, before, stats, is_held)
     results = [(name, variable.id) for name, variable in task.results]
     return (*names, task.source, task.timeout_s, results)
