@@ -273,7 +273,7 @@ class Activation:
         elif task.wants and not is_wanted:
             activated.pop(task, None)
             self._stop(task)
-        elif task.asks != is_asked:
+        elif task.objective is not None and task.objective.is_background == is_asked:
             changed.add(task)
         self._tell_producers(task, wants=is_wanted, asks=is_asked)
 

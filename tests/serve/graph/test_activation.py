@@ -16,6 +16,7 @@ from parrot.protocol.errors import (
     SessionGone,
 )
 from parrot.serve.graph.graph import SessionGraph
+from tests.serve.graph.test_graph_machine import Slices
 from tests.serve.serve_fakes import (
     FakeRunner,
     add_reader,
@@ -653,4 +654,21 @@ def test_work_that_waits_for_a_reader_may_end(
     if end in ("release", "leave"):
         add_reader(graph, graph.variable(call), Criteria.LATENCY)
         assert runner.names() == ["call"]
+    graph.check_integrity()
+
+
+def test_a_reader_that_goes_before_the_walk_has_come_by_leaves_background_work(
+    runner: FakeRunner,
+) -> None:
+    backlog = Slices(per_slice=1)
+    graph = make_graph(runner, backlog=backlog)
+    call = link_call(graph, "call", [])
+    graph.activation.wake()
+    backlog.finish()
+    for n in range(3):
+        link_call(graph, f"c{n}", [])
+    graph.activation.wake()
+    graph.activation.remove_reader(add_reader(graph, graph.variable(call), Criteria.LATENCY))
+    backlog.finish()
+    assert objectives(graph, call) == [(Criteria.LATENCY, True)]
     graph.check_integrity()
