@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.host.memory import GIB
 from parrot.engine.runner.kv_cache import KVLayout
-from parrot.engine.runner.load import load_rank
-from parrot.engine.runner.ranks import RankProcesses
+from parrot.engine.runner.load import load_rank, load_runner
+from parrot.engine.runner.ranks import RankProcesses, processes, unit
 from parrot.protocol.engine_api import GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver
 from parrot.utils.clock import MonotonicClock
+from tests.support import stopped_rank
+from tests.support.processes import children
 from tests.support.random_world import World
 from tests.support.tiny_model import make_tiny_model
 
@@ -201,6 +204,21 @@ def kill_a_rank(folder: Path) -> None:
             driver.generate([driver.context([1, 2, 3])], 400)
 
 
+@pytest.mark.parametrize("doing", ["compiling kernels of step 3", "capturing graphs of 4 rows"])
+def test_a_rank_that_stops_ends_the_start(tmp_path: Path, doing: str) -> None:
+    make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
+    run_alone(doing, str(tmp_path / "model"))
+
+
+def stop_a_rank(folder: Path, doing: str) -> None:
+    os.environ |= {stopped_rank.HALTS_AT: doing, stopped_rank.HALTS_BY: "SIGSTOP"}
+    processes._MODULE = stopped_rank.__name__
+    unit.START_PATIENCE = timedelta(minutes=1)
+    with pytest.raises(DeviceLost, match=f"rank 1 hangs: it has been {doing}.* for 60 s"):
+        load_runner(config(folder, 2))
+    assert not children(os.getpid())
+
+
 def main(test: str, folder: Path) -> None:
     if test == "tokens":
         compare_tokens(folder)
@@ -208,8 +226,10 @@ def main(test: str, folder: Path) -> None:
         asyncio.run(compare_requests(folder))
     elif test == "host":
         compare_host_tier(folder)
-    else:
+    elif test == "kill":
         kill_a_rank(folder)
+    else:
+        stop_a_rank(folder, test)
 
 
 if __name__ == "__main__":

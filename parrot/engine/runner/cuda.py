@@ -27,7 +27,13 @@ from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results
-from parrot.engine.runner.step_computer import PlannedStep, Sources, StepComputer, WatchedAttention
+from parrot.engine.runner.step_computer import (
+    PlannedStep,
+    Report,
+    Sources,
+    StepComputer,
+    WatchedAttention,
+)
 from parrot.engine.runner.warm_up import SyntheticPlans
 from parrot.protocol.errors import OutOfMemory
 
@@ -170,12 +176,15 @@ class CudaRunner:
         if self._unit is not None:
             self._unit.close()
 
-    def warm_up(self) -> None:
+    def warm_up(self, report: Report = lambda _: None) -> None:
         """Compile kernels and capture graphs, so that no request waits for them."""
-        self.computer.warm_up()
+        try:
+            self.computer.warm_up(report)
+        except BaseException:
+            self.computer.close()  # or the communicator, which waits for its graphs, would not end
+            raise
+        report("trying copies to the host")
         self._copies.warm_up(self._cache.num_blocks - 1)
-        with together(self._unit):
-            pass  # sums of a rank that has ended meanwhile come without an error
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         wait((self._launching,))

@@ -48,11 +48,8 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
     if config.instance.tensor_parallel == 1:
         return load_rank(config, None)
     processes = RankProcesses(config)
-    try:
+    with processes.starting():
         runner, tokenizer = load_rank(config, processes)
-    except BaseException:
-        processes.close()
-        raise
     weakref.finalize(runner, processes.close)  # at the interpreter's end, too
     return runner, tokenizer
 
@@ -75,9 +72,8 @@ def load_rank(
     )
     spec = checkpoint.spec
     if spec.max_seq_len < spec.max_positions:
-        logger.warning(
-            "contexts are limited to the model's sliding window of %d tokens", spec.max_seq_len
-        )
+        window = "contexts are limited to the model's sliding window of %d tokens"
+        logger.warning(window, spec.max_seq_len)
     use_triton = device.type == "cuda" and _use_triton(instance, spec, device)
     model = _load_decoder(config, checkpoint, device, seat)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
@@ -87,7 +83,8 @@ def load_rank(
     if seat is not None:
         shared = _shared_memory(config, model, seat) if use_triton else None
         unit = seat.join(device, shared, with_tables=not use_triton)
-    group = None if seat is None else seat.group
+    group, report = (None, _say_nothing) if seat is None else (seat.group, seat.report)
+    report("measuring free memory")
     num_blocks = instance.num_kv_cache_blocks or blocks_for_all(layout, device, group)
     num_host_blocks = 0
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
@@ -95,9 +92,10 @@ def load_rank(
     adapts = device.type == "cpu" and not instance.num_threads and seat is None
     is_compiled = device.type == "cpu" and instance.attn_func == "auto" and seat is None
     runner: ModelRunner | CudaRunner
+    report("allocating memory")
     if use_triton:
         runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size, unit)
-        runner.warm_up()
+        runner.warm_up(report)
     else:
         runner = ModelRunner(
             model,
@@ -112,8 +110,13 @@ def load_rank(
             unit=unit,
             kernels=start_loading(layout.dtype_name) if is_compiled else None,
         )
+    report(None)
     _log(runner)
     return runner, tokenizer
+
+
+def _say_nothing(_: str | None) -> None:
+    pass
 
 
 def _log(runner: "ModelRunner | CudaRunner") -> None:

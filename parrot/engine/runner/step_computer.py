@@ -1,7 +1,7 @@
 """Computing planned steps on the device: as CUDA graphs, or kernel by kernel."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,9 @@ _LEAD_S = 1e-3
 
 Sources = tuple[torch.Tensor, IntArray]
 """Tokens of the step before on the device, and which of them the pending ones of this step are."""
+
+Report = Callable[[str], None]
+"""Is told what warming up does next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,15 +258,19 @@ class StepComputer:
         self.graphs = None
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
+    def warm_up(self, report: Report) -> None:
         """Compile kernels and capture graphs, so that no request waits for them. No context's
         block is written."""
-        for work in self._synthetic.for_kernels():
+        plans = self._synthetic.for_kernels()
+        for number, work in enumerate(plans, start=1):
+            report(f"compiling kernels of step {number} of {len(plans)}")
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
+        report("compiling what chooses tokens")
         self._chooser.warm_up(logits[:1], token_ids)
         for num_tokens in self._synthetic.dense_lengths():  # cuDNN's plans belong to one thread
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
         for size in () if self.graphs is None else reversed(self.graphs.sizes):
+            report(f"capturing graphs of {size.rows} rows")
             self.capture(size)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -21,7 +21,7 @@ from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.steps import StepReader
-from parrot.engine.runner.ranks.unit import Unit
+from parrot.engine.runner.ranks.unit import Unit, _Task
 from parrot.protocol.sampling import SamplingConfig
 from parrot.testing.runner_driver import Driver
 from tests.support.kernel_cases import SHARE_ALL
@@ -226,12 +226,12 @@ class Ending(Unit):
     looks = 0
 
     @property  # type: ignore[override]
-    def _began(self) -> float | None:
+    def _task(self) -> _Task | None:
         self.looks += 1
-        return time.monotonic() if self.looks % 2 else None
+        return _Task(time.monotonic(), 60) if self.looks % 2 else None
 
-    @_began.setter
-    def _began(self, began: float | None) -> None:
+    @_task.setter
+    def _task(self, task: _Task | None) -> None:
         pass
 
 

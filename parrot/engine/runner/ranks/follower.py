@@ -37,7 +37,12 @@ class FollowerSeat:
     def join(self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool) -> None:
         loaded = {"error": None, "device": device_kind(device)}
         self._link.send(json.dumps(loaded).encode())
+        self.report("connecting to the other ranks")
         self.group.connect_by_file(self._link.receive().decode(), device, layout)
+
+    def report(self, doing: str | None) -> None:
+        """Rank 0 reads it if it must know why a rank does not come on."""
+        self._link.send(json.dumps({"doing": doing or "waiting for steps"}).encode())
 
 
 def follow(link: Link) -> NoReturn:
@@ -68,7 +73,7 @@ def main() -> None:
     threading.Thread(target=end_with_rank_0, name="rank-0-watch", daemon=True).start()
     try:
         follow(link)
-    except EOFError:
+    except (EOFError, ConnectionError):
         os._exit(0)
     except ConfigError:
         sys.exit(1)

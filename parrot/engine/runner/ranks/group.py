@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from parrot.engine.kernels.ranks.exchanges import Exchanges
 
 TIMEOUT = timedelta(seconds=120)
-"""How long a rank waits for another, which may compile kernels meanwhile."""
+"""How long a rank waits in a step for another, which may compile kernels meanwhile."""
+
+START_PATIENCE = timedelta(minutes=5)
+"""For each thing that a rank does while it starts, such as to pin memory: it may be terabytes."""
+
+BACKEND_TIMEOUT = START_PATIENCE + timedelta(seconds=20)
+"""Longer, since backends end the process (NCCL) or cannot tell who is late. A unit can."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -40,7 +46,7 @@ class RankGroup:
         store: "Store",
         device: torch.device,
         layout: MemoryLayout | None = None,
-        timeout: timedelta = TIMEOUT,
+        timeout: timedelta = BACKEND_TIMEOUT,
     ) -> None:
         """Return when all ranks are there. `store`: where they find each other; it must be private,
         since whoever can write to it takes part. `layout`: of the memory that they share; None for
@@ -61,7 +67,8 @@ class RankGroup:
         """`connect` through a file in a folder that nobody else may enter; it is not needed
         afterwards."""
         store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]
-        self.connect(store, device, layout)
+        store.set_timeout(BACKEND_TIMEOUT)
+        self.connect(store, device, layout, BACKEND_TIMEOUT)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if x.numel():
@@ -128,7 +135,7 @@ def _make_group(
         # Its thread would look into the ranks' store, which is gone by then, and so never end.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = 3 * timeout  # it ends the process; a unit has noticed by then, in order
+        nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]

@@ -42,6 +42,12 @@ class Link:
             raise EOFError("the other rank has ended")
         return data
 
+    def wait_for_message(self, timeout_s: float) -> bool:
+        """Whether there is something to `receive`, or the end. For the first message."""
+        waiting = select.poll()
+        waiting.register(self._end, select.POLLIN)
+        return bool(waiting.poll(timeout_s * 1e3))
+
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
         """Return True when the other has ended, or this link; False after `timeout_s`."""
         waiting = select.poll()

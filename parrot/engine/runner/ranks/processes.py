@@ -5,6 +5,10 @@ import logging
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 
@@ -21,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _MODULE = "parrot.engine.runner.ranks.follower"
 _GRACE_S = 5.0
+_NOTICE_S = 2.0
+
+LOAD_PATIENCE = timedelta(minutes=15)
+"""For another rank that loads its part of the model, once rank 0 has loaded its own."""
 
 
 class RankProcesses:
@@ -51,38 +59,73 @@ class RankProcesses:
         return tuple(process.pid for process in self._processes)
 
     def join(self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool) -> Unit:
+        deadline = time.monotonic() + LOAD_PATIENCE.total_seconds()
         for rank, link in enumerate(self._links, start=1):
-            try:
-                answer = json.loads(link.receive())
-            except EOFError:
-                raise DeviceLost(f"rank {rank} has ended while it loaded the model") from None
-            if (error := answer["error"]) is not None:
-                raise ConfigError(f"rank {rank}: {error}")
-            if (kind := answer["device"]) != (own := device_kind(device)):
-                raise ConfigError(
-                    "`instance.tensor_parallel`: the devices of all ranks must be of one kind, and "
-                    f"rank 0 has {own}, rank {rank} {kind}; choose others by `device`"
-                )
+            self._require_loaded(rank, link, deadline, device)
+        self._unit = Unit(
+            self.group,
+            self._links,
+            with_tables=with_tables,
+            wait_for_others=self._wait,
+            kill_others=self._kill,
+        )
+        self.report("connecting to the other ranks")
         with tempfile.TemporaryDirectory(prefix="parrot-ranks-") as folder:  # nobody else's
             store = f"{folder}/store"
             for link in self._links:
                 link.send(store.encode())
             self.group.connect_by_file(store, device, layout)
-        self._unit = Unit(
-            self.group, self._links, with_tables=with_tables, wait_for_others=self._wait
-        )
         return self._unit
+
+    def _require_loaded(self, rank: int, link: Link, deadline: float, device: torch.device) -> None:
+        if not link.wait_for_message(max(0.0, deadline - time.monotonic())):
+            waited = f"{LOAD_PATIENCE.total_seconds():g} s after rank 0 had"
+            raise DeviceLost(f"rank {rank} hangs: it has not loaded its part of the model {waited}")
+        try:
+            answer = json.loads(link.receive())
+        except EOFError:
+            raise DeviceLost(f"rank {rank} has ended while it loaded the model") from None
+        if (error := answer["error"]) is not None:
+            raise ConfigError(f"rank {rank}: {error}")
+        if (kind := answer["device"]) != (own := device_kind(device)):
+            raise ConfigError(
+                "`instance.tensor_parallel`: the devices of all ranks must be of one kind, and "
+                f"rank 0 has {own}, rank {rank} {kind}; choose others by `device`"
+            )
+
+    def report(self, doing: str | None) -> None:
+        if self._unit is not None:
+            self._unit.report(doing)
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Tell which rank has ended or hangs, for whatever fails therefore. An error is the end of
+        the others."""
+        try:
+            yield
+        except BaseException as error:
+            lost = None
+            if self._unit is not None and not isinstance(error, ConfigError | DeviceLost):
+                lost = self._unit.why_lost(_NOTICE_S)
+            self.close()
+            if lost is not None:
+                raise DeviceLost(lost) from error
+            raise
 
     def close(self) -> None:
         """End the others, and wait for that. May be called twice."""
         if self._unit is not None:
             self._unit.close()
             return
-        for link, process in zip(self._links, self._processes, strict=True):
+        for link in self._links:
             link.close()
-            process.kill()  # it loads, and would be seconds in ending by itself
+        self._kill()  # they load, and would be seconds in ending by themselves
         self._wait()
         self.group.abort()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
 
     def _wait(self) -> None:
         for process in self._processes:

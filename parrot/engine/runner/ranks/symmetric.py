@@ -1,5 +1,6 @@
 """Memory that the ranks of one host share, over NVLink or PCIe."""
 
+import faulthandler
 import os
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _GROUP = "parrot-ranks"
+_PATIENCE_S = 300
+_STDERR = 2
 
 
 def share_memory(
@@ -30,5 +33,10 @@ def share_memory(
     own = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, device, _GROUP)
     own.zero_()
     torch.cuda.synchronize(device)  # before another rank writes to it
-    handle = _SymmetricMemory.rendezvous(own)
+    # torch waits for the others with the interpreter's lock, so that no thread could watch.
+    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True, file=_STDERR)
+    try:
+        handle = _SymmetricMemory.rendezvous(own)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return Exchanges(SymmetricMemory.of(rank, layout, own, handle.buffer_ptrs, keeps=handle))

@@ -1,10 +1,13 @@
 """Rank 0's view of the ranks besides it: what it tells them, and that it ends with any of them."""
 
+import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -12,13 +15,15 @@ import torch
 
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.kernels.ranks.memory import MemoryLayout
-from parrot.engine.runner.ranks.group import TIMEOUT, RankGroup
+from parrot.engine.runner.ranks.group import START_PATIENCE, TIMEOUT, RankGroup
 from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.steps import RankStep, StepWriter
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 10.0
+_LOOK_S = 5.0
+_LEAVE_S = 60.0
 
 
 class Seat(Protocol):
@@ -36,6 +41,25 @@ class Seat(Protocol):
         Raises what kept another rank from it. `layout`: of the memory that ranks share."""
         ...
 
+    def report(self, doing: str | None) -> None:
+        """Say what this rank does next, once it has joined, or None when it has started. All ranks
+        say the same in the same order. On rank 0, raises `DeviceLost` if any of them has ended, or
+        does for longer than `START_PATIENCE` what it has said."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Something that the ranks do together: a step, or a part of their start."""
+
+    began: float
+    patience_s: float
+    doing: str | None = None
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() - self.began > self.patience_s
+
 
 class Unit:
     """Whatever fails while the ranks run a step leaves them at different places, so it is the end
@@ -48,14 +72,21 @@ class Unit:
         *,
         with_tables: bool,
         wait_for_others: Callable[[], None] = lambda: None,
+        kill_others: Callable[[], None] = lambda: None,
         patience: timedelta = TIMEOUT,
     ) -> None:
         """`links` to rank 1, 2, and so on. `with_tables`: see `StepWriter`. `wait_for_others`
-        returns when they have ended, once the links have. A step that takes longer than `patience`
-        has a rank that hangs, which is found after twice that at most."""
+        returns when they have ended, once the links have; `kill_others` ends them though they hang.
+        A step that takes longer than `patience` has a rank that hangs."""
         self._patience_s = patience.total_seconds()
-        self._began: float | None = None  # what runs together
+        self._task: _Task | None = None
+        self._num_reports = 0
         self._wait_for_others = wait_for_others
+        self._kill_others = kill_others
+        self._losing = threading.Lock()
+        self._is_lost = threading.Event()
+        self._ending = threading.Timer(_LEAVE_S, _end_process)
+        self._ending.daemon = True
         self._group = group
         self._links = links
         self._writer = StepWriter(with_tables=with_tables)
@@ -82,21 +113,35 @@ class Unit:
         for link in self._links:
             link.send(message)
 
+    def report(self, doing: str | None) -> None:
+        """See `Seat`."""
+        self._require_all()
+        self._num_reports += 1
+        patience_s = START_PATIENCE.total_seconds()
+        self._task = None if doing is None else _Task(time.monotonic(), patience_s, doing)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Run inside what all ranks do. Raises `DeviceLost` for anything that fails."""
         self._require_all()
-        outer, self._began = self._began, self._began or time.monotonic()
+        outer = self._task
+        self._task = outer or _Task(time.monotonic(), self._patience_s)
         try:
             yield
         except DeviceLost:
             raise
         except Exception as error:
-            self._lost = self._lost or f"a step failed on rank 0: {error}"
+            with self._losing:
+                self._lost = self._lost or f"a step failed on rank 0: {error}"
             raise DeviceLost(self._lost) from error
         finally:
-            self._began = outer
+            self._task = outer
         self._require_all()  # sums that were given up come without an error
+
+    def why_lost(self, timeout_s: float) -> str | None:
+        """The reason why no step can be run any more; None if nobody has noticed any by then."""
+        self._is_lost.wait(timeout_s)
+        return self._lost
 
     def _require_all(self) -> None:
         if self._lost is not None:
@@ -105,6 +150,7 @@ class Unit:
     def close(self) -> None:
         """End the other ranks, and wait for that. May be called twice."""
         self._is_closed = True
+        self._ending.cancel()
         for link in self._links:
             link.end()
         self._wait_for_others()
@@ -112,20 +158,67 @@ class Unit:
             watch.join(_GRACE_S)
 
     def _watch(self, rank: int, link: Link) -> None:
-        reason = f"rank {rank} has ended"
-        while not link.wait_for_end(self._patience_s):
-            began = self._began  # once: the step may end meanwhile
-            if began is not None and time.monotonic() - began > self._patience_s:
-                reason = f"a step has not ended for {self._patience_s:g} s"
-                break
+        look_s, late = min(self._patience_s, START_PATIENCE.total_seconds(), _LOOK_S), None
+        while late is None and not link.wait_for_end(look_s):
+            task = self._task  # once: it may end meanwhile
+            late = task if task is not None and task.is_late else None
         if not self._is_closed:
-            self._lost = self._lost or reason
-            logger.critical("%s: no step can be run any more", reason)
-            for tell in self._when_lost:
-                tell()
+            self._lose(rank, late)
+            self._kill_others()
         link.end()  # before what may wait: a step may be told to a rank that hangs
         self._group.abort()
         link.close()
+
+    def _lose(self, rank: int, late: _Task | None) -> None:
+        """Say that a rank has ended, or that one hangs, with which something is `late`."""
+        with self._losing:  # or a step that fails therefore would tell its own reason
+            if self._lost is not None:
+                return
+            task = late or self._task
+            for link in self._links:
+                link.end()
+            if task is not None and task.doing is not None:
+                self._lost = self._why_not_started(rank, task, is_late=late is not None)
+                self._ending.start()
+            elif late is not None:
+                self._lost = f"a step has not ended for {late.patience_s:g} s"
+            else:
+                self._lost = f"rank {rank} has ended"
+        logger.critical("%s: no step can be run any more", self._lost)
+        self._is_lost.set()
+        for tell in self._when_lost:
+            tell()
+
+    def _why_not_started(self, rank: int, task: _Task, *, is_late: bool) -> str:
+        """The ranks say the same, so the one that has said least is the one that others wait
+        for."""
+        said = [_reports(link) for link in self._links]
+        if not is_late:
+            return f"rank {rank} has ended, which was {said[rank - 1][-1]}"
+        rank = 1 + min(range(len(said)), key=lambda index: len(said[index]))
+        is_other = len(said[rank - 1]) <= self._num_reports
+        doing = said[rank - 1][-1] if is_other else task.doing
+        return (
+            f"rank {rank if is_other else 0} hangs: it has been {doing} for {task.patience_s:g} s"
+        )
+
+
+def _reports(link: Link) -> list[str]:
+    """Whatever the other rank has said that it did since it joined, in order. The link must have
+    ended, and nobody else read it."""
+    found = []
+    with suppress(EOFError):
+        while True:
+            found.append(json.loads(link.receive()).get("doing", "failing"))
+    return found or ["joining"]
+
+
+def _end_process() -> None:
+    """End this process, since what rank 0 waits for at its start, such as the others' first word,
+    does not end with them in all backends. During steps who runs them sees that they are lost."""
+    logger.critical("rank 0 still waits for the others, so its process ends")
+    logging.shutdown()
+    os._exit(1)
 
 
 def together(unit: Unit | None) -> AbstractContextManager[None]:
