@@ -187,8 +187,9 @@ class CudaRunner:
         self._copies.warm_up(self._cache.num_blocks - 1)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
-        wait((self._launching,))
-        self._copies.transfer(transfers)
+        with together(self._unit):
+            wait((self._launching,))
+            self._copies.transfer(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
         return self._copies.landed(wait=wait)

@@ -1,7 +1,7 @@
 """Two CUDA runners in Triton's interpreter, which a model is divided among, give what one gives.
 
-The interpreter runs one kernel at a time, so each rank is a process; gloo is in NCCL's place, and
-mapped files are in that of memory which devices share."""
+The interpreter runs one kernel at a time, so each rank is a process; gloo is in NCCL's place,
+mapped files are in that of memory which devices share, and all streams are one."""
 
 import json
 import socket
@@ -21,6 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import numpy as np
 import torch
 
+from parrot.engine.core.plan import Transfer
 from parrot.engine.kernels.ranks import exchanges, kernels
 from parrot.engine.kernels.ranks.memory import MESSAGE_ROWS, MemoryLayout
 from parrot.engine.models import decoder
@@ -28,12 +29,15 @@ from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.layers import PlainLinear
 from parrot.engine.models.parallel import Shard
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.engine.runner.host.cuda import CudaCopies
+from parrot.engine.runner.kv_cache import KVCache
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Driver
+from parrot.testing.runner_driver import Context, Driver
+from tests.support.immediate_streams import immediate_streams
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.mapped_memory import mapped_exchanges
 from tests.support.tiny_model import make_tiny_model
@@ -42,7 +46,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
     pytest.mark.timeout(300),
 ]
-CPU = torch.device("cpu")
+CPU, BLOCK_SIZE = torch.device("cpu"), 16
 LAYOUT = MemoryLayout.of(2, 64 * 4, 64)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 261}
 CHUNK = MESSAGE_ROWS + 6  # whose sums read other ranks' memory
@@ -55,12 +59,25 @@ SAMPLINGS = (
 
 def make_runner(folder: str, ranks: RankGroup | None, unit: Unit | None) -> CudaRunner:
     checkpoint = open_checkpoint(folder)
-    options = CudaOptions(max_rows=4, max_tokens=96, gate=SHARE_ALL, use_graphs=False, upcast=True)
+    options = CudaOptions(
+        max_rows=4,
+        max_tokens=96,
+        gate=SHARE_ALL,
+        use_graphs=False,
+        upcast=True,
+        num_host_blocks=0 if ranks is None else 4,
+    )
     shard = None if ranks is None else Shard(checkpoint.spec, ranks)
-    with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
-        patch.setattr(decoder, "make_linear", PlainLinear)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "make_linear", PlainLinear)  # the kernels read weights as they are
+        if ranks is not None:
+            patch.setattr(KVCache, "host_copies", cuda_copies)
         model = load_decoder(checkpoint, torch.float32, CPU, shard=shard)
-    return CudaRunner(model, 32, 16, options, unit)
+        return CudaRunner(model, 32, BLOCK_SIZE, options, unit)
+
+
+def cuda_copies(cache: KVCache, num_slots: int) -> CudaCopies:
+    return CudaCopies(cache.block_tensors, BLOCK_SIZE, num_slots)
 
 
 def join(rank: int, store: Path) -> RankGroup:
@@ -78,7 +95,25 @@ def outputs(runner: CudaRunner) -> list[Any]:
         for sampling in SAMPLINGS
     ]
     long = driver.context([i * 5 % 250 for i in range(CHUNK)])
-    return [*found, driver.generate([long], 2)]
+    found.append(driver.generate([long], 2))
+    if runner.info.num_host_blocks:
+        go_out_and_come_back(driver, runner, long)
+    return [*found, driver.generate([long], 3)]
+
+
+def go_out_and_come_back(driver: Driver, runner: CudaRunner, context: Context) -> None:
+    """What the context's first blocks hold leaves them for another context, and comes back into
+    others."""
+    blocks, slots = context.blocks[:3], (3, 0, 1)
+    runner.transfer([Transfer(1, True, tuple(blocks), slots)])
+    assert [one.succeeded for one in runner.landed(wait=True)] == [True]
+    driver._free += blocks
+    other = driver.context([9] * 3 * BLOCK_SIZE)
+    driver.step([(other, 3 * BLOCK_SIZE)])
+    assert {*other.blocks} == {*blocks}
+    context.blocks[:3] = [driver._free.pop() for _ in blocks]
+    runner.transfer([Transfer(2, False, tuple(context.blocks[:3]), slots)])
+    assert [one.succeeded for one in runner.landed(wait=True)] == [True]
 
 
 def chunked(runner: CudaRunner) -> list[float]:
@@ -101,7 +136,8 @@ def divided(folder: Path, store: Path, *options: str) -> Iterator[CudaRunner]:
     group = join(0, store)
     unit = Unit(group, [link], with_tables=False)
     try:
-        yield make_runner(str(folder), group, unit)
+        with immediate_streams():
+            yield make_runner(str(folder), group, unit)
     finally:
         unit.close()
         assert process.wait(60) == 0
@@ -155,4 +191,5 @@ def follow(folder: str, store: str, number: int) -> None:
 if __name__ == "__main__":
     if "slow" in sys.argv:
         read_late()
-    follow(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    with immediate_streams():
+        follow(sys.argv[1], sys.argv[2], int(sys.argv[3]))

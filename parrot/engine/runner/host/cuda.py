@@ -163,7 +163,9 @@ class CudaCopies:
             self._back.stream.wait_event(flight.done)
         if told.begun:
             self.transfer(told.begun)
-        for flight in self._out.flights:
+        for flight in (*self._back.flights, *self._out.flights):
+            if not flight.has_begun:
+                raise RuntimeError("a transfer between the tiers has failed on this rank")
             if flight.transfer_id in told.awaited:
                 self._steps.wait_event(flight.read)
 
@@ -188,10 +190,7 @@ class CudaCopies:
 def _taken(lane: _Lane, transfer_ids: Collection[int]) -> Iterator[_Flight]:
     """Take the first of a lane's transfers, as far as they are among these."""
     while lane.flights and lane.flights[0].transfer_id in transfer_ids:
-        flight = lane.flights.popleft()
-        if not flight.has_begun:
-            raise RuntimeError("a transfer between the tiers has failed on this rank")
-        yield flight
+        yield lane.flights.popleft()
 
 
 def _event(*, timed: bool = False) -> torch.cuda.Event:

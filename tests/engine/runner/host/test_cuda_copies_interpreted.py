@@ -1,8 +1,6 @@
-"""The copies of a CUDA device on the CPU, where the kernels are interpreted: each stream's work is
-done at once, and only the waits between streams are noted."""
+"""The copies of a CUDA device on the CPU, where the kernels are interpreted."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -13,8 +11,10 @@ import torch
 from parrot.engine.core.plan import BlockCopy, Landed, SequenceStep, StepPlan, Transfer
 from parrot.engine.kernels import block_copy_kernels
 from parrot.engine.runner.host import cuda
+from parrot.engine.runner.host.copies import ToldTransfers
 from parrot.engine.runner.host.cuda import CudaCopies
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
+from tests.support.immediate_streams import Stream, immediate_streams
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available()
@@ -26,52 +26,10 @@ BLOCK_SIZE = 4
 LAYOUT = KVLayout(2, 2, 16, BLOCK_SIZE, torch.bfloat16, quantised=True)
 
 
-class Event:
-    def __init__(self, **options: bool) -> None:
-        self.stream: Stream | None = None
-
-    def record(self) -> None:
-        self.stream = Stream.current
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """All is done at once."""
-
-    def elapsed_time(self, end: "Event") -> float:
-        return 2.0
-
-
-class Stream:
-    current: "Stream"
-
-    def __init__(self, device: object = None) -> None:
-        self.awaited: list[Stream | None] = []
-
-    def wait_event(self, event: Event) -> None:
-        self.awaited.append(event.stream)
-
-    def synchronize(self) -> None:
-        """All is done at once."""
-
-
-@contextmanager
-def on(stream: Stream) -> Iterator[None]:
-    before, Stream.current = Stream.current, stream
-    yield
-    Stream.current = before
-
-
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The stream of the steps."""
-    stream = Stream()
-    Stream.current = stream
-    for name, fake in {"Event": Event, "Stream": Stream, "stream": on}.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
-    return stream
+def steps() -> Iterator[Stream]:
+    with immediate_streams() as stream:
+        yield stream
 
 
 def make(steps: Stream) -> tuple[KVCache, CudaCopies]:
@@ -132,3 +90,18 @@ def test_a_copy_that_cannot_be_begun_is_over_in_vain(
         (2, True),
         (1, False),
     ]
+
+
+def test_a_copy_that_cannot_be_begun_on_another_rank_ends_it(
+    steps: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, copies = make(steps)
+    copies.follow(ToldTransfers((Transfer(1, True, (5,), (0,)),)))
+    copies.follow(ToldTransfers(landed=(1,)))
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(cuda, "scatter_blocks", fail)
+    with pytest.raises(RuntimeError, match="has failed on this rank"):
+        copies.follow(ToldTransfers((Transfer(2, False, (6,), (0,)),)))
