@@ -287,7 +287,15 @@ def sum_few_variant(*, kind: str = "bf16", splits: int = 2, warps: int = 8) -> d
 
     addresses = dict.fromkeys(("addresses", "turns"), "*i64")
     words = dict.fromkeys(("parts_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*i32")
-    constants = {"RANK": 1, "SIZE": 2, "ROWS": 64, "SPLITS": splits, "WORDS": 2048, "BLOCK": 2048}
+    constants = {
+        "RANK": 1,
+        "SIZE": 2,
+        "EVERY": 64,
+        "ROWS": 64,
+        "SPLITS": splits,
+        "WORDS": 2048,
+        "BLOCK": 2048,
+    }
     constants |= {"KIND": triton.language.dtype(kind), "ADD": True, "DEPENDENT": True}
     return compile_kernel(
         sum_few_and_norm_kernel,
@@ -308,7 +316,7 @@ def sum_variant(*, warps: int = 8) -> dict[str, Any]:
     return compile_kernel(
         sum_and_norm_kernel,
         {**addresses, **pointers, **numbers, "eps": "fp32"},
-        {"RANK": 0, "SIZE": 4, **shape},
+        {"RANK": 0, "SIZE": 4, "EVERY": 64, **shape},
         divisible=(*addresses, *pointers, "place"),
         num_warps=warps,
     )
@@ -323,7 +331,7 @@ def exchange_variant(*, only_first: bool = False, warps: int = 8) -> dict[str, A
     return compile_kernel(
         exchange_kernel,
         {**addresses, **pointers, **numbers},
-        {"RANK": 1, "SIZE": 2, "FLAGS": 1024, "BLOCK": 1024, "ONLY_FIRST": only_first},
+        {"RANK": 1, "SIZE": 2, "EVERY": 64, "FLAGS": 1024, "BLOCK": 1024, "ONLY_FIRST": only_first},
         divisible=(*addresses, *pointers),
         num_warps=warps,
     )

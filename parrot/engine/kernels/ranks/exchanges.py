@@ -21,6 +21,8 @@ _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 _WORD = 4
 _BLOCK = 1024
 _WARPS = 8
+_LOOKS = 1 << 16  # which take a device some 50 ms
+_SLOW_LOOKS = 64  # of Triton's interpreter
 
 
 class Exchanges:
@@ -28,7 +30,8 @@ class Exchanges:
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self._memory = memory
-        self._over = memory.over.numpy()
+        self._asked = memory.asked.numpy()
+        self._every = _LOOKS if memory.own.is_cuda else _SLOW_LOOKS
         self._word = torch.zeros(1, dtype=torch.int32, device=memory.own.device)
 
     def slot(self, index: int, num_splits: int, like: torch.Tensor) -> torch.Tensor | None:
@@ -74,6 +77,7 @@ class Exchanges:
             num_rows,
             RANK=memory.rank,
             SIZE=layout.size,
+            EVERY=self._every,
             FLAGS=MAX_PROGRAMS,
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
@@ -108,6 +112,7 @@ class Exchanges:
             len(residual),
             RANK=memory.rank,
             SIZE=layout.size,
+            EVERY=self._every,
             ROWS=MESSAGE_ROWS,
             SPLITS=len(part),
             WORDS=num_words,
@@ -152,6 +157,7 @@ class Exchanges:
             columns,
             RANK=memory.rank,
             SIZE=layout.size,
+            EVERY=self._every,
             FLAGS=MAX_PROGRAMS,
             BLOCK=_BLOCK,
             ONLY_FIRST=only_first,
@@ -162,4 +168,4 @@ class Exchanges:
         """Let kernels go on that wait for a rank which is not there any more, now and later; what
         they compute is nothing then. From any thread; the device is not asked for anything, since
         its queue may be full of launches."""
-        self._over[0] = 1
+        self._asked[0] = 1

@@ -1,16 +1,15 @@
 """Kernels in which ranks read and write each other's memory. `exchanges` launches them.
 
 A program meets those of its number on the other ranks: each says at which turn it is, and waits
-until the others are there. `addresses` are those of each rank's memory, and then that of `over`,
-int64 in the host's memory, which ends all waiting when it is not zero."""
+until the others are there. A rank's memory begins with int64 `over`, which ends all waiting when it
+is not zero. `addresses` are those of each rank's memory, and then that of `asked`, int64 in the
+host's memory: whether `over` is asked for. It is looked at with every EVERY-th look for the others,
+since it is behind PCIe, which programs that wait would fill, and not see that the others come."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-_LANES = tl.constexpr(256)
-"""As many as a program has threads."""
 
 
 @triton.jit
@@ -20,28 +19,27 @@ def _memory_of(addresses, rank):
 
 
 @triton.jit
-def _has_come(flag, turn):
+def _has_come(flag, over, turn):
     """The same for all threads, as atomics are."""
-    return tl.atomic_add(flag, 0, sem="acquire", scope="sys") >= turn
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    return (seen >= turn) | (tl.atomic_add(over, 0, sem="relaxed", scope="sys") != 0)
 
 
 @triton.jit
-def _asks(looks):
-    """Whether to look at `over` besides, for a program that looks for the others the so-manyth
-    time. It takes a microsecond, since the host's memory is behind PCIe, in which nobody sees that
-    the others come: now and then is enough for what happens once."""
-    return looks % 64 == 0
-
-
-@triton.jit
-def _is_over(over):
-    """The same for all threads, which each read it, since they share what is the largest."""
-    return tl.max(tl.load(over + tl.zeros([_LANES], tl.int32), volatile=True), 0) != 0
+def _end_if_asked(over, asked, looks, EVERY: tl.constexpr):
+    if looks % EVERY == 0:
+        tl.store(over, 1, mask=tl.load(asked, volatile=True) != 0)
 
 
 @triton.jit
 def _tell_and_wait(
-    addresses, turns, place, RANK: tl.constexpr, SIZE: tl.constexpr, FLAGS: tl.constexpr
+    addresses,
+    turns,
+    place,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    FLAGS: tl.constexpr,
+    EVERY: tl.constexpr,
 ):
     """Return once all ranks' programs of this number are at this turn. What their earlier kernels
     wrote, and what they did themselves, can be read from then on.
@@ -55,17 +53,15 @@ def _tell_and_wait(
             flags = (_memory_of(addresses, other) + place).to(tl.pointer_type(tl.int64))
             tl.atomic_xchg(flags + RANK * FLAGS + program, turn, sem="release", scope="sys")
     own = _memory_of(addresses, RANK)
-    over = _memory_of(addresses, SIZE).to(tl.pointer_type(tl.int64))
+    over = own.to(tl.pointer_type(tl.int64))
+    asked = _memory_of(addresses, SIZE).to(tl.pointer_type(tl.int64))
     for other in tl.static_range(SIZE):
         if other != RANK:
             flag = (own + place).to(tl.pointer_type(tl.int64)) + other * FLAGS + program
-            has_come = _has_come(flag, turn)
-            looks = 1
-            while not has_come:
-                has_come = _has_come(flag, turn)
+            looks = 0
+            while not _has_come(flag, over, turn):
                 looks += 1
-                if _asks(looks):
-                    has_come = has_come | _is_over(over)
+                _end_if_asked(over, asked, looks, EVERY)
     tl.store(turns + program, turn)
 
 
@@ -89,6 +85,7 @@ def sum_and_norm_kernel(
     num_rows,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    EVERY: tl.constexpr,
     FLAGS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -100,7 +97,7 @@ def sum_and_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    _tell_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS)
+    _tell_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS, EVERY)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         offset = tl.cast(row, tl.int64) * WIDTH + column
         total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -150,22 +147,22 @@ def _word(low, high, KIND: tl.constexpr):
 
 
 @triton.jit
-def _look(at, inside, over, turn, looks):
+def _look(at, inside, over, turn):
     """The content of a message's place, and whether some of it has not come."""
     came = tl.load(at, mask=inside, other=0, volatile=True)
-    is_over = tl.load(over, mask=_asks(looks), other=0, volatile=True) != 0
-    is_old = inside & ((came >> 32).to(tl.int32) != turn) & (not is_over)
+    is_old = inside & ((came >> 32).to(tl.int32) != turn) & (tl.load(over, volatile=True) == 0)
     return came.to(tl.int32), tl.max(is_old.to(tl.int32), 0)
 
 
 @triton.jit
-def _receive(at, inside, over, turn):
+def _receive(at, inside, over, asked, turn, EVERY: tl.constexpr):
     """The words of a message, behind each of which is the turn that it belongs to."""
-    came, is_old = _look(at, inside, over, turn, 1)
-    looks = 2
+    came, is_old = _look(at, inside, over, turn)
+    looks = 0
     while is_old > 0:
-        came, is_old = _look(at, inside, over, turn, looks)
+        came, is_old = _look(at, inside, over, turn)
         looks += 1
+        _end_if_asked(over, asked, looks, EVERY)
     return came
 
 
@@ -182,6 +179,7 @@ def sum_few_and_norm_kernel(
     num_rows,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    EVERY: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     WORDS: tl.constexpr,
@@ -202,7 +200,8 @@ def sum_few_and_norm_kernel(
     word = tl.arange(0, BLOCK)
     inside = word < WORDS
     own = _memory_of(addresses, RANK)
-    over = _memory_of(addresses, SIZE).to(tl.pointer_type(tl.int64))
+    over = own.to(tl.pointer_type(tl.int64))
+    asked = _memory_of(addresses, SIZE).to(tl.pointer_type(tl.int64))
     weight = tl.load(weight_ptr + word, mask=inside, other=0)
     if DEPENDENT:
         gdc_launch_dependents()
@@ -234,7 +233,8 @@ def sum_few_and_norm_kernel(
     for rank in tl.static_range(SIZE):
         came = part
         if rank != RANK:
-            came = _receive(inbox + (rank * ROWS + row) * WORDS + word, inside, over, turn)
+            at = inbox + (rank * ROWS + row) * WORDS + word
+            came = _receive(at, inside, over, asked, turn, EVERY)
         low += _low(came, KIND)
         high += _high(came, KIND)
     if ADD:
@@ -264,6 +264,7 @@ def exchange_kernel(
     width,
     RANK: tl.constexpr,
     SIZE: tl.constexpr,
+    EVERY: tl.constexpr,
     FLAGS: tl.constexpr,
     BLOCK: tl.constexpr,
     ONLY_FIRST: tl.constexpr,
@@ -283,7 +284,7 @@ def exchange_kernel(
                 to = (_memory_of(addresses, rank) + start).to(tl.pointer_type(tl.int32))
                 tl.store(to + RANK * count + at, value, mask=at < count)
         tl.debug_barrier()  # all threads have written before one of them tells
-    _tell_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS)
+    _tell_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS, EVERY)
     own = (_memory_of(addresses, RANK) + start).to(tl.pointer_type(tl.int32))
     for rank in tl.static_range(1 if ONLY_FIRST else SIZE):
         for first in range(0, count, BLOCK):

@@ -25,8 +25,8 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Where what is in a rank's memory, by its first byte: flags, inboxes of exchanges and of
-    messages (two of each, which take turns, with room for every rank), slots.
+    """Where what is in a rank's memory, by its first byte: `over`, flags, inboxes of exchanges and
+    of messages (two of each, which take turns, with room for every rank), slots.
 
     row_bytes   of hidden states
     slot_bytes  of the largest part that is summed through a slot"""
@@ -49,7 +49,7 @@ class MemoryLayout:
     @property
     def flags(self) -> int:
         """int64 [size, MAX_PROGRAMS]."""
-        return 0
+        return _ALIGNMENT
 
     @property
     def exchanges(self) -> int:
@@ -81,9 +81,9 @@ class SymmetricMemory:
 
     own        uint8 [bytes] on the device, zero at first
     addresses  int64 [size + 1] on the device: where each rank's memory begins for this process,
-               and where `over` is
+               and where `asked` is
     turns      int64 [MAX_PROGRAMS] on the device, zero at first
-    over       int64 [1] on the host, where the device can read it; zero until all is over
+    asked      int64 [1] on the host, where the device can read it: not zero when all is over
     keeps      what keeps the memory of the others reachable"""
 
     rank: int
@@ -91,7 +91,7 @@ class SymmetricMemory:
     own: torch.Tensor
     addresses: torch.Tensor
     turns: torch.Tensor
-    over: torch.Tensor
+    asked: torch.Tensor
     keeps: object
 
     @classmethod
@@ -105,10 +105,10 @@ class SymmetricMemory:
     ) -> "SymmetricMemory":
         """`begins`: where each rank's memory does."""
         # A device reads pinned memory at the address that it has for the host.
-        over = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
-        addresses = torch.tensor([*begins, over.data_ptr()], dtype=torch.int64)
+        asked = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
+        addresses = torch.tensor([*begins, asked.data_ptr()], dtype=torch.int64)
         turns = torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=own.device)
-        return cls(rank, layout, own, addresses.to(own.device), turns, over, keeps)
+        return cls(rank, layout, own, addresses.to(own.device), turns, asked, keeps)
 
     def slot(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
         """A place for a part of a sum; None if it is too large."""
