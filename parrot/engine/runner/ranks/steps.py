@@ -72,9 +72,7 @@ class StepWriter:
             inputs.changed_at,
             inputs.changed_to,
             _reads(step.reads),
-            _transfers(step.transfers.begun),
-            _ids(step.transfers.landed),
-            _ids(step.transfers.awaited),
+            *_told(step.transfers),
             *([_NONE] * 10 if work is None or is_known else _work(work)),
         ]
         assert len(parts) == _NUM_PARTS, len(parts)
@@ -152,6 +150,12 @@ def _read_reads(rows: IntArray, *, has_any: bool) -> Reads | None:
         else:
             reads.scored.append((first, ScoreSpec(0, start, [0] * count, num_top)))
     return reads
+
+
+def _told(told: ToldTransfers) -> list[IntArray]:
+    if told is NO_TRANSFERS:  # as in most messages
+        return [_NONE] * 3
+    return [_transfers(told.begun), _ids(told.landed), _ids(told.awaited)]
 
 
 def _ids(transfer_ids: Sequence[int]) -> IntArray:
