@@ -44,9 +44,14 @@ def main(store: str, rank: int, *, alone: bool) -> None:
     group, device = connected(store, rank)
     exchanges = group.exchanges
     assert exchanges is not None
+    is_there = Path(f"{store}-is-there")
     if not alone:
         run_rounds(exchanges, rank, 2, ROUNDS, (WIDTH, MAX_ROWS), device)
-    elif rank == 0:  # nobody answers
+    elif rank == 1:  # it leaves once the other does not need it to connect any more
+        while not is_there.exists():
+            time.sleep(0.1)
+    else:  # nobody answers
+        is_there.touch()
         residual = torch.zeros((1, WIDTH), device=device, dtype=torch.bfloat16)
         part = exchanges.slot(0, 1, residual)
         assert part is not None
