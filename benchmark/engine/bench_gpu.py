@@ -6,6 +6,7 @@ Parts: `decode`, `prefill` and `mixed` (a part of a prompt beside decodes) run s
 process, without an engine around them; `load256`
 runs the engine core without HTTP; `http` starts the engine's server and asks it from here. Floors:
 weights and unique KV once at the copy rate of an H200, or the arithmetic at its matrix rate.
+Nothing is drafted, so that a step gives each sequence one token (`bench_drafts` measures drafts).
 Contexts of `decode` begin with random KV.
 """
 
@@ -63,7 +64,11 @@ def config_of(model: str, *, shares: bool = True, kv: str = "auto") -> BuiltinCo
             "model": model,
             "device": "cuda",
             "dtype": "bfloat16",
-            "scheduler": {"max_batch_size": 256, "max_num_batched_tokens": 8192},
+            "scheduler": {
+                "max_batch_size": 256,
+                "max_num_batched_tokens": 8192,
+                "max_draft_tokens": 0,  # drafts guess what models with random weights repeat
+            },
             "instance": {
                 "load_format": "dummy",
                 "max_seq_len": 16384,
