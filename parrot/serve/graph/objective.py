@@ -87,7 +87,7 @@ def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
     for node in reversed(order):
         above = (p.ready_in_s + p.duration_s for p in _wanted_producers(node))
         node.ready_in_s = max(above, default=0.0)
-    changed: set[Task] = set()
+    changed = _lengthened(order, new)  # before any says which of its producers are a stage
     for node in order:
         _pull_urgency(node, new)
         changed.update(p for p in push(node) if p not in new)
@@ -202,6 +202,16 @@ def push(consumer: Task) -> list[Task]:
     for producer in producers:
         if _relay(consumer, producer, stages[producer.depth] > 1):
             longer.append(producer)
+    return longer
+
+
+def _lengthened(consumers: Iterable[Task], new: set[Task]) -> set[Task]:
+    """Tell the producers that were wanted before how long the paths below them are. Returns those
+    that this made longer."""
+    longer: set[Task] = set()
+    for consumer in consumers:
+        producers = [p for p in _wanted_producers(consumer) if p not in new]
+        longer.update(p for p in producers if _lengthen(p, consumer))
     return longer
 
 

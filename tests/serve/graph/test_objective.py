@@ -122,6 +122,21 @@ def test_a_longer_path_below_reaches_work_that_waits(graph: SessionGraph) -> Non
     assert objective(graph, a).remaining_path_s == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("num_turns", [2, 3, 6])
+def test_turns_that_take_in_all_before_them_are_no_stage(
+    graph: SessionGraph, num_turns: int
+) -> None:
+    """Nor with the first, which is wanted before the others are."""
+    turns = list[str]()
+    for number in range(num_turns):
+        turns.append(link_call(graph, f"turn{number}", turns))
+    add_reader(graph, graph.variable(turns[0]), Criteria.LATENCY)
+    graph.activation.wake()
+    depths = [objective(graph, turn).depth for turn in turns]
+    assert depths == list(reversed(range(num_turns)))
+    assert {objective(graph, turn).task_group for turn in turns} == {None}
+
+
 def test_queued_work_is_reprioritised_when_it_gets_stricter() -> None:
     runner = FakeRunner()
     graph = make_graph(runner)
