@@ -166,7 +166,6 @@ class Programs:
         size = num_bytes([content])
         session.account.require(text_bytes=size)
         session.graph.set_variable(var_id, content)
-        self._reads.wake_soon(session)
         session.account.add(text_bytes=size)
         self._observers.tell(lambda one: one.variable_set(session, var_id, content))
 

@@ -16,9 +16,8 @@ from parrot.utils.timers import TimerQueue
 # After a read has timed out, its work goes on for this long: a program that reads again and again
 # with short timeouts must not start it from the beginning each time.
 READ_GRACE_S = 0.25
-# What a program holds runs in the background so long after it was submitted, and after its last
-# input was set, once the program has read anything. The read of a call that is wanted at once comes
-# earlier, and says how it is to run.
+# What a program holds runs in the background so long after it was submitted, once it has read
+# anything. The read of a call that is wanted at once comes earlier, and says how it is to run.
 WAKE_DELAY_S = 0.1
 _ROUNDING_S = 1e-6
 
@@ -32,8 +31,8 @@ class Reads:
         self._clock = clock
 
     def wake_soon(self, session: Session) -> None:
-        """The session was read, a call was submitted or a variable set: wake in time what its
-        program holds, if anything was read."""
+        """The session was read, or a call was submitted: wake in time what its program holds, if
+        anything was read."""
         if session.was_read and not session.is_wake_due:
             session.is_wake_due = True
             when = self._clock.now() + WAKE_DELAY_S

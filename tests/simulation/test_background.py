@@ -21,10 +21,10 @@ class Program:
         self.client = client
         self.scope = scope
 
-    async def call(self, length: int, *, given: Any = (), **fields: Any) -> str:
+    async def call(self, length: int, **fields: Any) -> str:
         sampling = {"max_gen_length": length, "ignore_tokenizer_eos": True}
         output = {"name": "out", "is_output": True, "sampling_config": sampling}
-        request = {"template": "Go on: {{out}}", "parameters": [*given, output]} | fields
+        request = {"template": "Go on: {{out}}", "parameters": [output]} | fields
         response = await self.client.semantic_call(
             SemanticCallRequest.model_validate(self.scope | request)
         )
@@ -102,30 +102,3 @@ def test_a_read_that_is_given_up_stops_its_own_work_and_no_other() -> None:
         return [row.state for row in states.calls]
 
     assert simulate(body) == ["idle", "running", "running"]
-
-
-def test_a_call_whose_input_is_set_waits_a_moment_for_its_reader() -> None:
-    """One that nobody reads then begins, in the background."""
-
-    async def body(program: Program) -> tuple[float, list[str]]:
-        hints, calls = [], []
-        for _ in range(2):
-            hint = await program.client.create_var(**program.scope, var_name="hint")
-            given = {"name": "hint", "is_output": False, "var_id": hint}
-            calls.append(await program.call(100, template="{{hint}} {{out}}", given=[given]))
-            hints.append(hint)
-        await program.read(await program.call(1))
-        await asyncio.sleep(1)
-        await program.client.set_var(**program.scope, var_id=hints[0], content="now")
-        states = []
-        for wait_s in (0.05, 0.2):
-            await asyncio.sleep(wait_s)
-            info = await program.client.session_info(**program.scope)
-            states.append(info.calls[0].state)
-        await program.client.set_var(**program.scope, var_id=hints[1], content="now")
-        began = asyncio.get_running_loop().time()
-        return await program.read(calls[1]) - began, states
-
-    took_s, states = simulate(body)
-    assert states == ["waiting", "running"]
-    assert took_s < 1.05 * 100 * STEP_S

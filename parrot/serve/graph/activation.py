@@ -2,10 +2,10 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from math import inf
 from operator import attrgetter
 
+from parrot.protocol.criteria import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, CompletionState, Reader, Task
 from parrot.serve.graph.objective import (
     deduce,
@@ -49,17 +49,18 @@ class Activation:
         self.num_started = 0
         self._is_closed = False
         self._asleep: deque[Task] = deque()  # held, but not woken yet, the oldest first
-        self._deferred: dict[Task, float] = {}  # since when, likewise: see `input_given`
         self._changed: deque[Task] = deque()  # those that may have become wanted, or unwanted
         self._revised: OrderedDict[Task, None] = (
             OrderedDict()
         )  # what they ask of others has changed
         self._is_walking = False
+        self._read_as = PerformanceCriteria.THROUGHPUT  # what was read last
         self._remaining = RemainingWork(runner, predictor, self._update)
 
     def add_reader(self, reader: Reader) -> None:
         """Want an unsettled variable, whether or not it has a producer yet."""
         reader.variable.readers.append(reader)
+        self._read_as = reader.criteria
         producer = reader.variable.producer
         if producer is None or producer.is_finished:
             return
@@ -93,8 +94,7 @@ class Activation:
     def wake(self, until: float = inf) -> bool:
         """Run in the background what the program holds and has submitted `until` then: every call
         that is not on demand, until its outputs are cancelled or released, or a reader leaves one
-        of them. Start what waits since then for a reader. At most 512 calls of each; False if
-        nothing is left to be woken later."""
+        of them. At most 512 calls; False if nothing is left to be woken later."""
         woken: list[Task] = []
         while (
             len(woken) < _MAX_WOKEN
@@ -107,10 +107,7 @@ class Activation:
                 task.demand += 1
                 woken.append(task)
         self._walk(*woken)
-        for task, since in list(islice(self._deferred.items(), _MAX_WOKEN)):
-            if since <= until:
-                self._resume(task)
-        return bool(self._asleep or self._deferred)
+        return bool(self._asleep)
 
     def release(self, variable: SemanticVariable) -> None:
         """The program has decided against the variable: its producer is held no more. Nothing
@@ -130,16 +127,12 @@ class Activation:
         self._walk(task)
 
     def input_given(self, task: Task) -> None:
-        """The program has set one of its inputs. Background work that misses nothing else starts at
-        the next `wake`, if nobody asks for it before: a read that comes at once says how it is to
-        run. Until then it is as if the value had not come."""
-        if task.missing == 1 and task.is_wanted and not task.asked:
-            self._deferred[task] = self._clock.now()
-        else:
-            self.input_settled(task)
-
-    def is_deferred(self, task: Task) -> bool:
-        return task in self._deferred
+        """The program has set one of its inputs. It does so for what comes of it: background work
+        that misses nothing else runs as what was read last, for its read will come, too. Not one of
+        a stage, for which nobody waits alone."""
+        if task.missing == 1 and task.is_wanted and not task.asked and task.group is None:
+            tighten(task, self._read_as, None)
+        self.input_settled(task)
 
     def input_settled(self, task: Task) -> None:
         """One of its inputs got its value (or failed: then the caller fails the task)."""
@@ -157,7 +150,6 @@ class Activation:
     def finished(self, task: Task) -> None:
         """Handle a task that came to a final state. What was to be made for it alone is
         withdrawn."""
-        self._defer_no_more(task)
         if task.is_started:
             task.is_started = False
             self.num_started -= 1
@@ -175,7 +167,6 @@ class Activation:
         """Nothing starts any more."""
         self._is_closed = True
         self._asleep.clear()
-        self._deferred.clear()
         self._changed.clear()
         self._revised.clear()
 
@@ -195,10 +186,8 @@ class Activation:
             assert task.is_wanted == (task.objective is not None), task
             assert task.is_wanted == (task in self._remaining), task
             assert task.is_started == (task.is_wanted and not task.missing), task
-            assert not self.is_deferred(task) or (task.is_wanted and task.missing == 1), task
             if not is_walking:
                 assert (task.wants, task.asks) == (task.demand > 0, task.asked > 0), task
-                assert not (task.asked and self.is_deferred(task)), task
             if task.is_wanted and not is_walking:
                 assert task.deadline == earliest_deadline(task), (task, task.deadline)
         assert self.num_started == num_started, (self.num_started, num_started)
@@ -312,16 +301,6 @@ class Activation:
             task.objective = objective_of(task)
             if task.is_started and isinstance(task, Completion):
                 self._runner.reprioritise(task)
-            elif task.asked and self.is_deferred(task):
-                self._resume(task)
-
-    def _resume(self, task: Task) -> None:
-        del self._deferred[task]
-        self.input_settled(task)
-
-    def _defer_no_more(self, task: Task) -> None:
-        if self._deferred.pop(task, None) is not None:
-            task.missing -= 1
 
     def _start(self, task: Task) -> None:
         task.state = CompletionState.QUEUED
@@ -364,7 +343,6 @@ class Activation:
 
     def _stop(self, task: Task) -> None:
         """Nobody wants it any more."""
-        self._defer_no_more(task)
         self._remaining.discount(task)
         if task.is_started:
             task.is_started = False

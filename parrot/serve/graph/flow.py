@@ -76,9 +76,8 @@ class Flow:
         """Recount what the tasks wait for."""
         untold = Counter(consumer for waiting in self._untold.values() for consumer in waiting)
         for task in tasks:
-            num_awaited = sum(not variable.is_settled for variable in task.inputs)
-            num_awaited += untold[task] + self._activation.is_deferred(task)
-            assert self._is_closed or task.missing == num_awaited, task
+            num_unsettled = sum(not variable.is_settled for variable in task.inputs)
+            assert self._is_closed or task.missing == num_unsettled + untold[task], task
             assert task.is_finished == all(variable.is_settled for variable in task.outputs), task
 
     def _closing(

@@ -602,58 +602,32 @@ def test_many_calls_are_woken_in_turns(runner: FakeRunner) -> None:
     graph.check_integrity()
 
 
-async def test_background_work_whose_last_input_is_set_waits_a_moment_for_a_reader(
-    runner: FakeRunner,
+@pytest.mark.parametrize("read_as", list(Criteria))
+def test_what_the_program_sets_an_input_of_runs_as_it_reads_before_it_is_read(
+    graph: SessionGraph, runner: FakeRunner, read_as: Criteria
 ) -> None:
-    clock = ManualClock(start=10)
-    graph = make_graph(runner, clock)
-    fact, note = graph.add_variable("fact").id, graph.add_variable("note").id
-    read, unread = link_call(graph, "read", [fact]), link_call(graph, "unread", [fact, note])
-    behind = link_call(graph, "behind", [unread])
-    asked = link_call(graph, "asked", [fact])
-    add_reader(graph, graph.variable(asked), Criteria.LATENCY)
-    assert not graph.activation.wake()
-    for var_id in (note, fact):
-        graph.set_variable(var_id, "text")
-    assert runner.names() == ["asked"]
-    graph.check_integrity()
-    add_reader(graph, graph.variable(read), Criteria.LATENCY)
-    assert runner.names() == ["asked", "read"]
-    assert objectives(graph, read) == [(Criteria.LATENCY, False)]
-    assert graph.activation.wake(until=9)
-    assert runner.names() == ["asked", "read"]
-    assert not graph.activation.wake(until=10)
-    assert runner.names() == ["asked", "read", "unread"]
-    runner.finish(runner.started[-1])
-    assert runner.names() == ["asked", "read", "behind"]  # the program has not set its input
-    assert objectives(graph, behind) == [(Criteria.THROUGHPUT, True)]
-    graph.check_integrity()
-
-
-@pytest.mark.parametrize("end", ["cancel", "release", "leave", "close"])
-def test_work_that_waits_for_a_reader_may_end(
-    graph: SessionGraph, runner: FakeRunner, end: str
-) -> None:
-    fact = graph.add_variable("fact").id
-    call = link_call(graph, "call", [fact])
-    needs = link_call(graph, "needs", [call])
+    """What needs it too, and where it comes by way of another call, but not where one call takes in
+    many."""
+    facts = [graph.add_variable("fact").id for _ in range(3)]
+    used, other = link_call(graph, "used", facts[:2]), link_call(graph, "other", [])
+    behind = link_call(graph, "behind", [used])
+    parts = [link_call(graph, f"part{n}", [facts[2]]) for n in range(2)]
+    link_call(graph, "total", parts)
+    reader = add_reader(graph, graph.variable(link_call(graph, "first", [])), read_as)
     graph.activation.wake()
-    graph.set_variable(fact, "text")
-    if end == "cancel":
-        graph.cancel_variable(call)
-    elif end == "release":
-        graph.activation.release(graph.variable(call))
-    elif end == "leave":
-        graph.activation.remove_reader(add_reader(graph, graph.variable(needs), Criteria.LATENCY))
-        assert [task.outputs[0].name for task in runner.withdrawn] == ["call"]
-    else:
-        list(graph.close(SessionGone("the session has expired")))
-    graph.check_integrity()
-    assert not graph.activation.wake()
-    assert runner.names() == []
-    if end in ("release", "leave"):
-        add_reader(graph, graph.variable(call), Criteria.LATENCY)
-        assert runner.names() == ["call"]
+    runner.finish(runner.started[0])
+    assert reader.variable.is_settled
+    graph.set_variable(facts[0], "text")
+    assert objectives(graph, used) == [(Criteria.THROUGHPUT, True)]
+    for fact in facts[1:]:
+        graph.set_variable(fact, "text")
+    assert runner.names() == ["other", "used", "part0", "part1"]
+    assert objectives(graph, used, other, *parts) == [
+        (read_as, True),
+        *[(Criteria.THROUGHPUT, True)] * 3,
+    ]
+    runner.finish(runner.started[1])
+    assert objectives(graph, behind) == [(Criteria.THROUGHPUT, True)]  # its input was made
     graph.check_integrity()
 
 
