@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
+from parrot.engine.kernels.ranks.exchanges import Exchanges
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import RankGroup
 from tests.support.exchange_rounds import run_ranks, run_rounds
@@ -40,24 +41,27 @@ def connected(store: str, rank: int) -> tuple[RankGroup, torch.device]:
     return group, device
 
 
+def meet(exchanges: Exchanges, device: torch.device) -> None:
+    residual = torch.zeros((1, WIDTH), device=device, dtype=torch.bfloat16)
+    part = exchanges.slot(0, 1, residual)
+    assert part is not None
+    exchanges.sum_and_norm(part, residual, residual[0], 1e-5)
+    exchanges.broadcast(torch.zeros(4, dtype=torch.int32, device=device))
+
+
 def main(store: str, rank: int, *, alone: bool) -> None:
     group, device = connected(store, rank)
     exchanges = group.exchanges
     assert exchanges is not None
-    is_there = Path(f"{store}-is-there")
     if not alone:
         run_rounds(exchanges, rank, 2, ROUNDS, (WIDTH, MAX_ROWS), device)
-    elif rank == 1:  # it leaves once the other does not need it to connect any more
-        while not is_there.exists():
-            time.sleep(0.1)
-    else:  # nobody answers
-        is_there.touch()
-        residual = torch.zeros((1, WIDTH), device=device, dtype=torch.bfloat16)
-        part = exchanges.slot(0, 1, residual)
-        assert part is not None
+        group.abort()
+        return
+    meet(exchanges, device)  # loads the kernels, which waits for those that run
+    torch.cuda.synchronize()
+    if rank == 0:  # nobody answers any more
+        meet(exchanges, device)
         done = torch.cuda.Event()
-        exchanges.sum_and_norm(part, residual, residual[0], 1e-5)
-        exchanges.broadcast(torch.zeros(4, dtype=torch.int32, device=device))
         done.record()
         time.sleep(timedelta(seconds=1).total_seconds())
         assert not done.query(), "it has not waited"

@@ -12,7 +12,7 @@ _SMALL = 8 << 20  # weights that are not worth the matrix unit for two rows
 _ROW_INPUTS = 16384
 _ROW_BYTES = 32 << 10  # of weights in the registers of a program
 _ROW_OUTPUTS = (2, 16)
-_ROW_WARPS = 8
+_WARP_INPUTS = 256  # of a row of weights, for each thread to read 16 bytes at once
 _SOME_OUTPUTS = 3072  # enough for tiles of 64
 _MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU
 _FEW_PROGRAMS = 96
@@ -61,7 +61,8 @@ class Product:
         outputs = _ROW_BYTES // (columns * self.dtype.itemsize * (2 if self.silu else 1))
         least, most = _ROW_OUTPUTS
         outputs = min(max(outputs, least), most)
-        return {"ROWS": self.rows, "BN": outputs, "BK": columns, "num_warps": _ROW_WARPS}
+        warps = 8 if self.rows == 1 and columns >= 8 * _WARP_INPUTS else 4
+        return {"ROWS": self.rows, "BN": outputs, "BK": columns, "num_warps": warps}
 
     def matrix_tile(self) -> dict[str, int]:
         """Launch arguments of a kernel on the matrix unit. Short outputs need more programs than
