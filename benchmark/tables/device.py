@@ -8,7 +8,7 @@ from benchmark.tables.markdown import Row, table
 
 HTTP_FILES = {
     "llama-3.1-8b": "engine_gpu_llama-3.1-8b_http.json",
-    "qwen3-0.6b": "engine_gpu_qwen3-0.6b.json",
+    "qwen3-0.6b": "engine_gpu_qwen3-0.6b_http.json",
     "llama-2-7b": "engine_gpu_llama-2-7b_decode.json",
     "llama-2-13b": "engine_gpu_llama-2-13b.json",
 }
