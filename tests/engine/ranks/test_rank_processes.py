@@ -127,6 +127,26 @@ async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -
     assert {*children(os.getpid())} == before
 
 
+def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
+    """What rank 0 waits for ends with it."""
+    before = {*children(os.getpid())}
+    runner, _ = load_runner(config(folder, 2))
+    driver = Driver(runner)
+    driver.generate([driver.context([1, 2])], 2)
+    assert isinstance(runner, ModelRunner)
+    assert runner._unit is not None
+    runner._unit._patience_s = 1.0
+    (rank,) = {*children(os.getpid())} - before
+    os.kill(rank, signal.SIGSTOP)
+    rescue = threading.Timer(60, os.kill, (rank, signal.SIGKILL))  # or it would outlive this test
+    rescue.start()
+    with pytest.raises(DeviceLost, match="a step has not ended for 1 s"):
+        driver.generate([driver.context([1, 2])], 2)
+    rescue.cancel()
+    runner.close()
+    assert {*children(os.getpid())} == before
+
+
 def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -> None:
     before = children(os.getpid())
     with pytest.raises(ConfigError, match="which 3 ranks cannot divide among them; set it to 1, 2"):

@@ -240,7 +240,9 @@ def test_products_of_any_few_rows_are_warm(
     kernels = [f"{few}_{what}_kernel" for few in ("few_rows", "row") for what in ("linear", "qkv")]
     for name in kernels:
         monkeypatch.setattr(products, name, Launches(seen))
-    runner.warm_up()
+    reports: list[str] = []
+    runner.warm_up(reports.append)
+    assert reports[0].startswith("compiling kernels of step 1 of ")
     warm = set(seen)
     driver = Driver(runner)
     for count in (1, 2, 16, 17, 33, 48):

@@ -196,11 +196,10 @@ class Unit:
         if not is_late:
             return f"rank {rank} has ended, which was {said[rank - 1][-1]}"
         rank = 1 + min(range(len(said)), key=lambda index: len(said[index]))
-        is_other = len(said[rank - 1]) <= self._num_reports
-        doing = said[rank - 1][-1] if is_other else task.doing
-        return (
-            f"rank {rank if is_other else 0} hangs: it has been {doing} for {task.patience_s:g} s"
-        )
+        doing: str | None = said[rank - 1][-1]
+        if len(said[rank - 1]) > self._num_reports:
+            rank, doing = 0, task.doing
+        return f"rank {rank} hangs: it has been {doing} for {task.patience_s:g} s"
 
 
 def _reports(link: Link) -> list[str]:
