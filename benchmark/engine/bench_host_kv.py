@@ -1,6 +1,7 @@
 """What copies of KV between a GPU and its host cost: an 8B model with random weights, in bfloat16.
 
     python -m benchmark.engine.bench_host_kv --output benchmark/results/host_kv_h200.json
+    python -m benchmark.engine.bench_host_kv --ranks 2 --parts rates returns beside
 
 `pinning`: how long that takes. `rates`: how fast blocks are copied each way, alone and both at
 once. `returns`: from a request to its first token when most of its prompt is on the host, on the
@@ -42,7 +43,7 @@ REPEATS = 3
 DEVICE_TOKENS = 32768  # where KV is driven off the device
 
 
-def config_of(host_kv_gb: float, kv: str) -> BuiltinConfig:
+def config_of(host_kv_gb: float, kv: str, ranks: int) -> BuiltinConfig:
     return BuiltinConfig.model_validate(
         {
             "model": MODEL,
@@ -54,6 +55,7 @@ def config_of(host_kv_gb: float, kv: str) -> BuiltinConfig:
                 "max_seq_len": 65536,
                 "kv_cache_dtype": kv,
                 "host_kv_gb": host_kv_gb,
+                "tensor_parallel": ranks,
             },
         }
     )
@@ -64,7 +66,7 @@ def greedy(num_tokens: int) -> SamplingConfig:
 
 
 def pinning(runner: CudaRunner) -> Row:
-    """Seconds until memory of one GiB is pinned, and what of it is."""
+    """Seconds until memory of one GiB is pinned by one rank, and what of it is."""
     parts = block_parts(runner._cache.block_tensors)
     began = time.perf_counter()
     memory = HostMemory(parts, GIB // runner.info.block_bytes)
@@ -100,10 +102,10 @@ class Copier:
             self.take_landed(wait=True)
 
 
-def rates(runner: CudaRunner) -> Row:
-    """GB/s."""
+def rates(runner: CudaRunner, ranks: int) -> Row:
+    """GB/s, of all ranks together."""
     copier = Copier(runner)
-    size = NUM_COPIED * runner.info.block_bytes
+    size = NUM_COPIED * ranks * runner.info.block_bytes
 
     def seconds(*directions: bool) -> float:
         torch.cuda.synchronize()
@@ -118,7 +120,7 @@ def rates(runner: CudaRunner) -> Row:
 
     rate(True)
     return {
-        "block_bytes": runner.info.block_bytes,
+        "block_bytes": ranks * runner.info.block_bytes,
         "to_host": rate(True),
         "from_host": rate(False),
         "each_way_at_once": rate(True, False),
@@ -224,10 +226,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--host_kv_gb", type=float, default=8.0)
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--ranks", type=int, default=1)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    config = config_of(args.host_kv_gb, args.kv)
+    config = config_of(args.host_kv_gb, args.kv, args.ranks)
     report.uses(MODEL, {"config": config.model_dump(mode="json")})
     began = time.perf_counter()
     runner, tokenizer = load_runner(config)
@@ -247,7 +250,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
     makers: dict[str, list[Callable[[], Row]]] = {
         "pinning": [lambda: {"case": "pinning", **pinning(runner)}],
-        "rates": [lambda: {"case": "rates, GB/s", **rates(runner)}],
+        "rates": [lambda: {"case": "rates, GB/s", **rates(runner, args.ranks)}],
         "beside": [lambda n=n: beside(runner, n) for n in (1, 8, 64)],  # type: ignore[misc]
         "returns": [lambda n=n: returns(core_of(DEVICE_TOKENS), n) for n in (24576, 8192)],  # type: ignore[misc]
         "load256": [lambda w=w: load256(with_host=w) for w in (False, True, False, True)],  # type: ignore[misc]
@@ -255,6 +258,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     for part in args.parts:
         for make in makers[part]:
             report.add("rows", make())
+    runner.close()
 
 
 if __name__ == "__main__":
