@@ -111,11 +111,22 @@ def test_engines_find_servecore_and_have_time_to_drain() -> None:
         assert pod(sets[name])["terminationGracePeriodSeconds"] > engine["drain_timeout"]
 
 
-def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None:
+def kustomized(folder: Path, overlay: Mapping[str, Any]) -> list[Document]:
+    """What kubectl builds from a kustomization of one's own beside the project's, in `folder`."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("needs kubectl: apt-get install kubernetes-client")
-    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    shutil.copytree(FOLDER, folder / "kubernetes")
+    (folder / "own").mkdir()
+    (folder / "own" / "kustomization.yaml").write_text(yaml.safe_dump(dict(overlay)))
+    done = subprocess.run(
+        [kubectl, "kustomize", f"{folder}/own"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "deployment.md").read_text()
     overlay = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     assert overlay["components"] == ["../kubernetes/autoscaled"]
@@ -123,13 +134,7 @@ def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None
     components = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
     overlay["components"] = [f"../kubernetes/{name}" for name in components]
     overlay["namespace"] = "elsewhere"
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    done = subprocess.run(
-        [kubectl, "kustomize", f"{tmp_path}/own"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    built = list(yaml.safe_load_all(done.stdout))
+    built = kustomized(tmp_path, overlay)
     kinds = {document["kind"] for document in built}
     assert {"StatefulSet", "NetworkPolicy", "ScaledObject", "InferencePool"} <= kinds
     own = [document for name in components for document in documents(FOLDER / name)]

@@ -3,8 +3,6 @@
 import copy
 import hashlib
 import json
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +19,7 @@ from tests.deploy.test_kubernetes import (
     Document,
     container,
     documents,
+    kustomized,
     labels_match,
     of_kind,
     pod,
@@ -99,19 +98,8 @@ def test_shards_reach_each_other() -> None:
 
 
 def test_kustomize_makes_the_same(tmp_path: Path) -> None:
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("needs kubectl: apt-get install kubernetes-client")
-    shutil.copytree(FOLDER, tmp_path / "kubernetes")
     overlay = {"namespace": "own", "resources": ["../kubernetes"]}
-    overlay |= {"components": ["../kubernetes/sharded"]}
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    done = subprocess.run(
-        [kubectl, "kustomize", f"{tmp_path}/own"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    built = list(yaml.safe_load_all(done.stdout))
+    built = kustomized(tmp_path, overlay | {"components": ["../kubernetes/sharded"]})
     for kind in ("StatefulSet", "Service", "NetworkPolicy", "ConfigMap"):
         expected = of_kind(kind, sharded())
         found = of_kind(kind, built)
