@@ -98,8 +98,8 @@ class BuiltinInstance(ConfigModel):
     host_kv_gb: float | None = Field(
         None,
         ge=0.0,
-        description="GiB of the host's memory for KV that leaves the device, and comes back by "
-        "copy, of all processes that the model is divided among together; 0: none. null: none on "
+        description="GiB of the host's memory for KV that leaves the device and comes back by "
+        "copy, in all processes that the model is divided among together; 0: none. null: none on "
         "CPUs; else half of what is free, at most 32, and at most four times the devices' KV.",
     )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None

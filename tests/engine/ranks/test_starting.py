@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_is_named(
     config: BuiltinConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = start(config, monkeypatch, "measuring free memory", "SIGKILL")
-    assert reason == "rank 1 has ended, which was measuring free memory"
+    assert reason == "rank 1 has ended while it was measuring free memory"
 
 
 def test_a_rank_that_stops_while_it_loads_is_named(

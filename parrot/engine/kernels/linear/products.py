@@ -36,8 +36,8 @@ def few_rows_linear(
     """out [rows, n] = x [rows, k] weight^T + bias, weight [n, k], for up to `FEW_ROWS` rows, nearly
     at the rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
     out = silu(gate) * up. An out [splits, rows, n] gets products of parts of k, which are to be
-    summed (`num_splits`). A row's result does not depend on how many others there are, but a single
-    row's is summed in another order, and by small weights that of two."""
+    summed (`num_splits`). A row's result does not depend on how many others there are, except that
+    a single row, or two with small weights, are summed in another order than more (`Product`)."""
     assert weight.shape[0] == (2 if silu else 1) * out.shape[-1], (weight.shape, out.shape)
     rows, squares, eps = _parts(x)
     _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps)
@@ -189,5 +189,5 @@ def _launch(
 
 
 def num_splits(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """See `Product`."""
+    """Into how many parts of k a product is best split, see `Product`."""
     return Product(len(x), len(weight), x.shape[1], x.dtype).num_splits

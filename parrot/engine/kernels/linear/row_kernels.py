@@ -1,8 +1,8 @@
-"""Products of one row, or two, without the matrix unit. `products` launches them.
+"""Products of one or two rows without the matrix unit. `products` launches them.
 
-A program's weights are all on their way to its registers before the kernel before has ended; then x
-is read, which takes about as long as the launch of a kernel. The next kernel may come as soon as
-all programs have begun, and fetch its own."""
+A program fetches all of its weights to registers before it waits for the end of the kernel before,
+and reads x only then. The next kernel may start as soon as all programs have, and fetch its own
+weights meanwhile."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton

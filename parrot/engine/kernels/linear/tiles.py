@@ -1,4 +1,4 @@
-"""How products of few rows are divided among programs; tuned on an H200 (docs/kernels.md)."""
+"""How products of few rows are divided among programs: tuned on an H200 (docs/kernels.md)."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ FEW_ROWS = 64
 """The most rows for which these products are faster than cuBLAS."""
 
 _SMALL = 8 << 20  # weights that are not worth the matrix unit for two rows
-_ROW_INPUTS = 16384
+_ROW_INPUTS = 16384  # more of them, and the weights of two outputs would not fit the registers
 _ROW_BYTES = 32 << 10  # of weights in the registers of a program
-_ROW_OUTPUTS = (2, 16)
+_ROW_OUTPUTS = (2, 16)  # the fewest and the most of a program
 _WARP_INPUTS = 256  # of a row of weights, for each thread to read 16 bytes at once
 _SOME_OUTPUTS = 3072  # enough for tiles of 64
 _MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU

@@ -22,7 +22,7 @@ _WORD = 4
 _BLOCK = 1024
 _WARPS = 8
 _LOOKS = 1 << 16  # which take a device some 50 ms
-_SLOW_LOOKS = 64  # of Triton's interpreter
+_SLOW_LOOKS = 64  # in Triton's interpreter
 
 
 class Exchanges:
@@ -32,7 +32,7 @@ class Exchanges:
         self._memory = memory
         self._asked = memory.asked.numpy()
         self._every = _LOOKS if memory.own.is_cuda else _SLOW_LOOKS
-        self._word = torch.zeros(1, dtype=torch.int32, device=memory.own.device)
+        self._word = torch.zeros(1, dtype=torch.int32, device=memory.own.device)  # of no meaning
 
     def slot(self, index: int, num_splits: int, like: torch.Tensor) -> torch.Tensor | None:
         """A place [num_splits, rows, size] for this rank's part of a sum that is added to rows
@@ -165,7 +165,7 @@ class Exchanges:
         )
 
     def release(self) -> None:
-        """Let kernels go on that wait for a rank which is not there any more, now and later; what
-        they compute is nothing then. From any thread; the device is not asked for anything, since
-        its queue may be full of launches."""
+        """Let kernels go on that wait for a rank which has ended, now and later; what they compute
+        is of no use then. From any thread. Nothing is launched, since the device's queue may be
+        full."""
         self._asked[0] = 1

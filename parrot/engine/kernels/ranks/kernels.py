@@ -3,8 +3,8 @@
 A program meets those of its number on the other ranks: each says at which turn it is, and waits
 until the others are there. A rank's memory begins with int64 `over`, which ends all waiting when it
 is not zero. `addresses` are those of each rank's memory, and then that of `asked`, int64 in the
-host's memory: whether `over` is asked for. It is looked at with every EVERY-th look for the others,
-since it is behind PCIe, which programs that wait would fill, and not see that the others come."""
+host's memory: the host sets it to have `over` set. Programs that wait read it only with every
+EVERY-th look for the others, since their reads would fill PCIe and delay what they wait for."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton

@@ -17,8 +17,8 @@ EXCHANGE_BYTES = 64 << 10
 NUM_SLOTS = 3
 """Other ranks may read a slot until they come to the next sum, so what follows a sum through a slot
 must be a sum through another: two for the layers' sums in turn, and one for a step's embeddings,
-which follow the last layer's. A sum of no rows counts, too: a model of one
-layer has no others behind the embeddings in a step that chooses no token."""
+which follow the last layer's. A sum of no rows counts, too: in a step that chooses no token, a
+model of one layer has no others after that of the embeddings."""
 
 _ALIGNMENT = 256
 

@@ -1,4 +1,4 @@
-"""Devices of a host's ranks: whether they can share memory, and whether they are alike."""
+"""The devices of one host's ranks: whether they can share memory, and of which kind they are."""
 
 import ctypes
 
@@ -9,9 +9,10 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 def reaches_all(rank: int, size: int, device: torch.device) -> bool:
-    """Whether a rank's device can read and write the memory of the others', which follow each
-    other, with atomics: ranks tell each other with them what is written, since Triton has no other
-    operation that releases what went before. NVLink has them, PCIe mostly has not."""
+    """Whether a rank's device can read and write the memory of the other ranks' devices, and has
+    atomics on it: ranks signal what they have written by atomics, since Triton has no other
+    operation with release semantics. NVLink has them; PCIe mostly does not. The ranks' devices have
+    indices that follow each other."""
     first = device.index - rank
     others = [other for other in range(first, first + size) if other != device.index]
     return all(
@@ -37,9 +38,9 @@ def _has_atomics(index: int, other: int) -> bool:
 
 
 def device_kind(device: torch.device) -> str:
-    """All by which a rank chooses kernels, graphs and tiles, and so the order of what it says to
-    the others. Memory is not in it: all ranks have as many blocks of KV as the one with the
-    least."""
+    """Everything that decides which kernels, graphs and tiles a rank uses, and so in which order it
+    meets the others. Its memory does not: all ranks have as many blocks of KV as the one with the
+    fewest."""
     if device.type != "cuda":
         return device.type
     found = torch.cuda.get_device_properties(device)

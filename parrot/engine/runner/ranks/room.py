@@ -1,5 +1,5 @@
-"""How many blocks of KV there is room for, if a model is divided, on every rank. All ranks ask, and
-all raise."""
+"""How many blocks of KV there is room for on every rank of a model. All ranks ask, and all get the
+same answer or raise."""
 
 import torch
 

@@ -10,12 +10,12 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from parrot.engine.kernels.ranks.exchanges import Exchanges
 from parrot.engine.kernels.ranks.memory import MemoryLayout, SymmetricMemory
+from parrot.engine.runner.ranks.group import START_PATIENCE
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _GROUP = "parrot-ranks"
-_PATIENCE_S = 300
 _STDERR = 2
 
 
@@ -33,8 +33,9 @@ def share_memory(
     own = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, device, _GROUP)
     own.zero_()
     torch.cuda.synchronize(device)  # before another rank writes to it
-    # torch waits for the others with the interpreter's lock, so that no thread could watch.
-    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True, file=_STDERR)
+    # torch waits for the others with the interpreter's lock held, so that no thread could watch.
+    patience_s = START_PATIENCE.total_seconds()
+    faulthandler.dump_traceback_later(patience_s, exit=True, file=_STDERR)
     try:
         handle = _SymmetricMemory.rendezvous(own)
     finally:

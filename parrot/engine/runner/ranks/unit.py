@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _GRACE_S = 10.0
 _LOOK_S = 5.0
-_LEAVE_S = 60.0
+_LEAVE_S = 60.0  # for rank 0 to notice that its start has failed
 
 
 class Seat(Protocol):
@@ -190,11 +190,11 @@ class Unit:
             tell()
 
     def _why_not_started(self, rank: int, task: _Task, *, is_late: bool) -> str:
-        """The ranks say the same, so the one that has said least is the one that others wait
-        for."""
+        """All ranks report the same in the same order, so the others wait for the one with the
+        fewest reports."""
         said = [_reports(link) for link in self._links]
         if not is_late:
-            return f"rank {rank} has ended, which was {said[rank - 1][-1]}"
+            return f"rank {rank} has ended while it was {said[rank - 1][-1]}"
         rank = 1 + min(range(len(said)), key=lambda index: len(said[index]))
         doing: str | None = said[rank - 1][-1]
         if len(said[rank - 1]) > self._num_reports:
@@ -203,8 +203,8 @@ class Unit:
 
 
 def _reports(link: Link) -> list[str]:
-    """Whatever the other rank has said that it did since it joined, in order. The link must have
-    ended, and nobody else read it."""
+    """Read all that the other rank has reported since it joined, in order. The link must have
+    ended, and nobody else may read it."""
     found = []
     with suppress(EOFError):
         while True:
@@ -213,8 +213,9 @@ def _reports(link: Link) -> list[str]:
 
 
 def _end_process() -> None:
-    """End this process, since what rank 0 waits for at its start, such as the others' first word,
-    does not end with them in all backends. During steps who runs them sees that they are lost."""
+    """End this process, since not all backends let rank 0 go when a rank ends during the start: it
+    would wait for that rank's first word for ever. Steps need none of this: they end with the rank,
+    and raise `DeviceLost`."""
     logger.critical("rank 0 still waits for the others, so its process ends")
     logging.shutdown()
     os._exit(1)
