@@ -202,6 +202,25 @@ def test_products_of_few_programs_are_split() -> None:
     assert splits(1, 4096, 7168) == 1, "programs have whole rows of weights"
 
 
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "is_row"),
+    [
+        (1, 14336, 4096, True),
+        (1, 64, 16384, True),
+        (1, 64, 16385, False),
+        (2, 1024, 4096, True),
+        (2, 2048, 4096, False),  # worth the matrix unit
+        (2, 64, 4096, True),
+        (2, 64, 4097, False),  # their weights would be spilled
+        (3, 64, 64, False),
+    ],
+)
+def test_few_and_short_rows_do_without_the_matrix_unit(
+    rows: int, outputs: int, inputs: int, is_row: bool
+) -> None:
+    assert Product(rows, outputs, inputs, torch.bfloat16).is_row is is_row
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("silu", [False, True])
 def test_tiles_fit_a_multiprocessor(dtype: torch.dtype, silu: bool) -> None:

@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "warps": 4,
         "silu": True,
     },
+    "two rows of many inputs": {"kernel": "row", "size": 4096, "outputs": 4, "rows": 2, "warps": 4},
     "qkv of one row": {"kernel": "qkv", "rows": 1, "outputs": 4, "warps": 8, "matrix": False},
     "qkv of two rows": {"kernel": "qkv", "rows": 2, "outputs": 4, "warps": 4, "matrix": False},
     "qkv of 64 rows": {"kernel": "qkv", "rows": 64, "outputs": 128, "warps": 8},

@@ -9,7 +9,7 @@ FEW_ROWS = 64
 """The most rows for which these products are faster than cuBLAS."""
 
 _SMALL = 8 << 20  # weights that are not worth the matrix unit for two rows
-_ROW_INPUTS = 16384  # more of them, and the weights of two outputs would not fit the registers
+_ROW_INPUTS = {1: 16384, 2: 4096}  # by rows: of more, two outputs' weights overflow the registers
 _ROW_BYTES = 32 << 10  # of weights in the registers of a program
 _ROW_OUTPUTS = (2, 16)  # the fewest and the most of a program
 _WARP_INPUTS = 256  # of a row of weights, for each thread to read 16 bytes at once
@@ -37,8 +37,8 @@ class Product:
     def is_row(self) -> bool:
         """Whether it is best computed without the matrix unit, unless it is split."""
         num_weights = self.outputs * self.inputs * (2 if self.silu else 1)
-        is_short = self.rows == 1 or (self.rows == 2 and num_weights < _SMALL)
-        return is_short and self.inputs <= _ROW_INPUTS
+        is_small = self.rows == 1 or num_weights < _SMALL
+        return is_small and self.inputs <= _ROW_INPUTS.get(self.rows, 0)
 
     @property
     def outputs_of_program(self) -> int:
