@@ -21,10 +21,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmark.nemesis.faults import FAULTS
+from benchmark.nemesis.faults import DIVIDED, FAULTS
 from benchmark.nemesis.programs import PROGRAMS
 from benchmark.nemesis.rounds import MIXED, PROBE, Answers, Outcome, Plan, play_alone, undisturbed
-from benchmark.nemesis.service import CORE, EMBEDDED, SIM
+from benchmark.nemesis.service import CORE, ENGINES
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 
@@ -84,6 +84,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--embedded", type=float, default=0.0, help="share of rounds with the embedded model"
     )
     parser.add_argument(
+        "--divided",
+        type=float,
+        default=0.0,
+        help="share of rounds with the embedded model, divided among processes",
+    )
+    parser.add_argument(
         "--standby",
         type=float,
         default=0.0,
@@ -99,12 +105,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    for name, config in (("core", CORE), ("sim", SIM), ("embedded", EMBEDDED)):
+    for name, config in {"core": CORE, **ENGINES}.items():
         report.uses(name, config)
     kinds = {*args.programs, PROBE}
-    answers = {False: asyncio.run(undisturbed(SIM, kinds))}
-    if args.embedded:
-        answers[True] = asyncio.run(undisturbed(EMBEDDED, kinds))
+    shares = {"embedded": args.embedded, DIVIDED: args.divided}
+    needed = {"sim", *(name for name, share in shares.items() if share)}
+    answers = {name: asyncio.run(undisturbed(ENGINES[name], kinds)) for name in sorted(needed)}
     table = Table()
     for outcome in _outcomes(args, answers):
         table.add(outcome)
@@ -130,13 +136,14 @@ def _again(args: argparse.Namespace, plan: Plan) -> str:
     """The command of one round."""
     words = ["python", "-m", "benchmark.nemesis", "--seed", str(plan.seed), "--rounds", "1"]
     words += ["--round-s", f"{args.round_s:g}", "--concurrency", str(args.concurrency)]
-    words += ["--embedded", f"{args.embedded:g}", "--standby", f"{args.standby:g}"]
+    words += ["--embedded", f"{args.embedded:g}", "--divided", f"{args.divided:g}"]
+    words += ["--standby", f"{args.standby:g}"]
     words += ["--shards", f"{args.shards:g}"]
     words += ["--faults", *args.faults, "--programs", *args.programs]
     return shlex.join(words)
 
 
-def _outcomes(args: argparse.Namespace, answers: dict[bool, Answers]) -> Iterator[Outcome]:
+def _outcomes(args: argparse.Namespace, answers: dict[str, Answers]) -> Iterator[Outcome]:
     """Yield them as they come."""
     end = time.monotonic() + 60 * args.minutes
     seeds = count(args.seed)
@@ -156,10 +163,11 @@ def _outcomes(args: argparse.Namespace, answers: dict[bool, Answers]) -> Iterato
                     args.round_s,
                     concurrency=args.concurrency,
                     embedded_share=args.embedded,
+                    divided_share=args.divided,
                     standby_share=args.standby,
                     shards_share=args.shards,
                 )
-                running.add(pool.submit(play_alone, plan, answers[plan.is_embedded], args.keep))
+                running.add(pool.submit(play_alone, plan, answers[plan.engine], args.keep))
             if not running:
                 return
             ended, running = wait(running, return_when=FIRST_COMPLETED)

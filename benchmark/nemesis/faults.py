@@ -1,6 +1,7 @@
 """What can happen to a service, each by its name."""
 
 import asyncio
+import os
 import random
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +15,7 @@ from benchmark.nemesis.servers import Server
 from benchmark.nemesis.service import CORES, Service
 
 DATABASE = "database"
+DIVIDED = "divided"
 
 
 class Layout(StrEnum):
@@ -26,13 +28,19 @@ class Layout(StrEnum):
 
 class Fault(NamedTuple):
     """`run` disturbs, waits, and heals; returns whom it was done to. `loses_engine`: calls that run
-    may lose their engine by it. `layouts`: of services to which it can happen."""
+    may lose their engine by it. `layouts`: of services to which it can happen; `of_ranks`: only
+    to engines that are divided."""
 
     run: Callable[[Service, random.Random], Awaitable[str]]
     loses_engine: bool = True
     layouts: frozenset[Layout] = frozenset(Layout)
+    of_ranks: bool = False
+
+    def suits(self, layout: Layout, engine: str) -> bool:
+        return layout in self.layouts and (engine == DIVIDED or not self.of_ranks)
 
 
+_ENDED_S = 60.0  # of an engine that has lost a rank, on a busy machine
 _STANDBY = frozenset({Layout.STANDBY})
 _TWO = frozenset({Layout.STANDBY, Layout.SHARDS})
 _FILES = frozenset({Layout.ONE, Layout.SHARDS})
@@ -64,6 +72,21 @@ async def kill_engine(service: Service, draw: random.Random) -> str:
     name = _pick(service, draw)
     async with _held(service, name):
         await _kill(service, draw, service.engines[name])
+    return name
+
+
+async def kill_rank(service: Service, draw: random.Random) -> str:
+    """One of the processes that an engine is divided among, which ends the others."""
+    name = _pick(service, draw)
+    async with _held(service, name):
+        server = service.engines[name]
+        if ranks := server.ranks:
+            os.kill(draw.choice(ranks), signal.SIGKILL)
+            service.kills["engine"] += 1
+            await asyncio.wait_for(server.ended(), _ENDED_S)
+            server.start()
+        else:  # it is still starting
+            await _kill(service, draw, server)
     return name
 
 
@@ -248,6 +271,7 @@ async def clock_step(service: Service, draw: random.Random) -> str:
 
 FAULTS: dict[str, Fault] = {
     "kill-engine": Fault(kill_engine),
+    "kill-rank": Fault(kill_rank, of_ranks=True),
     "kill-core": Fault(kill_core),
     "kill-both": Fault(kill_both),
     "stop-engine": Fault(stop_engine),

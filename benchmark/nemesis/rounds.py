@@ -15,10 +15,10 @@ from typing import Any
 from benchmark.nemesis.checker import Violation, check
 from benchmark.nemesis.client import Client
 from benchmark.nemesis.database import Database, running_database
-from benchmark.nemesis.faults import FAULTS, Layout
+from benchmark.nemesis.faults import DIVIDED, FAULTS, Layout
 from benchmark.nemesis.history import Disturbance, History, Life
 from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
-from benchmark.nemesis.service import CORES, EMBEDDED, QUEUE, SIM, TENANTS, Service
+from benchmark.nemesis.service import CORES, ENGINES, QUEUE, TENANTS, Service
 from parrot.protocol.errors import ParrotError
 
 LIMIT_S = 60.0  # of a program, whatever happens
@@ -44,14 +44,15 @@ class Plan:
     faults: tuple[str, ...]
     seconds: float
     num_engines: int
-    is_embedded: bool
+    engine: str
     concurrency: int
     layout: Layout = Layout.ONE
     has_journal: bool = True
 
     @property
     def title(self) -> str:
-        return self.row + _TITLES[self.layout]
+        divided = ", divided" if self.engine == DIVIDED else ""
+        return self.row + _TITLES[self.layout] + divided
 
     @classmethod
     def of(
@@ -62,17 +63,21 @@ class Plan:
         *,
         concurrency: int = 8,
         embedded_share: float = 0.0,
+        divided_share: float = 0.0,
         standby_share: float = 0.0,
         shards_share: float = 0.0,
     ) -> "Plan":
         """Every second round mixes the faults, the others take one each, in turn: of those that can
         happen to what the round is drawn to have."""
         draw = random.Random(seed)
-        num_engines, is_embedded = draw.randint(2, 4), draw.random() < embedded_share
+        num_engines, drawn = draw.randint(2, 4), draw.random()
+        engine = "embedded" if drawn < embedded_share else "sim"
+        if embedded_share <= drawn < embedded_share + divided_share:
+            num_engines, engine = 2, DIVIDED
         layout, drawn = Layout.ONE, draw.random()
         if drawn < standby_share + shards_share:
             layout = Layout.STANDBY if drawn < standby_share else Layout.SHARDS
-        suited = [name for name in faults if layout in FAULTS[name].layouts]
+        suited = [name for name in faults if FAULTS[name].suits(layout, engine)]
         if not suited:
             layout = min(frozenset.intersection(*(FAULTS[name].layouts for name in faults)))
             suited = list(faults)
@@ -83,7 +88,7 @@ class Plan:
             faults=tuple(suited) if row == MIXED else (row,),
             seconds=seconds,
             num_engines=num_engines,
-            is_embedded=is_embedded,
+            engine=engine,
             concurrency=concurrency,
             layout=layout,
         )
@@ -126,7 +131,7 @@ class Round:
 
     async def run(self) -> None:
         plan = self._plan
-        engine = EMBEDDED if plan.is_embedded else SIM
+        engine = ENGINES[plan.engine]
         off = {} if plan.has_journal else {"journal": None}
         async with self._service.running(plan.num_engines, engine, self._database, **off):
             end = time.monotonic() + plan.seconds

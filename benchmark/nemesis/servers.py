@@ -23,12 +23,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from parrot.engine import http_server as engine_server
+from parrot.engine.runner.ranks import follower
 from parrot.protocol.gate.access import Access, RuledRoute
 from parrot.serve import http_server as core_server
 from parrot.serve.core import ServeCore
 from parrot.serve.process import assembly
 
 ACCOUNT = "/nemesis/account"
+_FOLLOWER = follower.__name__.encode()
 _NUMBER = struct.Struct("d")
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
@@ -123,6 +125,13 @@ class Server:
             target=_be, args=(self._run, str(path), str(self.log), *self._facts), daemon=True
         )
         self._process.start()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that an engine's model is divided among, besides its own."""
+        tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
+        children = [int(pid) for task in tasks for pid in task.read_text().split()]
+        return [pid for pid in children if _FOLLOWER in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def signal(self, signum: signal.Signals) -> None:
         if self.is_alive:
