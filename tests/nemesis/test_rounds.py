@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.nemesis.client import Client
-from benchmark.nemesis.faults import FAULTS, Layout
+from benchmark.nemesis.faults import DIVIDED, FAULTS, Layout
 from benchmark.nemesis.history import History, SetValue, digest_of
 from benchmark.nemesis.programs import PROGRAMS
 from benchmark.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
@@ -83,15 +83,14 @@ async def test_what_a_program_had_set_is_read_once_when_it_hangs() -> None:
 
 
 def test_a_seed_decides_a_round() -> None:
-    plans, again = (
-        [Plan.of(n, tuple(FAULTS), 4.0, standby_share=0.4, shards_share=0.3) for n in range(600)]
-        for _ in range(2)
-    )
+    shares = {"standby_share": 0.4, "shards_share": 0.3, "divided_share": 0.5}
+    plans, again = ([Plan.of(n, tuple(FAULTS), 4.0, **shares) for n in range(600)] for _ in "ab")
     assert plans == again
     assert {plan.row for plan in plans} == {*FAULTS, MIXED}
     for plan in plans:
-        assert all(plan.layout in FAULTS[name].layouts for name in plan.faults)
+        assert all(FAULTS[name].suits(plan.layout, plan.engine) for name in plan.faults)
     assert {plan.layout for plan in plans} == set(Layout)
+    assert {plan.engine for plan in plans} == {"sim", DIVIDED}
 
 
 def test_a_fault_decides_which_servers_there_are() -> None:
