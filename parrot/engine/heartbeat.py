@@ -89,16 +89,27 @@ class Heartbeat:
         self._is_leaving = False
 
     async def run(self) -> None:
-        """Returns when ServeCore does not know an engine any more that leaves. Raises
+        """Returns when ServeCore does not know an engine any more that leaves or shuts down. Raises
         `DeviceLost`."""
         while not self._is_leaving:
             self._terms = None
+            if self._is_closed():
+                return
             terms = self._terms = await self._until_answered(self._register)
             self._fence.registered(CoreIdentity(terms.epoch, terms.core))
             name = self._service.engine_info().engine_name
             logger.info("registered as engine %d (%s)", terms.engine_id, name)
             await self._beat_while_known(terms, name)
         await self._end_work()
+
+    def _is_closed(self) -> bool:
+        """Whether the engine shuts down: nobody may send it calls any more, each of which would be
+        blamed for an engine that is lost. Raises `DeviceLost`, for the same reason."""
+        state = self._service.state()
+        if state is ServiceState.LOST:
+            name = self._service.engine_info().engine_name
+            raise DeviceLost(f"engine {name} can serve nothing any more")
+        return state is ServiceState.CLOSED
 
     async def close(self) -> None:
         await self._client.close()
@@ -162,8 +173,8 @@ class Heartbeat:
         while True:
             await self._pause(pause_s)
             pause_s = self._interval_s
-            if self._service.state() is ServiceState.LOST:
-                raise DeviceLost(f"engine {engine_id} ({name}) can serve nothing any more")
+            if self._is_closed():
+                return
             expiry = None if terms.lease_s is None else asked + terms.lease_s
             answer = await self._before(expiry, self._until_answered(beat))
             if answer is None:

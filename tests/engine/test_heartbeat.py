@@ -11,6 +11,7 @@ from parrot.engine.core.plan import DeviceLost
 from parrot.engine.fence import Fence
 from parrot.engine.heartbeat import LEAST_PAUSE_S, MAX_RETRY_S, Heartbeat, reachable
 from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.service import ServiceState
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
@@ -88,7 +89,12 @@ async def scene():
     )
     tasks = []
     client.leave = heartbeat.leave
-    client.start = lambda: tasks.append(asyncio.ensure_future(heartbeat.run()))
+
+    def start() -> asyncio.Future[None]:
+        tasks.append(asyncio.ensure_future(heartbeat.run()))
+        return tasks[-1]
+
+    client.start = start
     yield client, clock, service
     for task in tasks:
         task.cancel()
@@ -146,6 +152,27 @@ async def test_an_engine_that_has_left_does_not_register_again(scene):
     assert client.beats == [1, 1]
     assert len(client.infos) == 1
     assert client.fence.era == era + 1, "what it has begun goes on"
+
+
+@pytest.mark.parametrize("state", [ServiceState.CLOSED, ServiceState.LOST])
+async def test_an_engine_that_ends_does_not_register_again(scene, monkeypatch, state):
+    """ServeCore has seen that it refuses calls, and would blame each that it gets for its loss."""
+    client, clock, service = scene
+    running = client.start()
+    await clock.advance(INTERVAL_S - 0.1)
+    client.known.clear()
+    beat = client.engine_heartbeat
+
+    async def beat_at_the_end(*args):
+        monkeypatch.setattr(service, "state", lambda: state)
+        return await beat(*args)
+
+    monkeypatch.setattr(client, "engine_heartbeat", beat_at_the_end)
+    await clock.advance(10 * INTERVAL_S)
+    assert client.beats == [1]
+    assert len(client.infos) == 1
+    assert running.done()
+    assert isinstance(running.exception(), DeviceLost) == (state is ServiceState.LOST)
 
 
 async def test_it_tells_of_outputs_that_nobody_takes_until_that_is_answered(scene):

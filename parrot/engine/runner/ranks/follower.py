@@ -26,6 +26,8 @@ from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_MOMENT_S = 1.0  # in which rank 0 has seen that a rank ended, and ended the others
+
 
 class FollowerSeat:
     """A `Seat` behind a link."""
@@ -78,6 +80,8 @@ def main() -> None:
     except ConfigError:
         sys.exit(1)
     except Exception:
+        if link.wait_for_end(_MOMENT_S):  # the end of another rank is why
+            os._exit(0)
         logger.exception("a rank ends")
         os._exit(1)
 
