@@ -1,5 +1,6 @@
 """A runner divided among ranks gives, token for token, what one rank gives."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -218,6 +219,27 @@ def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
         with pytest.raises(DeviceLost), unit.together():
             pytest.fail("nothing can be run any more")
     unit.close()
+
+
+@pytest.mark.parametrize(
+    ("has_ended", "reason"),
+    [(True, "rank 1 has ended"), (False, "a step failed on rank 0: connection closed")],
+)
+def test_a_rank_that_has_ended_is_named_though_a_collective_fails_first(
+    has_ended: bool, reason: str
+) -> None:
+    link, other = Link.pair()
+    unit = Unit(Hung(), [link], with_tables=True)
+    with other:
+        with pytest.raises(DeviceLost, match=reason), unit.together():
+            fail(other if has_ended else None)
+        unit.close()
+
+
+def fail(other: socket.socket | None) -> None:
+    if other is not None:
+        threading.Timer(0.1, other.shutdown, (socket.SHUT_RDWR,)).start()
+    raise RuntimeError("connection closed")
 
 
 class Ending(Unit):

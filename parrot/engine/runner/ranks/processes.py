@@ -18,14 +18,13 @@ from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.peers import device_kind
-from parrot.engine.runner.ranks.unit import Unit
+from parrot.engine.runner.ranks.unit import NOTICE_S, Unit
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _MODULE = "parrot.engine.runner.ranks.follower"
 _GRACE_S = 5.0
-_NOTICE_S = 2.0
 
 LOAD_PATIENCE = timedelta(minutes=15)
 """For another rank that loads its part of the model, once rank 0 has loaded its own."""
@@ -106,7 +105,7 @@ class RankProcesses:
         except BaseException as error:
             lost = None
             if self._unit is not None and not isinstance(error, ConfigError | DeviceLost):
-                lost = self._unit.why_lost(_NOTICE_S)
+                lost = self._unit.why_lost(NOTICE_S)
             self.close()
             if lost is not None:
                 raise DeviceLost(lost) from error

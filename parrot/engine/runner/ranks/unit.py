@@ -25,6 +25,9 @@ _GRACE_S = 10.0
 _LOOK_S = 5.0
 _LEAVE_S = 60.0  # for rank 0 to notice that its start has failed
 
+NOTICE_S = 2.0
+"""How long it may take until a unit knows that a rank has ended: a collective may fail before."""
+
 
 class Seat(Protocol):
     """A process's place among the ranks, while its runner is loaded."""
@@ -131,6 +134,7 @@ class Unit:
         except DeviceLost:
             raise
         except Exception as error:
+            self.why_lost(NOTICE_S)
             with self._losing:
                 self._lost = self._lost or f"a step failed on rank 0: {error}"
             raise DeviceLost(self._lost) from error
