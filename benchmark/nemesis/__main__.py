@@ -13,6 +13,7 @@ import asyncio
 import multiprocessing
 import shlex
 import statistics
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -107,6 +108,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     for name, config in {"core": CORE, **ENGINES}.items():
         report.uses(name, config)
+    if not args.divided and all(FAULTS[name].of_ranks for name in args.faults):
+        sys.exit(f"only divided engines have ranks: {args.faults} need --divided")
     kinds = {*args.programs, PROBE}
     shares = {"embedded": args.embedded, DIVIDED: args.divided}
     needed = {"sim", *(name for name, share in shares.items() if share)}

@@ -21,7 +21,7 @@ from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_
 from benchmark.nemesis.service import CORES, ENGINES, QUEUE, TENANTS, Service
 from parrot.protocol.errors import ParrotError
 
-LIMIT_S = 60.0  # of a program, whatever happens
+LIMIT_S = 60.0
 MIXED = "mixed"
 _TITLES = {Layout.ONE: "", Layout.STANDBY: ", with a standby", Layout.SHARDS: ", with shards"}
 PROBE = "probe"
@@ -48,6 +48,11 @@ class Plan:
     concurrency: int
     layout: Layout = Layout.ONE
     has_journal: bool = True
+
+    @property
+    def limit_s(self) -> float:
+        """Of a program, whatever happens. Divided engines take long to start, and are slow."""
+        return 3 * LIMIT_S if self.engine == DIVIDED else LIMIT_S
 
     @property
     def title(self) -> str:
@@ -123,7 +128,7 @@ class Round:
         self._answers = answers
         self._kinds = sorted({kind for kind, _ in answers})
         self._service = service
-        self.history = History(share=QUEUE // len(TENANTS), patience_s=LIMIT_S)
+        self.history = History(share=QUEUE // len(TENANTS), patience_s=plan.limit_s)
         self.outcome = Outcome(plan=plan)
         self._draw = random.Random(plan.seed)
         self._num_programs = 0
@@ -209,7 +214,7 @@ class Round:
         facts |= {
             "tenant": draw.choices(TENANTS, _WEIGHTS)[0],
             "began": time.monotonic(),
-            "limit_s": LIMIT_S,
+            "limit_s": self._plan.limit_s,
         }
         try:
             facts["result"] = await live(
@@ -217,7 +222,7 @@ class Round:
                 Client(facts["program"], facts["tenant"], self._urls(), self.history),
                 variant,
                 draw,
-                LIMIT_S,
+                self._plan.limit_s,
             )
             facts["ended"] = time.monotonic()
         except ParrotError as error:

@@ -130,8 +130,11 @@ class Server:
     def ranks(self) -> list[int]:
         """The processes that an engine's model is divided among, besides its own."""
         tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
-        children = [int(pid) for task in tasks for pid in task.read_text().split()]
-        return [pid for pid in children if _FOLLOWER in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        try:
+            found = [Path(f"/proc/{pid}") for task in tasks for pid in task.read_text().split()]
+            return [int(p.name) for p in found if _FOLLOWER in (p / "cmdline").read_bytes()]
+        except FileNotFoundError:  # one has just ended, and so do the others
+            return []
 
     def signal(self, signum: signal.Signals) -> None:
         if self.is_alive:

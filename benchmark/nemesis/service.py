@@ -45,16 +45,18 @@ EMBEDDED: dict[str, Any] = {
     "heartbeat_interval": 0.2,
     "instance": {"block_size": 16, "num_kv_cache_blocks": 1024, "num_threads": 1},
 }
-DIVIDED = EMBEDDED | {
-    "instance": {
-        "block_size": 16,
-        "num_kv_cache_blocks": 128,
-        "host_kv_gb": 0.25,
-        "num_threads": 1,
-        "tensor_parallel": 3,
-    }
+_DIVIDED: dict[str, Any] = {
+    "block_size": 16,
+    "num_kv_cache_blocks": 128,
+    "host_kv_gb": 0.25,
+    "num_threads": 1,
+    "tensor_parallel": 3,
 }
-ENGINES: Mapping[str, Mapping[str, Any]] = {"sim": SIM, "embedded": EMBEDDED, "divided": DIVIDED}
+ENGINES: Mapping[str, Mapping[str, Any]] = {
+    "sim": SIM,
+    "embedded": EMBEDDED,
+    "divided": EMBEDDED | {"instance": _DIVIDED},
+}
 """Divided: the embedded model among three processes, which has to keep KV on the host."""
 TAKEOVER_S = 8.0
 """In which a standby serves, on a machine that is busy with much else."""

@@ -93,7 +93,7 @@ class Heartbeat:
         `DeviceLost`."""
         while not self._is_leaving:
             self._terms = None
-            if self._is_closed():
+            if self._is_ending():
                 return
             terms = self._terms = await self._until_answered(self._register)
             self._fence.registered(CoreIdentity(terms.epoch, terms.core))
@@ -102,7 +102,7 @@ class Heartbeat:
             await self._beat_while_known(terms, name)
         await self._end_work()
 
-    def _is_closed(self) -> bool:
+    def _is_ending(self) -> bool:
         """Whether the engine shuts down: nobody may send it calls any more, each of which would be
         blamed for an engine that is lost. Raises `DeviceLost`, for the same reason."""
         state = self._service.state()
@@ -173,7 +173,7 @@ class Heartbeat:
         while True:
             await self._pause(pause_s)
             pause_s = self._interval_s
-            if self._is_closed():
+            if self._is_ending():
                 return
             expiry = None if terms.lease_s is None else asked + terms.lease_s
             answer = await self._before(expiry, self._until_answered(beat))
