@@ -54,7 +54,8 @@ class Activation:
             OrderedDict()
         )  # what they ask of others has changed
         self._is_walking = False
-        self._read_as = PerformanceCriteria.THROUGHPUT  # what was read last
+        # What was read last. It is not in the journal: after a takeover it is this until the next.
+        self._read_as = PerformanceCriteria.THROUGHPUT
         self._remaining = RemainingWork(runner, predictor, self._update)
 
     def add_reader(self, reader: Reader) -> None:
