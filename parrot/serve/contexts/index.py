@@ -127,13 +127,13 @@ class PrefixIndex:
         """The engines that have the prompt of this key."""
         return self._entries.get(key)
 
-    def longest_of(self, owner: Owner, keys: Sequence[bytes]) -> int | None:
-        """The engine where a context of the owner's has most of the prompt."""
+    def holders_of(self, owner: Owner, keys: Sequence[bytes]) -> Iterator[int]:
+        """Yield the engines where contexts of the owner's have a beginning of the prompt: those
+        with most of it first, with repetitions."""
         for key in reversed(keys):
             for engine_id, (context, _) in self._entries.get(key, {}).items():
                 if context.owner == owner:
-                    return engine_id
-        return None
+                    yield engine_id
 
     def remember(self, engine_id: int, keys: Iterable[bytes], live: Set[int]) -> None:
         """The engine is believed to have the prompts of these keys in its cache, though no context

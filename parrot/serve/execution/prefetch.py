@@ -11,7 +11,7 @@ with steps and memory that nothing else needs."""
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
@@ -200,11 +200,11 @@ class Prefetcher:
     def _choose(self, task: CompletionTask) -> Engine | None:
         """Where it would go now. If nobody asks for it yet, rather where its session has most of
         the prompt, since there it goes once somebody does."""
-        completion, engine_id = task.completion, None
+        completion = task.completion
+        preferred: Iterable[int] = ()
         if not completion.asked:
-            engine_id = self._ledger.index.longest_of(completion.session_id, task.keys)
-        if engine_id is None:
-            engine_id = self._scheduler.preview(task)
+            preferred = self._ledger.index.holders_of(completion.session_id, task.keys)
+        engine_id = self._scheduler.preview(task, preferred)
         return None if engine_id is None else self._fleet.get(engine_id)
 
     def _num_worthwhile(self, task: CompletionTask, engine: Engine) -> int:

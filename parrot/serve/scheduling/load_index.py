@@ -230,8 +230,11 @@ class LoadIndex:
         return load.max_len >= max(self._able(task).values(), default=0)
 
     def takes(self, load: EngineLoad, task: CompletionTask) -> bool:
-        """Whether it can do what the task needs, and takes sequences as long as its prompt and
-        output; or no other can and does so."""
+        """Whether it may get the task as soon as it has room: it has one of the task's models and
+        does not drain; and it can do what the task needs, and takes sequences as long as its prompt
+        and output, or no other can and does so."""
+        if load.is_draining or (task.models and load.model not in task.models):
+            return False
         features = load.features
         if features is not None and task.needs <= features and load.max_len >= task.wanted_len:
             return True  # as nearly always

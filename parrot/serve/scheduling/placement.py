@@ -165,15 +165,12 @@ class PredictedSeconds(Placer):
     def _candidates(self, task: CompletionTask, count: int, known: Beginnings) -> list[EngineLoad]:
         """The `count` least loaded engines and those with a beginning of the prompt; engines that
         failed with the task only if there is no other."""
-        models = task.models
         found = self._loads.least_loaded(task, count + len(task.avoided))
         candidates = {load.id: load for load in found}
-        if len(candidates) < self._loads.num_open(models):
+        if len(candidates) < self._loads.num_open(task.models):
             for engine_id in known.engines(_MAX_HOLDERS):
                 load = self._loads.get(engine_id)
-                if load is None or not load.is_open or (models and load.model not in models):
-                    continue
-                if self._loads.takes(load, task):
+                if load is not None and load.is_open and self._loads.takes(load, task):
                     candidates[engine_id] = load
         for engine_id in task.avoided:
             if len(candidates) > 1:

@@ -3,7 +3,7 @@ knows no policy by name."""
 
 import logging
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil
 
@@ -166,10 +166,16 @@ class Scheduler:
         times = (self._patience, self._order.next_change())
         return min([when for when in times if when is not None], default=None)
 
-    def preview(self, task: CompletionTask) -> int | None:
-        """The engine on which a task would be placed once its prompt is computed there; None if it
-        would have to wait even then. Changes nothing."""
-        place = self._placer.preview(task, self._clock.now())
+    def preview(self, task: CompletionTask, preferred: Iterable[int] = ()) -> int | None:
+        """The engine on which a task would be placed once its prompt is computed there: the first
+        of `preferred` that may run it, if one may. None if it would have to wait even then. Changes
+        nothing."""
+        loads = [self.engines.get(engine_id) for engine_id in preferred]
+        able = [load for load in loads if load is not None and self.engines.takes(load, task)]
+        if able:
+            place = self._place_on(task, able[0])
+        else:
+            place = self._placer.preview(task, self._clock.now())
         if place is None or self._should_wait(task, place._replace(to_compute=0)):
             return None
         return place.load.id
@@ -197,6 +203,12 @@ class Scheduler:
             queue.hold(task)
             return None
         return place
+
+    def _place_on(self, task: CompletionTask, load: EngineLoad) -> Place | None:
+        """This engine as a place for the task; None if it has no room."""
+        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+        has_room = load.is_open and load.fits(task, new_prompt)
+        return Place(load, new_prompt) if has_room else None
 
     def _should_wait(self, task: CompletionTask, place: Place) -> bool:
         """Whether it had better wait although it fits, for those who run there: see `hold_back`."""

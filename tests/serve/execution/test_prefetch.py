@@ -17,6 +17,7 @@ from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.execution.prefetch import PrefetchCounts
+from parrot.serve.scheduling.placement import Place
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 COSTS = {"step_s": 0.01, "prefill_token_s": 1e-4, "sequence_s": 0.0, "context_token_s": 0.0}
@@ -167,9 +168,9 @@ def test_what_nobody_asks_for_yet_is_computed_where_its_session_has_the_most(is_
         last = await program.call(template, story=story, answer=answer, result=result)
         reading = [program.reading(last)] if is_asked else []
         dispatcher = program.cluster.core._dispatcher
-        with patch.object(dispatcher._prefetch._scheduler, "preview") as preview:
-            preview.side_effect = lambda task: next(
-                load.id
+        with patch.object(dispatcher._scheduler._placer, "preview") as preview:
+            preview.side_effect = lambda task, now: next(
+                Place(load, task.prompt_len)
                 for load in dispatcher._scheduler.engines
                 if dispatcher._ledger.index.match(load.id, task.keys) is None
             )
@@ -181,6 +182,47 @@ def test_what_nobody_asks_for_yet_is_computed_where_its_session_has_the_most(is_
 
     num_filled = simulate(body, num_engines=2)
     assert num_filled > len(LONG) if is_asked else num_filled == 0
+
+
+async def read_later(program: Program, story: str, **options: Any) -> tuple[int, int]:
+    """What was cached and computed for a call that nobody asks for until it is ready."""
+    question = await program.var()
+    template = "{{story}} {{question}} {{out}}"
+    answer = await program.call(template, story=story, question=question, **options)
+    await asyncio.sleep(1)
+    await program.set(question, "Who?")
+    await program.reading(answer)
+    return await program.usage()
+
+
+def test_what_nobody_asks_for_yet_is_not_computed_on_an_engine_that_drains():
+    async def body(program: Program) -> tuple[int, int]:
+        story = await program.var(LONG)
+        await program.reading(await program.call("{{story}}{{out}}", story=story))
+        core = program.cluster.core
+        (used,) = [view for view in core._dispatcher.fleet.views() if view.num_contexts]
+        core.drain(used.id, is_wanted=True)
+        return await read_later(program, story)
+
+    cached, computed = simulate(body, num_engines=2)
+    assert cached >= len(LONG)
+    assert computed < 2 * BLOCK
+
+
+@pytest.mark.parametrize("first_model", ["sim", "two"])
+def test_what_nobody_asks_for_yet_is_computed_on_an_engine_with_its_model(first_model):
+    """Though its session has the prompt on an engine with another one."""
+
+    async def body(program: Program) -> tuple[int, int]:
+        await program.cluster.add_engine(model="two")
+        story = await program.var(LONG)
+        first = await program.call("{{story}}{{out}}", story=story, models=[first_model])
+        await program.reading(first)
+        return await read_later(program, story, models=["two"])
+
+    cached, computed = simulate(body)
+    assert cached >= len(LONG)
+    assert computed < 2 * BLOCK
 
 
 def test_it_grows_piece_by_piece():

@@ -82,6 +82,20 @@ def test_what_adds_little_to_a_step_passes_those_who_wait() -> None:
     assert set(bench.run()) == {chat}
 
 
+@pytest.mark.parametrize("preferred", [(), (0,)])
+def test_a_preview_is_nowhere_if_it_would_wait_for_those_who_run(preferred: Sequence[int]) -> None:
+    bench = Bench()
+    bench.engines(1, slots=1000, tokens=10_000_000)
+    for i in range(40):
+        bench.add(bench.task(session=i, prefix_len=100_000, output=20))
+    bench.run()
+    assert bench.scheduler.num_queued
+    bench.scheduler.progressed(100, 50.0)
+    long, short = (bench.task(session=100, prefix_len=n, output=20) for n in (100_000, 10))
+    assert bench.scheduler.preview(long, preferred) is None
+    assert bench.scheduler.preview(short, preferred) == 0
+
+
 def test_alike_chains_end_in_two_waves() -> None:
     """Their prompts take the engine's time. By `fcfs` all end together; the mean may fall while the
     last ends only as much later as the smaller batches cost."""

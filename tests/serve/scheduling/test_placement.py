@@ -269,6 +269,29 @@ def test_a_preview_changes_nothing(placement: str) -> None:
     assert engines(previews=2) == engines(previews=0)
 
 
+def test_a_preview_prefers_the_first_that_may_run_the_task() -> None:
+    bench = Bench()
+    bench.engines(2)
+    bench.engines(1, model="other")
+    scheduler, task = bench.scheduler, bench.task(models=("m",))
+    assert [scheduler.preview(task, [2, 7, i]) for i in (0, 1)] == [0, 1]
+    drained = list(scheduler.engines)[1]
+    scheduler.engines.set_draining(drained, True)
+    assert scheduler.preview(task, [1]) == scheduler.preview(task, [2]) == 0
+
+
+@pytest.mark.parametrize("limits", [{"slots": 1}, {"tokens": 150}])
+def test_a_preview_is_nowhere_while_the_preferred_engine_is_full(limits: dict[str, int]) -> None:
+    bench = Bench()
+    bench.engines(2, **limits)
+    bench.add(running := bench.task())
+    (engine_id,) = bench.run().values()
+    assert bench.scheduler.preview(bench.task()) == 1 - engine_id
+    assert bench.scheduler.preview(bench.task(), [engine_id]) is None
+    bench.scheduler.ended(running, engine_id)
+    assert bench.scheduler.preview(bench.task(), [engine_id]) == engine_id
+
+
 # Blocks
 
 
