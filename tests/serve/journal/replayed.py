@@ -56,6 +56,7 @@ def _session(session: Session) -> dict[str, Any]:
     graph = session.graph
     return {
         "facts": (session.auth, session.tenant, session.apps, session.was_read),
+        "on_demand": graph._on_demand,
         "used": {name: n for name, n in session.account.used.items() if n},
         "variables": {v.id: _variable(v) for v in graph.variables.values()},
         "calls": {
@@ -63,6 +64,12 @@ def _session(session: Session) -> dict[str, Any]:
             for request_id, call in graph.calls.items()
         },
         "answers": dict(graph.replays._answers),
+        "held": {
+            task.id
+            for call in graph.calls.values()
+            for task in call.tasks
+            if isinstance(task, Completion) and task.is_held and not task.is_finished
+        },
     }
 
 
@@ -84,7 +91,6 @@ def _task(task: Any) -> tuple[Any, ...]:
         texts = [getattr(piece, "text", None) for piece in task.fill]
         before = None if task.previous is None else task.previous.id
         stats = task.stats if task.is_finished else None
-        is_held = task.is_held and not task.is_finished
-        return (*names, texts, task.sampling, task.options, before, stats, is_held)
+        return (*names, texts, task.sampling, task.options, before, stats)
     results = [(name, variable.id) for name, variable in task.results]
     return (*names, task.source, task.timeout_s, results)

@@ -235,28 +235,38 @@ async def _run_and_replay(data: st.DataObject) -> None:
     world = World([])
     program = Program(world, choose)
     states = {0: state_of(world.core)}
-    for _ in range(data.draw(st.integers(1, 20))):
-        sessions = list(world.core.sessions)
-        names = (*INSIDE, *ANYWHERE) if sessions else ANYWHERE
-        verb = getattr(program, names[choose(len(names))])
-        before = state_of(world.core)
-        try:
-            verb(sessions[choose(len(sessions))] if sessions else None)
-        except (ParrotError, InvalidRequest):
-            assert state_of(world.core) == before, verb
-        await asyncio.sleep(0)  # a read begins
-        world.core.check_integrity()
-        states[world.journal._seq] = state_of(world.core)
-    await world.journal.durable()
-    records = world.file.records.copy()
-    await world.close()
+    try:
+        for _ in range(data.draw(st.integers(1, 20))):
+            sessions = list(world.core.sessions)
+            names = (*INSIDE, *ANYWHERE) if sessions else ANYWHERE
+            verb = getattr(program, names[choose(len(names))])
+            before = state_of(world.core)
+            try:
+                verb(sessions[choose(len(sessions))] if sessions else None)
+            except (ParrotError, InvalidRequest):
+                assert state_of(world.core) == before, verb
+            await asyncio.sleep(0)  # a read begins
+            world.core.check_integrity()
+            states[world.journal._seq] = state_of(world.core)
+        await world.journal.durable()
+        records = world.file.records.copy()
+    finally:  # Hypothesis ends examples, too, that draw too much
+        await world.close()
     for count in range(len(records) + 1):
         again = World(records[:count])
         again.restore_all()
         again.core.check_integrity()
         if (known := states.get(count)) is not None:
-            assert _without_orphans(state_of(again.core)) == _without_orphans(known)
+            _check_restored(state_of(again.core), known)
         await again.close()
+
+
+def _check_restored(found: dict[int, Any], known: dict[int, Any]) -> None:
+    """A call is held again though a reader that has left had let it go: who reads is not known."""
+    for before, after in zip(known.values(), _without_orphans(found).values(), strict=True):
+        assert after["calls"] is None or before["held"] <= after["held"]
+        after["held"] = before["held"]
+    assert found == _without_orphans(known)
 
 
 def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
