@@ -56,7 +56,7 @@ class Activation:
         self._is_walking = False
         # What was read last. It is not in the journal: after a takeover it is this until the next.
         self._read_as = PerformanceCriteria.THROUGHPUT
-        self._remaining = RemainingWork(runner, predictor, self._update)
+        self._remaining = RemainingWork(runner, predictor)
 
     def add_reader(self, reader: Reader) -> None:
         """Want an unsettled variable, whether or not it has a producer yet."""
@@ -160,7 +160,8 @@ class Activation:
         if task in self._remaining:
             self._remaining.discount(task)
             if task.state is CompletionState.DONE and self._remaining.learns():
-                self._backlog.add(self, self._remaining.learning(self._backlog.per_slice))
+                per_slice = self._backlog.per_slice
+                self._backlog.add(self, self._remaining.learning(per_slice, self._update))
             self._remaining.report(task)
         self._walk()
 

@@ -14,16 +14,9 @@ class RemainingWork:
     after the session's 1st, 2nd, 4th, 8th ... task that is done, so O(log n) predictions for each
     of n tasks."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        predictor: Predictor,
-        update: Callable[[Iterable[Task]], None],
-    ) -> None:
-        """`update` is given tasks whose paths have changed by much."""
+    def __init__(self, runner: Runner, predictor: Predictor) -> None:
         self._runner = runner
         self._predictor = predictor
-        self._update = update
         self._wanted: dict[Task, float] = {}  # with the work in the sum below
         self._sum_s = 0.0
         self._num_done = 0
@@ -53,15 +46,15 @@ class RemainingWork:
         self._is_learning = True
         return True
 
-    def learning(self, per_slice: int) -> Iterator[int]:
-        """Work for a backlog."""
+    def learning(self, per_slice: int, update: Callable[[Iterable[Task]], None]) -> Iterator[int]:
+        """Work for a backlog. `update` is given tasks whose paths have changed by much."""
         wanted = sorted(self._wanted, key=attrgetter("depth"))  # consumers before producers
         for start in range(0, len(wanted), per_slice):
             tasks = [task for task in wanted[start : start + per_slice] if task in self._wanted]
             changed = predict_again(tasks, self._predictor)
             for task in tasks:
                 self.count(task)
-            self._update(changed)
+            update(changed)
             for task in tasks[:1]:
                 self.report(task)
             yield len(tasks)
