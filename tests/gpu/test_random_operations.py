@@ -55,12 +55,7 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(runner, "launch", watched)
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
     world = World(core, random.Random(3))
-    while world.num_operations < int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")):
-        world.operate()
-        if world.num_operations % 16 == 0:
-            core.check_integrity()
-    world.finish()
-    core.check_integrity()
+    world.run(int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")))
     assert core.runtime_info().num_free_blocks == NUM_BLOCKS
     assert len(world.greedy_answers) > world.num_operations // 50
     assert len(prompts_ahead) > world.num_operations // 50

@@ -175,12 +175,7 @@ def compare_host_tier(folder: Path) -> None:
         assert tier is not None
         tier._prefill_s = lambda: None  # nothing is computed that can be brought back
         world = World(core, random.Random(3), free_weight=0.4)
-        while world.num_operations < int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")):
-            world.operate()
-            if world.num_operations % 16 == 0:
-                core.check_integrity()
-        world.finish()
-        core.check_integrity()
+        world.run(int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")))
         assert core.runtime_info().num_free_blocks == 30
         assert tier.totals.num_failed == 0
         assert tier.totals.num_stored > world.num_operations // 10

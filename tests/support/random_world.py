@@ -80,6 +80,15 @@ class World:
         self.num_operations += 1
         self.settle()
 
+    def run(self, num_operations: int) -> None:
+        """Until all requests have ended. The core is looked at now and then, and in the end."""
+        while self.num_operations < num_operations:
+            self.operate()
+            if self.num_operations % 16 == 0:
+                self.core.check_integrity()
+        self.finish()
+        self.core.check_integrity()
+
     def settle(self) -> None:
         for call, argument in self.core.requests.outbox.take():
             call(argument)

@@ -95,12 +95,7 @@ def test_random_operations(
 
     monkeypatch.setattr(runner, "transfer", watched)
     world = World(core, random.Random(4), free_weight=0.4)
-    while world.num_operations < int(os.environ.get("PARROT_OPERATIONS", num_operations)):
-        world.operate()
-        if world.num_operations % 16 == 0:
-            core.check_integrity()
-    world.finish()
-    core.check_integrity()
+    world.run(int(os.environ.get("PARROT_OPERATIONS", num_operations)))
     info = core.runtime_info()
     assert info.num_free_blocks == NUM_BLOCKS
     assert sum(t.to_host for t in begun) > world.num_operations // 10
