@@ -22,10 +22,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmark.nemesis.faults import DIVIDED, FAULTS
+from benchmark.nemesis.faults import FAULTS
 from benchmark.nemesis.programs import PROGRAMS
 from benchmark.nemesis.rounds import MIXED, PROBE, Answers, Outcome, Plan, play_alone, undisturbed
-from benchmark.nemesis.service import CORE, ENGINES
+from benchmark.nemesis.service import CORE, DIVIDED, ENGINES
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 from benchmark.nemesis.history import CLOCK_STEP, DISK_FULL
 from benchmark.nemesis.link import Link
 from benchmark.nemesis.servers import Server
-from benchmark.nemesis.service import CORES, Service
+from benchmark.nemesis.service import CORES, DIVIDED, Service
 
 DATABASE = "database"
-DIVIDED = "divided"
 
 
 class Layout(StrEnum):

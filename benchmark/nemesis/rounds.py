@@ -15,10 +15,10 @@ from typing import Any
 from benchmark.nemesis.checker import Violation, check
 from benchmark.nemesis.client import Client
 from benchmark.nemesis.database import Database, running_database
-from benchmark.nemesis.faults import DIVIDED, FAULTS, Layout
+from benchmark.nemesis.faults import FAULTS, Layout
 from benchmark.nemesis.history import Disturbance, History, Life
 from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
-from benchmark.nemesis.service import CORES, ENGINES, QUEUE, TENANTS, Service
+from benchmark.nemesis.service import CORES, DIVIDED, ENGINES, QUEUE, TENANTS, Service
 from parrot.protocol.errors import ParrotError
 
 LIMIT_S = 60.0

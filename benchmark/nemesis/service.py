@@ -45,7 +45,9 @@ EMBEDDED: dict[str, Any] = {
     "heartbeat_interval": 0.2,
     "instance": {"block_size": 16, "num_kv_cache_blocks": 1024, "num_threads": 1},
 }
-_DIVIDED: dict[str, Any] = {
+DIVIDED = "divided"
+"""The engine of the embedded model among three processes, which has to keep KV on the host."""
+_DIVIDED_INSTANCE: dict[str, Any] = {
     "block_size": 16,
     "num_kv_cache_blocks": 128,
     "host_kv_gb": 0.25,
@@ -55,9 +57,8 @@ _DIVIDED: dict[str, Any] = {
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "sim": SIM,
     "embedded": EMBEDDED,
-    "divided": EMBEDDED | {"instance": _DIVIDED},
+    DIVIDED: EMBEDDED | {"instance": _DIVIDED_INSTANCE},
 }
-"""Divided: the embedded model among three processes, which has to keep KV on the host."""
 TAKEOVER_S = 8.0
 """In which a standby serves, on a machine that is busy with much else."""
 START_S = 4.0

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from benchmark.nemesis.client import Client
-from benchmark.nemesis.faults import DIVIDED, FAULTS, Layout
+from benchmark.nemesis.faults import FAULTS, Layout
 from benchmark.nemesis.history import History, SetValue, digest_of
 from benchmark.nemesis.programs import PROGRAMS
 from benchmark.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
 from benchmark.nemesis.servers import Gauge
-from benchmark.nemesis.service import SIM
+from benchmark.nemesis.service import DIVIDED, SIM
 from benchmark.results import run
 from tests.support.postgres import Server
 
