@@ -61,7 +61,7 @@ def few_rows_add_and_norm(
     assert residual.is_contiguous()
     assert residual.dtype != torch.float16
     product = Product(num_rows, num_out, x.shape[1], x.dtype)
-    parts = triton.cdiv(num_out, product.outputs_of_program)
+    parts = triton.cdiv(num_out, product.tile()["BN"])
     squares = torch.empty((num_rows, parts), dtype=torch.float32, device=x.device)
     rows = torch.empty_like(residual)
     _launch(x, weight, bias, rows, residual=residual, gain=norm_weight, squares_out=squares)
@@ -82,8 +82,8 @@ def few_rows_qkv(
     returns q [rows, heads, dim]; that of rows with a negative `table_rows` is not written."""
     rows, squares, eps = _parts(x)
     num_rows, size = rows.shape
-    num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    assert weight.shape == (num_out, size), (weight.shape, shape)
+    product = _qkv_product(rows, shape)
+    assert weight.shape == (product.outputs, size), (weight.shape, shape)
     assert weight.is_contiguous()
     kv.check()
     assert not kv.is_quantised, "an exponent needs a whole head, and programs have parts"
@@ -91,10 +91,9 @@ def few_rows_qkv(
     assert cos_sin.dtype == torch.float32
     assert can_rotate(shape, x)
     q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
-    product = Product(num_rows, num_out, size, rows.dtype)
     kernel = row_qkv_kernel if product.is_row else few_rows_qkv_kernel
-    tile = product.row_tile() if product.is_row else product.matrix_tile()
-    kernel[(num_out // tile["BN"],)](
+    tile = product.tile()
+    kernel[(product.outputs // tile["BN"],)](
         rows,
         weight,
         bias,
@@ -131,10 +130,12 @@ def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor 
 def can_rotate(shape: AttentionShape, x: torch.Tensor | UndividedRows) -> bool:
     """Whether `few_rows_qkv` takes these rows and heads."""
     rows, _, _ = _parts(x)
-    num_rows, size = rows.shape
+    return len(rows) <= FEW_ROWS and shape.head_dim % _qkv_product(rows, shape).tile()["BN"] == 0
+
+
+def _qkv_product(rows: torch.Tensor, shape: AttentionShape) -> Product:
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    product = Product(num_rows, num_out, size, rows.dtype)
-    return num_rows <= FEW_ROWS and shape.head_dim % product.outputs_of_program == 0
+    return Product(len(rows), num_out, rows.shape[1], rows.dtype)
 
 
 def _launch(

@@ -40,9 +40,9 @@ class Product:
         is_small = self.rows == 1 or num_weights < _SMALL
         return is_small and self.inputs <= _ROW_INPUTS.get(self.rows, 0)
 
-    @property
-    def outputs_of_program(self) -> int:
-        return (self.row_tile() if self.is_row else self.matrix_tile())["BN"]
+    def tile(self) -> dict[str, int]:
+        """Launch arguments of the kernel that is best for it, unless it is split."""
+        return self.row_tile() if self.is_row else self.matrix_tile()
 
     @property
     def num_splits(self) -> int:
