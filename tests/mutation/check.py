@@ -1,8 +1,8 @@
 """Put plausible bugs into a copy of the code, one at a time, and see whether a test fails.
 
-    python tests/mutation/check.py [--only TEXT] [--jobs 2]
+    python -m tests.mutation.check [--only TEXT] [--jobs 2]
 
-Each bug of `bugs.toml` names a file, a text that stands in it exactly once, what a mistaken
+Each bug of `bugs.toml` names a text that stands exactly once in the package, what a mistaken
 developer might have written instead, and the tests that should notice. A bug survives if all of
 them pass. The exit status is 1 if fewer than 95% are caught, or if the tests fail without any bug.
 It takes some ten minutes on two cores and is not a part of CI, which only checks that every bug can
@@ -10,6 +10,7 @@ still be put in.
 """
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -17,12 +18,15 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
+
+from tests.support.syntax import parsed
 
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("bugs.toml")
@@ -32,27 +36,62 @@ _TIMEOUT_S = 300  # for the tests of one bug, which may make them wait for ever
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A text of a file, and the mistaken one that takes its place. `old` stands in `file` exactly
-    once; `tests` are pytest's arguments."""
+    """A text of the package, and the mistaken one that takes its place.
+
+    The text names no file, so that it is found wherever the code has moved. `tests` are pytest's
+    arguments."""
 
     what: str
-    file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    within: str = ""  # the innermost function or class of `old`, if it stands in several
 
-    def put_into(self, root: Path) -> str:
-        """Write the mistaken file below `root` and return what stood there.
+    def applied_to(self, sources: Mapping[str, str]) -> tuple[str, str]:
+        """Return the path of the file in which `old` stands, and its text with `new` instead.
 
         Raises `ValueError` if the bug does not fit the code any more."""
-        path = root / self.file
-        before = path.read_text()
-        if before.count(self.old) != 1:
-            raise ValueError(f"{self.file}: {before.count(self.old)} times: {self.old!r}")
-        after = before.replace(self.old, self.new)
-        compile(after, self.file, "exec")
-        path.write_text(after)
-        return before
+        places = [
+            (path, at)
+            for path, source in sources.items()
+            for at in occurrences(source, self.old)
+            if not self.within or innermost_definition(source, at) == self.within
+        ]
+        if len(places) != 1:
+            found = ", ".join(path for path, _ in places) or "nowhere"
+            raise ValueError(f"should stand once, but stands in {found}: {self.old!r}")
+        [(path, at)] = places
+        source = sources[path]
+        mistaken = source[:at] + self.new + source[at + len(self.old) :]
+        compile(mistaken, path, "exec")
+        return path, mistaken
+
+
+def occurrences(source: str, text: str) -> Iterator[int]:
+    at = source.find(text)
+    while at >= 0:
+        yield at
+        at = source.find(text, at + 1)
+
+
+def innermost_definition(source: str, at: int) -> str:
+    """The name of the function or class that the character at `at` belongs to; "" for none."""
+    line = source.count("\n", 0, at) + 1
+    name, length = "", len(source)
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            end = node.end_lineno or node.lineno
+            if node.lineno <= line <= end and end - node.lineno < length:
+                name, length = node.name, end - node.lineno
+    return name
+
+
+@cache
+def package_sources() -> dict[str, str]:
+    """Path from the root: text, of each file of the package."""
+    return {
+        str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "parrot").rglob("*.py")
+    }
 
 
 def read_bugs() -> list[Bug]:
@@ -95,14 +134,13 @@ def copies(count: int) -> Iterator[SimpleQueue[Path]]:
 
 
 def is_caught(bug: Bug, free: SimpleQueue[Path]) -> bool:
+    path, mistaken = bug.applied_to(package_sources())
     root = free.get()
     try:
-        before = bug.put_into(root)
-        try:
-            return not tests_pass(root, bug.tests)
-        finally:
-            (root / bug.file).write_text(before)
+        (root / path).write_text(mistaken)
+        return not tests_pass(root, bug.tests)
     finally:
+        (root / path).write_text(package_sources()[path])
         free.put(root)
 
 
@@ -111,7 +149,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="bugs whose file or description has this text")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time")
     args = parser.parse_args()
-    bugs = [bug for bug in read_bugs() if args.only in bug.file or args.only in bug.what]
+    files_of = {bug: bug.applied_to(package_sources())[0] for bug in read_bugs()}
+    bugs = [bug for bug, file in files_of.items() if args.only in file or args.only in bug.what]
     if not bugs:
         sys.exit(f"no bug has `{args.only}` in its file or description")
     with copies(args.jobs) as free, ThreadPoolExecutor(args.jobs) as workers:
@@ -128,9 +167,8 @@ def main() -> None:
                 survivors.append(bug)
             state = "caught  " if caught else "SURVIVED"
             elapsed = time.monotonic() - began
-            print(
-                f"{elapsed:5.0f} s {number}/{len(bugs)} {state} {bug.file}: {bug.what}", flush=True
-            )
+            place = f"{number}/{len(bugs)} {state} {files_of[bug]}"
+            print(f"{elapsed:5.0f} s {place}: {bug.what}", flush=True)
     share = 1 - len(survivors) / len(bugs)
     print(f"{len(bugs) - len(survivors)} of {len(bugs)} bugs caught: {share:.0%}")
     sys.exit(share < REQUIRED_SHARE)
