@@ -1,5 +1,6 @@
 """A whole cluster in one event loop: the real ServeCore over `sim` engines, without sockets."""
 
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -74,7 +75,6 @@ class SimCluster:
             sandbox=sandbox or BlockingSandbox(),
             observers=() if trace is None else (Recorder(trace, self.clock),),
         )
-        self._app: App | None = None  # when the first client asks for it: it takes a moment
         self._clients: list[ServeClient] = []
         self._tasks = TaskSet()
         self._num_named = 0
@@ -99,10 +99,18 @@ class SimCluster:
         for engine in self.engines.values():
             await engine.service.close()
 
+    @cached_property
+    def app(self) -> App:
+        """ServeCore's, made when it is first asked for: that takes a moment."""
+        return create_app(self.core)
+
+    @property
+    def _app(self) -> App:  # as `app` was called once
+        return self.app
+
     def client(self, latency: Latency | None = None) -> ServeClient:
         """A program `latency` away; default a LAN."""
-        self._app = self._app or create_app(self.core)
-        client = ServeClient(DistantTransport(self._app, latency or lan()))
+        client = ServeClient(DistantTransport(self.app, latency or lan()))
         self._clients.append(client)
         return client
 

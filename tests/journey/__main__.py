@@ -1,0 +1,34 @@
+"""Lists what journeys pass; with `--json`, for tests, in a process that nothing else has warmed."""
+
+import json
+import sys
+
+from tests.journey.journeys import measured
+
+
+def main() -> None:
+    passed, borrowed = measured()
+    names = sys.argv[1:]
+    if names == ["--json"]:
+        figures = {
+            name: {
+                "modules": list(journey.modules),
+                "stateful": sorted(".".join(kind) for kind in journey.stateful),
+                "calls": journey.num_calls,
+            }
+            for name, journey in passed.items()
+        }
+        print(json.dumps({"journeys": figures, "borrowed": borrowed}))
+        return
+    for name, journey in passed.items():
+        stateful = len(journey.stateful)
+        print(
+            f"{name}: {len(journey.modules)} modules, {stateful} stateful classes, "
+            f"{len(journey.functions)} functions, {journey.num_calls} calls"
+        )
+        for module, count in journey.modules.items() if name in names else ():
+            print(f"    {module} {count}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""What runs between a request and its answer: counted by a profiler, over the real apps.
+
+ServeCore's journeys run on virtual time over simulated engines, with everything off that can be
+off; the builtin engine's on the embedded model, in real time. A journey is measured the second
+time, when what is made once has been made.
+
+    python -m tests.journey [NAME...]      lists what each passes, module by module
+"""
+
+import asyncio
+import dataclasses
+import enum
+import gc
+import importlib
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+import parrot
+from parrot.engine.app import create_app
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.engine_types import create_service
+from parrot.engine.reorder import ReorderBuffer
+from parrot.protocol.engine_api import FillPiece, GenerateRequest
+from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.public import CallParameter, SemanticCallRequest, SessionCreateResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.transport import App
+from parrot.simulation import SimCluster, run_virtual
+from parrot.simulation.links import DistantTransport, lan
+from parrot.utils.clock import MonotonicClock
+
+_PACKAGE = str(Path(parrot.__file__).parent) + "/"
+_SETTLED_S = 5.0  # of virtual time, in which all that follows a request has happened
+_NUM_TOKENS = 20
+
+
+@dataclass(slots=True)
+class Passed:
+    """What one journey passed: calls of Python functions of the package, by file and by function,
+    both in the order of their first call; and the classes of the objects whose methods they are."""
+
+    modules: Counter[str] = field(default_factory=Counter)
+    functions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    classes: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+
+    def count(self, frame: types.FrameType) -> None:
+        """Count the function whose frame it is."""
+        file = frame.f_code.co_filename
+        if not file.startswith(_PACKAGE):
+            return
+        module = file.removeprefix(_PACKAGE)
+        function = (module, frame.f_code.co_qualname)
+        self.modules[module] += 1
+        self.functions[function] += 1
+        kind = type(frame.f_locals.get("self"))
+        if kind.__module__.startswith("parrot"):
+            self.classes.setdefault((kind.__module__, kind.__qualname__), function)
+
+    @property
+    def stateful(self) -> list[tuple[str, str]]:
+        """(module, class) of what was passed and can change."""
+        return [name for name in self.classes if is_stateful(*name)]
+
+    @property
+    def num_calls(self) -> int:
+        return self.modules.total()
+
+
+class Profiler:
+    """Tells the journey that is under way, if any, what its thread calls, and those threads that
+    are started after `install`."""
+
+    def __init__(self) -> None:
+        self.passed: dict[str, Passed] = {}
+        self._current: Passed | None = None
+
+    def __call__(self, frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and self._current is not None:
+            self._current.count(frame)
+
+    def install(self) -> None:
+        threading.setprofile(self)
+        sys.setprofile(self)
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        self._current = self.passed[name] = Passed()
+        try:
+            yield
+        finally:
+            self._current = None
+
+
+def is_stateful(module: str, name: str) -> bool:
+    kind: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if part == "<locals>":
+            return True
+        kind = getattr(kind, part)
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:
+        return False
+    return not issubclass(kind, tuple | enum.Enum | BaseException | pydantic.BaseModel)
+
+
+async def serve_journeys(profiler: Profiler) -> list[str]:
+    """Returns the borrowed methods of the cluster."""
+    async with SimCluster(num_engines=2) as cluster:
+        client, wire = cluster.client(), DistantTransport(cluster.app, lan())
+        session = await client.create_session()
+        await _call(client, session, 0)
+        await asyncio.sleep(_SETTLED_S)
+        with profiler.measure("semantic_call"):
+            await _call(client, session, 1)
+            await asyncio.sleep(_SETTLED_S)
+        model = (await wire.request("GET", "/v1/models"))["data"][0]["id"]
+        await _chat(wire, model, 0)
+        await asyncio.sleep(_SETTLED_S)
+        with profiler.measure("chat_stream"):
+            await _chat(wire, model, 1)
+            await asyncio.sleep(_SETTLED_S)
+        with profiler.measure("registration"):
+            await cluster.add_engine()
+            await asyncio.sleep(1.0)
+        with profiler.measure("create_session"):
+            await client.create_session()
+        return borrowed_methods()
+
+
+async def _call(client: ServeClient, session: SessionCreateResponse, number: int) -> None:
+    """Submit a call and read its output."""
+    answer = await client.semantic_call(
+        SemanticCallRequest(
+            session_id=session.session_id,
+            session_auth=session.session_auth,
+            func_name="f",
+            template="Tell me about {{x}} now: {{y}}",
+            parameters=[
+                CallParameter(name="x", value=f"cats and dogs {number} " * 20, is_output=False),
+                CallParameter(
+                    name="y", is_output=True, sampling_config={"max_gen_length": _NUM_TOKENS}
+                ),
+            ],
+        )
+    )
+    output = next(parameter for parameter in answer.param_info if parameter.is_output)
+    await client.get_var(session.session_id, session.session_auth, output.var_id)
+
+
+async def _chat(wire: DistantTransport, model: str, number: int) -> None:
+    body = {
+        "model": model,
+        "stream": True,
+        "max_tokens": _NUM_TOKENS,
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": f"hello {number}"},
+        ],
+    }
+    async for _ in wire.stream("POST", "/v1/chat/completions", body=body):
+        pass
+
+
+async def engine_journey(profiler: Profiler) -> None:
+    """A prompt and its output on the embedded model, with one thread and no KV on the host."""
+    config = BuiltinConfig.model_validate(
+        {
+            "engine_type": "builtin",
+            "engine_name": "journey",
+            "model": "embedded",
+            "device": "cpu",
+            "serve_core": {"host": "localhost", "port": 9000},
+            "instance": {"host_kv_gb": 0, "num_kv_cache_blocks": 256},
+        }
+    )
+    service = create_service(config)
+    await service.start()
+    app: App = create_app(service, ReorderBuffer(MonotonicClock()), config, "journey")
+    client = EngineClient(DistantTransport(app, lan()))
+    try:
+        await client.generate(_prompt(0))
+        with profiler.measure("engine_call"):
+            await client.generate(_prompt(1))
+            await client.free_contexts([1])
+    finally:
+        await client.close()
+        await service.close()
+
+
+def _prompt(number: int) -> GenerateRequest:
+    piece = FillPiece(context_id=number, token_ids=[1, *range(100 + number, 160)])
+    sampling = SamplingConfig(max_gen_length=_NUM_TOKENS, ignore_tokenizer_eos=True)
+    return GenerateRequest(context_id=number, fills=[piece], sampling_config=sampling)
+
+
+def borrowed_methods() -> list[str]:
+    """The public attributes of objects that are methods of other ones: whoever wants those should
+    ask the other."""
+    found = set()
+    for owner in gc.get_objects():
+        if _is_ours(owner) and hasattr(owner, "__dict__"):
+            for name, value in vars(owner).items():
+                if _is_method_of_another(value, owner) and not name.startswith("_"):
+                    found.add(f"{type(owner).__qualname__}.{name} is {value.__qualname__}")
+    return sorted(found)
+
+
+def _is_method_of_another(value: object, owner: object) -> bool:
+    return (
+        isinstance(value, types.MethodType)
+        and value.__self__ is not owner
+        and _is_ours(value.__self__)
+    )
+
+
+def _is_ours(thing: object) -> bool:
+    return str(type(thing).__module__).startswith("parrot.")
+
+
+def measured() -> tuple[dict[str, Passed], list[str]]:
+    """All journeys by their names, and the borrowed methods of a cluster."""
+    profiler = Profiler()
+    profiler.install()
+    try:
+        borrowed = run_virtual(serve_journeys(profiler))
+        asyncio.run(engine_journey(profiler))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return profiler.passed, borrowed

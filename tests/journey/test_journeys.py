@@ -1,0 +1,53 @@
+"""No journey grows: what a call passes on its way is what a reader of it must hold in a head.
+
+A wing that is off is not on the way: it is not made, and so not asked either."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def measured() -> Any:
+    """In a process of its own: what other tests have done changes what is made on the way."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.journey", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", BUDGETS["journeys"])
+def test_no_journey_grows(name: str, measured: Any) -> None:
+    journey, budget = measured["journeys"][name], BUDGETS["journeys"][name]
+    counts = {
+        "modules": len(journey["modules"]),
+        "stateful": len(journey["stateful"]),
+        "calls": journey["calls"],
+    }
+    over = {what: count for what, count in counts.items() if count > budget[what]}
+    listed = "\n".join([*journey["modules"], *journey["stateful"]])
+    assert not over, f"more than {budget}: {over}\n{listed}"
+
+
+@pytest.mark.parametrize("name", BUDGETS["absent"])
+def test_what_is_off_is_not_on_the_way(name: str, measured: Any) -> None:
+    wings = tuple(BUDGETS["absent"][name])
+    assert not [path for path in measured["journeys"][name]["modules"] if path.startswith(wings)]
+
+
+def test_few_public_attributes_are_methods_of_other_objects(measured: Any) -> None:
+    assert len(measured["borrowed"]) <= BUDGETS["borrowed"], measured["borrowed"]
