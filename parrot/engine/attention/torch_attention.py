@@ -6,6 +6,7 @@ here: the partial results of all calls are one list, and each row merges those t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,6 @@ from parrot.engine.attention.attend import (
     merge,
 )
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.prompt_attention import PromptAttention
 from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
 from parrot.engine.attention.work_list import (
     KV_END,
@@ -108,6 +108,18 @@ class TorchPlan:
     merge: _Merge | None
 
 
+class PromptKernel(Protocol):
+    """Computes the attention of a prompt's last tokens faster than products of whole matrices."""
+
+    def takes(self, q: torch.Tensor, num_keys: int) -> bool:
+        """Whether it can for q [tokens, heads, head_dim]."""
+
+    def run(
+        self, q: torch.Tensor, kv: torch.Tensor, num_keys: int, *, with_lse: bool = False
+    ) -> Partial:
+        """Each of the tokens sees the keys up to its own, which is among the last of `num_keys`."""
+
+
 class TorchAttention:
     """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim]. `prompts` computes
     what it takes, once it is there."""
@@ -120,7 +132,7 @@ class TorchAttention:
         self._blocks = [layer.flatten(3).flatten(0, 1) for layer in pool.numbers]
         self._device = pool.numbers.device
         self._gathered = torch.empty(0, dtype=pool.numbers.dtype, device=self._device)
-        self.prompts: PromptAttention | None = None
+        self.prompts: PromptKernel | None = None
 
     def plan(self, work: WorkList, step: StepRows) -> TorchPlan:
         size = self.shape.page_size

@@ -1,15 +1,18 @@
 """Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from parrot.engine.attention.context_tree import GateConfig
+from parrot.engine.attention.context_tree import GateConfig, IntArray
+from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
+from parrot.engine.attention.work_list import StepRows, WorkList
 from parrot.engine.attention.work_planner import WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
@@ -18,11 +21,9 @@ from parrot.engine.core.plan import (
     StepResult,
     Transfer,
 )
-from parrot.engine.kernels.cpu.native import Kernels
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.on_cpu import CpuDecoder
 from parrot.engine.runner.device import Reads, noticing_loss
-from parrot.engine.runner.inputs import InputBuilder
+from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results, sample
@@ -31,12 +32,30 @@ from parrot.engine.runner.threads import StepThreads
 _DRAFT_SIZES = (2, 4, 8, 16, 32, 64, 128)
 
 
+class Layers(Protocol):
+    """Computes a decoder's layers for a step in another way than torch's operators do."""
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: IntArray,
+        step: StepRows,
+        work: WorkList,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the last layer's output for `rows`, or for all."""
+
+
+MakeLayers = Callable[[Decoder, PooledKV, TorchAttention], Layers]
+
+
 class ModelRunner:
     """`TieredRunner` over a decoder and its KV pool.
 
     `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
     `quantised`: keep KV in e4m3. `max_threads`: adapt the number of threads, up to so many, to what
-    else runs on the machine; None: leave it as it is. `kernels`: see `CpuDecoder`."""
+    else runs on the machine; None: leave it as it is. `make_layers`: for layers that torch's
+    operators shall not compute."""
 
     def __init__(
         self,
@@ -51,7 +70,7 @@ class ModelRunner:
         num_host_blocks: int = 0,
         max_threads: int | None = None,
         unit: Unit | None = None,
-        kernels: "Future[Kernels] | None" = None,
+        make_layers: MakeLayers | None = None,
     ) -> None:
         spec = model.spec
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
@@ -65,7 +84,9 @@ class ModelRunner:
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
         self._threads = None if max_threads is None else StepThreads(max_threads)
-        self._decoder = CpuDecoder(model, self._cache.pooled, self._attention, kernels)
+        self._layers: Layers | None = None
+        if make_layers is not None:
+            self._layers = make_layers(model, self._cache.pooled, self._attention)
         self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
         self._unit = unit
 
@@ -118,26 +139,30 @@ class ModelRunner:
         """Do what every rank does for a step; returns the logits of the rows that are sampled,
         float32 [rows, vocab], if any are; or the tokens of the largest [rows], if the step needs no
         more. `step.reads` get what they want."""
-        inputs, rows, reads = step.inputs, step.inputs.step, step.reads
-        self._cache.prepare(step.copies, rows.fresh_pages(self._info.block_size))
+        inputs, reads = step.inputs, step.reads
+        self._cache.prepare(step.copies, inputs.step.fresh_pages(self._info.block_size))
         if step.work is None:
             return None
         asked = [row for row, spec in enumerate(inputs.samples) if spec is not None]
         logit_rows = self._tensor(inputs.logit_rows[asked])
         needs_all = reads is not None or len(asked) == inputs.num_tokens
-        hidden = self._decoder.forward(
-            self._tensor(inputs.token_ids),
-            inputs.positions,
-            rows,
-            step.work,
-            None if needs_all else logit_rows,
-        )
+        hidden = self._forward(inputs, step.work, None if needs_all else logit_rows)
         if reads is not None:
             reads.take(self._model.final(hidden), self._model.head)
             hidden = hidden.index_select(0, logit_rows)
         if not asked:
             return None
         return self._model.logits(hidden) if step.needs_logits else self._model.best(hidden)
+
+    def _forward(
+        self, inputs: StepInputs, work: WorkList, rows: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The last layer's output for `rows`, or for all."""
+        token_ids = self._tensor(inputs.token_ids)
+        if self._layers is not None:
+            return self._layers.forward(token_ids, inputs.positions, inputs.step, work, rows)
+        attend = partial(self._attention.run, plan=self._attention.plan(work, inputs.step))
+        return self._model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         self._copies.transfer(transfers)

@@ -3,6 +3,7 @@
 import logging
 import os
 import weakref
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,6 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
-from parrot.engine.kernels.cpu.native import start_loading
 from parrot.engine.models.checkpoint import (
     Checkpoint,
     load_decoder,
@@ -23,7 +23,7 @@ from parrot.engine.models.checkpoint import (
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.parallel import Shard, require_divisible
 from parrot.engine.models.spec import DecoderSpec
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import MakeLayers, ModelRunner
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
 from parrot.engine.runner.ranks.room import blocks_for_all, host_blocks_for_all
@@ -108,7 +108,7 @@ def load_rank(
             num_host_blocks=num_host_blocks,
             max_threads=torch.get_num_threads() if adapts else None,
             unit=unit,
-            kernels=start_loading(layout.dtype_name) if is_compiled else None,
+            make_layers=_compiled_layers(layout.dtype_name) if is_compiled else None,
         )
     report(None)
     _log(runner)
@@ -219,6 +219,15 @@ def _make_cuda_runner(
         num_host_blocks=num_blocks[1],
     )
     return CudaRunner(model, num_blocks[0], block_size, options, unit)
+
+
+def _compiled_layers(dtype_name: str) -> MakeLayers | None:
+    """The hook of the wing that compiles kernels for this CPU. None: it has none for the type."""
+    from parrot.engine.cpu.forward import CompiledLayers
+    from parrot.engine.cpu.native import start_loading
+
+    kernels = start_loading(dtype_name)
+    return None if kernels is None else partial(CompiledLayers, kernels)
 
 
 def _default_threads(num_ranks: int) -> int:

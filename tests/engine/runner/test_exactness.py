@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Runner, StepPlan, StepResult
-from parrot.engine.kernels.cpu.native import start_loading
+from parrot.engine.cpu.forward import CompiledLayers
+from parrot.engine.cpu.native import start_loading
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.cpu import ModelRunner
@@ -66,7 +68,9 @@ def runner(model: Decoder) -> ModelRunner:
     kernels = start_loading("float32")
     assert kernels is not None
     kernels.result()
-    return ModelRunner(model, 200, 16, gate=cpu_gate(torch.float32), kernels=kernels)
+    return ModelRunner(
+        model, 200, 16, gate=cpu_gate(torch.float32), make_layers=partial(CompiledLayers, kernels)
+    )
 
 
 @pytest.fixture(scope="module", params=["torch", "compiled"])

@@ -1,16 +1,17 @@
 """Steps of few rows in compiled kernels give what torch gives, for every family that fits."""
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from parrot.engine.kernels.cpu.native import Kernels, load
+from parrot.engine.cpu.forward import MAX_ROWS, CompiledLayers, FewRowsDecoder, fits
+from parrot.engine.cpu.native import Kernels, load
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.few_rows import MAX_ROWS, FewRowsDecoder, fits
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.testing.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
@@ -92,7 +93,9 @@ def test_families(
     model = tiny(tmp_path, family, **overrides)
     want = hidden_states(ModelRunner(model, 64, 4), [64, 3])
     assert num_few == []
-    got = hidden_states(ModelRunner(model, 64, 4, kernels=ready(kernels)), [64, 3])
+    got = hidden_states(
+        ModelRunner(model, 64, 4, make_layers=partial(CompiledLayers, ready(kernels))), [64, 3]
+    )
     assert {1, 2, 3, 30, 43} <= set(num_few)
     assert got[0] == want[0]
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=2e-4)
@@ -104,7 +107,7 @@ def test_kernels_are_used_from_when_they_are_there_on(
     """And not for steps of many rows, nor after they could not be compiled."""
     model = tiny(tmp_path, "llama")
     waiting: Future[Kernels] = Future()
-    driver = Driver(ModelRunner(model, 64, 4, kernels=waiting))
+    driver = Driver(ModelRunner(model, 64, 4, make_layers=partial(CompiledLayers, waiting)))
     context = driver.context(list(range(MAX_ROWS + 1)))
     want = driver.generate([driver.context(context.tokens)], 9)
     output = driver.generate([context], 4)
@@ -117,7 +120,7 @@ def test_kernels_are_used_from_when_they_are_there_on(
     assert num_few == [1] * 5
     failed: Future[Kernels] = Future()
     failed.set_exception(RuntimeError("no compiler"))
-    driver = Driver(ModelRunner(model, 64, 4, kernels=failed))
+    driver = Driver(ModelRunner(model, 64, 4, make_layers=partial(CompiledLayers, failed)))
     assert driver.generate([driver.context(context.tokens[: MAX_ROWS + 1])], 9) == want
     assert num_few == [1] * 5
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 from numba import njit
 
-from parrot.engine.kernels.cpu.prompt_layout import (
+from parrot.engine.cpu.prompt_layout import (
     HEAD_DIM,
     HEADS,
     KEYS,
@@ -35,7 +35,7 @@ from parrot.engine.kernels.cpu.prompt_layout import (
     WIDTH,
     scratch_bytes,
 )
-from parrot.engine.kernels.cpu.simd import (
+from parrot.engine.cpu.simd import (
     LANES,
     add,
     call_in_threads,
@@ -53,7 +53,7 @@ from parrot.engine.kernels.cpu.simd import (
     take_next,
     total,
 )
-from parrot.engine.kernels.cpu.tiles import store_rounded, tile_product
+from parrot.engine.cpu.tiles import store_rounded, tile_product
 
 _LEAST = -math.inf
 _compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)

@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.attention.prompt_attention import PromptAttention
 from parrot.engine.attention.torch_attention import cpu_gate
-from parrot.engine.kernels.cpu import native
-from parrot.engine.kernels.cpu.native import Kernels
+from parrot.engine.cpu import native
+from parrot.engine.cpu.attention import PromptAttention
+from parrot.engine.cpu.forward import CompiledLayers
+from parrot.engine.cpu.native import Kernels
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import MakeLayers, ModelRunner
 from parrot.testing.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -99,9 +101,9 @@ def test_prompts_of_a_model_are_computed_with_it(
 
     monkeypatch.setattr(PromptAttention, "run", noting)
 
-    def logits(dtype: torch.dtype, future: "Future[Kernels] | None") -> torch.Tensor:
+    def logits(dtype: torch.dtype, make_layers: MakeLayers | None) -> torch.Tensor:
         model = load_decoder(checkpoint, dtype, cpu)
-        runner = ModelRunner(model, 128, 16, gate=cpu_gate(dtype), kernels=future)
+        runner = ModelRunner(model, 128, 16, gate=cpu_gate(dtype), make_layers=make_layers)
         found: list[torch.Tensor] = []
         made = model.logits
         model.logits = lambda hidden: found.append(made(hidden)) or found[-1]  # type: ignore[func-returns-value, method-assign]
@@ -122,7 +124,7 @@ def test_prompts_of_a_model_are_computed_with_it(
     assert sizes == []
     future: Future[Kernels] = Future()
     future.set_result(kernels)
-    error = (logits(torch.bfloat16, future) - exact).abs().max()
+    error = (logits(torch.bfloat16, partial(CompiledLayers, future)) - exact).abs().max()
     assert {(301, 301), (151, 151), (150, 301)} <= {size[:2] for size in sizes}
     assert error <= 1.5 * torch_error
 

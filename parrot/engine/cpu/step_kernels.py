@@ -8,7 +8,7 @@ import math
 import numpy as np
 from numba import njit
 
-from parrot.engine.kernels.cpu.layout import (
+from parrot.engine.cpu.layout import (
     ANGLES,
     ATTEND_PART,
     CHUNK,
@@ -52,7 +52,7 @@ from parrot.engine.kernels.cpu.layout import (
     WEIGHT,
     WIDTH,
 )
-from parrot.engine.kernels.cpu.simd import (
+from parrot.engine.cpu.simd import (
     LANES,
     MEMORY,
     add,

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numba import njit
 
-from parrot.engine.kernels.cpu.row_layout import (
+from parrot.engine.cpu.row_layout import (
     EPS,
     HEADS,
     NEXT_UNIT,
@@ -21,7 +21,7 @@ from parrot.engine.kernels.cpu.row_layout import (
     WIDTH,
     X,
 )
-from parrot.engine.kernels.cpu.simd import (
+from parrot.engine.cpu.simd import (
     LANES,
     MEMORY,
     add,

@@ -9,8 +9,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from parrot.engine.kernels.cpu.prompt_layout import TILE_COLUMNS, TILE_ROWS
-from parrot.engine.kernels.cpu.simd import LANES, vector
+from parrot.engine.cpu.prompt_layout import TILE_COLUMNS, TILE_ROWS
+from parrot.engine.cpu.simd import LANES, vector
 
 _PARTS = TILE_COLUMNS // LANES
 _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)

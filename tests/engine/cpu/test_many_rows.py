@@ -2,18 +2,18 @@
 fits."""
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from parrot.engine.kernels.cpu.native import Kernels, load
+from parrot.engine.cpu.forward import MAX_ROWS, CompiledLayers, ManyRowsDecoder
+from parrot.engine.cpu.native import Kernels, load
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.few_rows import MAX_ROWS
-from parrot.engine.models.many_rows import ManyRowsDecoder
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import MakeLayers, ModelRunner
 from parrot.testing.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -39,12 +39,13 @@ def prompt_logits(model: Decoder, kernels: Kernels | None) -> torch.Tensor:
         found.append(logits(hidden))
         return found[-1]
 
-    future: Future[Kernels] | None = None
+    make_layers: MakeLayers | None = None
     if kernels is not None:
-        future = Future()
+        future: Future[Kernels] = Future()
         future.set_result(kernels)
+        make_layers = partial(CompiledLayers, future)
     model.logits = noting  # type: ignore[method-assign]
-    driver = Driver(ModelRunner(model, 128, 4, kernels=future))
+    driver = Driver(ModelRunner(model, 128, 4, make_layers=make_layers))
     tokens = [n * n % 97 for n in range(MAX_ROWS + 40)]
     driver.generate([driver.context(tokens), driver.context(tokens[7:])], 1)
     driver.generate([driver.context(tokens)], 1, MAX_ROWS + 1)

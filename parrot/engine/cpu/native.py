@@ -140,7 +140,7 @@ def keep(path: Path, code: bytes) -> None:
 
 
 def _compile(dtype: str, path: Path) -> bytes:
-    command = [sys.executable, "-m", "parrot.engine.kernels.cpu.build", dtype, str(path)]
+    command = [sys.executable, "-m", "parrot.engine.cpu.build", dtype, str(path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
         command, env=environment, capture_output=True, timeout=_COMPILE_LIMIT_S, check=False

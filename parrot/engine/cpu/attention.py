@@ -1,7 +1,7 @@
-"""Attention over pages of few rows on a CPU: the compiled kernel's arguments.
+"""Attention on a CPU in compiled kernels: over pages for few rows, and of long prompts.
 
-Turning the heads of queries and keys and writing new KV is part of it. What is computed for a row
-depends on nothing but its own context: not on other rows of the step, nor on the threads."""
+What is computed for a row depends on nothing but its own context: not on other rows of the step,
+nor on the threads."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,19 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
+from parrot.engine.attention.attend import Partial
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.work_list import StepRows
+from parrot.engine.cpu import layout, prompt_layout
+from parrot.engine.cpu.native import Kernels
 from parrot.engine.kernels.attention_shape import HeadNorm
-from parrot.engine.kernels.cpu import layout
-from parrot.engine.kernels.cpu.native import Kernels
 
 HEAD_DIM_MULTIPLE = 32
 
 _LEAST_PARALLEL = 1 << 18  # bytes of KV that are worth waking other threads in every layer
+_MOST_KEYS = 1 << 15  # scores of a prompt's token with more keys are in no cache
 
 Array = npt.NDArray[np.generic]
 
@@ -29,8 +32,9 @@ def address_of(array: Array) -> int:
 
 
 class PagedAttention:
-    """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim] that is not
-    quantised, of the type of the kernels."""
+    """Attention of few rows over a pool [layers, 2, kv_heads, blocks, block_size, head_dim] that is
+    not quantised, of the type of the kernels. Turning the heads of queries and keys and writing new
+    KV is part of it."""
 
     def __init__(
         self,
@@ -147,3 +151,77 @@ def _layer_block(numbers: torch.Tensor, norm: HeadNorm | None) -> tuple[Array, o
     block[layout.Q_NORM], block[layout.K_NORM] = (weight.data_ptr() for weight in weights)
     block.view(np.float32)[2 * layout.NORM_EPS] = norm.eps
     return block, weights
+
+
+class PromptAttention:
+    """Attention of the last tokens of a context, on a CPU that has a kernel for it, in torch's
+    threads. It takes half as long as products of whole matrices: scores stay in a core's cache, and
+    those that nobody sees are not computed."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernel = kernels.attend_prompt
+        self._parallel = kernels.parallel
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def takes(self, q: torch.Tensor, num_keys: int) -> bool:
+        """Whether there is a kernel for q [tokens, heads, head_dim]."""
+        return (
+            self._kernel is not None
+            and q.dtype is torch.bfloat16
+            and q.shape[-1] % prompt_layout.TILE_COLUMNS == 0
+            and q.shape[0] >= prompt_layout.TILE_ROWS
+            and num_keys <= _MOST_KEYS
+        )
+
+    def run(
+        self, q: torch.Tensor, kv: torch.Tensor, num_keys: int, *, with_lse: bool = False
+    ) -> Partial:
+        """Attention of the last of `num_keys` tokens, each of which sees the keys up to its own.
+
+        q [tokens, heads, head_dim], kv [2, kv_heads, at least `num_keys`, head_dim] -> out like q,
+        and the natural log of the sum of the exponentials of the scores, float32 [tokens, heads]"""
+        assert self._kernel is not None
+        num_tokens, heads, head_dim = q.shape
+        kv_heads = kv.shape[1]
+        if q.stride()[1:] != (head_dim, 1):
+            q = q.contiguous()
+        keys, values = _in_pairs(kv[:, :, :num_keys])
+        width = values.shape[1] * 2
+        out = q.new_empty(q.shape)
+        statistics = q.new_empty((num_tokens, heads, 2), dtype=torch.float32)
+        threads = torch.get_num_threads() if self._parallel else 1
+        task = np.zeros(prompt_layout.PROMPT_FIELDS, dtype=np.int64)
+        task[prompt_layout.QUERIES], task[prompt_layout.QUERY_STRIDE] = (
+            q.data_ptr(),
+            q.stride(0) * q.itemsize,
+        )
+        task[prompt_layout.KEYS], task[prompt_layout.VALUES] = keys.data_ptr(), values.data_ptr()
+        task[prompt_layout.OUT], task[prompt_layout.STATISTICS] = (
+            out.data_ptr(),
+            statistics.data_ptr(),
+        )
+        task[prompt_layout.TOKENS], task[prompt_layout.NUM_KEYS] = num_tokens, num_keys
+        task[prompt_layout.WIDTH], task[prompt_layout.HEAD_DIM] = width, head_dim
+        task[prompt_layout.HEADS], task[prompt_layout.KV_HEADS] = heads, kv_heads
+        task.view(np.float32)[2 * prompt_layout.QUERY_SCALE] = math.log2(math.e) * head_dim**-0.5
+        task[prompt_layout.THREADS], task[prompt_layout.PARALLEL] = threads, self._parallel
+        task[prompt_layout.SCRATCH] = self._room(threads * prompt_layout.scratch_bytes(width))
+        self._kernel(task.ctypes.data)
+        if not with_lse:
+            return out, None
+        return out, (statistics[..., 0] + statistics[..., 1].log2()) * math.log(2)
+
+    def _room(self, num_bytes: int) -> int:
+        if len(self._scratch) < num_bytes:
+            self._scratch = self._scratch.new_empty(num_bytes)
+        return self._scratch.data_ptr()
+
+
+def _in_pairs(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as the kernel wants them, with zeros up to a whole tile."""
+    if rest := -kv.shape[2] % prompt_layout.TILE_COLUMNS:
+        kv = F.pad(kv, (0, 0, 0, rest))
+    _, kv_heads, _, head_dim = kv.shape
+    tiles = kv[0].view(torch.int32).view(kv_heads, -1, prompt_layout.TILE_COLUMNS, head_dim // 2)
+    pairs = kv[1].view(kv_heads, -1, 2, head_dim)
+    return tiles.transpose(2, 3).contiguous(), pairs.transpose(2, 3).contiguous()

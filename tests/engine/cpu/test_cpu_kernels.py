@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.attention import paged_attention
-from parrot.engine.attention.paged_attention import PagedAttention, address_of
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.work_list import StepRows
+from parrot.engine.cpu import attention as cpu_attention
+from parrot.engine.cpu import layout, native
+from parrot.engine.cpu.attention import PagedAttention, address_of
+from parrot.engine.cpu.native import Kernels
 from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
-from parrot.engine.kernels.cpu import layout, native
-from parrot.engine.kernels.cpu.native import Kernels
 from parrot.engine.models.decoder import QKNorm
 from parrot.engine.models.layers import RMSNorm, Rope, inverse_frequencies, rotate_
 from parrot.engine.models.spec import RopeSpec
@@ -98,7 +98,7 @@ def test_random_contexts_match_the_reference(
     case = make_case(asked, whole, dtype=dtype, seed=seed)
     pool = make_pool(case, page_size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(paged_attention, "_LEAST_PARALLEL", 0)
+        patch.setattr(cpu_attention, "_LEAST_PARALLEL", 0)
         patch.setattr(torch, "get_num_threads", lambda: threads)
         out = run(case, whole, kernels[dtype], pool=pool.clone())
         assert relative_error(out, case.expected) < TOLERANCE[dtype]
@@ -219,7 +219,7 @@ def test_kept_code_is_read_only_if_it_is_whole_and_ours(tmp_path: Path) -> None:
 def test_they_are_compiled_where_the_folder_has_no_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build = pytest.importorskip("parrot.engine.kernels.cpu.build")
+    build = pytest.importorskip("parrot.engine.cpu.build")
 
     def refuse(*args: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -2,7 +2,7 @@
 keep others of its process from running for seconds. It goes on if nobody waits for it any more, and
 waits for another one of its kind, so that many engines that start together compile once.
 
-    python -m parrot.engine.kernels.cpu.build DTYPE FILE
+    python -m parrot.engine.cpu.build DTYPE FILE
 
 writes the file, if it is not there, and what is in it to standard output.
 """
@@ -17,10 +17,10 @@ from pathlib import Path
 import llvmlite.binding as llvm
 from numba import types
 
-from parrot.engine.kernels.cpu.native import keep, kept, sealed
-from parrot.engine.kernels.cpu.prompt_kernels import KERNELS
-from parrot.engine.kernels.cpu.row_kernels import row_kernels_of
-from parrot.engine.kernels.cpu.step_kernels import kernels_of
+from parrot.engine.cpu.native import keep, kept, sealed
+from parrot.engine.cpu.prompt_kernels import KERNELS
+from parrot.engine.cpu.row_kernels import row_kernels_of
+from parrot.engine.cpu.step_kernels import kernels_of
 
 _NICENESS = 19  # who serves meanwhile goes first
 

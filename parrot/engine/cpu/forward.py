@@ -1,0 +1,251 @@
+"""A decoder's layers on a CPU in compiled kernels, from when these are there on.
+
+In torch what lies between the products is 50 operators a layer and a copy of all KV, since no
+operator of torch attends over pages."""
+
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+import torch
+
+from parrot.engine.attention.context_tree import IntArray
+from parrot.engine.attention.quantised import PooledKV
+from parrot.engine.attention.torch_attention import TorchAttention
+from parrot.engine.attention.work_list import StepRows, WorkList
+from parrot.engine.cpu import layout, row_layout
+from parrot.engine.cpu.attention import (
+    HEAD_DIM_MULTIPLE,
+    Array,
+    PagedAttention,
+    PromptAttention,
+    address_of,
+)
+from parrot.engine.cpu.native import Kernels, RowKernel
+from parrot.engine.models.decoder import Attend, Decoder
+from parrot.engine.models.layers import Norm, RMSNorm, inverse_frequencies
+
+# The most rows of a step that `FewRowsDecoder` computes. With more, products take most of the time
+# in any case, and torch's threads share what is between them, too.
+MAX_ROWS = 64
+
+_WIDTH_MULTIPLE = 16
+
+# Tokens of KV that sequences share beyond the first that reads them. With more, torch's products of
+# many rows with them are faster than kernels that read them for each sequence: measured, as fast
+# for 16 forks behind 2,048 tokens, 1.4 times behind 8,000.
+_MUCH_SHARED = 1 << 15
+
+
+class CompiledLayers:
+    """Runs the layers of a `Decoder` over the KV of `pool`. `kernels`, of the model's type, are
+    used as soon as they are there; a model that they do not fit runs without."""
+
+    def __init__(
+        self,
+        kernels: Future[Kernels],
+        model: Decoder,
+        pool: PooledKV,
+        attention: TorchAttention,
+    ) -> None:
+        self._kernels: Future[Kernels] | None = kernels
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._few_rows: FewRowsDecoder | None = None
+        self._many_rows: ManyRowsDecoder | None = None
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: IntArray,
+        step: StepRows,
+        work: WorkList,
+        rows: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the last layer's output for `rows`, or for all."""
+        self._take_kernels()
+        few_rows = self._few_rows if len(token_ids) <= MAX_ROWS else None
+        if few_rows is not None and work.num_shared_tokens <= _MUCH_SHARED:
+            hidden = few_rows.forward(token_ids, step)
+            return hidden if rows is None else hidden.index_select(0, rows)
+        attend = partial(self._attention.run, plan=self._attention.plan(work, step))
+        model = self._many_rows or self._model
+        at = torch.from_numpy(positions).long().to(self._model.device)
+        return model.forward(token_ids, at, attend, rows)
+
+    def _take_kernels(self) -> None:
+        """Use the kernels from now on, if they are there now."""
+        if self._kernels is None or not self._kernels.done():
+            return
+        if self._kernels.exception() is None:
+            kernels = self._kernels.result()
+            self._attention.prompts = PromptAttention(kernels)
+            if fits(self._model, self._pool):
+                self._few_rows = FewRowsDecoder(self._model, self._pool, kernels)
+                self._many_rows = ManyRowsDecoder(self._model, kernels)
+        self._kernels = None
+
+
+def fits(model: Decoder, pool: PooledKV) -> bool:
+    """Whether the kernels compute this model, with its KV in such a pool."""
+    spec = model.spec
+    return (
+        model.device.type == "cpu"
+        and pool.exponents is None
+        and spec.rope is not None
+        and spec.norm == "rms"
+        and spec.gated
+        and spec.activation == "silu"
+        and spec.pre_norm
+        and spec.embed_dim is None
+        and not spec.names.positions
+        and spec.head_dim % HEAD_DIM_MULTIPLE == 0
+        and spec.hidden_size % _WIDTH_MULTIPLE == 0
+        and spec.intermediate_size % _WIDTH_MULTIPLE == 0
+    )
+
+
+class FewRowsDecoder:
+    """Shares all weights with the `Decoder` that it is made from, and the pool with its owner.
+    Holds no state of any context."""
+
+    def __init__(self, model: Decoder, pool: PooledKV, kernels: Kernels) -> None:
+        """`fits` must be true of model and pool, whose type is that of the kernels."""
+        spec = model.spec
+        assert spec.rope is not None
+        self._kernels = kernels
+        self._embedded = model.embedded
+        self._layers = model.layers
+        self._attention = PagedAttention(
+            pool,
+            spec.num_heads,
+            inverse_frequencies(spec.rope, spec.head_dim),
+            [layer.head_norm for layer in model.layers],
+            kernels,
+            MAX_ROWS,
+        )
+        self._rows = np.zeros(layout.ROW_FIELDS, dtype=np.int64)
+        self._rows[layout.WIDTH] = spec.hidden_size
+        self._rows[layout.GATED_WIDTH] = spec.intermediate_size
+        self._rows.view(np.float32)[2 * layout.EPS] = spec.norm_eps
+        self._residual = model.embed.new_empty(MAX_ROWS, spec.hidden_size)
+        self._normed = torch.empty_like(self._residual)
+        self._gated = model.embed.new_empty(MAX_ROWS, spec.intermediate_size)
+        self._kept: list[object] = []  # what is in norms by address
+        self._norms = [
+            (self._norm(layer.attn_norm), self._norm(layer.mlp_norm)) for layer in model.layers
+        ]
+
+    def forward(self, token_ids: torch.Tensor, step: StepRows) -> torch.Tensor:
+        """token_ids [rows], at most `MAX_ROWS` -> the last layer's output [rows, hidden]."""
+        num_rows = len(token_ids)
+        self._attention.prepare(step)
+        self._rows[layout.NUM_ROWS] = num_rows
+        kernels, rows = self._kernels, address_of(self._rows)
+        normed, gated = self._normed[:num_rows], self._gated[:num_rows]
+        x = residual = self._residual[:num_rows]
+        residual.copy_(self._embedded(token_ids))
+        added, gated_address = 0, gated.data_ptr()
+        for layer, (attn_norm, mlp_norm) in zip(self._layers, self._norms, strict=True):
+            kernels.add_rms_norm(added, rows, attn_norm)
+            x = layer.out(self._attention.run(layer.index, layer.qkv(normed)))
+            kernels.add_rms_norm(x.data_ptr(), rows, mlp_norm)
+            x = layer.mlp.up(normed)
+            kernels.silu_multiply(x.data_ptr(), rows, gated_address)
+            x = layer.mlp.down(gated)
+            added = x.data_ptr()
+        return residual + x
+
+    def _norm(self, norm: object) -> int:
+        """The address of the norm's block."""
+        assert isinstance(norm, RMSNorm), norm
+        block: Array = np.zeros(layout.NORM_FIELDS, dtype=np.int64)
+        weight = norm.weight.float().contiguous()
+        block[layout.RESIDUAL] = self._residual.data_ptr()
+        block[layout.WEIGHT] = weight.data_ptr()
+        block[layout.NORMED] = self._normed.data_ptr()
+        self._kept += block, weight
+        return address_of(block)
+
+
+class ManyRowsDecoder:
+    """Shares all weights with the `Decoder` that it is made from, and computes what it does."""
+
+    def __init__(self, model: Decoder, kernels: Kernels) -> None:
+        """`fits` must be true of the model, whose type is that of the kernels."""
+        spec = model.spec
+        assert spec.rope is not None
+        self._kernels = kernels.rows
+        self._embedded = model.embedded
+        self._layers = model.layers
+        self._spec = spec
+        self._frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        self._norms = [
+            (_weight(layer.attn_norm), _weight(layer.mlp_norm)) for layer in model.layers
+        ]
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Like `Decoder.forward`."""
+        num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads
+        x = self._embedded(token_ids)
+        angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
+        angles = torch.cat((angles.cos(), angles.sin()), dim=1)
+        for layer, (attn_norm, mlp_norm) in zip(self._layers, self._norms, strict=True):
+            heads = layer.qkv(self._norm(x, attn_norm))
+            heads = heads.view(len(x), -1, self._spec.head_dim)
+            turned, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+            if layer.qk_norm is not None:
+                turned = layer.qk_norm(turned)
+            self._turn(turned, angles)
+            attended = attend(layer.index, turned[:, :num_heads], turned[:, num_heads:], v)
+            if rows is not None and layer is self._layers[-1]:
+                attended, x = attended.index_select(0, rows), x.index_select(0, rows)
+            x = layer.out(attended, x)
+            x = layer.mlp.down(self._gate(layer.mlp.up(self._norm(x, mlp_norm))), x)
+        return x
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        _run(self._kernels.norm_rows, x, out, weight, x.shape[1], eps=self._spec.norm_eps)
+        return out
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        width = x.shape[1] // 2
+        out = x.new_empty(len(x), width)
+        _run(self._kernels.gate_rows, x, out, out, width)
+        return out
+
+    def _turn(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
+        assert heads.stride()[1:] == (heads.shape[2], 1), heads.stride()
+        _run(self._kernels.turn_rows, heads, heads, angles, heads.shape[2])
+
+
+def _weight(norm: Norm) -> torch.Tensor:
+    assert isinstance(norm, RMSNorm), norm
+    return norm.weight.float().contiguous()
+
+
+def _run(
+    kernel: RowKernel,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    other: torch.Tensor,
+    width: int,
+    *,
+    eps: float = 0.0,
+) -> None:
+    """Compute all rows, the first dimension of x, in torch's threads."""
+    task = np.zeros(row_layout.ROW_FIELDS, dtype=np.int64)
+    task[row_layout.X], task[row_layout.OUT] = x.data_ptr(), out.data_ptr()
+    task[row_layout.OTHER], task[row_layout.NUM_ROWS] = other.data_ptr(), len(x)
+    task[row_layout.WIDTH], task[row_layout.HEADS] = width, x.shape[1]
+    task[row_layout.STRIDE] = x.stride(0) * x.itemsize
+    task.view(np.float32)[2 * row_layout.EPS] = eps
+    kernel(task.ctypes.data, torch.get_num_threads())
