@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "INSTALL.md"])
+PAGES = sorted(
+    [
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "INSTALL.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+)
 # A fence with the HTML comment right above it, or a comment that is itself code.
 _BLOCK = re.compile(
     r"(?:^[ ]*<!-- (?!hidden)(?P<note>(?:(?!-->).)*)-->\n)?"
