@@ -31,13 +31,10 @@ from parrot.engine.sim.engine import SimService
 from parrot.launch import scaling
 from parrot.launch.by_ssh import inventory
 from parrot.launch.on_ray import pools as on_ray
-from parrot.protocol import engine_api, graph_api, public, sampling
-from parrot.protocol.gate.access import Access, rules
-from parrot.protocol.gate.config import ConnectionLimits
-from parrot.protocol.registration import payloads as registration_api
+from parrot.protocol import engine_api, public, sampling
+from parrot.protocol.endpoint import Access, rules
 from parrot.protocol.sampling import CONSTRAINTS
-from parrot.protocol.streams import outputs
-from parrot.protocol.streams import payloads as streams_api
+from parrot.protocol.server_config import ConnectionLimits
 from parrot.serve.api.app import create_app as core_app
 from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
 from parrot.serve.api.vendors.completions import CompletionRequest
@@ -57,7 +54,7 @@ TABLE_PAGES = ("clients.md", "engines.md")
 MODELS: dict[str, type[BaseModel]] = {
     name: value
     for module in (
-        *(sampling, engine_api, registration_api, streams_api, outputs, public, graph_api),
+        *(sampling, engine_api, public),
         *(on_ray, scaling, inventory),
     )
     for name, value in vars(module).items()

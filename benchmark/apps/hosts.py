@@ -19,12 +19,12 @@ from parrot.cluster.cluster import CORE
 from parrot.engine.config import SimConfig, parse_engine_config
 from parrot.launch.configs import read_configs
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.gate.cluster_token import kept_token
-from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import ReadyResponse
 from parrot.protocol.serve_client import ServeClient
+from parrot.protocol.server_config import kept_token
 from parrot.simulation import SimCluster, fixed, run_virtual
+from parrot.utils.addresses import is_loopback
 
 QUEUE_SIZE = 100_000  # a whole workload may be queued
 HEARTBEAT_S = 0.5  # so that engines soon find a restarted ServeCore

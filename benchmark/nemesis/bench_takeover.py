@@ -28,7 +28,7 @@ from benchmark.serve.bench_journal import CALLS_OF_A_SESSION, CORE, ShortProgram
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from parrot.protocol.errors import NoEngine, Standby, Unavailable
-from parrot.protocol.failover.client import client_of
+from parrot.protocol.failover_client import client_of
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient

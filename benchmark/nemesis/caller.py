@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from benchmark.nemesis.history import TRANSIENT, Asked, History, Read, Submit
 from parrot.protocol.errors import Cancelled, ParrotError
-from parrot.protocol.failover.client import client_of
+from parrot.protocol.failover_client import client_of
 from parrot.protocol.transport import TIMEOUT_S
 
 T = TypeVar("T")

@@ -20,12 +20,12 @@ from benchmark.nemesis.history import (
     Submit,
     digest_of,
 )
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, ParrotError, SessionGone
-from parrot.protocol.graph_api import GraphRequest
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallParameter,
     CallResponse,
+    GraphRequest,
     NativeCallRequest,
     SemanticCallRequest,
 )

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 
 from parrot.engine import http_server as engine_server
 from parrot.engine.runner.ranks import follower
-from parrot.protocol.gate.access import Access, RuledRoute
+from parrot.protocol.endpoint import Access, RuledRoute
 from parrot.serve import http_server as core_server
 from parrot.serve.core import ServeCore
 from parrot.serve.process import assembly

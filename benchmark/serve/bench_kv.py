@@ -23,7 +23,7 @@ from benchmark.serve.kv_belady import RANKS, Replay, Turn, mean_live
 from benchmark.simulated import core_config, words
 from parrot.cli.bench.session import Data, Piece, Session, Var, spaced
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, run_virtual
 

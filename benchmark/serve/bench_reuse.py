@@ -33,13 +33,12 @@ from parrot.protocol.engine_api import (
     FinishReason,
     GenerateRequest,
     GenerateResponse,
+    RegisterRequest,
     TokenizerResponse,
     Usage,
 )
-from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.engine_client import EngineClient, OnChunk
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
-from parrot.protocol.registration.payloads import RegisterRequest
-from parrot.protocol.streams.pieces import OnChunk
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

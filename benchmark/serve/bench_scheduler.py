@@ -16,7 +16,7 @@ from collections import Counter
 from typing import Any
 
 from benchmark.results import Report, run
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import Boundary, Context, PrefixIndex

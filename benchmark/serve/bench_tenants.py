@@ -21,7 +21,7 @@ from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, core_config, sim_engine, words
 from parrot.cli.bench.session import Data, Piece, Session
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, run_virtual
 

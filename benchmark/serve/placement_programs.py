@@ -21,7 +21,7 @@ from benchmark.apps.workloads.traffic import (
 from benchmark.simulated import core_config, words
 from parrot.cli.bench.session import Data, Piece, Session, Var
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, run_virtual
 

@@ -20,7 +20,7 @@ from parrot.cluster.ports import ask, is_free
 from parrot.launch.by_ssh.checks import visible_gpus
 from parrot.launch.by_ssh.inventory import is_inventory, read_inventory
 from parrot.launch.configs import Config, core_config, read_configs
-from parrot.protocol.gate.cluster_token import kept_token, settled_token
+from parrot.protocol.server_config import kept_token, settled_token
 from parrot.serve.config import CoreConfig
 from parrot.serve.tenants.keys_file import read_keys
 from parrot.serve.tenants.public_texts import read_texts

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 from parrot.cluster.ports import ask, free_port, is_free
 from parrot.cluster.process import ClusterError, ServerProcess
 from parrot.cluster.restarts import Restarts
-from parrot.protocol.gate.cluster_token import kept_token, settled_token
-from parrot.protocol.gate.names import is_loopback
 from parrot.protocol.public import ReadyResponse
+from parrot.protocol.server_config import kept_token, settled_token
+from parrot.utils.addresses import is_loopback
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
 from parrot.utils.private_files import open_private

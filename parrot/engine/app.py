@@ -15,12 +15,15 @@ from parrot.engine.owners.owners import Owner, Owners
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
-from parrot.protocol.endpoint import Endpoint, install
+from parrot.protocol.endpoint import PEER_BODY, Access, Endpoint, require_cluster_token, rules
 from parrot.protocol.engine_api import (
+    ChannelRequest,
     EmbedRequest,
     EmbedResponse,
     FillRequest,
     FillResponse,
+    FollowRequest,
+    FollowResponse,
     FreeContextRequest,
     FreeContextResponse,
     GenerateRequest,
@@ -31,10 +34,8 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.errors import NotFound, Unavailable
-from parrot.protocol.gate.access import Access, Guard, rules
-from parrot.protocol.gate.bodies import PEER_BODY
-from parrot.protocol.server import create_base_app, require_cluster_token
-from parrot.protocol.streams.payloads import ChannelRequest, FollowRequest, FollowResponse
+from parrot.protocol.middleware import Guard, create_base_app
+from parrot.protocol.openapi import install
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)

@@ -8,9 +8,9 @@ from pydantic import Field, field_validator, model_validator
 
 from parrot.engine.cores import PositiveInt, RegisteredConfig
 from parrot.protocol.engine_api import FEATURES, PoolingKind
-from parrot.protocol.gate.config import ConnectionLimits, HostNames, Secret
-from parrot.protocol.gate.fields import Label
+from parrot.protocol.fields import Label
 from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.server_config import ConnectionLimits, HostNames, Secret
 from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, read_config_object
 from parrot.utils.settings import ConfigFile, Settings, read_settings
 

@@ -11,15 +11,15 @@ from parrot.engine.core.plan import DeviceLost
 from parrot.engine.fence import Fence
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
-from parrot.protocol.engine_api import EngineInfo
-from parrot.protocol.engine_client import CoreIdentity
-from parrot.protocol.errors import ParrotError, Unavailable
-from parrot.protocol.registration.payloads import (
+from parrot.protocol.engine_api import (
+    EngineInfo,
     HeartbeatResponse,
     Lease,
     LeaseUse,
     RegisterResponse,
 )
+from parrot.protocol.engine_client import CoreIdentity
+from parrot.protocol.errors import ParrotError, Unavailable
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import Clock
 

@@ -18,7 +18,7 @@ from parrot.engine.owners.registrations import Registrations, registration
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
-from parrot.protocol.gate.cluster_token import settled_token
+from parrot.protocol.server_config import settled_token
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token

@@ -36,6 +36,7 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.engine_client import OnChunk
 from parrot.protocol.errors import (
     InvalidRequest,
     ParrotError,
@@ -44,7 +45,6 @@ from parrot.protocol.errors import (
     UnsupportedField,
 )
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
-from parrot.protocol.streams.pieces import OnChunk
 from parrot.utils.ids import IdCounter
 
 _WARM_UP_CONTEXT = -1  # no request can name it, nor any below

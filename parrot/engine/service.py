@@ -18,7 +18,7 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
-from parrot.protocol.streams.pieces import OnChunk
+from parrot.protocol.engine_client import OnChunk
 
 
 class ServiceState(StrEnum):

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from parrot.protocol.gate.cluster_token import settled_token
+from parrot.protocol.server_config import settled_token
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
 

@@ -1,35 +1,166 @@
-"""Endpoints: the verbs of a server, each under a method and a path, and their description for
-OpenAPI."""
+"""Endpoints: the verbs of a server, each under a method and a path, with a rule who may use it. A
+request becomes the arguments of its verb here: its head and its body, read within bounds, as strict
+JSON."""
 
+import asyncio
 import inspect
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+)
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, Field
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
-from starlette.routing import BaseRoute, Route
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
 
-from parrot.protocol.errors import Conflict, SessionGone
-from parrot.protocol.gate.access import Access, Check, RuledRoute, rules
-from parrot.protocol.gate.bodies import ANY_BODY, BodyRules, declared_size
-from parrot.protocol.gate.fields import Id, Label, Path
-from parrot.protocol.public import Answer, EmptyResponse
-from parrot.protocol.server import (
+from parrot.protocol.answers import (
     EventStream,
-    bearer_token,
     has_long_list,
-    idempotency_key_of,
     json_in_turns,
     json_response,
-    others_first,
-    parse_payload,
-    read_json,
     run_until_disconnect,
 )
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    Cancelled,
+    Conflict,
+    InvalidRequest,
+    PayloadTooLarge,
+    SessionGone,
+    Unavailable,
+    UnsupportedMediaType,
+    ValidationFailed,
+)
+from parrot.protocol.fields import Id, Label, Path
+from parrot.protocol.json_size import JsonMeter
+from parrot.protocol.public import EmptyResponse
+from parrot.utils.ids import tokens_equal
 from parrot.utils.traces.traceparent import TraceParent
+
+_JSON = "application/json"
+_LARGE = 2**17  # bytes of a body
+_MAX_FIELDS = 64
+_MAX_KEY = 256  # characters of a client's for a request
+LARGE = 2**20
+_SMALL = 2**16  # bytes of a body that are not counted: the server has as many in its buffers
+T = TypeVar("T", bound=BaseModel)
+
+
+Check = Callable[[Request], object]
+"""Raises `AuthenticationFailed` or `PermissionDenied` for a request that may not be made."""
+
+
+class Access(StrEnum):
+    """The thing that a request must present, where the server has it: without API keys nobody is
+    asked for one, without a cluster token nobody for that, and without both nobody for a cookie."""
+
+    ANYBODY = "nothing"
+    API_KEY = "an API key"
+    SESSION = "the session's `session_auth`"
+    SESSION_OR_KEY = "the session's `session_auth`, or an API key"
+    CLUSTER = "the cluster token"
+    METRICS = "the cluster token, or an API key with the scope `metrics`"
+    ADMIN = "the cluster token, or an API key with the scope `admin`"
+    VISITOR = "the page's cookie"
+
+
+class Rule(NamedTuple):
+    """`method`: "*" is every one."""
+
+    method: str
+    path: str
+    access: Access
+
+
+class RuledRoute(Route):
+    def __init__(self, path: str, endpoint: Callable[..., Any], access: Access, **options: Any):
+        super().__init__(path, endpoint, **options)
+        self.access = access
+
+
+class RuledMount(Mount):
+    def __init__(self, path: str, app: Any, access: Access) -> None:
+        super().__init__(path, app)
+        self.access = access
+
+
+def rules(routes: Iterable[BaseRoute]) -> Iterator[Rule]:
+    """Yield the rules of all methods of all routes. Raises `TypeError` for a route without one."""
+    for route in routes:
+        if isinstance(route, RuledMount):
+            yield Rule("*", f"{route.path}/", route.access)
+        elif isinstance(route, RuledRoute):
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                yield Rule(method, route.path, route.access)
+        else:
+            raise TypeError(f"nobody says who may use {route}")
+
+
+class BodyBudget:
+    """The memory for bodies that are being read or handed on."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_free = num_bytes
+
+    @contextmanager
+    def lease(self) -> "Iterator[BodyLease]":
+        """A part of the budget, which is given back at the end."""
+        lease = BodyLease(self)
+        try:
+            yield lease
+        finally:
+            self._num_free += lease.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `Unavailable` if there is not so much."""
+        if num_bytes > self._num_free:
+            raise Unavailable("the server is reading too many large requests: try again")
+        self._num_free -= num_bytes
+
+
+class BodyLease:
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.num_bytes = 0
+
+    def hold(self, size: int) -> None:
+        """Let it be for a body of which there are so many bytes."""
+        num_bytes = max(0, size - _SMALL)
+        self._budget.take(num_bytes - self.num_bytes)
+        self.num_bytes = num_bytes
+
+
+class BodyRules(NamedTuple):
+    """The bodies that a route takes. `max_size`: bytes of a body, if less than the server's limit.
+    `admits`: whether a body of more than 1 MiB is read, as the request's head tells. `is_metered`:
+    what its JSON is made of is bounded (see json_size.py)."""
+
+    max_size: int | None = None
+    admits: Callable[[Request], bool] | None = None
+    is_metered: bool = True
+
+    def check(self, request: Request, size: int) -> None:
+        """Raise `PayloadTooLarge` or `AuthenticationFailed` if a body of this size is not read."""
+        if self.max_size is not None and size > self.max_size:
+            raise PayloadTooLarge(f"the request body exceeds {self.max_size} bytes")
+        if size > LARGE and self.admits is not None and not self.admits(request):
+            raise AuthenticationFailed(
+                f"a body of more than {LARGE} bytes needs the key or `session_auth` as a header, "
+                "`Authorization: Bearer`"
+            )
+
+
+ANY_BODY = BodyRules()
+PEER_BODY = BodyRules(is_metered=False)
+SMALL_BODY = BodyRules(_SMALL)
 
 
 class PathParameters(BaseModel):
@@ -186,133 +317,110 @@ class Endpoint:
         return EventStream(result)
 
 
-class ErrorDetail(Answer):
-    type: str = Field(description="the error's class, see the error table")
-    message: str
-    param: str | None = Field(None, description="the field or parameter that is to blame")
+def declared_size(request: Request) -> int:
+    """Bytes of the body; 0 if nothing is said."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
 
 
-class ErrorResponse(Answer):
-    """The body of every answer with a status of 400 or above."""
-
-    error: ErrorDetail
-
-
-_ERRORS = {
-    400: "malformed or contradictory request",
-    401: "missing or wrong key or token",
-    403: "the key has not the scope that this needs",
-    404: "no such session, variable, request, model or context",
-    409: "already set, a cycle, or a reused idempotency key",
-    410: "the session has expired or was deleted",
-    413: "the body is too large",
-    415: "the body is not declared as application/json",
-    422: "a field of the wrong type or out of bounds",
-    429: "queue full or quota reached",
-    499: "cancelled",
-    502: "a producer failed, so the value will never exist",
-    503: "no engine can serve this now, or the server is shutting down",
-    504: "the read's timeout passed",
-    507: "the journal cannot be written",
-}
-
-Json = dict[str, Any]
-
-
-def _install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
-    """Have `app.openapi` describe them; it is made when it is first asked for."""
-    described_by_fastapi = app.openapi
-
-    def openapi() -> Json:
-        schema = described_by_fastapi()
-        if "components" not in schema:  # it is kept, so this completes it in place
-            schema |= _describe(endpoints)
-        return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
+    """The whole body, which the request does not keep. Raises what the rules and the meter raise,
+    `Unavailable` when the bodies of all requests become too large, and `Cancelled` if the client
+    leaves or is too slow."""
+    rules.check(request, declared_size(request))
+    budget: BodyBudget = request.app.state.body_budget
+    with budget.lease() as lease:
+        chunks, size = [], 0
+        meter: JsonMeter | None = None
+        try:
+            async for chunk in request.stream():
+                chunks.append(chunk)
+                size += len(chunk)
+                rules.check(request, size)
+                if size <= _SMALL:
+                    continue
+                lease.hold(size)
+                if rules.is_metered:
+                    for piece in chunks if meter is None else (chunk,):
+                        meter = meter or JsonMeter()
+                        meter.feed(piece)
+        except ClientDisconnect:
+            raise Cancelled("the client disconnected") from None
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-def install(
-    app: FastAPI,
-    endpoints: Sequence[Endpoint],
-    others: Sequence[BaseRoute] = (),
-    *,
-    access: Access,
-    check: Check | None = None,
-) -> None:
-    """Make these all routes of the app, and describe them under `/openapi.json`, for whom `access`
-    and `check` say. Raises `TypeError` if a route has no rule."""
+async def read_json(
+    request: Request, rules: BodyRules = ANY_BODY, check: Callable[[Any], None] | None = None
+) -> Any:
+    """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
+    nesting, so nothing behind this line meets them; nor what `check` raises for.
 
-    def openapi() -> bytes:
-        return orjson.dumps(app.openapi())
-
-    page = Endpoint("GET", "/openapi.json", openapi, "This page", access=access, check=check)
-    app.router.routes[:] = [*(endpoint.route() for endpoint in (*endpoints, page)), *others]
-    list(rules(app.routes))
-    _install_description(app, endpoints)
-
-
-def _describe(endpoints: Sequence[Endpoint]) -> Json:
-    models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorResponse, "validation")]
-    models += [(e.takes, "validation") for e in endpoints if e.takes is not None]
-    models += [(answer, "validation") for e in endpoints if (answer := _answer(e)) is not None]
-    refs, definitions = models_json_schema(models, ref_template="#/components/schemas/{model}")
-    schemas = definitions["$defs"]
-    paths: Json = {}
-    for endpoint in endpoints:
-        answer = _answer(endpoint)
-        answer_schema = {} if answer is None else {"schema": refs[answer, "validation"]}
-        content: Json = {endpoint.media_type: answer_schema}
-        if endpoint.may_stream:
-            content["text/event-stream"] = {}
-        failed = {"application/json": {"schema": refs[ErrorResponse, "validation"]}}
-        operation: Json = {
-            "summary": endpoint.summary,
-            "parameters": _parameters(endpoint, schemas),
-            "responses": {
-                "200": {
-                    "description": endpoint.about,
-                    "content": content,
-                }
-            }
-            | {
-                str(status): {"description": _ERRORS[status], "content": failed}
-                for status in sorted({400, 415, 422, *endpoint.errors})
-            },
-        }
-        if endpoint.takes is not None and _has_body(endpoint):
-            content = {"application/json": {"schema": refs[endpoint.takes, "validation"]}}
-            operation["requestBody"] = {"required": True, "content": content}
-        path = endpoint.path.replace(":path}", "}")
-        paths.setdefault(path, {})[endpoint.method.lower()] = operation
-    return {"paths": paths, "components": {"schemas": schemas}}
+    A page of another site can make a browser send any body but one that is declared as JSON, for
+    which the browser asks first."""
+    raw = await read_body(request, rules)
+    if not raw:
+        return {}
+    declared = request.headers.get("content-type", "")
+    if declared.partition(";")[0].strip().lower() != _JSON:
+        raise UnsupportedMediaType(f"the body must be declared as {_JSON}, not {declared!r:.80}")
+    await others_first(len(raw))
+    try:
+        payload = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if isinstance(payload, dict) and len(payload) > _MAX_FIELDS:
+        # Before validation, which would say of each that it is unknown.
+        raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
+    if check is not None:
+        await others_first(len(raw))
+        check(payload)
+    await others_first(len(raw))
+    return payload
 
 
-def _answer(endpoint: Endpoint) -> type[BaseModel] | None:
-    """The model of its answer; None if that is not JSON."""
-    if endpoint.media_type != "application/json":
-        return None
-    return endpoint.gives or EmptyResponse
+async def others_first(size: int) -> None:
+    """Each look at a large body takes some ten milliseconds: others may go on between two."""
+    if size > _LARGE:
+        await asyncio.sleep(0)
 
 
-def _has_body(endpoint: Endpoint) -> bool:
-    """GET and DELETE take query parameters (a JSON body works too); the others a JSON body."""
-    return endpoint.method not in ("GET", "DELETE")
+def parse_payload(model: type[T], payload: Any) -> T:
+    """Validate `payload`, or raise `ValidationFailed` that names the first bad field."""
+    try:
+        return model.model_validate(payload)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False, include_input=False)
+        param = ".".join(map(str, first["loc"]))
+        where = f"`{param}`: " if param else ""
+        more = f" (and {len(others)} more)" if others else ""
+        raise ValidationFailed(f"{where}{first['msg']}{more}", param=param or None) from None
 
 
-def _parameters(endpoint: Endpoint, schemas: Json) -> list[Json]:
-    in_path = re.findall(r"\{(\w+)(?::path)?\}", endpoint.path)
-    known = PathParameters.model_json_schema()["properties"]
-    parameters = [_parameter(name, "path", known[name], is_required=True) for name in in_path]
-    if endpoint.takes is None or _has_body(endpoint):
-        return parameters
-    fields = schemas[endpoint.takes.__name__]
-    return parameters + [
-        _parameter(name, "query", field, is_required=name in fields.get("required", ()))
-        for name, field in fields["properties"].items()
-        if name not in in_path
-    ]
+def bearer_token(request: Request) -> str | None:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token if scheme.lower() == "bearer" and token else None
 
 
-def _parameter(name: str, place: str, schema: Json, *, is_required: bool) -> Json:
-    return {"name": name, "in": place, "required": is_required, "schema": schema}
+def api_key_of(request: Request) -> str | None:
+    """The Bearer token, or the header `x-api-key` (Anthropic's)."""
+    return bearer_token(request) or request.headers.get("x-api-key")
+
+
+def idempotency_key_of(request: Request) -> str | None:
+    """The header `Idempotency-Key`. Raises `InvalidRequest` for one that is too long."""
+    key = request.headers.get("idempotency-key")
+    if key is not None and len(key) > _MAX_KEY:
+        text = f"`Idempotency-Key` has more than {_MAX_KEY} characters"
+        raise InvalidRequest(text, param="Idempotency-Key")
+    return key or None
+
+
+def knows_cluster_token(request: Request, expected: str | None) -> bool:
+    """Whether it carries the cluster's token, or none is configured."""
+    return expected is None or tokens_equal(bearer_token(request) or "", expected)
+
+
+def require_cluster_token(request: Request, expected: str | None) -> None:
+    """Raises `AuthenticationFailed`."""
+    if not knows_cluster_token(request, expected):
+        raise AuthenticationFailed("missing or wrong cluster token (`Authorization: Bearer TOKEN`)")

@@ -1,11 +1,13 @@
-"""Payloads between ServeCore and engines, see docs/engine_api.md."""
+"""Payloads between ServeCore and engines, in both directions, see docs/engine_api.md."""
 
+from array import array
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Base64UrlBytes, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from parrot.protocol.gate.fields import (
+from parrot.protocol.fields import (
     Amount,
     BodyText,
     Id,
@@ -19,7 +21,7 @@ from parrot.protocol.gate.fields import (
     TokenIds,
 )
 from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
-from parrot.protocol.streams.outputs import OutputPart
+from parrot.utils.addresses import is_host, is_metadata
 
 NO_PARENT = -1
 CHARS_PER_TOKEN = 4  # of an engine with text contexts, which says what it holds in tokens
@@ -41,6 +43,13 @@ class EngineType(StrEnum):
     OPENAI = "openai"
     HUGGINGFACE = "huggingface"
     SIM = "sim"
+
+
+MOST_IDS = 12_288
+"""Ids that a part may have."""
+
+
+_ID_BYTES = array("I").itemsize
 
 
 class FillPiece(InternalPayload):
@@ -228,6 +237,37 @@ class StreamChunk(InternalPayload):
     logprobs: WireLogprobs | None = Field(None, description="of `ids`, if they were asked for")
 
 
+class FollowRequest(InternalPayload):
+    """Ask for the output that a /generate makes on this context, from its first token on. It is
+    waited for if it has not begun."""
+
+    context_id: ContextId
+
+
+class FollowResponse(InternalPayload):
+    """The output has ended; the answer of /generate says how."""
+
+
+class ChannelRequest(InternalPayload):
+    """Open a channel, on which the pieces of all outputs come whose requests name it: one stream
+    and, for a step of the engine, one event, however many outputs there are. Its first event is
+    `open`."""
+
+    channel: str = Field(min_length=1, max_length=64)
+
+
+class ContextChunk(StreamChunk):
+    """A piece of the output on this context."""
+
+    context_id: ContextId
+
+
+class ChannelChunks(InternalPayload):
+    """An SSE event named `chunks` of /channel: what has come since the last, in order."""
+
+    chunks: list[ContextChunk]
+
+
 class FreeContextRequest(InternalPayload):
     context_id: ContextId | None = None
     context_ids: list[ContextId] = Field([], max_length=65536)
@@ -318,6 +358,36 @@ class ServerLoad(InternalPayload):
     other_tokens: Amount = Field(0, description="others' part of that, by their requests")
 
 
+class OutputPart(BaseModel):
+    """Tokens of the output on this context, from number `start` on: their ids as 32-bit numbers,
+    little-endian, in base64."""
+
+    model_config = ConfigDict(extra="ignore", defer_build=True)
+
+    context_id: Amount
+    start: Amount
+    ids: Base64UrlBytes = Field(max_length=2**16)  # characters: `MOST_IDS`
+
+    @field_validator("ids")
+    @classmethod
+    def _is_whole(cls, ids: bytes) -> bytes:
+        if len(ids) % _ID_BYTES:
+            raise ValueError("`ids` must be 32-bit numbers")
+        return ids
+
+    @staticmethod
+    def of(context_id: int, start: int, ids: Iterable[int]) -> "OutputPart":
+        packed = array("I", ids).tobytes()
+        return OutputPart.model_construct(context_id=context_id, start=start, ids=packed)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids) // _ID_BYTES
+
+    def token_ids(self) -> "array[int]":
+        return array("I", self.ids)
+
+
 class RuntimeInfo(InternalPayload):
     """An engine's state. Memory in MiB, `recent_average_latency` in ns per step."""
 
@@ -398,3 +468,75 @@ class EngineInfo(InternalPayload):
     registration: str = Field(
         "", max_length=99, pattern=r"^[\w-]*$", description="requests repeat its name"
     )
+
+
+class RegisterRequest(InternalPayload):
+    engine_config: EngineInfo
+
+    @field_validator("engine_config")
+    @classmethod
+    def _can_be_called(cls, info: EngineInfo) -> EngineInfo:
+        if not is_host(info.host):
+            raise ValueError("`host` must be an IP address or a DNS name, at which the engine is")
+        if is_metadata(info.host):
+            raise ValueError("`host` is no engine's, but a metadata service's")
+        return info
+
+
+class RegisterResponse(InternalPayload):
+    engine_id: int
+    core: str = Field("", description="this start of ServeCore; each heartbeat repeats it")
+    epoch: int = Field(0, description="greater than that of any ServeCore that was here before")
+    lease_s: float | None = Field(None, gt=0, description="without an answer all work ends so soon")
+
+
+class Lease(InternalPayload):
+    """The part of an engine that a ServeCore may use, until the next lease or until it is lost."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: Amount = Field(0, description="one with a lower number comes late, and is ignored")
+    tokens: Amount = Field(0, description="of KV")
+    calls: Amount = Field(0, description="at once")
+    is_wanted: bool = Field(False, description="others wait for what of it is not used")
+
+
+class LeaseUse(InternalPayload):
+    """The use that a ServeCore makes of a lease. `tokens` and `calls`: all that it may use until
+    the next one; more than the lease has while calls run that an earlier one allowed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    number: Amount = Field(description="of the latest lease that it has got")
+    tokens: Amount
+    calls: Amount
+    wanted_tokens: Amount = Field(0, description="for what runs and what is queued")
+    wanted_calls: Amount = 0
+    least_tokens: Amount = Field(0, description="for the largest queued call")
+
+
+class HeartbeatRequest(InternalPayload):
+    engine_id: Id
+    core: Label = Field("", description="as registered")
+    engine_name: Name
+    runtime_info: RuntimeInfo
+    lease: Lease | None = Field(None, description="null: all of the engine")
+
+
+class LeaveRequest(InternalPayload):
+    """An engine is about to end."""
+
+    engine_id: Id
+    core: Label = Field("", description="as registered")
+    timeout_s: float = Field(ge=0, le=86400, description="for the calls that it has")
+
+
+class LeaveResponse(InternalPayload):
+    num_calls: int = Field(ge=0, description="that had not ended, and run elsewhere")
+
+
+class HeartbeatResponse(InternalPayload):
+    """`unknown`: ServeCore restarted or gave the engine up; register again."""
+
+    state: Literal["ok", "unknown"] = "ok"
+    lease_use: LeaseUse | None = Field(None, description="if there is a lease")

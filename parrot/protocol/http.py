@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from parrot.protocol.errors import InternalError, Unavailable
-from parrot.protocol.gate.names import is_metadata
 from parrot.protocol.transport import (
     IDLE_TIMEOUT_S,
     TIMEOUT_S,
@@ -26,6 +25,7 @@ from parrot.protocol.transport import (
     own_error,
     parse_events,
 )
+from parrot.utils.addresses import is_metadata
 from parrot.utils.traces.traceparent import TraceParent
 
 if TYPE_CHECKING:

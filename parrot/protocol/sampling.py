@@ -18,7 +18,7 @@ from pydantic import (
 )
 
 from parrot.protocol.errors import UnsupportedField
-from parrot.protocol.gate.fields import JsonObject, Text, TokenId
+from parrot.protocol.fields import JsonObject, Text, TokenId
 
 MAX_STOP_STRINGS = 16
 MAX_GEN_LENGTH = 1_000_000

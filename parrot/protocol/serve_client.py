@@ -6,12 +6,23 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel
 
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import EngineInfo, RuntimeInfo
-from parrot.protocol.graph_api import GraphRequest, GraphResponse
+from parrot.protocol.engine_api import (
+    EngineInfo,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    Lease,
+    LeaveRequest,
+    LeaveResponse,
+    RegisterRequest,
+    RegisterResponse,
+    RuntimeInfo,
+)
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsResponse,
+    GraphRequest,
+    GraphResponse,
     NativeCallRequest,
     SemanticCallRequest,
     SessionCreateResponse,
@@ -21,15 +32,6 @@ from parrot.protocol.public import (
     VarCreateResponse,
     VarGetResponse,
     VarValue,
-)
-from parrot.protocol.registration.payloads import (
-    HeartbeatRequest,
-    HeartbeatResponse,
-    Lease,
-    LeaveRequest,
-    LeaveResponse,
-    RegisterRequest,
-    RegisterResponse,
 )
 from parrot.protocol.transport import RequestOptions, Transport, read_answer, until_done
 

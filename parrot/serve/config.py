@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from parrot.protocol.gate.config import ConnectionLimits, HostNames, Secret
+from parrot.protocol.server_config import ConnectionLimits, HostNames, Secret
 from parrot.serve.shards.shard import ALONE, Shard
 from parrot.utils.config import ConfigModel
 from parrot.utils.settings import ConfigFile, Settings, read_settings

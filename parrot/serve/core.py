@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
+from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
 from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, Unavailable
 from parrot.protocol.public import (
     ModelsResponse,
@@ -10,7 +11,6 @@ from parrot.protocol.public import (
     SessionCreateResponse,
     SessionInfo,
 )
-from parrot.protocol.registration.payloads import RegisterRequest, RegisterResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher

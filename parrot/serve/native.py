@@ -16,7 +16,7 @@ from parrot.protocol.errors import (
     NativeFunctionFailed,
     ParrotError,
 )
-from parrot.protocol.gate.fields import MAX_TEXT
+from parrot.protocol.fields import MAX_TEXT
 from parrot.protocol.public import NativeCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig

@@ -4,11 +4,12 @@ answer."""
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from parrot.protocol.graph_api import GraphRequest, GraphResponse
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsRequest,
     FirstVarsResponse,
+    GraphRequest,
+    GraphResponse,
     NativeCallRequest,
     SemanticCallRequest,
     VarGetRequest,

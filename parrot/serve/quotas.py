@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import orjson
 
 from parrot.protocol.errors import ClusterFull, QuotaExceeded
-from parrot.protocol.graph_api import GraphVariable
-from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
+from parrot.protocol.public import GraphVariable, NativeCallRequest, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import SessionQuota, TenantQuota
 

@@ -4,8 +4,8 @@ from parrot.engine.app import create_app
 from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
+from parrot.protocol.engine_api import HeartbeatRequest, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.registration.payloads import HeartbeatRequest, RegisterRequest
 from parrot.serve.core import ServeCore
 from parrot.simulation.links import DistantTransport, fixed
 from parrot.utils.clock import Clock

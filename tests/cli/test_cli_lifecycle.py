@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from parrot.cluster.ports import ask, free_port
-from parrot.protocol.gate.cluster_token import kept_token
+from parrot.protocol.server_config import kept_token
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 

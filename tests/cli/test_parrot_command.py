@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.cluster.ports import free_port
-from parrot.protocol.gate.cluster_token import kept_token
+from parrot.protocol.server_config import kept_token
 from parrot.serve.page.visitors import page_key
 from tests.support.command import parrot
 

@@ -16,7 +16,7 @@ from parrot.cli.up import UpOptions, client_lines, plan_engines
 from parrot.cluster.ports import ask, free_port
 from parrot.engine.config import parse_engine_config
 from parrot.launch.by_ssh.checks import visible_gpus
-from parrot.protocol.gate.cluster_token import kept_token
+from parrot.protocol.server_config import kept_token
 from parrot.utils.config import ConfigError
 from tests.support.command import parrot
 

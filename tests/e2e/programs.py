@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import CallParameter, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import ServeClient

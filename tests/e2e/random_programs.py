@@ -9,7 +9,6 @@ from collections.abc import Coroutine
 from typing import Any, get_args
 
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     AlreadySet,
     Conflict,
@@ -17,6 +16,7 @@ from parrot.protocol.errors import (
     NotFound,
     SessionGone,
 )
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsRequest,

@@ -16,7 +16,7 @@ from parrot import P
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from parrot.protocol.errors import NoEngine, Standby, Unavailable
-from parrot.protocol.failover.client import client_of
+from parrot.protocol.failover_client import client_of
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
 from tests.e2e.programs import Program

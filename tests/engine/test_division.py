@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from parrot.engine.owners.division import Claim, Division, divide
-from parrot.protocol.registration.payloads import Lease, LeaseUse
+from parrot.protocol.engine_api import Lease, LeaseUse
 
 claims = st.builds(Claim, wanted=st.integers(0, 2000), least=st.integers(0, 1200))
 

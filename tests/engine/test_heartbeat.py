@@ -13,11 +13,16 @@ from parrot.engine.heartbeat import LEAST_PAUSE_S, MAX_RETRY_S, Heartbeat, reach
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import ServiceState
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.engine_api import FillRequest, GenerateRequest
+from parrot.protocol.engine_api import (
+    FillRequest,
+    GenerateRequest,
+    HeartbeatResponse,
+    LeaveResponse,
+    OutputPart,
+    RegisterResponse,
+)
 from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
 from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
-from parrot.protocol.registration.payloads import HeartbeatResponse, LeaveResponse, RegisterResponse
-from parrot.protocol.streams.outputs import OutputPart
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.manual_clock import ManualClock
 

@@ -17,6 +17,7 @@ from parrot.protocol.engine_api import (
     EmbedRequest,
     FillRequest,
     GenerateRequest,
+    LeaseUse,
     ServerLoad,
     StreamChunk,
 )
@@ -28,7 +29,6 @@ from parrot.protocol.engine_client import (
 )
 from parrot.protocol.errors import Cancelled, NotFound, StaleCore
 from parrot.protocol.http import HttpClient
-from parrot.protocol.registration.payloads import LeaseUse
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from tests.support.app_server import serve_app

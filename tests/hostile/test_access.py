@@ -12,10 +12,10 @@ from parrot.engine.app import create_app as engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
-from parrot.protocol.endpoint import install
-from parrot.protocol.gate.access import Access, Rule, rules
+from parrot.protocol.endpoint import Access, Rule, rules
+from parrot.protocol.middleware import create_base_app
+from parrot.protocol.openapi import install
 from parrot.protocol.public import SessionCreateRequest
-from parrot.protocol.server import create_base_app
 from parrot.serve.api.app import create_app as core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

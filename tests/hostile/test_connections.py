@@ -11,12 +11,11 @@ import pytest
 from pydantic import BaseModel
 
 from parrot.protocol.app_server import AppServer
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Unavailable
-from parrot.protocol.gate.access import Access
-from parrot.protocol.gate.config import ConnectionLimits
 from parrot.protocol.http import HttpClient
-from parrot.protocol.server import create_base_app
+from parrot.protocol.middleware import create_base_app
+from parrot.protocol.server_config import ConnectionLimits
 
 LIMITS = ConnectionLimits(
     head_timeout=0.3,

@@ -13,7 +13,7 @@ from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.endpoint import Endpoint, PathParameters
-from parrot.protocol.gate.fields import BodyText, JsonObject
+from parrot.protocol.fields import BodyText, JsonObject
 from parrot.protocol.sampling import MAX_STOP_STRINGS
 from parrot.serve.api.app import create_app as core_app
 from parrot.serve.config import CoreConfig

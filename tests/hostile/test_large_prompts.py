@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.template import placeholder
 from parrot.serve.api.app import create_app

@@ -10,8 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 
 from parrot.protocol.errors import CyclicGraph, SessionGone
-from parrot.protocol.graph_api import GraphRequest
-from parrot.protocol.public import SessionCreateRequest, VarGetRequest
+from parrot.protocol.public import GraphRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import CompletionState, Task

@@ -13,8 +13,8 @@ from parrot.cluster import Cluster, ClusterError
 from parrot.engine.http_server import main as engine_main
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.protocol.errors import AuthenticationFailed, Conflict, InvalidRequest, Unavailable
-from parrot.protocol.gate.cluster_token import kept_token
 from parrot.protocol.http import HttpClient
+from parrot.protocol.server_config import kept_token
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.http_server import main as core_main

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from parrot.protocol.gate.connection import guarded_protocol
+from parrot.protocol.app_server import guarded_protocol
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

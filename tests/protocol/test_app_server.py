@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 
 from parrot.protocol.app_server import AppServer, run_server, server_options
-from parrot.protocol.gate.config import ConnectionLimits
+from parrot.protocol.server_config import ConnectionLimits
 
 
 async def start(app: FastAPI, end_requests: asyncio.Event) -> tuple[AppServer, asyncio.Task[None]]:

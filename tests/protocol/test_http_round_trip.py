@@ -15,8 +15,15 @@ from pydantic import BaseModel
 from starlette.routing import Route
 from starlette.types import Message
 
-from parrot.protocol import server
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol import answers
+from parrot.protocol.answers import EventStream, json_response, run_until_disconnect
+from parrot.protocol.endpoint import (
+    Access,
+    Endpoint,
+    parse_payload,
+    read_json,
+    require_cluster_token,
+)
 from parrot.protocol.errors import (
     AuthenticationFailed,
     InternalError,
@@ -26,8 +33,8 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
-from parrot.protocol.gate.access import Access
 from parrot.protocol.http import HttpClient
+from parrot.protocol.middleware import create_base_app
 from parrot.protocol.public import EmptyResponse
 from parrot.protocol.transport import AppTransport, Transport
 from tests.support.app_server import serve_app
@@ -65,15 +72,15 @@ class Probe:
 
 
 def make_app(probe: Probe) -> FastAPI:
-    app = server.create_base_app("test", max_body_size=10_000)
+    app = create_base_app("test", max_body_size=10_000)
 
     async def item(request: Request) -> Response:
-        parsed = server.parse_payload(Item, await server.read_json(request))
-        return server.json_response(parsed)
+        parsed = parse_payload(Item, await read_json(request))
+        return json_response(parsed)
 
     async def guarded(request: Request) -> Response:
-        server.require_cluster_token(request, "sesame")
-        return server.json_response(EmptyResponse())
+        require_cluster_token(request, "sesame")
+        return json_response(EmptyResponse())
 
     async def defect(request: Request) -> Response:
         raise RuntimeError("secret detail")
@@ -82,13 +89,13 @@ def make_app(probe: Probe) -> FastAPI:
         return Response("hello", media_type="text/plain")
 
     async def slow(request: Request) -> Response:
-        return await server.run_until_disconnect(request, probe.work())
+        return await run_until_disconnect(request, probe.work())
 
     async def events(request: Request) -> Response:
-        return server.EventStream(generate(request.path_params["end"]))
+        return EventStream(generate(request.path_params["end"]))
 
     async def endless(request: Request) -> Response:
-        return server.EventStream(probe.numbers())
+        return EventStream(probe.numbers())
 
     app.router.routes += [
         Endpoint("GET", "/typed/{session_id}", typed, access=Access.ANYBODY).route(),
@@ -155,7 +162,7 @@ async def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_after_it() 
 
     async def answer() -> str:
         request = Request({"type": "http"}, receive)
-        result = await server.run_until_disconnect(request, done)
+        result = await run_until_disconnect(request, done)
         await asyncio.sleep(0.01)  # until it is on disk
         return str(result)
 
@@ -302,7 +309,7 @@ async def test_a_stream_that_is_closed_ends_at_the_server(
 async def test_idle_streams_are_kept_alive(
     client: HttpClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(answers, "KEEP_ALIVE_S", 0.05)
 
     async def slow_events() -> AsyncIterator[tuple[str, BaseModel]]:
         await asyncio.sleep(0.2)
@@ -316,7 +323,7 @@ async def test_idle_streams_are_kept_alive(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    await server.EventStream(slow_events())({"type": "http"}, receive, send)
+    await EventStream(slow_events())({"type": "http"}, receive, send)
     start, *body = sent
     frames = [message["body"] for message in body]
     assert start["type"] == "http.response.start"

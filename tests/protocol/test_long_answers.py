@@ -2,8 +2,8 @@
 
 import asyncio
 
+from parrot.protocol.answers import has_long_list, json_bytes, json_in_turns
 from parrot.protocol.public import VarInfo, VarListResponse
-from parrot.protocol.server import has_long_list, json_bytes, json_in_turns
 
 
 def listed(count: int) -> VarListResponse:

@@ -3,8 +3,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import Logprobs, SamplingConfig, WireLogprobs
 
 

@@ -4,21 +4,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.engine_api import (
+    EngineInfo,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    LeaveRequest,
+    LeaveResponse,
+)
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
     ModelsResponse,
     NativeCallRequest,
     SemanticCallRequest,
-)
-from parrot.protocol.registration.payloads import (
-    HeartbeatRequest,
-    HeartbeatResponse,
-    LeaveRequest,
-    LeaveResponse,
 )
 from parrot.serve.contexts.index import Context, PrefixIndex
 from parrot.serve.contexts.kv_log import KvCounts, KvLog

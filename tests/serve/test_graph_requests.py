@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parrot.protocol.graph_api import MAX_BINDINGS, MAX_CALLS, GraphRequest
+from parrot.protocol.public import MAX_BINDINGS, MAX_CALLS, GraphRequest
 from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, VariableCreated
 from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.serve.recorder import Recorder

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import Cancelled, EngineFailed, NotFound, QueueFull, TimedOut
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import FirstVarsRequest, SemanticCallRequest, SessionCreateRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parrot.protocol.engine_api import EngineInfo, EngineType
+from parrot.protocol.engine_api import EngineInfo, EngineType, RegisterRequest
 from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -26,7 +26,6 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.observers import Observer

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from parrot.protocol.gate.fields import MAX_TEXT
+from parrot.protocol.fields import MAX_TEXT
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota
 from parrot.serve.core import ServeCore

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import Cancelled, NoEngine, SessionGone
 from parrot.protocol.public import (
     NativeCallRequest,
@@ -13,7 +14,6 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

@@ -8,7 +8,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     AlreadySet,
     Cancelled,
@@ -18,6 +17,7 @@ from parrot.protocol.errors import (
     SessionGone,
     TimedOut,
 )
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

@@ -2,8 +2,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.config import CoreConfig
 from parrot.serve.scheduling.load_index import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.protocol.graph_api import GraphRequest
-from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.public import GraphRequest, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.transport import AppTransport
 from parrot.serve.api.app import create_app

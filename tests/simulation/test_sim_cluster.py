@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
 from parrot.protocol.errors import EngineFailed, NoEngine, NotFound, Unavailable
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig, SimInstance
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import PromptTooLong
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import GlobalSchedulerConfig

@@ -33,12 +33,11 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
     Usage,
 )
-from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.engine_client import EngineClient, OnChunk
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import Logprobs
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.protocol.streams.pieces import OnChunk
 from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.ids import new_token
 from tests.support.byte_tokenizer import CHATML, byte_tokenizer, tokenizer_id_of

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from parrot.protocol.answers import error_response
 from parrot.protocol.engine_api import (
     FinishReason,
     GenerateRequest,
@@ -26,7 +27,6 @@ from parrot.protocol.engine_api import (
     Usage,
 )
 from parrot.protocol.errors import EngineFailed, ParrotError
-from parrot.protocol.gate.answer import error_response
 from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig

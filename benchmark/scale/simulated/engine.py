@@ -22,9 +22,8 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
     Usage,
 )
-from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.engine_client import EngineClient, OnChunk
 from parrot.protocol.errors import Unavailable
-from parrot.protocol.streams.pieces import OnChunk
 from parrot.protocol.transport import Unreachable
 
 _TOKENIZER = byte_tokenizer_response()

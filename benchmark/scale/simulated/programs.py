@@ -9,8 +9,8 @@ from functools import cache
 
 from benchmark.agents.replay import MIN_OUTPUT, Recorded, recorded_sessions
 from benchmark.scale.simulated.traffic import App, Kind, Start
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import EngineFailed, Unavailable
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallParameter,
     SemanticCallRequest,

@@ -15,9 +15,8 @@ from benchmark.scale.simulated.programs import Call, Client, Job
 from benchmark.scale.simulated.stages import MODEL, Stages
 from benchmark.scale.simulated.traffic import Start
 from parrot.engine.config import SimConfig
-from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.engine_api import EngineInfo, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parrot.cli.bench.times import StreamTimes
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest, SessionInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.template import placeholder

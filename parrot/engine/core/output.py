@@ -12,9 +12,14 @@ from tokenizers.decoders import DecodeStream
 
 from parrot.engine.core.plan import TokenScores
 from parrot.engine.grammar.constraint import Constraint
-from parrot.protocol.engine_api import FinishReason, StreamChunk, TokenizerResponse
+from parrot.protocol.engine_api import (
+    MOST_IDS,
+    FinishReason,
+    OutputPart,
+    StreamChunk,
+    TokenizerResponse,
+)
 from parrot.protocol.sampling import Logprobs, SamplingConfig
-from parrot.protocol.streams.outputs import MOST_IDS, OutputPart
 
 if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler

@@ -46,6 +46,7 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
     Usage,
 )
+from parrot.protocol.engine_client import OnChunk, hand_over
 from parrot.protocol.errors import (
     Cancelled,
     InvalidRequest,
@@ -54,7 +55,6 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
-from parrot.protocol.streams.pieces import OnChunk, hand_over
 from parrot.utils.clock import Clock, MonotonicClock
 
 R = TypeVar("R")

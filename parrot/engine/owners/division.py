@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parrot.protocol.registration.payloads import Lease, LeaseUse
+from parrot.protocol.engine_api import Lease, LeaseUse
 
 _FLOOR_PART = 8  # an equal part's part that a ServeCore has though it wants nothing
 

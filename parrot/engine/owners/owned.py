@@ -22,8 +22,8 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
+from parrot.protocol.engine_client import OnChunk
 from parrot.protocol.errors import Cancelled
-from parrot.protocol.streams.pieces import OnChunk
 
 Request = TypeVar("Request", FillPiece, FillRequest, GenerateRequest)
 

@@ -7,7 +7,7 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.heartbeat import Heartbeat
 from parrot.engine.owners.owners import Owners
-from parrot.protocol.failover.client import client_of
+from parrot.protocol.failover_client import client_of
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.clock import MonotonicClock
 

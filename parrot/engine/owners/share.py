@@ -11,11 +11,12 @@ from parrot.protocol.engine_api import (
     CHARS_PER_TOKEN,
     EngineInfo,
     GenerateRequest,
+    Lease,
+    LeaseUse,
     RuntimeInfo,
     ServerLoad,
 )
 from parrot.protocol.errors import QuotaExceeded
-from parrot.protocol.registration.payloads import Lease, LeaseUse
 
 _MAX_WAITING = 4096
 

@@ -28,7 +28,7 @@ from parrot.frontend.pfunc.transforms.prompt_formatter import (
 )
 from parrot.frontend.pfunc.vm import VirtualMachine
 from parrot.protocol import errors
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 
 __all__ = [

@@ -20,16 +20,16 @@ from parrot.frontend.pfunc.semantic_variable import (
 )
 from parrot.frontend.pfunc.session import Session, checked
 from parrot.protocol.errors import Cancelled, ParrotError
-from parrot.protocol.graph_api import (
+from parrot.protocol.public import (
     MAX_BINDINGS,
     MAX_BRACES,
     MAX_CALLS,
+    MAX_PARAMETERS,
     MAX_VARIABLES,
     GraphVariable,
     NativeGraphCall,
     SemanticGraphCall,
 )
-from parrot.protocol.public import MAX_PARAMETERS
 
 _MAX_CHARS = 4 * 2**20  # of a draft's texts, before its last call
 _CALL_FIELD = re.compile(r"calls\.(\d+)(?:\.(.*))?")

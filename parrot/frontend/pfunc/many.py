@@ -21,8 +21,8 @@ from parrot.frontend.pfunc.semantic_variable import (
     SemanticVariable,
     read_options,
 )
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import InvalidRequest, ParrotError, TimedOut
+from parrot.protocol.fields import PerformanceCriteria
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.session import Session

@@ -13,7 +13,7 @@ from pydantic import (
     ValidationError,
 )
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.template import Text, parse_template
 
 Criteria = PerformanceCriteria | str

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypeVar
 
 from parrot.frontend.pfunc.metadata import Criteria, parse_criteria
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest, ValidationFailed
+from parrot.protocol.fields import PerformanceCriteria
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.batch import Batch, Draft

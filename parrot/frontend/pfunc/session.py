@@ -22,16 +22,18 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
-from parrot.protocol.failover.client import client_of
-from parrot.protocol.failover.liveness import LivenessProbe
-from parrot.protocol.graph_api import (
+from parrot.protocol.failover_client import LivenessProbe, client_of
+from parrot.protocol.public import (
+    CallResponse,
     GraphRequest,
     GraphResponse,
     GraphVariable,
+    NativeCallRequest,
     NativeGraphCall,
+    SemanticCallRequest,
     SemanticGraphCall,
+    SessionInfo,
 )
-from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest, SessionInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.transport import Unreachable
 from parrot.utils.ids import new_token

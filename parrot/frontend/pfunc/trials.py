@@ -20,7 +20,6 @@ from parrot.frontend.pfunc.call import BasicCall, SemanticCall
 from parrot.frontend.pfunc.function import SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, read_options
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     AlreadySet,
     InvalidRequest,
@@ -30,6 +29,7 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.template import placeholder
 
 if TYPE_CHECKING:

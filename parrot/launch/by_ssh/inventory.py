@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field
 from parrot.launch.by_ssh.shards import Address, core_servers, core_url, shared_by
 from parrot.launch.configs import check_tokens, core_config, engine_config
 from parrot.launch.plan import CORE_PORT, FIRST_ENGINE_PORT, Config, Server, engine_servers
-from parrot.protocol.gate.names import is_address, is_host
+from parrot.utils.addresses import is_address, is_host
 from parrot.utils.config import ConfigError, ConfigModel, parse_config, read_config_object
 
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")

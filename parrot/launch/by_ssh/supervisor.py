@@ -18,7 +18,7 @@ from parrot.cluster.ports import ask
 from parrot.cluster.restarts import Restarts
 from parrot.launch.by_ssh.wire import Order, Report, ServerOrder
 from parrot.launch.plan import EVERYWHERE
-from parrot.protocol.gate.cluster_token import state_folder
+from parrot.protocol.server_config import state_folder
 from parrot.utils.private_files import open_private
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0

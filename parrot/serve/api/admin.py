@@ -2,10 +2,8 @@
 
 from functools import partial
 
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import SMALL_BODY, Access, Endpoint
 from parrot.protocol.errors import NotFound
-from parrot.protocol.gate.access import Access
-from parrot.protocol.gate.bodies import SMALL_BODY
 from parrot.protocol.public import Answer, EngineStatus
 from parrot.serve.api.service import holder_of
 from parrot.serve.core import ServeCore

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from parrot.protocol.endpoint import install
-from parrot.protocol.gate.access import Access
+from parrot.protocol.endpoint import Access
+from parrot.protocol.openapi import install
 from parrot.serve.api.beginning import load_of
 from parrot.serve.api.empty_app import empty_app
 from parrot.serve.api.keys import watched_keys

@@ -7,7 +7,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from parrot.protocol.server import create_base_app
+from parrot.protocol.middleware import create_base_app
 from parrot.serve.api.vendors.endpoint import RequestIds
 from parrot.serve.api.vendors.routes import error_form
 from parrot.serve.config import CoreConfig

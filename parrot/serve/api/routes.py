@@ -7,11 +7,19 @@ from typing import Any
 from fastapi import Request
 from pydantic import BaseModel
 
-from parrot.protocol.endpoint import Durable, Endpoint, Lasting
-from parrot.protocol.gate.access import Access
-from parrot.protocol.gate.bodies import ANY_BODY, SMALL_BODY, BodyRules
-from parrot.protocol.graph_api import GraphRequest, GraphResponse
+from parrot.protocol.endpoint import (
+    ANY_BODY,
+    SMALL_BODY,
+    Access,
+    BodyRules,
+    Durable,
+    Endpoint,
+    Lasting,
+    bearer_token,
+)
 from parrot.protocol.public import (
+    GraphRequest,
+    GraphResponse,
     SessionCreateRequest,
     SessionCreateResponse,
     SessionInfo,
@@ -22,9 +30,6 @@ from parrot.protocol.public import (
     VarCreateResponse,
     VarGetRequest,
     VarSetRequest,
-)
-from parrot.protocol.server import (
-    bearer_token,
 )
 from parrot.serve.api.admin import admin_endpoints
 from parrot.serve.api.beginning import Beginning

@@ -7,12 +7,19 @@ from typing import Any
 
 from fastapi import Request
 
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import (
+    LARGE,
+    SMALL_BODY,
+    Access,
+    BodyRules,
+    Check,
+    Endpoint,
+    api_key_of,
+    knows_cluster_token,
+    require_cluster_token,
+)
 from parrot.protocol.errors import AuthenticationFailed, NotFound
-from parrot.protocol.gate.access import Access, Check
-from parrot.protocol.gate.bodies import LARGE, SMALL_BODY, BodyRules
 from parrot.protocol.public import ModelCard
-from parrot.protocol.server import api_key_of, knows_cluster_token, require_cluster_token
 from parrot.serve.core import ServeCore
 from parrot.serve.page.audit import AuditedEndpoint, AuditLog
 from parrot.serve.tenants.tenant import Scope

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import ReadOptions, VarGetResponse
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.conversations.endings import Place

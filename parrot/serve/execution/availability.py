@@ -5,8 +5,8 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from parrot.protocol.engine_api import LeaveRequest, LeaveResponse
 from parrot.protocol.errors import NotFound
-from parrot.protocol.registration.payloads import LeaveRequest, LeaveResponse
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.execution.events import EventKind
 from parrot.serve.execution.fleet import Engine, Fleet

@@ -9,7 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from parrot.protocol.engine_api import CHARS_PER_TOKEN, EngineInfo, EngineType, RuntimeInfo
+from parrot.protocol.engine_api import (
+    CHARS_PER_TOKEN,
+    EngineInfo,
+    EngineType,
+    HeartbeatRequest,
+    HeartbeatResponse,
+    Lease,
+    RuntimeInfo,
+)
 from parrot.protocol.engine_client import CoreIdentity, EngineClient, http_connect
 from parrot.protocol.errors import (
     Conflict,
@@ -20,11 +28,6 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
-from parrot.protocol.registration.payloads import (
-    HeartbeatRequest,
-    HeartbeatResponse,
-    Lease,
-)
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger

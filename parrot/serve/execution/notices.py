@@ -3,10 +3,9 @@
 import logging
 from typing import Protocol
 
-from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.engine_api import EngineInfo, Lease, LeaseUse
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.registration.payloads import Lease, LeaseUse
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.scheduling.scheduler import Scheduler, take_lease, use_of_lease
 from parrot.utils.clock import Clock

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from math import inf
 from operator import attrgetter
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, CompletionState, Reader, Task
 from parrot.serve.graph.objective import (
     deduce,

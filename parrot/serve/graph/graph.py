@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     AlreadySet,
     Cancelled,
@@ -13,6 +12,7 @@ from parrot.protocol.errors import (
     NotFound,
     ParrotError,
 )
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallParameter,
     CallResponse,

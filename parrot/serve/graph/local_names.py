@@ -4,13 +4,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from parrot.protocol.errors import InvalidRequest, ParrotError
-from parrot.protocol.graph_api import (
+from parrot.protocol.public import (
+    CallParameter,
     GraphParameter,
     GraphRequest,
+    NativeCallRequest,
     NativeGraphCall,
+    SemanticCallRequest,
     SemanticGraphCall,
 )
-from parrot.protocol.public import CallParameter, NativeCallRequest, SemanticCallRequest
 from parrot.serve.graph.variable import SemanticVariable
 
 Scope = dict[str, int | str | None]

@@ -17,8 +17,8 @@ from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Any
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
 

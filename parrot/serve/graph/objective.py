@@ -24,7 +24,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from math import inf
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import Objective, Task
 from parrot.serve.graph.runner import Predictor
 

@@ -6,8 +6,7 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from parrot.protocol.errors import Conflict
-from parrot.protocol.graph_api import GraphRequest
-from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
+from parrot.protocol.public import GraphRequest, NativeCallRequest, SemanticCallRequest
 
 Repeatable = SemanticCallRequest | NativeCallRequest | GraphRequest
 Answer = TypeVar("Answer", bound=BaseModel)

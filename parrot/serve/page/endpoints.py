@@ -12,12 +12,18 @@ from starlette.responses import RedirectResponse
 from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
+from parrot.protocol.answers import json_response
+from parrot.protocol.endpoint import (
+    SMALL_BODY,
+    Access,
+    RuledMount,
+    RuledRoute,
+    parse_payload,
+    read_json,
+)
 from parrot.protocol.errors import NotFound, PermissionDenied
-from parrot.protocol.gate.access import Access, RuledMount, RuledRoute
-from parrot.protocol.gate.bodies import SMALL_BODY
-from parrot.protocol.gate.fields import Credential, Label
+from parrot.protocol.fields import Credential, Label
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
-from parrot.protocol.server import json_response, parse_payload, read_json
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.page.audit import AuditedEndpoint, AuditLog

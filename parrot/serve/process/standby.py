@@ -9,9 +9,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.protocol.app_server import AppServer
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Standby
-from parrot.protocol.gate.access import Access
 from parrot.serve.api.empty_app import empty_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.process.assembly import Serving, serving

@@ -4,9 +4,8 @@ from dataclasses import dataclass, field
 from math import exp, isclose
 from typing import NamedTuple
 
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.engine_api import ServerLoad, StepCosts
-from parrot.protocol.registration.payloads import Lease
+from parrot.protocol.engine_api import Lease, ServerLoad, StepCosts
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.scheduling.task import CompletionTask
 
 _HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil
 
-from parrot.protocol.registration.payloads import Lease, LeaseUse
+from parrot.protocol.engine_api import Lease, LeaseUse
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.blocks import RunningPrefixes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, Objective, PieceKind
 from parrot.serve.prompts.segments import Segment
 

@@ -10,9 +10,9 @@ import aiohttp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
+from parrot.protocol.endpoint import BodyBudget, BodyLease
 from parrot.protocol.errors import MisdirectedRequest, Unavailable
-from parrot.protocol.failover.liveness import LivenessProbe
-from parrot.protocol.gate.bodies import BodyBudget, BodyLease
+from parrot.protocol.failover_client import LivenessProbe
 from parrot.serve.shards.affinity import FORWARDED, LOAD, STAYS, Load
 from parrot.serve.shards.shard import ElsewhereError
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
-from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import EngineFailed
+from parrot.protocol.fields import PerformanceCriteria as Criteria
 from parrot.serve.contexts.forecast import GROUPED, Expectations, Forecast, ReadyPrefixes
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Task

@@ -1,8 +1,7 @@
 """Calls go to engines that can do what they need, and fail by name where none can."""
 
-from parrot.protocol.engine_api import Capabilities, RuntimeInfo
+from parrot.protocol.engine_api import Capabilities, HeartbeatRequest, RuntimeInfo
 from parrot.protocol.errors import ParrotError, UnsupportedField
-from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState
 from tests.serve.execution.test_dispatcher import World

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,
     FinishReason,
+    HeartbeatRequest,
     RuntimeInfo,
     StreamChunk,
 )
@@ -34,7 +34,7 @@ from parrot.protocol.errors import (
     UnsupportedField,
     ValidationFailed,
 )
-from parrot.protocol.registration.payloads import HeartbeatRequest
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.transport import Unreachable
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig

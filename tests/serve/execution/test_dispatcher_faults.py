@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import (
     EngineInfo,
     GenerateRequest,
@@ -30,6 +29,7 @@ from parrot.protocol.errors import (
     QuotaExceeded,
     Unavailable,
 )
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher

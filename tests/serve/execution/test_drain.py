@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from parrot.protocol.engine_api import RuntimeInfo
+from parrot.protocol.engine_api import HeartbeatRequest, LeaveRequest, RuntimeInfo
 from parrot.protocol.errors import NoEngine, NotFound
-from parrot.protocol.registration.payloads import HeartbeatRequest, LeaveRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from tests.serve.execution.test_dispatcher import World

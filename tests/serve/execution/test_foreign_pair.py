@@ -11,19 +11,19 @@ from parrot.engine.app import create_app
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.service import OpenAIService
 from parrot.engine.reorder import ReorderBuffer
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import (
     Capabilities,
     FinishReason,
     GenerateRequest,
     GenerateResponse,
+    HeartbeatRequest,
     StepCosts,
     StreamChunk,
     Usage,
 )
 from parrot.protocol.engine_client import EngineClient
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.http import HttpClient
-from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher

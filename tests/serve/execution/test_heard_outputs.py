@@ -6,13 +6,11 @@ import pytest
 
 from parrot.engine.core.output import Generation, Language, untold
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
-from parrot.protocol.engine_api import RuntimeInfo
+from parrot.protocol.engine_api import HeartbeatRequest, OutputPart, RuntimeInfo
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
-from parrot.protocol.registration.payloads import HeartbeatRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.protocol.streams.outputs import OutputPart
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

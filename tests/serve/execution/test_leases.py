@@ -4,9 +4,8 @@ import asyncio
 
 import pytest
 
-from parrot.protocol.engine_api import RuntimeInfo
+from parrot.protocol.engine_api import HeartbeatRequest, Lease, LeaseUse, RuntimeInfo
 from parrot.protocol.errors import Unavailable
-from parrot.protocol.registration.payloads import HeartbeatRequest, Lease, LeaseUse
 from tests.serve.execution.test_dispatcher import World
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 

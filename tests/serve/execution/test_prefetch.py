@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FillRequest
 from parrot.protocol.errors import EngineFailed, OutOfMemory, PromptTooLong
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig

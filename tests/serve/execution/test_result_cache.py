@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import Cancelled, EngineFailed, ModelNumerics, SessionGone, Unavailable
 from parrot.protocol.public import (
     CompletionInfo,
@@ -13,7 +14,6 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import (
     AlreadySet,
     Cancelled,
@@ -15,6 +14,7 @@ from parrot.protocol.errors import (
     NotFound,
     SessionGone,
 )
+from parrot.protocol.fields import PerformanceCriteria as Criteria
 from parrot.serve.graph.graph import SessionGraph
 from tests.serve.graph.test_graph_machine import Slices
 from tests.serve.serve_fakes import (

@@ -3,8 +3,7 @@ from hypothesis import given as fuzz
 from hypothesis import strategies as st
 
 from parrot.protocol.errors import AlreadySet, Conflict, InvalidRequest, NotFound, ParrotError
-from parrot.protocol.graph_api import GraphRequest
-from parrot.protocol.public import CallResponse
+from parrot.protocol.public import CallResponse, GraphRequest
 from parrot.protocol.template import placeholder
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Piece, TextPiece, VariablePiece

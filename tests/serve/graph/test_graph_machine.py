@@ -7,7 +7,6 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import (
     Cancelled,
     CyclicGraph,
@@ -15,6 +14,7 @@ from parrot.protocol.errors import (
     ParrotError,
     SessionGone,
 )
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion, CompletionState, Reader, Task
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.tasks import Backlog

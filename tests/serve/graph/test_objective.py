@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given as fuzz
 from hypothesis import strategies as st
 
-from parrot.protocol.criteria import PerformanceCriteria as Criteria
 from parrot.protocol.errors import CyclicGraph
+from parrot.protocol.fields import PerformanceCriteria as Criteria
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Objective, Task
 from parrot.serve.graph.objective import strictest

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from parrot.protocol.registration.payloads import RegisterRequest
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import (
     Cancelled,
@@ -20,8 +19,9 @@ from parrot.protocol.errors import (
     ParrotError,
     SessionGone,
 )
-from parrot.protocol.graph_api import GraphRequest
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
+    GraphRequest,
     NativeCallRequest,
     SemanticCallRequest,
     SessionCreateRequest,

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import encode_prompt

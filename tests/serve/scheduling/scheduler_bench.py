@@ -2,8 +2,8 @@
 
 from itertools import count
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import StepCosts
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex

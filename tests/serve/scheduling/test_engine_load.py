@@ -2,8 +2,8 @@
 
 import pytest
 
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.engine_api import ServerLoad, StepCosts
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from parrot.protocol.criteria import PerformanceCriteria
-from parrot.protocol.registration.payloads import Lease, LeaseUse
+from parrot.protocol.engine_api import Lease, LeaseUse
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.scheduling.fair.queue import FairQueue
 from parrot.serve.scheduling.scheduler import take_lease
 from tests.serve.scheduling.scheduler_bench import Bench

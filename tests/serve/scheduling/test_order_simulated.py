@@ -5,7 +5,7 @@ from statistics import mean
 from typing import Any
 
 from parrot.engine.config import SimConfig
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig

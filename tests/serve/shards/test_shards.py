@@ -18,6 +18,8 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from parrot.cluster.ports import free_port
+from parrot.protocol.endpoint import BodyBudget
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import (
     MisdirectedRequest,
     NotFound,
@@ -25,11 +27,9 @@ from parrot.protocol.errors import (
     SessionGone,
     Unavailable,
 )
-from parrot.protocol.gate.bodies import BodyBudget
 from parrot.protocol.http import HttpClient
-from parrot.protocol.registration.payloads import RegisterRequest
+from parrot.protocol.middleware import create_base_app
 from parrot.protocol.serve_client import ServeClient
-from parrot.protocol.server import create_base_app
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

@@ -9,9 +9,9 @@ from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.engine.traces import EngineTracer
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig

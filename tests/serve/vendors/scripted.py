@@ -8,9 +8,8 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
-from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
+from parrot.protocol.engine_api import GenerateRequest, GenerateResponse, RegisterRequest
 from parrot.protocol.engine_api import StreamChunk as Chunk
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

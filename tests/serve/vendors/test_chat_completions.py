@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 from tokenizers import Tokenizer
 
-from parrot.protocol import server
+from parrot.protocol import answers
 from parrot.protocol.engine_api import NO_PARENT, EngineType, FinishReason
 from parrot.protocol.errors import EngineFailed, PromptTooLong
 from parrot.serve.config import CoreConfig
@@ -210,7 +210,7 @@ async def test_an_engine_that_fails_fails_the_request(site: Site) -> None:
 async def test_an_error_that_comes_late_is_the_streams_last_event(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_REFUSAL_S", 0.0)
+    monkeypatch.setattr(answers, "_REFUSAL_S", 0.0)
     site.engine.script = Script(error=EngineFailed("broken"))
     ((name, data),) = await site.stream(PATH, body(user("Hi"), stream=True))
     assert name == "error"

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import (
     EngineFailed,
     OutOfMemory,
@@ -15,7 +16,6 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore

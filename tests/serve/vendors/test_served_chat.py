@@ -11,10 +11,9 @@ from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.service import OpenAIService
 from parrot.engine.reorder import ReorderBuffer
-from parrot.protocol.engine_api import Capabilities
+from parrot.protocol.engine_api import Capabilities, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
-from parrot.protocol.registration.payloads import RegisterRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

@@ -9,8 +9,8 @@ from parrot.cli.bench.network import Network
 from parrot.cli.bench.program import Call, Output, Program, Usage
 from parrot.cli.bench.session import Data, Session, Var
 from parrot.cli.bench.text import Text
-from parrot.protocol.criteria import PerformanceCriteria
 from parrot.protocol.errors import SessionGone
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
 
 

@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.gate.fields import Bounded, Few, ForeignId, Item, JsonObject, Label, Name, Wire
-from parrot.protocol.gate.fields import Text as _Text
+from parrot.protocol.fields import Bounded, Few, ForeignId, Item, JsonObject, Label, Name, Wire
+from parrot.protocol.fields import Text as _Text
 from parrot.protocol.sampling import GenLength, SamplingConfig, StopStrings
-from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.openai_common import MAX_PARTS, ChainedFields, Ignored, Json, Metadata
 from parrot.serve.api.vendors.tool_choice import call_rules, shown
 from parrot.serve.prompts.call_grammars import CallRules

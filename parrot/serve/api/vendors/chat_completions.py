@@ -7,9 +7,9 @@ from typing import Literal
 
 import orjson
 
+from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import VarGetResponse
-from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_chat import (

@@ -10,11 +10,11 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag
 
+from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
-from parrot.protocol.gate.fields import Text, TokenIds
+from parrot.protocol.fields import Text, TokenIds
 from parrot.protocol.public import VarGetResponse
 from parrot.protocol.sampling import MAX_GEN_LENGTH, Logprobs
-from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.choices import read_all, stream_all
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_common import (

@@ -10,7 +10,7 @@ import orjson
 from pydantic import Discriminator, Field, Tag
 
 from parrot.protocol.errors import UnsupportedField
-from parrot.protocol.gate.fields import MAX_TOKENS, Name, Text, Wire
+from parrot.protocol.fields import MAX_TOKENS, Name, Text, Wire
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_common import Ignored
 from parrot.serve.execution.direct import DirectRequests

@@ -12,17 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.answers import EventStream, error_headers, run_until_disconnect
+from parrot.protocol.endpoint import Access, Endpoint, api_key_of, idempotency_key_of, read_json
 from parrot.protocol.errors import InternalError, InvalidRequest, NotFound, ParrotError
-from parrot.protocol.gate.access import Access
-from parrot.protocol.gate.answer import error_headers
-from parrot.protocol.server import (
-    EventStream,
-    api_key_of,
-    idempotency_key_of,
-    read_json,
-    run_until_disconnect,
-)
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.core import ServeCore
 from parrot.serve.shards.shard import ElsewhereError

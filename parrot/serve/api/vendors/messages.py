@@ -7,9 +7,9 @@ from typing import Literal
 
 import orjson
 
+from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import TokenUsage, VarGetResponse
-from parrot.protocol.server import Event, Events
 from parrot.serve.api.vendors.anthropic_errors import anthropic_error
 from parrot.serve.api.vendors.anthropic_fields import (
     CountRequest,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.gate.fields import Few, ForeignId, Item, JsonObject, Label, Text, Wire
+from parrot.protocol.fields import Few, ForeignId, Item, JsonObject, Label, Text, Wire
 from parrot.protocol.sampling import GenLength
 from parrot.serve.api.vendors.openai_common import (
     MAX_PARTS,

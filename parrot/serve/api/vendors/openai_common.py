@@ -10,9 +10,9 @@ from pydantic import (
     Tag,
 )
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.gate.fields import (
+from parrot.protocol.fields import (
     AnyJson,
     Bounded,
     Credential,
@@ -21,6 +21,7 @@ from parrot.protocol.gate.fields import (
     JsonObject,
     Label,
     Name,
+    PerformanceCriteria,
     Text,
     Wire,
 )
@@ -34,7 +35,6 @@ from parrot.protocol.sampling import (
     StopIds,
     StopStrings,
 )
-from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.endpoint import Caller, require_shallow
 from parrot.serve.conversations.turn import Chain, Turn
 from parrot.serve.prompts.placeholders import MAX_PLACES

@@ -7,7 +7,7 @@ import orjson
 from pydantic import Field
 
 from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.gate.fields import Name, Text, TokenIds, Wire
+from parrot.protocol.fields import Name, Text, TokenIds, Wire
 from parrot.serve.api.vendors.endpoint import Caller, VendorAnswer
 from parrot.serve.api.vendors.openai_chat import MAX_MESSAGES, ChatMessage, template_messages
 from parrot.serve.core import ServeCore

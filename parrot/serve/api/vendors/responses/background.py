@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import orjson
 
+from parrot.protocol.answers import Events
 from parrot.protocol.errors import Cancelled, InsufficientStorage, NoEngine, NotFound, ParrotError
-from parrot.protocol.server import Events
 from parrot.serve.api.vendors.choices import stream_all
 from parrot.serve.api.vendors.openai_common import Json
 from parrot.serve.api.vendors.responses.writer import Ended, Likelihoods, Part, ResponseWriter

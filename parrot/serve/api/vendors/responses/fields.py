@@ -6,11 +6,19 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Discriminator, Field, Tag
 
-from parrot.protocol.criteria import PerformanceCriteria
+from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.gate.fields import Amount, AnyJson, Bounded, JsonObject, Label, Text, Wire
+from parrot.protocol.fields import (
+    Amount,
+    AnyJson,
+    Bounded,
+    JsonObject,
+    Label,
+    PerformanceCriteria,
+    Text,
+    Wire,
+)
 from parrot.protocol.sampling import GenLength, SamplingConfig
-from parrot.protocol.server import parse_payload
 from parrot.serve.api.vendors.endpoint import VendorAnswer
 from parrot.serve.api.vendors.openai_common import (
     DEFAULT_MAX_TOKENS,

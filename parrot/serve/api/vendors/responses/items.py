@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from parrot.protocol.gate.fields import (
+from parrot.protocol.fields import (
     Bounded,
     ForeignId,
     JsonObject,
@@ -23,7 +23,7 @@ from parrot.protocol.gate.fields import (
     Wire,
     check_sizes,
 )
-from parrot.protocol.gate.fields import Item as ListItem
+from parrot.protocol.fields import Item as ListItem
 from parrot.serve.api.vendors.openai_common import (
     MAX_PARTS,
     Content,

@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import orjson
 
+from parrot.protocol.answers import Events
 from parrot.protocol.errors import (
     Cancelled,
     Conflict,
@@ -17,7 +18,6 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
-from parrot.protocol.server import Events
 from parrot.serve.api.vendors.choices import read_all
 from parrot.serve.api.vendors.endpoint import Caller
 from parrot.serve.api.vendors.openai_common import Json, chained, program_of

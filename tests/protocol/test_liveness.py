@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from parrot.protocol.errors import Unavailable
-from parrot.protocol.failover.liveness import LivenessProbe
+from parrot.protocol.failover_client import LivenessProbe
 
 
 class Server:

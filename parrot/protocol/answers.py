@@ -1,6 +1,7 @@
-"""Common parts of both servers (ServeCore and engines): strict JSON, the error table, SSE, keys.
+"""Answers on their way out: JSON, errors in one form, and server-sent events, which are given up
+when the client goes away.
 
-Only server processes import this module; it needs FastAPI."""
+Only servers import this module and those that take requests; they need FastAPI."""
 
 import asyncio
 import logging
@@ -10,32 +11,24 @@ from collections.abc import (
     Awaitable,
     Callable,
     Mapping,
-    Sequence,
 )
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import aclosing, suppress
+from math import ceil
 from typing import Any, TypeVar
 
 import orjson
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from pydantic_core import to_json
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from parrot.protocol.errors import (
-    AuthenticationFailed,
     Cancelled,
     InternalError,
-    InvalidRequest,
     ParrotError,
-    UnsupportedMediaType,
-    ValidationFailed,
+    QueueFull,
 )
-from parrot.protocol.gate.answer import ErrorForm, own_form
-from parrot.protocol.gate.bodies import ANY_BODY, BodyBudget, BodyLimit, BodyRules, read_body
-from parrot.protocol.gate.config import ConnectionLimits
-from parrot.protocol.gate.errors import ErrorBoundary
-from parrot.protocol.gate.hosts import ANY_HOST, HostGuard
-from parrot.utils.ids import tokens_equal
 from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -43,59 +36,17 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 _REFUSAL_S = 10.0
 _KEEP_ALIVE = b": keep-alive\n\n"
-_JSON = "application/json"
-_LARGE = 2**17  # bytes of a body
-_MAX_FIELDS = 64
-_MAX_KEY = 256  # characters of a client's for a request
 _TURN_BYTES = 2**16
 _TURN_ITEMS = 4096  # of a list in an answer
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
-T = TypeVar("T", bound=BaseModel)
+
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+
 R = TypeVar("R")
-
-
-def create_base_app(
-    title: str,
-    *,
-    max_body_size: int,
-    max_body_memory: int = ConnectionLimits().max_body_memory,
-    host: str = "localhost",
-    allowed_hosts: Sequence[str] = (ANY_HOST,),
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-    error_form: ErrorForm = own_form,
-    around: Callable[[ASGIApp], ASGIApp] | None = None,
-) -> FastAPI:
-    """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors, in
-    the form that `error_form` gives it. It answers under the names of `host` and `allowed_hosts`
-    (see `HostGuard`). `around`: what stands between its errors and its routes."""
-    app = _App(
-        title=title,
-        lifespan=lifespan,
-        openapi_url=None,  # ours have rules; and FastAPI's pages load scripts from elsewhere
-        # Else it looks for a provider of each in the environment, with every request.
-        telemetry={"tracing": False, "metrics": False, "logs": False},
-    )
-    app.state.body_budget = BodyBudget(max_body_memory)
-    app.error_form = error_form
-    app.around = around
-    app.add_middleware(BodyLimit, max_body_size=max_body_size, error_form=error_form)
-    app.add_middleware(HostGuard, bound=host, others=allowed_hosts, error_form=error_form)
-    return app
-
-
-class _App(FastAPI):
-    """An app with one layer in the place of FastAPI's six, which cost a tenth of all of ServeCore's
-    work on a call and do nothing for plain routes."""
-
-    error_form: ErrorForm
-    around: Callable[[ASGIApp], ASGIApp] | None
-
-    def build_middleware_stack(self) -> ASGIApp:
-        routes: ASGIApp = self.router if self.around is None else self.around(self.router)
-        app: ASGIApp = ErrorBoundary(routes, self.error_form)
-        for layer, args, options in reversed(self.user_middleware):
-            app = layer(app, *args, **options)
-        return app
 
 
 def json_response(model: BaseModel) -> Response:
@@ -126,81 +77,31 @@ async def json_in_turns(model: BaseModel) -> bytes:
     return b"{%b}" % b",".join(fields)
 
 
-async def read_json(
-    request: Request, rules: BodyRules = ANY_BODY, check: Callable[[Any], None] | None = None
-) -> Any:
-    """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
-    nesting, so nothing behind this line meets them; nor what `check` raises for.
-
-    A page of another site can make a browser send any body but one that is declared as JSON, for
-    which the browser asks first."""
-    raw = await read_body(request, rules)
-    if not raw:
-        return {}
-    declared = request.headers.get("content-type", "")
-    if declared.partition(";")[0].strip().lower() != _JSON:
-        raise UnsupportedMediaType(f"the body must be declared as {_JSON}, not {declared!r:.80}")
-    await others_first(len(raw))
-    try:
-        payload = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    if isinstance(payload, dict) and len(payload) > _MAX_FIELDS:
-        # Before validation, which would say of each that it is unknown.
-        raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
-    if check is not None:
-        await others_first(len(raw))
-        check(payload)
-    await others_first(len(raw))
-    return payload
+ErrorForm = Callable[[Request, ParrotError], tuple[int, Mapping[str, Any]]]
+"""The status and the JSON of an error that a request gets."""
 
 
-async def others_first(size: int) -> None:
-    """Each look at a large body takes some ten milliseconds: others may go on between two."""
-    if size > _LARGE:
-        await asyncio.sleep(0)
+def own_form(request: Request, error: ParrotError) -> tuple[int, Mapping[str, Any]]:
+    """Parrot's own: see errors.py."""
+    return error.status, error.to_payload()
 
 
-def parse_payload(model: type[T], payload: Any) -> T:
-    """Validate `payload`, or raise `ValidationFailed` that names the first bad field."""
-    try:
-        return model.model_validate(payload)
-    except ValidationError as error:
-        first, *others = error.errors(include_url=False, include_input=False)
-        param = ".".join(map(str, first["loc"]))
-        where = f"`{param}`: " if param else ""
-        more = f" (and {len(others)} more)" if others else ""
-        raise ValidationFailed(f"{where}{first['msg']}{more}", param=param or None) from None
+def error_headers(error: ParrotError, status: int) -> Mapping[str, str] | None:
+    if isinstance(error, QueueFull) and error.retry_after_s is not None:
+        return {"Retry-After": str(max(1, ceil(error.retry_after_s)))}
+    return _HEADERS.get(status)
 
 
-def bearer_token(request: Request) -> str | None:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return token if scheme.lower() == "bearer" and token else None
-
-
-def api_key_of(request: Request) -> str | None:
-    """The Bearer token, or the header `x-api-key` (Anthropic's)."""
-    return bearer_token(request) or request.headers.get("x-api-key")
-
-
-def idempotency_key_of(request: Request) -> str | None:
-    """The header `Idempotency-Key`. Raises `InvalidRequest` for one that is too long."""
-    key = request.headers.get("idempotency-key")
-    if key is not None and len(key) > _MAX_KEY:
-        text = f"`Idempotency-Key` has more than {_MAX_KEY} characters"
-        raise InvalidRequest(text, param="Idempotency-Key")
-    return key or None
-
-
-def knows_cluster_token(request: Request, expected: str | None) -> bool:
-    """Whether it carries the cluster's token, or none is configured."""
-    return expected is None or tokens_equal(bearer_token(request) or "", expected)
-
-
-def require_cluster_token(request: Request, expected: str | None) -> None:
-    """Raises `AuthenticationFailed`."""
-    if not knows_cluster_token(request, expected):
-        raise AuthenticationFailed("missing or wrong cluster token (`Authorization: Bearer TOKEN`)")
+def error_response(
+    request: Request, error: ParrotError, error_form: ErrorForm = own_form
+) -> Response:
+    status, payload = error_form(request, error)
+    return Response(
+        orjson.dumps(payload, option=orjson.OPT_NON_STR_KEYS, default=str),
+        status_code=status,
+        media_type="application/json",
+        headers=error_headers(error, status),
+    )
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[R]) -> R:
@@ -241,6 +142,7 @@ async def _disconnected(request: Request) -> None:
 
 Event = tuple[str | None, BaseModel | Mapping[str, Any] | str]
 """The name of a server-sent event, if it has one, and its data: JSON, or a line as it is."""
+
 
 Events = Event | list[Event] | bytes
 """Events that are sent at once; bytes are encoded already."""

@@ -1,9 +1,16 @@
 """Types of fields: every text, list, object and number of a request has a bound. A request has only
 such fields, and those of `Literal` and enumerated types (tests/hostile/test_field_bounds.py)."""
 
+from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 MAX_TEXT = 16 * 2**20  # characters in one template or value
 _MAX_FIELDS = 256  # of an object
@@ -70,3 +77,20 @@ def check_sizes(values: Any) -> Any:
 
 
 Few = BeforeValidator(check_sizes)
+
+
+class PerformanceCriteria(StrEnum):
+    """`LATENCY`: this value soon. `THROUGHPUT`: many such values cheaply. `TTFT`: its first token
+    soon. `TPOT`: its tokens at a steady, fast pace."""
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+    TTFT = "TTFT"
+    TPOT = "TPOT"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "PerformanceCriteria | None":
+        """Accept any letter case on the wire ("ttft", "Latency")."""
+        if isinstance(value, str):
+            return next((c for c in cls if c.value.lower() == value.lower()), None)
+        return None

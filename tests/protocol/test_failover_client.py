@@ -10,9 +10,9 @@ import orjson
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from parrot.protocol import failover_client
 from parrot.protocol.errors import InvalidRequest, NoEngine, ParrotError, Standby, Unavailable
-from parrot.protocol.failover import client as failover
-from parrot.protocol.failover.client import FailoverClient, client_of
+from parrot.protocol.failover_client import FailoverClient, client_of
 from parrot.protocol.http import HttpClient
 from tests.support.app_server import serve_app
 
@@ -81,7 +81,7 @@ def post(http: FailoverClient) -> Any:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in {"_PATIENCE_S": 2.0, "_PROBE_S": 0.2, "_PROBE_TIMEOUT_S": 0.3}.items():
-        monkeypatch.setattr(failover, name, seconds)
+        monkeypatch.setattr(failover_client, name, seconds)
 
 
 async def test_the_one_that_serves_is_found_and_kept() -> None:

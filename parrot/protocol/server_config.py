@@ -1,17 +1,66 @@
-"""The secret that ServeCore and its engines know each other by, and the file that keeps one."""
+"""Configuration that ServeCore and engines have in common: limits of connections, and the secret
+that they know each other by, with the file that keeps one."""
 
 import os
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
-from parrot.protocol.gate.names import is_loopback
-from parrot.utils.config import ConfigError
+from pydantic import AfterValidator, Field
+
+from parrot.utils.addresses import MAX_HOST_NAME, is_loopback
+from parrot.utils.config import ConfigError, ConfigModel
 from parrot.utils.ids import new_token
 
 _FILE_NAME = "cluster_token"
 _MAX_LEN = 4096
 _KEYS_VARIABLE = """PARROT_CORE__API_KEYS='["KEY"]'"""
+
+
+_HostName = Annotated[str, Field(min_length=1, max_length=MAX_HOST_NAME)]
+HostNames = Annotated[tuple[_HostName, ...], Field(strict=False)]
+_Seconds = Annotated[float, Field(gt=0, le=1e9)]
+_Count = Annotated[int, Field(ge=1, le=2**40)]
+
+
+_PLACEHOLDER = "replace-me"
+
+
+def _no_placeholder(secret: str) -> str:
+    """Raises `ValueError` for what the sample configurations have in the place of a secret."""
+    if secret.startswith(_PLACEHOLDER):
+        raise ValueError(
+            "is the sample's, which everybody knows: put a secret of your own, as of "
+            "`openssl rand -hex 32`"
+        )
+    return secret
+
+
+Secret = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_no_placeholder)]
+
+
+class ConnectionLimits(ConfigModel):
+    """Limits of one connection, and of all together. Who exceeds one is answered with 408, 431
+    or 503 (but for `answer_idle_timeout`), and the connection closed."""
+
+    head_timeout: _Seconds = Field(
+        20.0, description="For a request's head, the first since the connection is there."
+    )
+    body_idle_timeout: _Seconds = Field(30.0, description="Between two pieces of a body.")
+    body_timeout: _Seconds = Field(300.0, description="For a whole body.")
+    answer_idle_timeout: _Seconds = Field(
+        300.0,
+        description="For a client to take some of an answer while the system's buffers are full "
+        "(about 1 MB of it); then the connection is cut.",
+    )
+    max_header_bytes: _Count = Field(65_536, description="Bytes of a head.")
+    max_connections: _Count = Field(8192, description="Connections that are open at once.")
+    max_body_memory: _Count = Field(
+        2**29,
+        description="Bytes of all bodies that are being read or handed on to another shard, less "
+        "the first 64 KiB of each; a request beyond gets 503.",
+    )
 
 
 def settled_token(

@@ -1,12 +1,12 @@
-"""A client of several servers, of which one serves at a time."""
+"""A client of several servers, of which one serves at a time; one that neither answers nor breaks
+the connection is noticed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from parrot.protocol.errors import Standby, Unavailable
-from parrot.protocol.failover.liveness import LivenessProbe
 from parrot.protocol.http import HttpClient
 from parrot.protocol.transport import RequestOptions, StreamOptions, Transport, Unreachable
 
@@ -15,6 +15,36 @@ _PAUSE_S = 0.25
 _PROBE_S = 1.0
 _PROBE_TIMEOUT_S = 1.5
 _SHUNNED_S = 5.0
+
+
+T = TypeVar("T")
+
+
+class LivenessProbe:
+    """Notices a server that hangs: its host answers, and its connections stay open, for ever.
+
+    `ask` returns when the server is alive and raises what a waiting read is to raise when it is
+    not. It is asked on behalf of all who wait, at most once per `interval_s`."""
+
+    def __init__(self, ask: Callable[[], Coroutine[Any, Any, None]], interval_s: float) -> None:
+        self._ask = ask
+        self._interval_s = interval_s
+        self._probe: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
+
+    async def guard(self, read: Awaitable[T]) -> T:
+        """Wait for `read` while the server is alive. Cancelled, it cancels `read`."""
+        task = asyncio.ensure_future(read)
+        try:
+            while not (await asyncio.wait((task,), timeout=self._interval_s))[0]:
+                now = asyncio.get_running_loop().time()
+                if self._probe is None or now - self._asked_at >= self._interval_s:
+                    self._asked_at = now
+                    self._probe = asyncio.ensure_future(self._ask())
+                await asyncio.shield(self._probe)
+            return task.result()
+        finally:
+            task.cancel()
 
 
 class _Server:
