@@ -45,7 +45,7 @@ from benchmark.scale.simulated.traffic import (
 )
 from benchmark.simulated import ENGINES, changed, sim_engine
 from parrot.engine.config import SimConfig
-from parrot.serve.contexts.room import Room
+from parrot.serve.contexts.index import Room
 
 COSTS = ENGINES / "sim_llama_3_1_8b.json"
 PARTS = ("division", "windows", "fullest", "failures")

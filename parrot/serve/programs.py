@@ -17,8 +17,7 @@ from parrot.protocol.public import (
     VarListResponse,
     VarValue,
 )
-from parrot.serve.graph.graph import naming_call
-from parrot.serve.graph.local_names import ResolvedGraph, resolve
+from parrot.serve.graph.graph import ResolvedGraph, naming_call, resolve
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.journal.record import Kind, Payload
 from parrot.serve.journal.replay import replay_attempt, replay_settled

@@ -20,10 +20,8 @@ from parrot.protocol.errors import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
-from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.ids import SessionIds, Shared
-from parrot.serve.graph.nodes import Completion, Task
-from parrot.serve.graph.runner import Predictor, Runner
+from parrot.serve.graph.graph import SessionGraph, SessionIds, Shared
+from parrot.serve.graph.nodes import Completion, Predictor, Runner, Task
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.journal.history import History, SessionNumbers
 from parrot.serve.journal.journal import Journal

@@ -25,21 +25,20 @@ from parrot.serve.contexts.kv_log import KvCounts, KvLog
 from parrot.serve.execution.events import EventLog
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
-from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.ids import SessionIds, Shared
+from parrot.serve.graph.graph import SessionGraph, SessionIds, Shared
 from parrot.serve.graph.nodes import (
     Completion,
     CompletionState,
     Piece,
+    Predictor,
     Reader,
     Task,
     VariablePiece,
 )
-from parrot.serve.graph.runner import Predictor
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.quotas import QueuedByTenant
-from parrot.serve.scheduling.fair.counters import Counters
-from parrot.serve.scheduling.load_index import LoadIndex
+from parrot.serve.scheduling.fairness import Counters
+from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.task import Decision
 from parrot.utils.clock import MonotonicClock

@@ -5,7 +5,7 @@ import pytest
 from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded, SessionGone
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.config import CoreConfig
-from parrot.serve.scheduling.load_index import LoadIndex
+from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.serve.tenants.table import TenantTable

@@ -1,17 +1,18 @@
 """Orders of eviction: which idle context goes first."""
 
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 
-from parrot.serve.contexts.index import Context
+from parrot.serve.contexts.index import Context, Kept, Residence
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LazyHeap, LruDict
 
-_REVIEW = 0.25  # a prediction is made anew after this part of the time to the next use
-_SOONER = 0.9  # a use expected within this part of the predicted time changes the order
-_MIN_REVIEW_S = 0.05
-_MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either kind
-_MAX_FIRST_LOOKS = 64  # likewise, of contexts that have no prediction yet
+_PRESENT_S = 120.0  # a tenant that was there so lately keeps its part
+_MAX_GROUP_LOOKS = 8  # tenants that are looked at for one eviction
+
+WeightOf = Callable[[str], float]
 
 
 class LeastRecentlyUsed:
@@ -89,3 +90,191 @@ class FarthestNextUse:
 
 
 EvictionOrder = LeastRecentlyUsed | FarthestNextUse
+
+
+@dataclass(slots=True)
+class _Tenant:
+    weight: float
+    idle: EvictionOrder
+    num_contexts: int = 0
+    used: int = 0  # tokens of these
+    seen: float = 0.0  # when one of them came or was used
+
+
+class IdleByTenant:
+    """One engine's idle contexts, those of each tenant in an order of their own, and what memory
+    the tenants' contexts take."""
+
+    def __init__(
+        self, capacity: int, make_order: Callable[[], EvictionOrder], weight: WeightOf, clock: Clock
+    ) -> None:
+        self.capacity = capacity
+        self._make_order = make_order
+        self._weight_of = weight
+        self._clock = clock
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # by `seen`
+        self._weight = 0.0  # of all
+        self._largest: LazyHeap[str, float] = LazyHeap()  # by weight; empty while there is one
+
+    def opened(self, context: Context, size: int) -> None:
+        tenant = self._tenants.get(context.tenant)
+        if tenant is None:
+            tenant = _Tenant(self._weight_of(context.tenant), self._make_order())
+            self._tenants[context.tenant] = tenant
+            self._weight += tenant.weight
+            for name, known in self._tenants.items() if len(self._tenants) == 2 else ():
+                self._largest.set(name, -known.used / known.weight)
+        tenant.num_contexts += 1
+        self.resized(context, size)
+
+    def resized(self, context: Context, added: int) -> None:
+        self._add(context.tenant, added)
+        self._tenants[context.tenant].seen = self._clock.now()
+        self._tenants.move_to_end(context.tenant)
+
+    def freed(self, context: Context, size: int) -> None:
+        """Its tenant has not been there for that: else who is away would lose only one."""
+        self.discard(context)
+        self._add(context.tenant, -size)
+        tenant = self._tenants[context.tenant]
+        tenant.num_contexts -= 1
+        if not tenant.num_contexts:
+            del self._tenants[context.tenant]
+            self._largest.discard(context.tenant)
+            self._weight = self._weight - tenant.weight if self._tenants else 0.0
+            if len(self._tenants) == 1:
+                self._largest.clear()
+
+    def _add(self, name: str, tokens: int) -> None:
+        tenant = self._tenants[name]
+        tenant.used += tokens
+        if len(self._tenants) > 1:
+            self._largest.set(name, -tenant.used / tenant.weight)
+
+    def add(self, context: Context, *, recent: bool) -> None:
+        """See `EvictionOrder.add`."""
+        self._tenants[context.tenant].idle.add(context, recent=recent)
+
+    def discard(self, context: Context) -> None:
+        """It is not idle any more."""
+        self._tenants[context.tenant].idle.discard(context)
+
+    def first(self, asking: str | None = None) -> Context | None:
+        """The one to evict for the tenant `asking`; None if there is none that it may have. Without
+        a tenant, it may be anybody's."""
+        if len(self._tenants) < 2:
+            return next((tenant.idle.first() for tenant in self._tenants.values()), None)
+        return self._of_absent() or self._of_largest() or self._of_any(asking)
+
+    def _of_absent(self) -> Context | None:
+        """The first of those who have not been there for long."""
+        end = self._clock.now() - _PRESENT_S
+        for tenant in islice(self._tenants.values(), _MAX_GROUP_LOOKS):
+            if tenant.seen > end:
+                return None
+            if (first := tenant.idle.first()) is not None:
+                return first
+        return None
+
+    def _of_largest(self) -> Context | None:
+        """The first of those who have more than their part."""
+        part = self.capacity / self._weight
+        for name in self._largest.smallest(_MAX_GROUP_LOOKS):
+            tenant = self._tenants[name]
+            if tenant.used / tenant.weight <= part:
+                return None
+            if (first := tenant.idle.first()) is not None:
+                return first
+        return None
+
+    def _of_any(self, asking: str | None) -> Context | None:
+        """The first of the tenant that asks, or, without one, of anybody."""
+        if asking is not None:
+            tenant = self._tenants.get(asking)
+            return None if tenant is None else tenant.idle.first()
+        firsts = (tenant.idle.first() for tenant in self._tenants.values())
+        return next((first for first in firsts if first is not None), None)
+
+    def context_ids(self) -> Collection[int]:
+        return {i for tenant in self._tenants.values() for i in tenant.idle.context_ids()}
+
+    def check_integrity(self, sizes: dict[Context, int]) -> None:
+        """Recount by the sizes of all contexts. Raises AssertionError with what differs."""
+        used = dict.fromkeys(self._tenants, 0)
+        for context, size in sizes.items():
+            used[context.tenant] += size
+        assert used == {name: t.used for name, t in self._tenants.items()}, (used, self._tenants)
+        assert sum(t.num_contexts for t in self._tenants.values()) == len(sizes), self._tenants
+        assert set(self._largest) == (set(used) if len(used) > 1 else set()), self._largest
+
+
+_REVIEW = 0.25  # a prediction is made anew after this part of the time to the next use
+_SOONER = 0.9  # a use expected within this part of the predicted time changes the order
+_MIN_REVIEW_S = 0.05
+_MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either kind
+_MAX_FIRST_LOOKS = 64  # likewise, of contexts that have no prediction yet
+
+
+@dataclass(slots=True)
+class Account:
+    """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children.
+    `capacity` counts the `host`'s, too; `residence` None: there is no host tier; `kept` None: the
+    engine keeps what the ledger says, with no server behind it that does as it likes."""
+
+    capacity: int
+    block_size: int
+    idle: IdleByTenant
+    contexts: dict[int, Context] = field(default_factory=dict)
+    used: int = 0
+    residence: Residence | None = None
+    kept: Kept | None = None
+    host: int = 0
+
+    def resize(self, on_device: int) -> None:
+        """The device holds so many tokens from now on."""
+        self.capacity = self.idle.capacity = on_device + self.host
+        if self.residence is not None:
+            self.residence.resize(on_device)
+
+    def use(self, context: Context) -> None:
+        """A run has it on the device."""
+        if self.residence is not None:
+            self.residence.use(context)
+        if self.kept is not None:
+            self.kept.use(context)
+
+    def trim(self) -> None:
+        if self.kept is not None:
+            self.kept.trim()
+
+    def size(self, context: Context) -> int:
+        """Tokens of the blocks that only this context and its forks have: a fork inside a block
+        copies that block."""
+        end = context.length + context.reserved
+        num_blocks = -(-end // self.block_size) - context.parent_len // self.block_size
+        return num_blocks * self.block_size
+
+    def check_integrity(self) -> None:
+        """Recount. Raises AssertionError with what differs."""
+        contexts = self.contexts.values()
+        used = sum(map(self.size, contexts))
+        assert self.used == used, (self.used, used)
+        idle = {context.id for context in contexts if not context.pins and not context.children}
+        assert set(self.idle.context_ids()) == idle, (self.idle, idle)
+        self.idle.check_integrity({context: self.size(context) for context in contexts})
+        for context in contexts:
+            _check_links(context, self.contexts)
+        if self.residence is not None:
+            self.residence.check_integrity()
+        if self.kept is not None:
+            self.kept.check_integrity(contexts)
+
+
+def _check_links(context: Context, live: Mapping[int, Context]) -> None:
+    pinned = sum(1 for child in context.children if child.pins)
+    assert context.pins == context.users + pinned, (context.id, context.pins, pinned)
+    assert all(live.get(child.id) is child for child in context.children), context.id
+    assert context.retired is None or context.pins or context.children, context.id
+    if context.parent is not None:
+        assert live.get(context.parent.id) is context.parent, context.id
+        assert context in context.parent.children, context.id

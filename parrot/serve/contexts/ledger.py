@@ -15,16 +15,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from parrot.serve.config import CoreConfig
-from parrot.serve.contexts.account import Account
-from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
+from parrot.serve.contexts.eviction import (
+    Account,
+    EvictionOrder,
+    FarthestNextUse,
+    IdleByTenant,
+    LeastRecentlyUsed,
+    WeightOf,
+)
 from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, next_use
-from parrot.serve.contexts.index import Boundary, Context, FreeReason, Owner, PrefixIndex
-from parrot.serve.contexts.kept import Kept
+from parrot.serve.contexts.index import (
+    Boundary,
+    Context,
+    FreeReason,
+    Kept,
+    Owner,
+    PrefixIndex,
+    Residence,
+    Room,
+)
 from parrot.serve.contexts.kv_log import KvLog
 from parrot.serve.contexts.owners import Owners
-from parrot.serve.contexts.residence import Residence
-from parrot.serve.contexts.room import Room
-from parrot.serve.contexts.shares import IdleByTenant, WeightOf
 from parrot.serve.contexts.think_time import Source, ThinkTimes
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter

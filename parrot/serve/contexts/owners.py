@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from parrot.serve.contexts.index import Context
-from parrot.serve.contexts.room import Room
+from parrot.serve.contexts.index import Context, Room
 from parrot.utils.heaps import LruDict
 
 

@@ -12,7 +12,7 @@ from parrot.serve.execution.events import EventKind
 from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import Run, RunState
 from parrot.serve.graph.nodes import Completion
-from parrot.serve.scheduling.load_index import Models
+from parrot.serve.scheduling.load import Models
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict

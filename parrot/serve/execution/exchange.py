@@ -1,30 +1,383 @@
 """One exchange with an engine: from a placed run to its outcome, and what becomes of the contexts
 that were opened for it."""
 
+from array import array
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 from parrot.protocol.engine_api import (
+    MAX_DRAFT_TOKENS,
+    NO_PARENT,
+    DraftSources,
+    EngineType,
+    FillPiece,
     FinishReason,
     GenerateRequest,
     GenerateResponse,
     StreamChunk,
     Usage,
 )
-from parrot.protocol.errors import EngineFailed, ParrotError
-from parrot.serve.contexts.index import Boundary
+from parrot.protocol.errors import EngineFailed, InvalidRequest, ParrotError, PromptTooLong
+from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.serve.contexts.index import Boundary, Context, Owner
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
-from parrot.serve.execution.draft_sources import DraftTexts
 from parrot.serve.execution.fleet import Engine
-from parrot.serve.execution.likelihoods import appended, joined_logprobs, stop_ids_of
-from parrot.serve.execution.request import known_of, open_request
 from parrot.serve.execution.run import Attempt, Outcome, Run
+from parrot.serve.graph.nodes import Completion, VariablePiece, given_name
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.encode import Units, encode_prompt, encode_text
+from parrot.serve.prompts.encode import Units, encode_prompt, encode_text, join
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
+from parrot.serve.scheduling.predictor import function_key
+from parrot.utils.heaps import LruDict
 from parrot.utils.tasks import TaskSet
+
+
+def public_len(engine: Engine, prompt: Units) -> int:
+    """The length of the longest public prefix, as far as it fills blocks, with which the prompt
+    begins; 0: it begins with none."""
+    return next((len(ids) for ids in _prefixes(engine) if prompt[: len(ids)] == ids), 0)
+
+
+def longest_public(engine: Engine) -> int:
+    """The length of the longest one that any prompt has."""
+    return max(map(len, _prefixes(engine)), default=0)
+
+
+def _prefixes(engine: Engine) -> list[Units]:
+    """The longest first."""
+    if engine.tokenizer is None:
+        return []  # its contexts are text
+    size = engine.info.block_size
+    return [ids[: len(ids) - len(ids) % size] for ids in engine.tokenizer.public]
+
+
+def stop_ids_of(sampling: SamplingConfig, tokenizer: ModelTokenizer) -> frozenset[int]:
+    """The tokens that end an output."""
+    eos: frozenset[int] = frozenset() if sampling.ignore_tokenizer_eos else tokenizer.eos
+    return eos.union(sampling.stop_token_ids)
+
+
+def joined_logprobs(
+    before: Logprobs | None, attempt: Attempt, response: GenerateResponse
+) -> Logprobs | None:
+    """Log probabilities of earlier attempts, and of the tokens of the response's text; what ended
+    it is their `ending`."""
+    found, tokenizer = response.logprobs, attempt.tokenizer
+    if found is None or tokenizer is None:
+        return appended(before, found, tokenizer)
+    num_shown = _num_shown(attempt.sampling, tokenizer, response)
+    joined = appended(before, found.part(0, num_shown), tokenizer)
+    if joined is not None:
+        joined.ending = appended(None, found.part(num_shown), tokenizer)
+    return joined
+
+
+def appended(
+    before: Logprobs | None, more: Logprobs | None, tokenizer: ModelTokenizer | None
+) -> Logprobs | None:
+    """`before`, which is changed, with `more` of an engine with this tokenizer behind it."""
+    if more is None:
+        return before
+    if tokenizer is not None:
+        more.tokens = tokenizer.encoder.vocabulary
+    if before is None:
+        return more
+    before.extend(more)
+    return before
+
+
+def _num_shown(
+    sampling: SamplingConfig, tokenizer: ModelTokenizer, response: GenerateResponse
+) -> int:
+    ids = response.generated_ids
+    if response.finish_reason is not FinishReason.STOP or not ids:
+        return len(ids)
+    if ids[-1] in stop_ids_of(sampling, tokenizer):
+        return len(ids) - 1
+    if not sampling.stop_strings:
+        return len(ids)
+    wanted = len(response.generated_text)
+    return bisect_left(
+        range(len(ids)), wanted, key=lambda n: len(tokenizer.encoder.decode(ids[:n]))
+    )
+
+
+_MAX_FUNCTIONS = 1024
+_KEPT_OUTPUTS = 4  # of one function
+_SENT_OUTPUTS = 2
+_MAX_OUTPUT = 4096  # tokens; what comes behind is not kept
+_ENOUGH = 256.0  # drafted tokens that tell whether drafts pay
+_MEMORY = 2048.0  # drafted tokens after which older ones count half
+_LEAST_ACCEPTED = 0.1  # of the tokens drafted
+_TRIES = 16  # every so many calls, one is drafted although that did not pay
+
+_NOTHING = DraftSources(in_context=False)
+
+
+class _Output(NamedTuple):
+    session_id: int
+    tokenizer_id: str
+    ids: "array[int]"
+
+
+@dataclass(slots=True)
+class _Function:
+    """The newest output is the last."""
+
+    outputs: deque[_Output] = field(default_factory=lambda: deque(maxlen=_KEPT_OUTPUTS))
+    drafted: float = 0.0
+    accepted: float = 0.0
+    num_skipped: int = 0
+
+    def count(self, usage: Usage) -> None:
+        if self.drafted > _MEMORY:
+            self.drafted, self.accepted = self.drafted / 2, self.accepted / 2
+        self.drafted += usage.drafted_tokens
+        self.accepted += usage.accepted_tokens
+
+    def is_to_be_drafted(self) -> bool:
+        if self.drafted < _ENOUGH or self.accepted >= _LEAST_ACCEPTED * self.drafted:
+            return True
+        self.num_skipped += 1
+        return self.num_skipped % _TRIES == 0
+
+    def texts(self, session_id: int, tokenizer_id: str) -> list[list[int]]:
+        """The newest outputs, those of this session first. Siblings of a fan-out are among them."""
+        usable = [o for o in reversed(self.outputs) if o.tokenizer_id == tokenizer_id]
+        usable.sort(key=lambda output: output.session_id != session_id)
+        return [output.ids.tolist() for output in usable[:_SENT_OUTPUTS]]
+
+
+class DraftTexts:
+    """Keeps the last outputs of functions, for each cache salt its own, and what drafts came to: a
+    function whose drafts are hardly ever right is not drafted any more, but for a try now and
+    then. Functions are those whose calls differ in variables."""
+
+    def __init__(self) -> None:
+        self._functions: LruDict[int, _Function] = LruDict(_MAX_FUNCTIONS)
+
+    async def sources(self, attempt: Attempt) -> DraftSources | None:
+        """The texts for an attempt's drafts; None if the engine finds its own, or has none."""
+        completion, tokenizer = attempt.task.completion, attempt.tokenizer
+        if tokenizer is None or attempt.engine.info.engine_type is not EngineType.BUILTIN:
+            return None
+        function = self._functions.get(function_key(completion))
+        if function is not None and not function.is_to_be_drafted():
+            return _NOTHING
+        texts: list[Sequence[int]] = []
+        if prediction := completion.options.prediction:
+            units = await encode_text(prediction, tokenizer)
+            texts.append([unit for unit in units if isinstance(unit, int)])
+        if function is not None:
+            texts += function.texts(completion.session_id, tokenizer.tokenizer_id)
+        room = MAX_DRAFT_TOKENS
+        cut: list[list[int]] = []
+        for text in texts:
+            cut.append(list(text[:room]))
+            room -= len(cut[-1])
+        return DraftSources.model_construct(texts=tuple(cut)) if any(cut) else None
+
+    def learn(self, completion: Completion, outcome: Outcome) -> None:
+        """Take in the output of a call, and what its drafts came to."""
+        if outcome.tokenized is None or not _has_variables(completion):
+            return
+        key = function_key(completion)
+        if (function := self._functions.get(key)) is None:
+            self._functions.put(key, function := _Function())
+        function.count(outcome.response.usage)
+        ids = array("i", outcome.tokenized.ids[:_MAX_OUTPUT])
+        function.outputs.append(_Output(completion.session_id, outcome.tokenized.tokenizer_id, ids))
+
+
+def _has_variables(completion: Completion) -> bool:
+    return any(isinstance(piece, VariablePiece) for piece in completion.fill)
+
+
+def known_of(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -> tuple[int, int]:
+    """How many of a prompt's segments need not be encoded, since the engine has them, and their
+    tokens; none of what may be a part of a public prefix."""
+    match = ledger.index.match(engine.id, keys)
+    if match is None or match.boundary.length < longest_public(engine):
+        return 0, 0
+    return match.num_covered, match.boundary.length
+
+
+def open_request(
+    ledger: ContextLedger, run: Run, attempt: Attempt, parts: Sequence[Units]
+) -> GenerateRequest | None:
+    """Open and pin the attempt's contexts and say how to fill them; `parts` is the prompt, an item
+    per segment, no matter which for those that the engine has. None if nothing may be generated any
+    more. Raises `PromptTooLong`."""
+    engine, completion = attempt.engine, run.completion
+    prompt = _Prompt(ledger, attempt, parts)
+    room = prompt.limit_output()
+    if room == 0:
+        return None
+    missing = prompt.missing()
+    attempt.lost = ledger.log.used(engine.id, prompt.length, missing)
+    prompt.extend_constant()
+    context = attempt.context = prompt.extend(run.owner, reserved=room)
+    ledger.pin(context)
+    ledger.make_room(engine.id, completion.options.tenant)
+    return GenerateRequest.model_construct(
+        session_id=completion.session_id,
+        task_id=completion.id,
+        attempt=run.stats.attempts,
+        priority=attempt.priority,
+        cache_salt=completion.options.cache_salt,
+        tenant=completion.options.tenant,
+        weight=attempt.share.weight,
+        step_growth=attempt.share.step_growth,
+        traceparent=completion.traceparent,
+        conversation=run.conversation,
+        context_id=context.id,
+        fills=prompt.fills,
+        sampling_config=attempt.sampling,
+        resumed_ids=_resumed_ids(attempt),
+    )
+
+
+def _resumed_ids(attempt: Attempt) -> list[int]:
+    """The tokens behind which an output goes on."""
+    return [unit for unit in attempt.resumed if isinstance(unit, int)]
+
+
+def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:
+    """Do the same for the beginning of a prompt, behind which nothing is generated. Nothing is to
+    be filled and no context is opened if the engine has it all."""
+    prompt = _Prompt(ledger, attempt, parts)
+    prompt.extend_constant()
+    if any(parts[prompt.covered :]):
+        prompt.extend(attempt.task.completion.session_id)
+    if attempt.opened:
+        attempt.context = attempt.opened[-1]
+        ledger.pin(attempt.context)
+    return prompt.fills
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """How far the prompt is there: `parent` has its first `covered` parts, `length` units, of which
+    `last` is the last. What was delivered of the output is its last part. `public_len`: the first
+    units that are public, unless `parent` has them."""
+
+    ledger: ContextLedger
+    attempt: Attempt
+    parts: Sequence[Units]
+    keys: Sequence[bytes] = ()
+    covered: int = 0
+    parent: Context | None = None
+    length: int = 0
+    last: int | str = ""
+    public_len: int = 0
+    fills: list[FillPiece] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.keys = self.attempt.task.keys
+        if self.attempt.resumed:
+            self.parts = [*self.parts, self.attempt.resumed]
+            self.keys = [*self.keys, self.attempt.resumed_key]
+        engine = self.attempt.engine
+        match = self.ledger.index.match(engine.id, self.keys)
+        if match is None or match.boundary.length < longest_public(engine):
+            self.public_len = public_len(engine, join(self.parts))
+        if match is not None and match.boundary.length >= self.public_len:
+            self.public_len = 0
+            self.covered, self.parent = match.num_covered, match.context
+            _, self.length, self.last = match.boundary
+
+    def missing(self) -> list[tuple[bytes, int]]:
+        """The key and length of each beginning that is not there."""
+        return list(zip(self.keys[self.covered :], self._ends(len(self.parts)), strict=True))
+
+    def limit_output(self) -> int:
+        """How much room the output needs, in the engine's units; limits the attempt's sampling to
+        it. Engines with text know their limits themselves, so there it is only a guess."""
+        attempt = self.attempt
+        room = attempt.sampling.max_gen_length - attempt.num_delivered
+        length = self.length + sum(map(len, self.parts[self.covered :]))
+        if not length:
+            raise InvalidRequest("the prompt is empty")
+        if attempt.tokenizer is not None:
+            limit = attempt.engine.max_len
+            prompt_len = length - len(attempt.resumed)
+            is_cut = room > limit - length and not attempt.is_longest
+            if prompt_len >= limit or is_cut:
+                message = f"the prompt has {prompt_len} tokens; the limit is {limit - 1}"
+                raise PromptTooLong(message)
+            room = min(room, limit - length)
+        room = max(0, room)
+        if room and room != attempt.sampling.max_gen_length:
+            attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": room})
+        return room
+
+    def extend_constant(self) -> None:
+        """A context with the constant beginning, if that is longer than what is there."""
+        task = self.attempt.task
+        options, num_constant = task.completion.options, task.num_constant
+        if not options.cache_prefix or num_constant <= self.covered:
+            return
+        length = self.length + sum(map(len, self.parts[self.covered : num_constant]))
+        if length >= max(self.attempt.engine.info.block_size, self.public_len):
+            self.extend(options.tenant, num_constant)
+
+    def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> Context:
+        """Fork: a context with the parts up to `stop`, by default all."""
+        stop = len(self.parts) if stop is None else stop
+        units = join(self.parts[self.covered : stop])
+        boundaries = self._boundaries(stop)
+        if not units:
+            # An engine generates after a unit that the context itself was given.
+            units = self.last if isinstance(self.last, str) else (self.last,)
+            self.length -= 1
+        context = self.ledger.open(
+            self.attempt.engine.id,
+            owner,
+            boundaries,
+            length=self.length + len(units),
+            reserved=reserved,
+            parent=self.parent,
+            parent_len=self.length,
+            function=given_name(self.attempt.task.completion),
+            tenant=self.attempt.task.tenant,
+        )
+        self.attempt.opened.append(context)
+        self.fills.append(
+            FillPiece.model_construct(
+                context_id=context.id,
+                parent_context_id=NO_PARENT if self.parent is None else self.parent.id,
+                parent_len=None if self.parent is None else self.length,
+                token_ids=None if isinstance(units, str) else list(units),
+                text=units if isinstance(units, str) else None,
+                public_len=self.public_len if self.parent is None else 0,
+            )
+        )
+        self.covered, self.parent, self.length = stop, context, context.length
+        self.last = units[-1]
+        return context
+
+    def _boundaries(self, stop: int) -> list[Boundary]:
+        """Where the parts up to `stop` end. Empty ones end where their predecessor does."""
+        last, boundaries = self.last, []
+        keys, parts = self.keys[self.covered : stop], self.parts[self.covered : stop]
+        for key, end, part in zip(keys, self._ends(stop), parts, strict=True):
+            last = part[-1] if part else last
+            if end:
+                boundaries.append(Boundary(key, end, last))
+        return boundaries
+
+    def _ends(self, stop: int) -> list[int]:
+        """The lengths of the prompt at the ends of the parts up to `stop`, from what is there."""
+        sizes = map(len, self.parts[self.covered : stop])
+        return list(accumulate(sizes, initial=self.length))[1:]
+
 
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
 _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet

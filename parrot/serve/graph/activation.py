@@ -1,27 +1,88 @@
 """Activation: start what somebody wants, and what that needs; stop what nobody wants any more."""
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
-from math import inf
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from math import inf, isclose
 from operator import attrgetter
 
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.graph.nodes import Completion, CompletionState, Reader, Task
+from parrot.serve.graph.nodes import Completion, CompletionState, Predictor, Reader, Runner, Task
 from parrot.serve.graph.objective import (
     deduce,
     earliest_deadline,
     objective_of,
     predict,
+    predict_again,
     push,
     ready_at,
     relax,
     tighten,
 )
-from parrot.serve.graph.remaining import RemainingWork
-from parrot.serve.graph.runner import Predictor, Runner
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import Backlog
+
+
+class RemainingWork:
+    """Sums what wanted tasks are predicted to take, and predicts it again with what answers teach:
+    after the session's 1st, 2nd, 4th, 8th ... task that is done, so O(log n) predictions for each
+    of n tasks."""
+
+    def __init__(self, runner: Runner, predictor: Predictor) -> None:
+        self._runner = runner
+        self._predictor = predictor
+        self._wanted: dict[Task, float] = {}  # with the work in the sum below
+        self._sum_s = 0.0
+        self._num_done = 0
+        self._next_prediction = 1
+        self._is_learning = False
+
+    def __contains__(self, task: Task) -> bool:
+        return task in self._wanted
+
+    def count(self, task: Task) -> None:
+        """A wanted task's work is part of what remains."""
+        self._sum_s += task.work_s - self._wanted.get(task, 0.0)
+        self._wanted[task] = task.work_s
+
+    def discount(self, task: Task) -> None:
+        self._sum_s -= self._wanted.pop(task, 0.0)
+        if not self._wanted:
+            self._sum_s = 0.0  # no rounding errors are left over
+
+    def learns(self) -> bool:
+        """Another task is done. Whether all others are to be predicted again by `learning`: answers
+        of the same functions change most after the first."""
+        self._num_done += 1
+        if self._num_done < self._next_prediction or self._is_learning:
+            return False
+        self._next_prediction *= 2
+        self._is_learning = True
+        return True
+
+    def learning(self, per_slice: int, update: Callable[[Iterable[Task]], None]) -> Iterator[int]:
+        """Work for a backlog. `update` is given tasks whose paths have changed by much."""
+        wanted = sorted(self._wanted, key=attrgetter("depth"))  # consumers before producers
+        for start in range(0, len(wanted), per_slice):
+            tasks = [task for task in wanted[start : start + per_slice] if task in self._wanted]
+            changed = predict_again(tasks, self._predictor)
+            for task in tasks:
+                self.count(task)
+            update(changed)
+            for task in tasks[:1]:
+                self.report(task)
+            yield len(tasks)
+        self._is_learning = False
+
+    def report(self, task: Task) -> None:
+        """Tell the runner what remains of the task's session."""
+        self._runner.progressed(task.session_id, self._sum_s)
+
+    def check_integrity(self) -> None:
+        assert isclose(self._sum_s, sum(self._wanted.values()), abs_tol=1e-6), self._sum_s
+        assert not any(task.is_finished for task in self._wanted), self._wanted
+
 
 _MAX_WOKEN = 512  # tasks that are woken in one turn of the event loop
 
@@ -366,3 +427,131 @@ class Activation:
         task.wants_stream = any(reader.wants_stream for reader in task.readers())
         task.may_lose = any(reader.may_lose for reader in task.readers())
         return set() if before == (task.wants_stream, task.may_lose) else {task}
+
+
+class Flow:
+    """Handles settled variables: those who make them hear of it at once, those who take them one
+    after the other, by way of the backlog, since settling one may settle thousands that depend on
+    it. A consumer that has not heard yet is as if the value had not come; it may be cancelled,
+    become wanted, or be given up meanwhile. `on_settled` hears of each variable before what follows
+    from it."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        runner: Runner,
+        activation: Activation,
+        backlog: Backlog,
+    ) -> None:
+        self.num_settled = dict.fromkeys(VariableState, 0)
+        self.on_settled: Callable[[SemanticVariable], None] | None = None
+        self._clock = clock
+        self._runner = runner
+        self._activation = activation
+        self._backlog = backlog
+        self._is_closed = False
+        self._untold: dict[SemanticVariable, deque[Task]] = {}
+
+    def settled(self, variable: SemanticVariable) -> None:
+        """Handle a variable that was set or has failed just now."""
+        self.num_settled[variable.state] += 1
+        variable.readers.clear()
+        if variable.producer is not None:
+            self._finish(variable.producer, variable)
+        if self.on_settled is not None:
+            self.on_settled(variable)
+        if variable.consumers and not self._is_closed:  # those that come later find it settled
+            self._untold[variable] = deque(variable.consumers)
+            self._backlog.add(self._activation, self._tell(variable))
+
+    def enter(self, task: Task) -> None:
+        """A task was linked: it fails at once with a failed input, or may be wanted already."""
+        failed = next((variable for variable in task.inputs if variable.error is not None), None)
+        if failed is not None:
+            self._fail(task, failed)
+        elif not task.is_finished:
+            self._activation.add_producer(task)
+
+    def cancel(self, task: Task, error: ParrotError) -> None:
+        """Stop the task wherever it is, and fail its outputs that are not settled."""
+        if task.is_started:
+            self._runner.cancel(task, error)
+        self._fail_outputs(task, CompletionState.CANCELLED, error)
+
+    def close(
+        self, tasks: Iterable[Task], variables: Iterable[SemanticVariable], error: ParrotError
+    ) -> Iterator[int]:
+        """The graph ends: nothing of it starts any more. A step cancels one of the tasks, or fails
+        one of the variables, if it is not settled."""
+        self._is_closed = True
+        self._activation.close()
+        self._untold.clear()
+        self._backlog.drop(self._activation)
+        return self._closing(tasks, variables, error)
+
+    def check_integrity(self, tasks: Iterable[Task]) -> None:
+        """Recount what the tasks wait for."""
+        untold = Counter(consumer for waiting in self._untold.values() for consumer in waiting)
+        for task in tasks:
+            num_unsettled = sum(not variable.is_settled for variable in task.inputs)
+            assert self._is_closed or task.missing == num_unsettled + untold[task], task
+            assert task.is_finished == all(variable.is_settled for variable in task.outputs), task
+
+    def _closing(
+        self, tasks: Iterable[Task], variables: Iterable[SemanticVariable], error: ParrotError
+    ) -> Iterator[int]:
+        for task in tasks:
+            self.cancel(task, error)
+            yield 1
+        for variable in variables:
+            if not variable.is_settled:
+                variable.fail(error)
+            yield 1
+
+    def _tell(self, variable: SemanticVariable) -> Iterator[int]:
+        """Tell its consumers, one with each step."""
+        while untold := self._untold.get(variable):
+            consumer = untold.popleft()
+            if variable.producer is None and variable.error is None:
+                self._activation.input_given(consumer)
+            else:
+                self._activation.input_settled(consumer)
+            if variable.error is not None:
+                self._fail(consumer, variable)
+            yield 1
+        self._untold.pop(variable, None)
+
+    def _finish(self, task: Task, output: SemanticVariable) -> None:
+        """`output`, one of the task's, is settled. The task is finished with the last one."""
+        if task.is_ended or not all(variable.is_settled for variable in task.outputs):
+            return
+        task.is_ended = True
+        if not task.is_finished:
+            has_failed = output.error is not None
+            task.state = CompletionState.FAILED if has_failed else CompletionState.DONE
+        if task.times.finished is None:
+            task.times.finished = self._clock.now()
+        self._activation.finished(task)
+        self._runner.finished(task)
+
+    def _fail(self, task: Task, cause: SemanticVariable) -> None:
+        """An input failed. The error keeps the type (so the status) of the first failure."""
+        if task.is_finished:
+            return
+        assert cause.error is not None
+        origin = cause.origin or cause.error
+        error = type(origin)(
+            f"`{task.func_name}` needs `{cause.name}`, which failed: {origin.message}",
+            param=origin.param,
+        )
+        error.__cause__ = cause.error
+        for variable in task.outputs:
+            variable.origin = origin
+        self._fail_outputs(task, CompletionState.FAILED, error)
+
+    def _fail_outputs(self, task: Task, state: CompletionState, error: ParrotError) -> None:
+        if not task.is_finished:
+            task.state = state
+        for variable in task.outputs:
+            if not variable.is_settled:
+                variable.fail(error)

@@ -1,8 +1,12 @@
 """One session's graph: its variables, the calls that make and take them, what is wanted of it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from parrot.protocol.errors import (
     AlreadySet,
@@ -16,22 +20,96 @@ from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallParameter,
     CallResponse,
+    GraphParameter,
+    GraphRequest,
     NativeCallRequest,
+    NativeGraphCall,
     ParameterInfo,
     SemanticCallRequest,
+    SemanticGraphCall,
 )
-from parrot.serve.graph.activation import Activation
-from parrot.serve.graph.build import Ancestor, Prompt, build_completions, index_parameters
-from parrot.serve.graph.flow import Flow
-from parrot.serve.graph.ids import SessionIds
-from parrot.serve.graph.links import link, link_all
-from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, Reader, Task, unnamed
-from parrot.serve.graph.replays import Replays
-from parrot.serve.graph.runner import Predictor, Runner
+from parrot.serve.graph.activation import Activation, Flow
+from parrot.serve.graph.build import (
+    Ancestor,
+    Prompt,
+    build_completions,
+    index_parameters,
+    link,
+    link_all,
+)
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    NativeCall,
+    Predictor,
+    Reader,
+    Runner,
+    Task,
+    unnamed,
+)
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
+from parrot.utils.ids import IdCounter, SecretIds
 from parrot.utils.tasks import Backlog
 from parrot.utils.traces.traceparent import SessionSpans
+
+Repeatable = SemanticCallRequest | NativeCallRequest | GraphRequest
+Answer = TypeVar("Answer", bound=BaseModel)
+
+
+class Replays:
+    """Remembers the answered requests of one session that carried a key."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[bytes, BaseModel]] = {}
+
+    def find(self, request: Repeatable, kind: type[Answer]) -> Answer | None:
+        """The answer that this key got, if any. Raises `Conflict` if it was for another request."""
+        key = request.idempotency_key
+        if key is None or key not in self._answers:
+            return None
+        fingerprint, response = self._answers[key]
+        if fingerprint != _fingerprint(request):
+            raise Conflict("the idempotency key was used for another request")
+        assert isinstance(response, kind)
+        return response
+
+    def remember(self, request: Repeatable, response: BaseModel) -> None:
+        if request.idempotency_key is not None:
+            self._answers[request.idempotency_key] = (_fingerprint(request), response)
+
+
+def _fingerprint(request: Repeatable) -> bytes:
+    content = request.model_dump_json(exclude={"session_auth"})
+    return hashlib.sha256(f"{type(request).__name__} {content}".encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The counters, and the backlog, that the graphs of all sessions of a ServeCore share."""
+
+    tasks: IdCounter = field(default_factory=lambda: IdCounter(1))
+    requests: IdCounter = field(default_factory=lambda: IdCounter(1))
+    backlog: Backlog = field(default_factory=Backlog)
+
+
+class SessionIds:
+    """The sources of one session's ids: the shared counters, and ids of variables that
+    follow from the session's secret."""
+
+    def __init__(self, shared: Shared, secret: str) -> None:
+        self.tasks, self.requests = shared.tasks, shared.requests
+        self.variables = SecretIds(secret)
+
+    @property
+    def upcoming(self) -> list[int]:
+        """The numbers of the next ids. Set back, the same ids come again."""
+        return [self.tasks.upcoming, self.requests.upcoming, self.variables.upcoming]
+
+    @upcoming.setter
+    def upcoming(self, numbers: Sequence[int]) -> None:
+        self.tasks.upcoming, self.requests.upcoming, self.variables.upcoming = numbers
+
 
 CallRequest = SemanticCallRequest | NativeCallRequest
 Bound = dict[str, SemanticVariable]  # by parameter name
@@ -386,3 +464,86 @@ def _describe(draft: _Draft, request: CallRequest) -> CallResponse:
             for parameter, variable in zip(request.parameters, draft.variables, strict=True)
         ],
     )
+
+
+Scope = dict[str, int | str | None]
+NewVariable = Callable[[str, str | None], SemanticVariable]
+"""Makes a variable of a name and its value, if it has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedGraph:
+    """`variables`: the new ones that have a name in the request, by that name."""
+
+    variables: dict[str, SemanticVariable] = field(default_factory=dict)
+    calls: list[SemanticCallRequest | NativeCallRequest] = field(default_factory=list)
+
+
+def resolve(request: GraphRequest, session_id: int, new_variable: NewVariable) -> ResolvedGraph:
+    """Raises `InvalidRequest` that names the field for a name that is declared twice, made by two
+    calls, or never declared."""
+    graph = ResolvedGraph()
+    _declare(request, new_variable, graph.variables)
+    scope: Scope = {"session_id": session_id, "session_auth": request.session_auth}
+    for i, call in enumerate(request.calls):
+        parameters = [
+            _resolved(parameter, graph.variables, f"calls.{i}.parameters.{j}.var")
+            for j, parameter in enumerate(call.parameters)
+        ]
+        graph.calls.append(_call_request(call, scope, parameters))
+    return graph
+
+
+def _declare(
+    request: GraphRequest, new_variable: NewVariable, variables: dict[str, SemanticVariable]
+) -> None:
+    for i, declared in enumerate(request.variables):
+        name = declared.name
+        if name in variables:
+            raise _error(f"`{name}` is declared twice", f"variables.{i}.name")
+        variables[name] = new_variable(declared.var_name or name, declared.content)
+    made: set[str] = set()
+    for i, call in enumerate(request.calls):
+        for j, parameter in enumerate(call.parameters):
+            name = parameter.var or ""
+            if not name or not parameter.is_output:
+                continue
+            if name in made:
+                raise _error(
+                    f"another call makes the variable of output `{parameter.name}`, too",
+                    f"calls.{i}.parameters.{j}.var",
+                )
+            made.add(name)
+            if name not in variables:
+                variables[name] = new_variable(parameter.name, None)
+
+
+def _resolved(
+    parameter: GraphParameter, variables: dict[str, SemanticVariable], where: str
+) -> CallParameter:
+    var_id = parameter.var_id
+    if parameter.var is not None:
+        if parameter.var not in variables:
+            raise _error(f"nothing in the request declares `{parameter.var}`", where)
+        var_id = variables[parameter.var].id
+    return CallParameter(
+        name=parameter.name,
+        is_output=parameter.is_output,
+        var_id=var_id,
+        value=parameter.value,
+        sampling_config=parameter.sampling_config,
+    )
+
+
+def _call_request(
+    call: SemanticGraphCall | NativeGraphCall, scope: Scope, parameters: list[CallParameter]
+) -> SemanticCallRequest | NativeCallRequest:
+    """The request for the call alone."""
+    fields = dict(call) | scope | {"parameters": parameters}
+    if isinstance(call, NativeGraphCall):
+        return NativeCallRequest(**fields)
+    return SemanticCallRequest(**fields)
+
+
+def _error(message: str, param: str) -> ParrotError:
+    return InvalidRequest(message, param=param)

@@ -11,13 +11,14 @@ A call with the template "A {{x}} B {{y}} C {{z}}" (input x; outputs y, z) runs 
 The prompt of completion 1 is the whole of completion 0, its output included, and then its own fill.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from parrot.protocol.engine_api import FinishReason
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
@@ -282,3 +283,59 @@ def unnamed(request_id: int) -> str:
 def given_name(task: Task) -> str:
     """The function's name that the program gave; empty if it gave none."""
     return "" if task.func_name == unnamed(task.request_id) else task.func_name
+
+
+class Runner(Protocol):
+    """The verbs that the graph asks of the layers that run tasks. Results come back through the
+    variables, possibly before the call returns."""
+
+    def start(self, task: Task) -> None:
+        """Run `task`: its inputs are ready and it has an objective."""
+        ...
+
+    def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
+        """A wanted completion waits for inputs: called when it becomes wanted, and again whenever
+        one of its inputs is settled while others are missing. It ends with `start`, `unexpect` or
+        `finished`, whichever comes first. `forecast` may be called until then: when the last input
+        is predicted to come, on the clock's scale; infinite if nobody knows."""
+        ...
+
+    def unexpect(self, completion: Completion) -> None:
+        """Expect the completion no more, if it was expected: it is not wanted now, or has ended
+        without having been started."""
+        ...
+
+    def withdraw(self, task: Task) -> None:
+        """Stop a started task without settling its outputs; it may be started again later."""
+        ...
+
+    def cancel(self, task: Task, error: ParrotError) -> None:
+        """Stop a started task and fail its unsettled outputs with `error`."""
+        ...
+
+    def reprioritise(self, completion: Completion) -> None:
+        """The objective of a started completion became stricter, or a reader wants its tokens."""
+        ...
+
+    def finished(self, task: Task) -> None:
+        """A task ended in a final state (for counting; must not raise)."""
+        ...
+
+    def progressed(self, session_id: int, remaining_s: float) -> None:
+        """The session's wanted tasks that are not finished, waiting ones included, are so many
+        seconds of work in sum. Comes before `start` of those that just became wanted."""
+        ...
+
+
+class Prediction(NamedTuple):
+    """`seconds`: how long one run takes. `work_s`: how long it would take if nothing else ran: how
+    much work it is."""
+
+    seconds: float
+    work_s: float
+
+
+class Predictor(Protocol):
+    def predict(self, task: Task) -> Prediction:
+        """Predict one run by what is known now."""
+        ...

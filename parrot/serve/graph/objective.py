@@ -25,8 +25,7 @@ from itertools import islice
 from math import inf
 
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.graph.nodes import Objective, Task
-from parrot.serve.graph.runner import Predictor
+from parrot.serve.graph.nodes import Objective, Predictor, Task
 
 # A task that is already wanted hears of a longer path below it when that grew by this factor, so a
 # chain that keeps growing while it waits costs O(log n) per task and not O(n).

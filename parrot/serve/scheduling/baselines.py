@@ -11,11 +11,9 @@ They know neither graphs nor predicted seconds."""
 from collections.abc import Hashable
 from itertools import chain
 
-from parrot.serve.scheduling.blocks import RunningPrefixes
-from parrot.serve.scheduling.engine_load import EngineLoad
-from parrot.serve.scheduling.load_index import LoadIndex
-from parrot.serve.scheduling.order import ByApplication
+from parrot.serve.scheduling.load import EngineLoad, LoadIndex, RunningPrefixes
 from parrot.serve.scheduling.placement import Place, Placer
+from parrot.serve.scheduling.queue import ByApplication
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.scheduling.blocks import QueuedBlocks, RunningPrefixes
-from parrot.serve.scheduling.load_index import LoadIndex
-from parrot.serve.scheduling.order import CriticalPath, OrderPolicy
+from parrot.serve.scheduling.load import LoadIndex, QueuedBlocks, RunningPrefixes
 from parrot.serve.scheduling.placement import Placer, PredictedSeconds
+from parrot.serve.scheduling.queue import CriticalPath, OrderPolicy
 from parrot.utils.clock import Clock
 
 MakeOrder = Callable[[Clock], OrderPolicy]

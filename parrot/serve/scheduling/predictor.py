@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from parrot.protocol.engine_api import Usage
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.graph.nodes import Completion, Piece, Task, TextPiece
-from parrot.serve.graph.runner import Prediction
+from parrot.serve.graph.nodes import Completion, Piece, Prediction, Task, TextPiece
 from parrot.utils.heaps import LruDict
 
 _OVERHEAD_S = 0.01

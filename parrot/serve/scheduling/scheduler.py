@@ -10,15 +10,11 @@ from math import ceil
 from parrot.protocol.engine_api import Lease, LeaseUse
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.scheduling.blocks import RunningPrefixes
-from parrot.serve.scheduling.engine_load import EngineLoad
-from parrot.serve.scheduling.fair.counters import Counters, Weigh
-from parrot.serve.scheduling.fair.held import HeldByTenants
-from parrot.serve.scheduling.fair.queue import FairKey, FairQueue
-from parrot.serve.scheduling.hold_back import should_wait
-from parrot.serve.scheduling.load_index import LoadIndex, Models
+from parrot.serve.scheduling.fairness import Counters, FairKey, FairQueue, HeldByTenants, Weigh
+from parrot.serve.scheduling.load import EngineLoad, LoadIndex, Models, RunningPrefixes
 from parrot.serve.scheduling.placement import Place, end_of_patience
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer, order_maker, placer_maker
+from parrot.serve.scheduling.queue import should_wait
 from parrot.serve.scheduling.task import CompletionTask, Decision, EngineShare, Placement
 from parrot.utils.clock import Clock
 

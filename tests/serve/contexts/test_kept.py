@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from parrot.serve.contexts.index import Context
-from parrot.serve.contexts.kept import Kept
+from parrot.serve.contexts.index import Context, Kept
 from tests.serve.contexts.ledger_book import Book
 
 ENGINE = 7

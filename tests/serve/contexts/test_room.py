@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.contexts.room import Room
+from parrot.serve.contexts.index import PrefixIndex, Room
 
 
 @pytest.mark.parametrize(

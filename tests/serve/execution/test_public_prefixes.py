@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.execution.public_prefixes import longest_public, public_len
+from parrot.serve.execution.exchange import longest_public, public_len
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.conversation import prompt_tokens
 from parrot.serve.prompts.encode import encode_prompt, join

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from parrot.protocol.errors import CyclicGraph
 from parrot.protocol.fields import PerformanceCriteria as Criteria
 from parrot.serve.graph.graph import SessionGraph
-from parrot.serve.graph.nodes import Objective, Task
+from parrot.serve.graph.nodes import Objective, Prediction, Task
 from parrot.serve.graph.objective import strictest
-from parrot.serve.graph.runner import Prediction
-from parrot.serve.scheduling.load_index import LoadIndex
+from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from tests.serve.serve_fakes import (
     FakeRunner,

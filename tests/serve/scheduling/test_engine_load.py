@@ -4,7 +4,7 @@ import pytest
 
 from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.scheduling.engine_load import EngineLoad, weight_of
+from parrot.serve.scheduling.load import EngineLoad, weight_of
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.config import SimConfig
-from parrot.serve.scheduling.hold_back import should_wait
+from parrot.serve.scheduling.queue import should_wait
 from parrot.simulation import SimCluster, fixed, run_virtual
 from tests.serve.scheduling.scheduler_bench import Bench
 from tests.serve.scheduling.test_order_simulated import application, with_policy

@@ -4,7 +4,7 @@ import pytest
 
 from parrot.protocol.engine_api import Lease, LeaseUse
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.scheduling.fair.queue import FairQueue
+from parrot.serve.scheduling.fairness import FairQueue
 from parrot.serve.scheduling.scheduler import take_lease
 from tests.serve.scheduling.scheduler_bench import Bench
 

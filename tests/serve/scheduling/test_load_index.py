@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from parrot.serve.scheduling.load_index import LoadIndex
+from parrot.serve.scheduling.load import LoadIndex
 from tests.serve.scheduling.scheduler_bench import Bench
 
 

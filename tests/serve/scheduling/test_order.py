@@ -13,9 +13,8 @@ from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.prompts.segments import PieceKind, Segment
-from parrot.serve.scheduling.order import OrderPolicy
 from parrot.serve.scheduling.policy import order_maker
-from parrot.serve.scheduling.queue import TaskQueue
+from parrot.serve.scheduling.queue import OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
 from tests.support.manual_clock import ManualClock
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from parrot.protocol.engine_api import StepCosts
-from parrot.serve.contexts.index import Boundary, Context
-from parrot.serve.contexts.room import Room
+from parrot.serve.contexts.index import Boundary, Context, Room
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 

@@ -8,7 +8,7 @@ from parrot.protocol.engine_api import StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, TextPiece, VariablePiece
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
-from parrot.serve.scheduling.load_index import LoadIndex
+from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates, OutputLengths, Pace
 
 NATIVE = NativeCall(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from parrot.serve.config import OrderName
 from parrot.serve.graph.nodes import Objective
 from parrot.serve.scheduling.baselines import RoundRobin
-from parrot.serve.scheduling.order import OrderPolicy
 from parrot.serve.scheduling.placement import PredictedSeconds
+from parrot.serve.scheduling.queue import OrderPolicy
 from parrot.serve.scheduling.scheduler import queued_by_model
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench

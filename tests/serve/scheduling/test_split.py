@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.serve.scheduling.split import Site, level, split
+from parrot.serve.scheduling.placement import Site, level, split
 
 
 def ways(rooms: list[int], total: int) -> Iterator[list[int]]:

@@ -1,0 +1,409 @@
+"""The virtual token counter ("Fairness in Serving Large Language Models", OSDI'24): the service
+that each tenant has had, over its weight. Of those that wait, the one with the least comes first.
+
+Service is counted in seconds of an engine, by what engines report: each prompt token that is
+computed, and each output token with what it reads and its part of a step. A beginning that is there
+already, or that a running prompt has, is its first user's to pay."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from parrot.protocol.engine_api import StepCosts
+from parrot.serve.scheduling.load import EngineLoad, Models
+from parrot.serve.scheduling.placement import Held
+from parrot.serve.scheduling.queue import MAX_PASSED, OrderPolicy, TaskQueue
+from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.heaps import LazyHeap, LruDict
+
+_SHARED_BY = 64  # sequences of a step, among which what every step costs is divided
+_TIMES = 2  # as many tasks, by weight, are under way on average beside a small tenant
+_MAX_IDLE = 4096  # tenants with nothing to do whose counters are remembered
+
+Weigh = Callable[[str], float]
+"""The weight of a tenant: of two that wait all the time, one with twice the weight gets twice as
+much."""
+
+
+def service_s(costs: StepCosts, num_computed: int, num_read: int, num_output: int) -> float:
+    """Seconds of an engine that a call takes: `num_computed` tokens of its prompt, and `num_output`
+    tokens, each of which reads `num_read` of the prompt's and the output before it."""
+    read_s = (num_read + num_output / 2) * costs.token_s
+    token_s = costs.step_s / _SHARED_BY + costs.sequence_s + read_s
+    return num_computed * costs.prefill_s + num_output * token_s
+
+
+@dataclass(slots=True)
+class _Account:
+    """`num_charged`: of its tasks, those that have not ended."""
+
+    counter: float
+    weight: float
+    num_queued: int = 0
+    num_charged: int = 0
+
+
+class _Charge(NamedTuple):
+    """The service that a placed task was predicted to take, in `duration_s` seconds from `at`."""
+
+    service_s: float
+    num_read: int
+    costs: StepCosts
+    at: float
+    duration_s: float
+
+
+class Counters:
+    """The counters of all tenants, of the weights that `weigh` gives. A placed task is charged by
+    prediction, and what it took in fact is settled when it ends. A tenant that begins to wait is
+    lifted to the least of those that wait already, or, if none does, to whoever did last: time
+    without work is no credit."""
+
+    def __init__(self, weigh: Weigh) -> None:
+        self.weigh = weigh
+        self._accounts: dict[str, _Account] = {}  # of those with a task
+        self._weight = 0.0  # of all these
+        self._idle: LruDict[str, float] = LruDict(_MAX_IDLE)
+        # By counters that may have grown since. Empty while there is one tenant.
+        self._waiting: LazyHeap[str, float] = LazyHeap()
+        self._floor = 0.0  # the counter of the last one that waited
+        self._charges: dict[CompletionTask, _Charge] = {}
+
+    @property
+    def are_many(self) -> bool:
+        """Whether more than one tenant has tasks."""
+        return len(self._accounts) > 1
+
+    def counter(self, tenant: str) -> float:
+        """Seconds of service over its weight. It must have a task."""
+        return self._accounts[tenant].counter
+
+    def weight(self, tenant: str) -> float:
+        """As long as it has tasks, the weight that it had when it got the first."""
+        account = self._accounts.get(tenant)
+        return self.weigh(tenant) if account is None else account.weight
+
+    def is_small(self, tenant: str) -> bool:
+        """Whether it has few tasks under way, by weight, beside the others."""
+        own = self._accounts[tenant]
+        return _TIMES * own.num_charged * self._weight < len(self._charges) * own.weight
+
+    def queued(self, tenant: str) -> None:
+        """One more task of the tenant waits."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            counter = self._idle.pop(tenant) or 0.0
+            if len(self._accounts) == 1:
+                self._no_longer_alone()
+            account = self._accounts[tenant] = _Account(counter, self.weigh(tenant))
+            self._weight += account.weight
+        account.num_queued += 1
+        if account.num_queued == 1:
+            account.counter = max(account.counter, self._least())
+            if len(self._accounts) > 1:
+                self._waiting.set(tenant, account.counter)
+
+    def unqueued(self, tenant: str) -> None:
+        """One task less waits: it will not run."""
+        account = self._accounts[tenant]
+        self._leave_queue(tenant, account)
+        self._forget(tenant, account)
+
+    def charge(
+        self,
+        task: CompletionTask,
+        costs: StepCosts,
+        *,
+        num_computed: int,
+        num_read: int,
+        now: float,
+        duration_s: float,
+    ) -> None:
+        """A queued task was placed, and is predicted to take so many seconds."""
+        taken_s = service_s(costs, num_computed, num_read, task.expected_output)
+        self._charges[task] = _Charge(taken_s, num_read, costs, now, duration_s)
+        tenant = task.tenant
+        account = self._accounts[tenant]
+        account.num_charged += 1
+        account.counter += taken_s / account.weight
+        self._leave_queue(tenant, account)
+
+    def settle(self, task: CompletionTask, now: float) -> tuple[float, bool]:
+        """The task has ended. Returns the seconds of service that it has had, and whether that is
+        less than it was charged: by the tokens that its engine counted, or, if it was stopped, the
+        part of its prediction for which it ran."""
+        charge = self._charges.pop(task)
+        if task.used is not None:
+            num_computed, num_output = task.used
+            taken_s = service_s(charge.costs, num_computed, charge.num_read, num_output)
+        elif now - charge.at < charge.duration_s:
+            taken_s = charge.service_s * (now - charge.at) / charge.duration_s
+        else:
+            taken_s = charge.service_s
+        tenant = task.tenant
+        account = self._accounts[tenant]
+        account.num_charged -= 1
+        account.counter += (taken_s - charge.service_s) / account.weight
+        if account.num_queued:
+            if len(self._accounts) > 1 and account.counter < self._waiting.key(tenant):
+                self._waiting.set(tenant, account.counter)
+        elif not account.num_charged:
+            self._forget(tenant, account)
+        return taken_s, taken_s < charge.service_s
+
+    def _no_longer_alone(self) -> None:
+        ((tenant, account),) = self._accounts.items()
+        if account.num_queued:
+            self._waiting.set(tenant, account.counter)
+
+    def _leave_queue(self, tenant: str, account: _Account) -> None:
+        account.num_queued -= 1
+        if not account.num_queued:
+            self._waiting.discard(tenant)
+            self._floor = account.counter
+
+    def _least(self) -> float:
+        """The least counter of those that wait, or that of the last one that did."""
+        while (first := self._waiting.top()) is not None:
+            known, tenant = first
+            counter = self._accounts[tenant].counter
+            if counter <= known:
+                return counter
+            self._waiting.set(tenant, counter)
+        return self._floor
+
+    def _forget(self, tenant: str, account: _Account) -> None:
+        if not account.num_queued and not account.num_charged:
+            del self._accounts[tenant]
+            self._weight = self._weight - account.weight if self._accounts else 0.0
+            if len(self._accounts) < 2:
+                self._waiting.clear()
+            self._idle.put(tenant, account.counter)
+
+    def check_integrity(self, num_queued: dict[str, int], num_placed: dict[str, int]) -> None:
+        """Recount by the tenants' tasks. Raises AssertionError with what differs."""
+        accounts = self._accounts
+        queued = {name: a.num_queued for name, a in accounts.items() if a.num_queued}
+        placed = {name: a.num_charged for name, a in accounts.items() if a.num_charged}
+        assert queued == num_queued, (queued, num_queued)
+        assert placed == num_placed, (placed, num_placed)
+        assert len(self._charges) == sum(placed.values()), self._charges
+        assert set(self._waiting) == (set(queued) if self.are_many else set()), queued
+        assert all(self._waiting.key(name) <= accounts[name].counter for name in self._waiting)
+
+
+FairKey = tuple[float, float, float]
+"""The tenant's counter, and the keys of group and task in its queue."""
+
+_MAX_ASIDE = 8  # tenants of which nothing fits that are passed over in a round
+
+
+class FairQueue:
+    """The queued tasks that may run on the same models: those of the tenant with the least counter
+    come first, in the order of its `TaskQueue`. If none of these fits, the next tenant's do.
+
+    What is set aside in a round of scheduling does not come to the top again before `end_round`;
+    `is_over`: nothing does. Every operation costs O(log n) amortised."""
+
+    def __init__(self, models: Models, order: OrderPolicy, counters: Counters) -> None:
+        self.models = models
+        self.is_over = False
+        self.num_groups = 0  # with queued tasks
+        self._order = order
+        self._counters = counters
+        self._queues: dict[str, TaskQueue] = {}
+        self._tenants: LazyHeap[str, float] = LazyHeap()  # all but those set aside
+        self._aside: list[str] = []
+        self._touched: dict[str, None] = {}  # those of which something was set aside
+        self._sizes: LazyHeap[CompletionTask, float] = LazyHeap()  # the largest first
+        self.num_tokens = 0  # of all tasks, with the room for their outputs
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @property
+    def largest(self) -> int:
+        """The tokens of the largest task, with the room for its output; 0: there is none."""
+        top = self._sizes.top()
+        return 0 if top is None else -int(top[0])
+
+    def __contains__(self, task: CompletionTask) -> bool:
+        queue = self._queues.get(task.tenant)
+        return queue is not None and task in queue
+
+    def tasks(self) -> list[CompletionTask]:
+        return [task for queue in self._queues.values() for task in queue.tasks()]
+
+    def push(self, task: CompletionTask) -> None:
+        tenant = task.tenant
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = TaskQueue(self._order)
+            self._tenants.set(tenant, self._counters.counter(tenant))
+        self._sizes.set(task, -task.wanted_len)
+        self.num_tokens += task.wanted_len
+        self.num_groups += queue.push(task)
+
+    def remove(self, task: CompletionTask) -> None:
+        tenant = task.tenant
+        queue = self._queues[tenant]
+        self.num_tokens += int(self._sizes.key(task))
+        self._sizes.discard(task)
+        self.num_groups -= queue.remove(task)
+        if queue.is_empty:
+            del self._queues[tenant]
+            self._tenants.discard(tenant)
+            self._touched.pop(tenant, None)
+
+    def touch(self, tenant: str | None, group: Hashable) -> None:
+        """Note that the key of a group of the tenant may have shrunk. None: it has no task yet."""
+        if tenant is not None and (queue := self._queues.get(tenant)) is not None:
+            queue.touch(group)
+
+    def settled(self, tenant: str) -> None:
+        """Note that the tenant's counter has shrunk."""
+        if tenant in self._tenants:
+            counter = self._counters.counter(tenant)
+            if counter < self._tenants.key(tenant):
+                self._tenants.set(tenant, counter)
+
+    def top(self) -> tuple[FairKey, CompletionTask] | None:
+        """The first task and its sort key; None if there is none, or the round is over."""
+        while not self.is_over and (first := self._tenants.top()) is not None:
+            known, tenant = first
+            counter = self._counters.counter(tenant)
+            if counter > known and len(self._tenants) > 1:
+                self._tenants.set(tenant, counter)
+                continue
+            if (top := self._queues[tenant].top()) is not None:
+                return (counter, *top[0]), top[1]
+            self._tenants.discard(tenant)
+            self._aside.append(tenant)
+            self.is_over = len(self._aside) >= _MAX_ASIDE
+        return None
+
+    def firsts(self) -> list[CompletionTask]:
+        """The first tasks of the small tenants among those that come first. Only between rounds."""
+        small = filter(self._counters.is_small, self._tenants.smallest(_MAX_ASIDE))
+        tops = [self._queues[name].top() for name in small]
+        return [top[1] for top in tops if top is not None]
+
+    def pass_over(self, task: CompletionTask) -> None:
+        """Set aside a task for which there is no room. In the end those of other tenants wait for
+        it, too: else their small ones would take the room of a large one for ever."""
+        self.num_groups -= self._set_aside(task).pass_over(task)
+        self.is_over = task.num_passed >= MAX_PASSED
+
+    def hold(self, task: CompletionTask) -> None:
+        """Set aside all of the task's group."""
+        self._set_aside(task).hold(task)
+
+    def end_round(self) -> list[CompletionTask]:
+        """Take back what was set aside. Returns the tasks that were passed over."""
+        passed: list[CompletionTask] = []
+        for tenant in self._touched:
+            queue = self._queues[tenant]
+            self.num_groups -= queue.num_groups
+            passed += queue.end_round()
+            self.num_groups += queue.num_groups
+        self._touched.clear()
+        for tenant in self._aside:
+            self._tenants.set(tenant, self._counters.counter(tenant))
+        self._aside.clear()
+        self.is_over = False
+        return passed
+
+    def check_integrity(self) -> None:
+        """Recount the sizes. Raises AssertionError with what differs."""
+        sizes = {task: task.wanted_len for task in self.tasks()}
+        assert len(self) == len(sizes), (len(self), len(sizes))
+        assert self.num_tokens == sum(sizes.values()), (self.num_tokens, sum(sizes.values()))
+        assert self.largest == max(sizes.values(), default=0), self.largest
+
+    def _set_aside(self, task: CompletionTask) -> TaskQueue:
+        """The queue of the task's tenant, of which something is set aside."""
+        tenant = task.tenant
+        self._touched[tenant] = None
+        return self._queues[tenant]
+
+
+_MOST = 2  # times as many tasks on an engine as it has places
+
+
+@dataclass(slots=True)
+class _Held:
+    weight: float
+    num_tasks: int = 0
+    num_tokens: int = 0
+
+
+class HeldByTenants:
+    """Says of a task whether its tenant has less of an engine than others there, and whether it has
+    room there in the tenant's share, though all places may be taken. `weight_of` knows the weights
+    of tenants that have tasks."""
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._engines: defaultdict[int, dict[str, _Held]] = defaultdict(dict)
+        self._tokens: dict[CompletionTask, int] = {}
+
+    def add(self, task: CompletionTask, engine_id: int, num_tokens: int) -> None:
+        """`num_tokens`: its prompt, without what other running prompts have, and its room."""
+        tenant, there = task.tenant, self._engines[engine_id]
+        if (held := there.get(tenant)) is None:
+            held = there[tenant] = _Held(self._weight_of(tenant))
+        held.num_tasks += 1
+        held.num_tokens += num_tokens
+        self._tokens[task] = num_tokens
+
+    def remove(self, task: CompletionTask, engine_id: int) -> None:
+        tenant, there = task.tenant, self._engines[engine_id]
+        held = there[tenant]
+        held.num_tasks -= 1
+        held.num_tokens -= self._tokens.pop(task)
+        if not held.num_tasks:
+            del there[tenant]
+            if not there:
+                del self._engines[engine_id]
+
+    def is_lesser(self, task: CompletionTask, engine_id: int) -> bool:
+        """Whether some other tenant has more tasks there, by weight, than the task's tenant would
+        have with it."""
+        there = self._engines.get(engine_id)
+        tenant = task.tenant
+        if there is None or not there.keys() - {tenant}:
+            return False
+        own, weight = there.get(tenant), self._weight_of(tenant)
+        num_tasks = 1 + (0 if own is None else own.num_tasks)
+        most = max(h.num_tasks / h.weight for name, h in there.items() if name != tenant)
+        return most > num_tasks / weight
+
+    def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
+        """The tasks that its tenant has there, if this one, with so many tokens, is within its part
+        of the engine, by the weights of those who are there, and others have more. None also where
+        the engine has no room, and other ServeCores have a part of it: what comes beyond ours would
+        be at their cost."""
+        if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
+            return None
+        if load.lease is not None:
+            return None
+        there, tenant = self._engines[load.id], task.tenant
+        weight = self._weight_of(tenant)
+        own = there.get(tenant) or _Held(weight)
+        part = weight / (weight + sum(h.weight for name, h in there.items() if name != tenant))
+        if own.num_tasks + 1 > part * load.max_tasks:
+            return None
+        if own.num_tokens + num_tokens > part * load.max_tokens:
+            return None
+        return Held(own.num_tasks, own.num_tokens)
+
+    def check_integrity(self, loads: list[EngineLoad]) -> None:
+        """Recount by the placed tasks. Raises AssertionError with what differs."""
+        placed = {task for load in loads for task in load.tasks}
+        assert placed == self._tokens.keys(), self._tokens
+        for load in loads:
+            there = self._engines.get(load.id, {})
+            assert sum(h.num_tasks for h in there.values()) == len(load.tasks), load.id
+            total = sum(self._tokens[task] for task in load.tasks)
+            assert sum(h.num_tokens for h in there.values()) == total, load.id

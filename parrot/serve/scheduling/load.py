@@ -1,0 +1,694 @@
+"""The load of one engine, and what a newcomer would find there: now, and usually."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from math import exp, floor, isclose, log2
+from typing import NamedTuple
+
+from parrot.protocol.engine_api import Lease, ServerLoad, StepCosts
+from parrot.protocol.fields import PerformanceCriteria
+from parrot.serve.scheduling.predictor import Pace
+from parrot.serve.scheduling.task import CompletionTask
+from parrot.utils.heaps import LazyHeap
+
+_HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
+_TYPICAL_OUTPUT = 300  # who reads along judges by the time per token: it is that for so many,
+_MIN_OUTPUT, _MAX_OUTPUT = 150, 1024  # and more for fewer, within bounds
+_TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
+_MEMORY_S = 10.0  # an engine's load counts for so long as usual there
+_MAX_PROMPT_SHARE = 0.8  # of the time: prompts that are given faster wait, and are not computed
+
+
+def weight_of(task: CompletionTask) -> float:
+    """The weight of a second that the task loses; 1.0 for throughput work."""
+    if not task.is_latency:
+        return 1.0
+    objective = task.objective
+    paced = objective is not None and objective.criteria is PerformanceCriteria.TPOT
+    if not (paced or task.wants_stream):
+        return _HARM_WEIGHT
+    output = min(max(task.expected_output, _MIN_OUTPUT), _MAX_OUTPUT)
+    return _HARM_WEIGHT * _TYPICAL_OUTPUT / output
+
+
+IDLE = ServerLoad()
+
+
+class Outlook(NamedTuple):
+    """A newcomer's view of an engine: the wait for the prompts there, the steps of the tasks there,
+    which go on for `remaining_s` on average by weight, and the engine's usual steps after that."""
+
+    wait_s: float
+    step_s: float
+    remaining_s: float
+    weight: float
+    usual_step_s: float
+    usual_weight: float
+
+    def steps_s(self, num_steps: float) -> float:
+        """Predicted seconds for `num_steps` steps."""
+        if num_steps * self.step_s <= self.remaining_s:
+            return num_steps * self.step_s
+        num_usual = num_steps - self.remaining_s / self.step_s
+        return self.remaining_s + num_usual * self.usual_step_s
+
+    def harm_s(self, prefill_s: float, num_steps: float, growth_s: float) -> float:
+        """Weighted seconds that others lose to a newcomer: those who are there wait for its prompt,
+        and the steps of whoever is there take `growth_s` longer while it lasts."""
+        remaining_s = self.remaining_s
+        steps = min(num_steps, remaining_s / self.step_s) if remaining_s else 0.0
+        harm_s = self.weight * (min(prefill_s, remaining_s) + steps * growth_s)
+        return harm_s + self.usual_weight * (num_steps - steps) * growth_s
+
+
+class _Charge(NamedTuple):
+    """A placed task's part of its engine's weight, to be taken back when it ends."""
+
+    weight: float
+    end: float  # the predicted time
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """The tasks that were placed on an engine and have not ended.
+
+    `num_tokens` counts their prompts (shared beginnings once) and the room for their outputs, and
+    `num_read` those that a decode step reads. `weight` sums what a second is worth to each task,
+    `weighted_end` that times the predicted time of its end. `prefill_until` is the time at which
+    the prompts will have been computed. What is usual are averages over time up to `since`, in
+    which what is older than `_MEMORY_S` counts little; `usual_prefill` is the share of the time
+    that prompts take. `server`: what a server behind the engine does. Others of its clients
+    lengthen its steps, and a newcomer comes behind all who wait there. `device`: what runs the
+    model; empty: not known."""
+
+    id: int
+    model: str
+    max_tasks: int
+    max_tokens: int
+    max_len: int  # tokens of the longest sequence that the engine takes
+    costs: StepCosts
+    features: frozenset[str] | None = None  # what it can do; None: not known
+    is_draining: bool = False  # it gets no more tasks
+    server: ServerLoad = IDLE
+    device: str = ""
+    lease: Lease | None = None
+    num_tasks: int = 0
+    num_latency: int = 0
+    num_tokens: int = 0
+    num_read: int = 0
+    weight: float = 0.0
+    weighted_end: float = 0.0
+    prefill_until: float = 0.0
+    tasks: dict[CompletionTask, _Charge] = field(default_factory=dict)
+    since: float = 0.0
+    usual_tasks: float = 0.0
+    usual_read: float = 0.0
+    usual_weight: float = 0.0
+    usual_prefill: float = 0.0
+    _outlook: Outlook | None = None  # cached while the time and the load are unchanged
+
+    @property
+    def is_open(self) -> bool:
+        return self.num_tasks < self.task_limit and not self.is_draining
+
+    @property
+    def task_limit(self) -> int:
+        """The most tasks that it may have now."""
+        return self.max_tasks if self.lease is None else min(self.lease.calls, self.max_tasks)
+
+    @property
+    def token_limit(self) -> int:
+        """The most tokens that these may need now."""
+        return self.max_tokens if self.lease is None else min(self.lease.tokens, self.max_tokens)
+
+    @property
+    def step_s(self) -> float:
+        server = self.server
+        num_sequences = self.num_tasks + server.num_others
+        return self.costs.decode_step_s(num_sequences, self.num_read + server.other_tokens)
+
+    @property
+    def _queue_s(self) -> float:
+        """Seconds until all who wait at the server have begun, in the places of those who run."""
+        num_turns = self.server.num_waiting / max(1, self.server.num_running)
+        return num_turns * _TYPICAL_OUTPUT * self.step_s
+
+    def rank(self, step_s: float) -> float:
+        """Weighted seconds that a step, which takes `step_s`, costs a typical newcomer and the
+        others there."""
+        newcomer_s = self.costs.sequence_s + _TYPICAL_TOKENS * self.costs.token_s
+        return step_s + self.weight * newcomer_s
+
+    def runs_session(self, session_id: int) -> bool:
+        """Whether the engine has a call of this session now."""
+        return any(task.completion.session_id == session_id for task in self.tasks)
+
+    def reported(self, costs: StepCosts, server: ServerLoad) -> None:
+        self.costs, self.server = costs, server
+        self._outlook = None
+
+    def room_for(self, task: CompletionTask) -> int:
+        """Tokens that are kept for the task's output."""
+        return min(task.max_output, self.max_tokens)
+
+    def fits(self, task: CompletionTask, new_prompt: int) -> bool:
+        """Whether its memory holds the task, of whose prompt `new_prompt` tokens are in no running
+        one. An idle engine takes any task, unless others have a part of it: none has more room."""
+        limit = self.token_limit
+        if not self.num_tasks and limit == self.max_tokens:
+            return True
+        return self.num_tokens + new_prompt + self.room_for(task) <= limit
+
+    def outlook(self, now: float) -> Outlook:
+        if self._outlook is None or self.since != now:
+            self._advance(now)
+            remaining_s = max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
+            usual_step_s = self.costs.decode_step_s(self.usual_tasks, self.usual_read)
+            # Prompts that are computed meanwhile lengthen steps.
+            usual_step_s *= 1.0 / (1.0 - min(self.usual_prefill, _MAX_PROMPT_SHARE))
+            self._outlook = Outlook(
+                max(0.0, self.prefill_until - now) + self._queue_s,
+                self.step_s,
+                remaining_s,
+                self.weight,
+                usual_step_s,
+                self.usual_weight,
+            )
+        return self._outlook
+
+    def admit(self, task: CompletionTask, new_prompt: int, to_compute: int, now: float) -> float:
+        """Book a task of whose prompt `new_prompt` tokens are in no other running one, and
+        `to_compute` in no cache. Returns the seconds that it is predicted to need, without
+        waiting."""
+        self._advance(now)
+        self._book(task, new_prompt, 1)
+        prefill_s = to_compute * self.costs.prefill_s
+        self.prefill_until = max(self.prefill_until, now) + prefill_s
+        decode_s = task.expected_output * self.step_s
+        weight, end = weight_of(task), self.prefill_until + decode_s
+        self.weight += weight
+        self.weighted_end += weight * end
+        self.tasks[task] = _Charge(weight, end)
+        return prefill_s + decode_s
+
+    def release(self, task: CompletionTask, old_prompt: int, now: float) -> None:
+        """Take back what `admit` booked; no running prompt has these `old_prompt` tokens now."""
+        self._advance(now)
+        self._book(task, old_prompt, -1)
+        weight, end = self.tasks.pop(task)
+        self.weight -= weight
+        self.weighted_end -= weight * end
+        if not self.tasks:
+            self.weight = self.weighted_end = 0.0  # exactly, whatever was rounded
+            self.prefill_until = 0.0
+
+    def check_integrity(self, num_prompt: int) -> None:
+        """`num_prompt`: tokens of the prompts here, shared beginnings once."""
+        tasks, charges = self.tasks, self.tasks.values()
+        assert self.num_tasks == len(tasks), self.id
+        assert self.num_latency == sum(task.is_latency for task in tasks), self.id
+        assert self.num_tokens == num_prompt + sum(map(self.room_for, tasks)), self.id
+        assert self.num_read == num_prompt + sum(t.expected_output // 2 for t in tasks), self.id
+        assert isclose(self.weight, sum(c.weight for c in charges), abs_tol=1e-6), self.id
+        weighted_end = sum(c.weight * c.end for c in charges)
+        assert isclose(self.weighted_end, weighted_end, rel_tol=1e-6, abs_tol=1e-6), self.id
+
+    def _book(self, task: CompletionTask, prompt: int, sign: int) -> None:
+        self.num_tasks += sign
+        self.num_latency += sign * task.is_latency
+        self.num_tokens += sign * (prompt + self.room_for(task))
+        self.num_read += sign * (prompt + task.expected_output // 2)
+
+    def _advance(self, now: float) -> None:
+        """Take in that the load was as it is since the last call. It will be another, or is looked
+        at anew."""
+        self._outlook = None
+        if now == self.since:
+            return
+        old = exp((self.since - now) / _MEMORY_S)
+        new = 1.0 - old
+        server = self.server
+        self.usual_tasks = old * self.usual_tasks + new * (self.num_tasks + server.num_others)
+        self.usual_read = old * self.usual_read + new * (self.num_read + server.other_tokens)
+        self.usual_weight = old * self.usual_weight + new * self.weight
+        self.usual_prefill *= old
+        if self.prefill_until >= now:
+            self.usual_prefill += new
+        elif self.prefill_until > self.since:
+            self.usual_prefill += exp((self.prefill_until - now) / _MEMORY_S) - old
+        self.since = now
+
+
+Models = tuple[str, ...]
+"""The models of which a task may run on any; empty: on all."""
+
+Features = frozenset[str] | None
+"""The abilities of an engine, see `Capabilities`; None if that is not known."""
+
+_ANY_MODEL = ""
+_USUAL_COSTS = StepCosts()
+_GRADES = 4  # of idle engines' speeds up to twice the speed: no two measure quite the same
+_MAX_ALIKE = 63  # engines among whose costs the one in the middle is looked for
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The engines of one model. `open` has those with a free slot, the least loaded first, and
+    `full` the others. Idle ones about as fast take turns: who thinks there makes no load, and the
+    same few would get everybody. `max_lens` has the longest sequence that one with these features
+    takes, and `num_alike` how many members have the same features and take the same."""
+
+    members: dict[int, EngineLoad] = field(default_factory=dict)
+    open: LazyHeap[int, float] = field(default_factory=LazyHeap)
+    full: LazyHeap[int, float] = field(default_factory=LazyHeap)
+    max_lens: dict[Features, int] = field(default_factory=dict)
+    num_alike: Counter[tuple[Features, int]] = field(default_factory=Counter)
+    step_s: float = 0.0  # of all members, summed up
+
+    def count(self, load: EngineLoad, sign: int) -> None:
+        """A member comes, or goes. It takes no longer where there are thousands."""
+        key = load.features, load.max_len
+        self.num_alike[key] += sign
+        if not self.num_alike[key]:
+            del self.num_alike[key]
+        self.max_lens.clear()
+        for features, max_len in self.num_alike:
+            self.max_lens[features] = max(self.max_lens.get(features, 0), max_len)
+
+
+class LoadIndex:
+    """Finds engines by id, by model, and by load. Owns the loads, and what steps cost. An engine
+    that drains is found by its id alone."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, EngineLoad] = {}
+        self._pools: dict[str, _Pool] = {}
+        self._step_s: dict[int, float] = {}  # of each engine, as it was counted
+        self._costs: dict[str, StepCosts] = {}  # by model, as an engine of it reported last
+        self._measured: dict[tuple[str, str], dict[int, StepCosts]] = {}  # by model and device
+
+    def __iter__(self) -> Iterator[EngineLoad]:
+        return iter(self._loads.values())
+
+    def add(
+        self,
+        engine_id: int,
+        model: str,
+        max_tasks: int,
+        max_tokens: int,
+        max_len: int | None = None,
+        costs: StepCosts | None = None,
+    ) -> None:
+        """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds. An
+        engine that does not say what its steps cost is taken to be like others of its model, of
+        the same device if there are some, until it does."""
+        longest = max_tokens if max_len is None else min(max_len, max_tokens)
+        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, _USUAL_COSTS)
+        load.costs = self._take_costs(load, costs)
+        self._loads[load.id] = load
+        self._enter_pools(load)
+
+    def reported(
+        self,
+        engine_id: int,
+        costs: StepCosts | None = None,
+        features: Features = None,
+        server: ServerLoad | None = None,
+        device: str = "",
+    ) -> None:
+        """Take over what an engine says that its steps cost, that it can do, that the server
+        behind it does, and what runs its model."""
+        load = self._loads[engine_id]
+        if load.device != device:
+            known = self._forget_costs(load)
+            load.device, costs = device, costs or known
+        if features is not None and load.features != features:
+            for pool in self._pools_of(load):
+                pool.count(load, -1)
+            load.features = features
+            for pool in self._pools_of(load):
+                pool.count(load, 1)
+        costs, server = self._take_costs(load, costs), server or IDLE
+        if (load.costs, load.server) != (costs, server):
+            load.reported(costs, server)
+            self.changed(load)
+
+    def remove(self, engine_id: int) -> None:
+        """Its tasks must have been ended or requeued."""
+        load = self._loads.pop(engine_id)
+        assert not load.tasks, load
+        self._forget_costs(load)
+        if not load.is_draining:
+            self._leave_pools(load)
+
+    def set_draining(self, load: EngineLoad, is_draining: bool) -> None:
+        """Give it no more tasks; those that it has go on. Or give it tasks again."""
+        if is_draining and not load.is_draining:
+            self._leave_pools(load)
+        was_draining, load.is_draining = load.is_draining, is_draining
+        if was_draining and not is_draining:
+            self._enter_pools(load)
+
+    def _take_costs(self, load: EngineLoad, costs: StepCosts | None) -> StepCosts:
+        """Note what the engine measured, if it has; returns what its steps are taken to cost."""
+        own = self._measured.get((load.model, load.device), {})
+        if costs is None:
+            return own.get(load.id) or self._costs_of_alike(load, own)
+        if own.get(load.id) != costs:
+            self._measured.setdefault((load.model, load.device), own)[load.id] = costs
+            self._costs[load.model] = costs
+        return costs
+
+    def _costs_of_alike(self, load: EngineLoad, alike: dict[int, StepCosts]) -> StepCosts:
+        """Those of the engine in the middle: a mean would be of numbers that never were together,
+        and follow one that is out of order."""
+        if not alike:
+            return self._costs.get(load.model, _USUAL_COSTS)
+        costs = sorted(islice(alike.values(), _MAX_ALIKE), key=lambda c: c.decode_step_s(1, 0))
+        return costs[(len(costs) - 1) // 2]
+
+    def _forget_costs(self, load: EngineLoad) -> StepCosts | None:
+        """Returns what the engine had measured."""
+        key = load.model, load.device
+        own = self._measured.get(key, {})
+        costs = own.pop(load.id, None)
+        if not own:
+            self._measured.pop(key, None)
+        return costs
+
+    def _enter_pools(self, load: EngineLoad) -> None:
+        self._step_s[load.id] = 0.0
+        for name in (_ANY_MODEL, load.model):
+            pool = self._pools.setdefault(name, _Pool())
+            pool.members[load.id] = load
+            pool.count(load, 1)
+        self.changed(load)
+
+    def _leave_pools(self, load: EngineLoad) -> None:
+        step_s = self._step_s.pop(load.id)
+        for name in (_ANY_MODEL, load.model):
+            pool = self._pools[name]
+            del pool.members[load.id]
+            pool.open.discard(load.id)
+            pool.full.discard(load.id)
+            pool.count(load, -1)
+            pool.step_s -= step_s
+            if not pool.members:
+                del self._pools[name]
+
+    def _pools_of(self, load: EngineLoad) -> list[_Pool]:
+        return [] if load.is_draining else [self._pools[name] for name in (_ANY_MODEL, load.model)]
+
+    def changed(self, load: EngineLoad) -> None:
+        """Note that an engine's load or costs have changed."""
+        if load.is_draining:
+            return
+        step_s, is_open = load.step_s, load.is_open
+        key = load.rank(step_s) if load.num_tasks else _grade(step_s)
+        added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
+        for pool in (self._pools[_ANY_MODEL], self._pools[load.model]):
+            pool.step_s += added_s
+            here, elsewhere = (pool.open, pool.full) if is_open else (pool.full, pool.open)
+            here.set(load.id, key)
+            elsewhere.discard(load.id)
+
+    # One engine
+
+    def get(self, engine_id: int) -> EngineLoad | None:
+        return self._loads.get(engine_id)
+
+    def num_placed(self, engine_id: int) -> int:
+        load = self._loads.get(engine_id)
+        return 0 if load is None else load.num_tasks
+
+    # Those with one of some models
+
+    def members(self, models: Models) -> Iterator[EngineLoad]:
+        """Yield the engines in the order in which they came."""
+        for pool in self._of(models):
+            yield from pool.members.values()
+
+    def num_members(self, models: Models) -> int:
+        return sum([len(pool.members) for pool in self._of(models)])
+
+    def num_open(self, models: Models) -> int:
+        """Number of engines that have a free slot."""
+        return sum([len(pool.open) for pool in self._of(models)])
+
+    def pace(self, models: Models) -> Pace:
+        """Average speed of the engines as they are loaded now."""
+        known = [self._costs[model] for model in models or self._costs if model in self._costs]
+        costs = known[0] if known else _USUAL_COSTS
+        alone_s = costs.decode_step_s(1, 0)
+        num_members = self.num_members(models)
+        steps_s = sum([pool.step_s for pool in self._of(models)])
+        return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
+
+    def lacking(self, task: CompletionTask) -> frozenset[str]:
+        """The needs of the task that the engine which meets most of them does not. Empty if some
+        engine may meet all, or there is none."""
+        known = [features for pool in self._of(task.models) for features in pool.max_lens]
+        lacking = [frozenset() if f is None else task.needs - f for f in known]
+        return min(lacking, key=len, default=frozenset())
+
+    def takes_longest(self, load: EngineLoad, task: CompletionTask) -> bool:
+        """Whether none of the engines that can do what the task needs takes longer sequences than
+        this one."""
+        return load.max_len >= max(self._able(task).values(), default=0)
+
+    def takes(self, load: EngineLoad, task: CompletionTask) -> bool:
+        """Whether it may get the task as soon as it has room: it has one of the task's models and
+        does not drain; and it can do what the task needs, and takes sequences as long as its prompt
+        and output, or no other can and does so."""
+        if load.is_draining or (task.models and load.model not in task.models):
+            return False
+        features = load.features
+        if features is not None and task.needs <= features and load.max_len >= task.wanted_len:
+            return True  # as nearly always
+        able = self._able(task)
+        longest = max(able.values(), default=0)
+        return features in able and load.max_len >= min(task.wanted_len, longest)
+
+    def _able(self, task: CompletionTask) -> dict[Features, int]:
+        """The longest sequences that are taken with each of the features that the task needs: known
+        ones, else unknown ones, else any."""
+        grades: list[dict[Features, int]] = [{}, {}, {}]
+        for pool in self._of(task.models):
+            for features, max_len in pool.max_lens.items():
+                grade = 1 if features is None else 0 if task.needs <= features else 2
+                grades[grade][features] = max(grades[grade].get(features, 0), max_len)
+        return grades[0] or grades[1] or grades[2]
+
+    def least_loaded(
+        self, task: CompletionTask, count: int, *, full: bool = False
+    ) -> list[EngineLoad]:
+        """Up to `count` open engines, or `full` ones, for each of the task's models that take it,
+        the least loaded, in no particular order."""
+        found: list[EngineLoad] = []
+        for pool in self._of(task.models):
+            engines = pool.full if full else pool.open
+            wanted, num_all = count, len(engines)
+            while True:
+                ids = list(engines) if num_all <= wanted else engines.smallest(wanted)
+                fitting = [i for i in ids if self.takes(pool.members[i], task)]
+                if len(fitting) >= count or num_all <= wanted:
+                    break
+                wanted *= 2
+            found += [pool.members[i] for i in fitting[:count]]
+        return found
+
+    def _of(self, models: Models) -> list[_Pool]:
+        if not models:
+            pool = self._pools.get(_ANY_MODEL)
+            return [] if pool is None else [pool]
+        return [self._pools[name] for name in models if name in self._pools]
+
+
+def _grade(step_s: float) -> float:
+    """The least that an idle engine's step may take of those in the same grade."""
+    return float(2.0 ** (floor(_GRADES * log2(step_s)) / _GRADES))
+
+
+_MIN_SHARED = 128  # tokens of a common beginning that make queued tasks siblings
+
+
+class RunningPrefixes:
+    """The segments of the prompts that run on each engine: key -> engine -> how many tasks have it,
+    and the tokens that it is taken to have (tasks may estimate the same text differently)."""
+
+    def __init__(self) -> None:
+        self._running: dict[bytes, dict[int, tuple[int, int]]] = {}
+
+    def add(self, task: CompletionTask, engine_id: int) -> int:
+        """Returns the tokens of the segments that no running task there had."""
+        new_tokens = 0
+        for key, length in zip(task.keys, task.lengths, strict=True):
+            engines = self._running.setdefault(key, {})
+            count, known_length = engines.get(engine_id, (0, length))
+            if not count:
+                new_tokens += length
+            engines[engine_id] = (count + 1, known_length)
+        return new_tokens
+
+    def remove(self, task: CompletionTask, engine_id: int) -> int:
+        """Returns the tokens of the segments that no running task there has any more."""
+        old_tokens = 0
+        for key in task.keys:
+            engines = self._running[key]
+            count, length = engines[engine_id]
+            if count > 1:
+                engines[engine_id] = (count - 1, length)
+                continue
+            old_tokens += length
+            del engines[engine_id]
+            if not engines:
+                del self._running[key]
+        return old_tokens
+
+    def check_integrity(self, tasks: Mapping[int, Iterable[CompletionTask]]) -> dict[int, int]:
+        """Recount by the tasks of each engine; returns the tokens of each engine's segments."""
+        counts = Counter((key, e) for e, there in tasks.items() for t in there for key in t.keys)
+        tokens = dict.fromkeys(tasks, 0)
+        for key, engines in self._running.items():
+            for engine_id, (count, length) in engines.items():
+                assert counts.pop((key, engine_id), 0) == count, (key, engine_id, count)
+                tokens[engine_id] += length
+        assert not counts, counts
+        return tokens
+
+    def shared_len(self, task: CompletionTask, engine_id: int) -> int:
+        """Tokens of the longest beginning that a running task there has too."""
+        shared = 0
+        for key, length in zip(task.keys, task.lengths, strict=True):
+            engines = self._running.get(key)
+            if engines is None or engine_id not in engines:
+                break
+            shared += length
+        return shared
+
+    def holders(self, key: bytes) -> Collection[int] | None:
+        """The engines that run a task whose prompt begins with the one of this key."""
+        return self._running.get(key)
+
+
+Holders = Callable[[bytes], Collection[int] | None]
+"""The engines that have the prompt of a key."""
+
+
+class Beginnings:
+    """Which engines have a beginning of a task's prompt, and its tokens, the longest first: in
+    `running` prompts, or where it would not have to be computed again. That goes for those that
+    are `cached`, and for running ones if `with_running`."""
+
+    __slots__ = ("_reusable", "_running")
+
+    def __init__(
+        self, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
+    ) -> None:
+        self._running: list[tuple[Collection[int], int]] = []
+        self._reusable: list[tuple[Collection[int], int]] = []
+        length = task.prompt_len
+        for i in range(len(task.keys) - 1, -1, -1):
+            key = task.keys[i]
+            if cached is not None and (there := cached(key)) is not None:
+                self._reusable.append((there, length))
+            if (there := running(key)) is not None:
+                self._running.append((there, length))
+                if with_running:
+                    self._reusable.append((there, length))
+            length -= task.lengths[i]
+
+    def shared_len(self, engine_id: int) -> int:
+        return _length(self._running, engine_id)
+
+    def reused_len(self, engine_id: int) -> int:
+        return _length(self._reusable, engine_id)
+
+    def engines(self, limit: int) -> Iterator[int]:
+        """The first of those with something reusable, perhaps repeated."""
+        return islice(chain.from_iterable(holders for holders, _ in self._reusable), limit)
+
+
+def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> int:
+    for holders, length in beginnings:
+        if engine_id in holders:
+            return length
+    return 0
+
+
+class Block(NamedTuple):
+    """`size` queued tasks that belong together: by the first `shared` tokens of their prompts, by
+    their group, or by both. `prompt_len` is their average."""
+
+    key: Hashable
+    size: int
+    shared: int
+    prompt_len: float
+
+
+class QueuedBlocks:
+    """Which queued tasks begin alike, and which are of one group, before any of them runs."""
+
+    def __init__(self, *, by_prefix: bool, by_group: bool) -> None:
+        self._by_prefix = by_prefix
+        self._by_group = by_group
+        self._counts: dict[Hashable, tuple[int, int]] = {}  # tasks, and tokens of their prompts
+        self._num_tasks: Counter[tuple[str, ...]] = Counter()
+
+    def num_tasks(self, models: tuple[str, ...]) -> int:
+        """Number of tasks that are queued for these models."""
+        return self._num_tasks[models]
+
+    def add(self, task: CompletionTask) -> None:
+        self._count(task, 1)
+
+    def remove(self, task: CompletionTask) -> None:
+        self._count(task, -1)
+
+    def find(self, task: CompletionTask) -> Block | None:
+        """The block of a queued task, if it is not alone: those with the longest common beginning,
+        or its group where that is larger."""
+        group = self._counts.get((task.models, task.group)) if task.group else None
+        if group is None and task.prompt_len < _MIN_SHARED:
+            return None
+        wanted = 2 if group is None else max(2, group[0])
+        shared = task.prompt_len
+        for key, length in zip(reversed(task.keys), reversed(task.lengths), strict=True):
+            if shared < _MIN_SHARED:
+                break
+            found = self._counts.get((task.models, key))
+            if found is not None and found[0] >= wanted:
+                return Block((task.models, key), found[0], shared, found[1] / found[0])
+            shared -= length
+        if group is None or group[0] < 2:
+            return None
+        return Block((task.models, task.group), group[0], 0, group[1] / group[0])
+
+    def _count(self, task: CompletionTask, sign: int) -> None:
+        self._num_tasks[task.models] += sign
+        if not self._num_tasks[task.models]:
+            del self._num_tasks[task.models]
+        for key in self._keys(task):
+            count, tokens = self._counts.get(key, (0, 0))
+            if count + sign:
+                self._counts[key] = (count + sign, tokens + sign * task.prompt_len)
+            else:
+                del self._counts[key]
+
+    def _keys(self, task: CompletionTask) -> Iterator[Hashable]:
+        if self._by_prefix and task.prompt_len >= _MIN_SHARED:
+            length = 0
+            for key, own in zip(task.keys, task.lengths, strict=True):
+                length += own
+                if length >= _MIN_SHARED:
+                    yield (task.models, key)
+        if self._by_group and task.group is not None:
+            yield (task.models, task.group)
+
+    def check_integrity(self, tasks: Iterable[CompletionTask]) -> None:
+        tasks = list(tasks)
+        assert self._num_tasks == Counter(task.models for task in tasks), self._num_tasks
+        counts = Counter(key for task in tasks for key in self._keys(task))
+        assert counts == {key: count for key, (count, _) in self._counts.items()}, counts
