@@ -44,8 +44,7 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota,
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.telemetry.metrics import CoreMetrics
-from parrot.serve.tenants.keys_file import KeyEntry
-from parrot.serve.tenants.tenant import TenantLimits
+from parrot.serve.tenants.table import KeyEntry, TenantLimits
 from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent

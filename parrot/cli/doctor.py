@@ -22,8 +22,8 @@ from parrot.launch.by_ssh.inventory import is_inventory, read_inventory
 from parrot.launch.configs import Config, core_config, read_configs
 from parrot.protocol.server_config import kept_token, settled_token
 from parrot.serve.config import CoreConfig
-from parrot.serve.tenants.keys_file import read_keys
-from parrot.serve.tenants.public_texts import read_texts
+from parrot.serve.prompts.tokenizers import read_texts
+from parrot.serve.tenants.table import read_keys
 from parrot.utils.config import ConfigError, read_config_object
 
 Level = Literal["ok", "note", "wrong"]

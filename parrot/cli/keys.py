@@ -32,7 +32,7 @@ def add(
 ) -> None:
     """Make a key and show it, this once: the file keeps its digest only."""
     from parrot.cli.console import ERR, fail
-    from parrot.serve.tenants.key_store import add_key
+    from parrot.serve.tenants.keys_file import add_key
     from parrot.utils.config import ConfigError
 
     given = {"scopes": scope, "weight": weight, "share_group": share_group}
@@ -51,7 +51,7 @@ def list_keys(file: FileOption) -> None:
     from rich.table import Table
 
     from parrot.cli.console import OUT, fail
-    from parrot.serve.tenants.keys_file import read_keys
+    from parrot.serve.tenants.table import read_keys
     from parrot.utils.config import ConfigError
 
     try:
@@ -71,7 +71,7 @@ def list_keys(file: FileOption) -> None:
 def remove(tenant: IdArgument, file: FileOption) -> None:
     """Remove a key. A ServeCore that runs refuses it within seconds, and ends its sessions."""
     from parrot.cli.console import fail
-    from parrot.serve.tenants.key_store import remove_key
+    from parrot.serve.tenants.keys_file import remove_key
     from parrot.utils.config import ConfigError
 
     try:

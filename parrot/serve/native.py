@@ -21,8 +21,8 @@ from parrot.protocol.public import NativeCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CompletionState, NativeCall
-from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.sessions import Session
+from parrot.serve.tenants.quotas import QueuedByTenant
 from parrot.utils.clock import Clock
 from parrot.utils.slots import FairSlots
 from parrot.utils.tasks import TaskSet

@@ -22,10 +22,10 @@ from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.journal.record import Kind, Payload
 from parrot.serve.journal.replay import replay_attempt, replay_settled
 from parrot.serve.observers import Observers
-from parrot.serve.quotas import num_bytes, usage_of, usage_of_graph
 from parrot.serve.readers import Reads
 from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.tenants.quotas import num_bytes, usage_of, usage_of_graph
 from parrot.serve.views import read_view, variables_view
 from parrot.utils.clock import Clock
 from parrot.utils.timers import TimerQueue

@@ -10,10 +10,9 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.native import NativeRunner, Sandbox, check_call
 from parrot.serve.observers import Observers
-from parrot.serve.quotas import require_share
 from parrot.serve.sessions import Session
 from parrot.serve.telemetry.metrics import CoreMetrics
-from parrot.serve.tenants.meters import Meters
+from parrot.serve.tenants.quotas import Meters, require_share
 from parrot.utils.clock import Clock
 
 _MAX_WAIT_S = 30.0  # that who is refused is told to wait

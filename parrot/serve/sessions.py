@@ -25,7 +25,7 @@ from parrot.serve.graph.nodes import Completion, Predictor, Runner, Task
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.journal.history import History, SessionNumbers
 from parrot.serve.journal.journal import Journal
-from parrot.serve.quotas import Account, num_bytes
+from parrot.serve.tenants.quotas import Account, num_bytes
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.timers import Timer, TimerQueue

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from parrot.serve.tenants.keys_file import read_keys
+from parrot.serve.tenants.table import read_keys
 from tests.docs.pages import ROOT, blocks_of
 
 BLOCKS = {block.language: block for block in blocks_of(ROOT / "docs" / "tenants.md")}

@@ -36,11 +36,11 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.fairness import Counters
 from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.task import Decision
+from parrot.serve.tenants.quotas import QueuedByTenant
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import Backlog

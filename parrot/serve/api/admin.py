@@ -10,7 +10,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.page.audit import AuditedEndpoint, AuditLog
 from parrot.serve.page.endpoints import Drain
 from parrot.serve.sessions import Session
-from parrot.serve.tenants.tenant import Scope, Tenant, TenantLimits
+from parrot.serve.tenants.table import Scope, Tenant, TenantLimits
 from parrot.serve.views import engine_view
 
 _ERRORS = (401, 403, 404)

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from parrot.serve.core import ServeCore
 from parrot.serve.page.audit import AuditLog
+from parrot.serve.tenants.keys_file import KeysWatch
 from parrot.serve.tenants.table import KeysChange
-from parrot.serve.tenants.watch import KeysWatch
 from parrot.utils.tasks import TaskSet
 
 

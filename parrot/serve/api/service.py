@@ -22,7 +22,7 @@ from parrot.protocol.errors import AuthenticationFailed, NotFound
 from parrot.protocol.public import ModelCard
 from parrot.serve.core import ServeCore
 from parrot.serve.page.audit import AuditedEndpoint, AuditLog
-from parrot.serve.tenants.tenant import Scope
+from parrot.serve.tenants.table import Scope
 from parrot.utils.metrics import CONTENT_TYPE
 
 

@@ -18,8 +18,8 @@ from parrot.serve.graph.nodes import CallOptions, Completion, Piece, Reader, Tex
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.prompts.conversation import FindTokenizer
 from parrot.serve.prompts.placeholders import mark_places, put_variables
-from parrot.serve.quotas import num_bytes
 from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.tenants.quotas import num_bytes
 from parrot.utils.clock import Clock
 
 _TOKEN_BYTES = 40  # of a token that a program chose itself

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from parrot.protocol.errors import QuotaExceeded, SessionGone
 from parrot.serve.journal.record import Payload
 from parrot.serve.journal.replay import recorded_prompt
-from parrot.serve.quotas import TenantQuotaExceeded
 from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.tenants.quotas import TenantQuotaExceeded
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 

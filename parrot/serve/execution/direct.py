@@ -19,8 +19,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import final_error, is_broken
 from parrot.serve.prompts.conversation import prompt_tokens
-from parrot.serve.quotas import QueuedByTenant, require_share
-from parrot.serve.tenants.meters import Meters
+from parrot.serve.tenants.quotas import Meters, QueuedByTenant, require_share
 from parrot.serve.tenants.table import TenantTable
 
 Input = list[int] | str

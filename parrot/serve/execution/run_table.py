@@ -28,9 +28,9 @@ from parrot.serve.execution.run import (
 )
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.quotas import QueuedByTenant
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import Placement
+from parrot.serve.tenants.quotas import QueuedByTenant
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 

@@ -5,8 +5,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from parrot.protocol.errors import AuthenticationFailed
-from parrot.serve.tenants.table import TenantTable
-from parrot.serve.tenants.tenant import Scope, Tenant
+from parrot.serve.tenants.table import Scope, Tenant, TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 from parrot.utils.ids import tokens_equal

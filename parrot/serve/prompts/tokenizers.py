@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product, starmap
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
@@ -19,7 +20,7 @@ from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.prompts.chat import ChatTemplate
 from parrot.serve.prompts.vocabulary import Vocabulary
-from parrot.serve.tenants.public_texts import read_texts
+from parrot.utils.config import ConfigError
 from parrot.utils.heaps import LruDict
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ Ids = tuple[int, ...]
 LARGE_TEXT = 8192  # characters; longer texts are encoded in a thread
 MAX_ENCODED = 2**22  # characters; the ids of a longer text would hold the interpreter for long
 CACHE_IDS = 4 * 2**20
+_MAX_TEXT_BYTES = 2**20  # of a file of texts
 _LONG_TEMPLATE = 4096  # characters; Jinja takes seconds to read a megabyte
 
 
@@ -253,3 +255,28 @@ def _strip_prefixing(step: Any) -> Any:
             return step | {name: [s for s in inner if s is not None]}
         case _:
             return step
+
+
+def read_texts(paths: Sequence[str]) -> list[str]:
+    """Their texts, without the line break at their ends. Raises `ConfigError` for a file that is
+    no text of 1 to 1,048,576 bytes."""
+    return [_read_text(path) for path in paths]
+
+
+def _read_text(path: str) -> str:
+    if not Path(path).is_file():  # a pipe would wait for who writes to it
+        raise ConfigError(f"public_prefixes: {path}: is no file")
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(_MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"public_prefixes: {path}: cannot be read: {error.strerror}") from None
+    if len(raw) > _MAX_TEXT_BYTES:
+        raise ConfigError(f"public_prefixes: {path}: has more than {_MAX_TEXT_BYTES} bytes")
+    try:
+        text = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"public_prefixes: {path}: is no UTF-8: {error.reason}") from None
+    if not text.strip():
+        raise ConfigError(f"public_prefixes: {path}: is empty")
+    return text

@@ -1,128 +1,149 @@
-"""The file of keys: for each its digest, what it is for, and what its tenant may have."""
+"""Changes of the file of keys: `parrot keys` makes them, and a running ServeCore takes them in."""
 
+import asyncio
+import fcntl
+import logging
 import os
 import stat
-from collections.abc import Set
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
+import orjson
 
-from parrot.serve.tenants.tenant import (
-    MAX_WEIGHT,
-    MIN_WEIGHT,
-    PUBLIC_ID,
-    Scope,
-    Tenant,
-    TenantLimits,
+from parrot.serve.tenants.table import (
+    MAX_KEYS,
+    KeyEntry,
+    KeysChange,
+    TenantTable,
+    facts_of,
+    parse_keys,
+    read_keys,
 )
-from parrot.utils.config import ConfigError, ConfigModel, parse_config, parse_config_object
+from parrot.utils.clock import Clock
+from parrot.utils.config import ConfigError, is_yaml, parse_config
+from parrot.utils.ids import new_token
 
-MAX_KEYS = 1024
-_MAX_BYTES = 2**18
-_RESERVED = frozenset({PUBLIC_ID, "operator", "other"})
+logger = logging.getLogger(__name__)
 
-_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
+PERIOD_S = 2.0
+"""Between two looks at the file: one call of the system each, which reads nothing."""
 
-
-class KeyEntry(ConfigModel):
-    """One key, and the tenant whose it is. `parrot keys` adds and removes them."""
-
-    id: _Name = Field(description="The tenant's name, as logs, metrics and the page show it.")
-    sha256: str = Field(
-        pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the key, in hexadecimal."
-    )
-    scopes: tuple[Scope, ...] = Field(
-        (Scope.USER,),
-        min_length=1,
-        description="What the key is for: `user`, sessions and requests of its own; `admin`, the "
-        "operator's routes; `metrics`, those of the whole service.",
-    )
-    weight: float = Field(
-        1.0,
-        ge=MIN_WEIGHT,
-        le=MAX_WEIGHT,
-        description="Its share of the service beside other tenants'.",
-    )
-    share_group: _Name | None = Field(
-        None,
-        description="Tenants with the same name here share what is cached of prompts and results, "
-        "so each may learn what the others sent; null: it shares with nobody.",
-    )
-    limits: TenantLimits = Field(TenantLimits(), description="What the tenant may have.")
-
-    def tenant(self) -> Tenant:
-        return Tenant(self.id, self.weight, self.share_group, frozenset(self.scopes), self.limits)
+_PREFIX = "pk-"  # so that people and scanners of secrets know one when they see it
 
 
-def read_keys(path: str) -> list[KeyEntry]:
-    """The entries of a file, JSON or (by its name) YAML: `{"keys": [...]}`. Raises `ConfigError`
-    for a file that others can write, and with every problem that is in it."""
-    return parse_keys(_read(path), path)
+def add_key(path: Path, fields: dict[str, Any]) -> str:
+    """A new random key for an entry with these fields, which is added without it. The file is made
+    if it is missing. Raises `ConfigError`."""
+    key = _PREFIX + new_token() + new_token()
+    digest = sha256(key.encode()).hexdigest()
+    entry = parse_config(KeyEntry, {**fields, "sha256": digest}, "the new key")
+    with _changing(path):
+        entries = read_keys(str(path)) if path.exists() else []
+        if any(entry.id == other.id for other in entries):
+            raise ConfigError(f"{path}: {entry.id} has a key; remove it first")
+        if len(entries) == MAX_KEYS:
+            raise ConfigError(f"{path}: has {MAX_KEYS} keys, which is the most")
+        _write(path, [*entries, entry])
+    return key
 
 
-def parse_keys(raw: bytes, path: str) -> list[KeyEntry]:
-    """The entries in the bytes of this file. Raises `ConfigError`."""
-    if len(raw) > _MAX_BYTES:
-        raise ConfigError(f"{path}: has more than {_MAX_BYTES} bytes")
-    payload = parse_config_object(raw, path)
-    given = payload.pop("keys", None)
-    if payload or not isinstance(given, list) or len(given) > MAX_KEYS:
-        raise ConfigError(f"{path}: must hold `keys`, a list of at most {MAX_KEYS}, and no more")
-    entries: list[KeyEntry] = []
-    problems: list[str] = []
-    taken: set[str] = set()
-    for number, fields in enumerate(given):
+def remove_key(path: Path, tenant_id: str) -> None:
+    """Raises `ConfigError`, also if there is none."""
+    with _changing(path):
+        entries = read_keys(str(path))
+        rest = [entry for entry in entries if entry.id != tenant_id]
+        if len(rest) == len(entries):
+            raise ConfigError(f"{path}: has no key of {tenant_id}")
+        _write(path, rest)
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Let one process in at a time. Raises `ConfigError` if the file cannot be written."""
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
         try:
-            entry = _entry(f"{path}: keys.{number}", fields)
-        except ConfigError as error:
-            problems.append(str(error))
-        else:
-            problems += _clashes(f"{path}: keys.{number}", entry, taken)
-            taken |= {entry.id, entry.sha256}
-            entries.append(entry)
-    if problems:
-        raise ConfigError("\n".join(problems))
-    return entries
-
-
-def facts_of(path: str) -> object:
-    """The facts that differ when the file was changed; None if it is not there."""
-    try:
-        facts = os.stat(path)
-    except OSError:
-        return None
-    return facts.st_mtime_ns, facts.st_size, facts.st_ino, facts.st_mode
-
-
-def _read(path: str) -> bytes:
-    try:
-        with Path(path).open("rb") as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                raise ConfigError(f"{path}: is no file")
-            if stat.S_IMODE(facts.st_mode) & 0o022:
-                raise ConfigError(
-                    f"{path}: others can write it, and so make keys: chmod go-w {path}"
-                )
-            return file.read(_MAX_BYTES + 1)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(folder)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def _entry(place: str, fields: Any) -> KeyEntry:
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{place}: must be an object with `id` and `sha256`")
-    return parse_config(KeyEntry, fields, place)
+def _write(path: Path, entries: Sequence[KeyEntry]) -> None:
+    """All of it or nothing, with the mode and the owner that the file has. Raises `ConfigError` for
+    what ServeCore would not take."""
+    payload = {"keys": [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]}
+    if is_yaml(path):
+        import yaml
+
+        raw = yaml.safe_dump(payload, sort_keys=False).encode()
+    else:
+        raw = orjson.dumps(payload, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+    parse_keys(raw, str(path))
+    draft = path.with_name(f".{path.name}.{new_token()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            if path.exists():
+                facts = path.stat()
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), facts.st_uid, facts.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(facts.st_mode))
+            file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
-def _clashes(place: str, entry: KeyEntry, taken: Set[str]) -> list[str]:
-    """`taken`: the ids and digests of earlier entries, which differ in length."""
-    problems = []
-    if entry.id in _RESERVED:
-        problems.append(f"{place}: `id`: {entry.id} has a meaning of its own")
-    if entry.id in taken:
-        problems.append(f"{place}: `id`: {entry.id} is there twice")
-    if entry.sha256 in taken:
-        problems.append(f"{place}: `sha256`: another entry has this key")
-    return problems
+class KeysWatch:
+    """Takes in a changed file. One that is bad changes nothing, and is told of once."""
+
+    def __init__(
+        self,
+        table: TenantTable,
+        clock: Clock,
+        on_change: Callable[[KeysChange], Awaitable[None]],
+        on_trouble: Callable[[str], None],
+    ) -> None:
+        self._table = table
+        self._clock = clock
+        self._on_change = on_change
+        self._on_trouble = on_trouble
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Until it is cancelled; at once where there is no such file."""
+        path = self._table.path
+        if path is None:
+            return
+        seen: object = None  # the table may have been read long ago
+        while True:
+            facts = facts_of(path)
+            if facts != seen:
+                seen = facts
+                try:
+                    await self._take_in(path)
+                except Exception:  # or no key could be withdrawn any more
+                    logger.exception("the keys of %s were not taken in", path)
+                    self._on_trouble("internal error")
+            await self._clock.sleep(PERIOD_S)
+
+    async def _take_in(self, path: str) -> None:
+        try:
+            change = self._table.replace(await asyncio.to_thread(read_keys, path))
+        except ConfigError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                logger.error("the keys stay as they are: %s", error)
+                self._on_trouble(str(error))
+        else:
+            self._trouble = ""
+            if any(change):
+                logger.info("keys changed: %s", change)
+                await self._on_change(change)

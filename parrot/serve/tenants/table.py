@@ -1,16 +1,207 @@
-"""The tenants, by their ids and by the digests of their keys."""
+"""The tenants: who a caller is by its key, what it may do and have, and the file of their keys."""
 
+import hashlib
 import hmac
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import sha256
-from typing import NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
-from parrot.protocol.errors import AuthenticationFailed
+from pydantic import Field
+
+from parrot.protocol.errors import AuthenticationFailed, PermissionDenied
 from parrot.serve.config import CoreConfig
-from parrot.serve.tenants.keys_file import KeyEntry, read_keys
-from parrot.serve.tenants.tenant import PUBLIC_ID, Scope, Tenant, id_of_key
-from parrot.utils.config import ConfigError
+from parrot.utils.config import ConfigError, ConfigModel, parse_config, parse_config_object
 from parrot.utils.ids import new_token
+
+PUBLIC_ID = "public"
+"""The tenant of requests without a key, where none is needed."""
+
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+
+Limit = Annotated[int, Field(ge=1, le=2**40)]
+
+
+class Scope(StrEnum):
+    """The uses of a key."""
+
+    USER = "user"  # its own sessions and requests
+    ADMIN = "admin"  # the operator's routes
+    METRICS = "metrics"  # those of the whole service
+
+
+class TenantLimits(ConfigModel):
+    """The limits of one tenant; null: as much as the server's config allows each. The request that
+    would exceed one gets 429, and nothing is lost."""
+
+    sessions: Limit | None = Field(None, description="Live sessions.")
+    calls_in_flight: Limit | None = Field(
+        None,
+        description="Calls that are queued or running. With so many, nothing is accepted that sets "
+        "work going; what a read sets going is not cut, however many calls that are.",
+    )
+    variables: Limit | None = Field(
+        None, description="Variables of its live sessions; null: `tenant_quota.variables`."
+    )
+    text_bytes: Limit | None = Field(
+        None, description="Bytes of text that these keep; null: `tenant_quota.text_bytes`."
+    )
+    tokens_per_minute: Limit | None = Field(
+        None,
+        description="Prompt and output tokens of its calls, cached ones included. As many may come "
+        "at once; a call is charged what it is expected to have when it is queued, and what it had "
+        "when it ends. Results that an identical call made cost nothing.",
+    )
+    requests_per_minute: Limit | None = Field(
+        None, description="Requests that may set work going. As many may come at once."
+    )
+
+    @property
+    def amounts(self) -> dict[str, int]:
+        """The limits of what live sessions keep, of those that there are."""
+        given = {
+            "sessions": self.sessions,
+            "variables": self.variables,
+            "text_bytes": self.text_bytes,
+        }
+        return {name: limit for name, limit in given.items() if limit is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """`weight`: its share of the service, beside other tenants'. `share_group`: the name of those
+    whose caches it shares; None: it shares them with nobody."""
+
+    id: str
+    weight: float = 1.0
+    share_group: str | None = None
+    scopes: frozenset[Scope] = frozenset({Scope.USER})
+    limits: TenantLimits = field(default_factory=TenantLimits)
+
+    def require(self, scope: Scope) -> None:
+        """Raises `PermissionDenied`."""
+        if scope not in self.scopes:
+            raise PermissionDenied(f"the key of {self.id} has not the scope `{scope}`")
+
+
+def id_of_key(api_key: str) -> str:
+    """The id of the tenant of a key that has no other name."""
+    return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+MAX_KEYS = 1024
+_MAX_FILE_BYTES = 2**18
+_RESERVED_IDS = frozenset({PUBLIC_ID, "operator", "other"})
+
+_Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
+
+
+class KeyEntry(ConfigModel):
+    """One key, and the tenant whose it is. `parrot keys` adds and removes them."""
+
+    id: _Name = Field(description="The tenant's name, as logs, metrics and the page show it.")
+    sha256: str = Field(
+        pattern=r"^[0-9a-f]{64}$", description="The SHA-256 of the key, in hexadecimal."
+    )
+    scopes: tuple[Scope, ...] = Field(
+        (Scope.USER,),
+        min_length=1,
+        description="What the key is for: `user`, sessions and requests of its own; `admin`, the "
+        "operator's routes; `metrics`, those of the whole service.",
+    )
+    weight: float = Field(
+        1.0,
+        ge=MIN_WEIGHT,
+        le=MAX_WEIGHT,
+        description="Its share of the service beside other tenants'.",
+    )
+    share_group: _Name | None = Field(
+        None,
+        description="Tenants with the same name here share what is cached of prompts and results, "
+        "so each may learn what the others sent; null: it shares with nobody.",
+    )
+    limits: TenantLimits = Field(TenantLimits(), description="What the tenant may have.")
+
+    def tenant(self) -> Tenant:
+        return Tenant(self.id, self.weight, self.share_group, frozenset(self.scopes), self.limits)
+
+
+def read_keys(path: str) -> list[KeyEntry]:
+    """The entries of a file, JSON or (by its name) YAML: `{"keys": [...]}`. Raises `ConfigError`
+    for a file that others can write, and with every problem that is in it."""
+    return parse_keys(_read_file(path), path)
+
+
+def parse_keys(raw: bytes, path: str) -> list[KeyEntry]:
+    """The entries in the bytes of this file. Raises `ConfigError`."""
+    if len(raw) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: has more than {_MAX_FILE_BYTES} bytes")
+    payload = parse_config_object(raw, path)
+    given = payload.pop("keys", None)
+    if payload or not isinstance(given, list) or len(given) > MAX_KEYS:
+        raise ConfigError(f"{path}: must hold `keys`, a list of at most {MAX_KEYS}, and no more")
+    entries: list[KeyEntry] = []
+    problems: list[str] = []
+    taken: set[str] = set()
+    for number, fields in enumerate(given):
+        try:
+            entry = _entry(f"{path}: keys.{number}", fields)
+        except ConfigError as error:
+            problems.append(str(error))
+        else:
+            problems += _clashes(f"{path}: keys.{number}", entry, taken)
+            taken |= {entry.id, entry.sha256}
+            entries.append(entry)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return entries
+
+
+def facts_of(path: str) -> object:
+    """The facts that differ when the file was changed; None if it is not there."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_mtime_ns, facts.st_size, facts.st_ino, facts.st_mode
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode):
+                raise ConfigError(f"{path}: is no file")
+            if stat.S_IMODE(facts.st_mode) & 0o022:
+                raise ConfigError(
+                    f"{path}: others can write it, and so make keys: chmod go-w {path}"
+                )
+            return file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _entry(place: str, fields: Any) -> KeyEntry:
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{place}: must be an object with `id` and `sha256`")
+    return parse_config(KeyEntry, fields, place)
+
+
+def _clashes(place: str, entry: KeyEntry, taken: Set[str]) -> list[str]:
+    """`taken`: the ids and digests of earlier entries, which differ in length."""
+    problems = []
+    if entry.id in _RESERVED_IDS:
+        problems.append(f"{place}: `id`: {entry.id} has a meaning of its own")
+    if entry.id in taken:
+        problems.append(f"{place}: `id`: {entry.id} is there twice")
+    if entry.sha256 in taken:
+        problems.append(f"{place}: `sha256`: another entry has this key")
+    return problems
+
 
 _SALT_LEN = 32  # hexadecimal digits
 

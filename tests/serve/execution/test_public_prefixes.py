@@ -17,7 +17,7 @@ from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.conversation import prompt_tokens
 from parrot.serve.prompts.encode import encode_prompt, join
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.tenants.public_texts import read_texts
+from parrot.serve.prompts.tokenizers import read_texts
 from parrot.utils.config import ConfigError
 from tests.serve.execution.test_dispatcher import World, value
 from tests.serve.prompts.test_chat_prompts import TEMPLATES

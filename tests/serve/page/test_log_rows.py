@@ -3,7 +3,7 @@
 from parrot.protocol.errors import EngineFailed
 from parrot.serve.page.rows import PageRows
 from parrot.serve.page.visitors import Visitor
-from parrot.serve.tenants.tenant import id_of_key
+from parrot.serve.tenants.table import id_of_key
 from tests.serve.execution.test_result_cache import World
 from tests.support.fake_engine import Script
 

@@ -11,9 +11,7 @@ from typer.testing import CliRunner
 from parrot.cli.app import app
 from parrot.serve.config import CoreConfig
 from parrot.serve.http_server import main
-from parrot.serve.tenants.keys_file import KeyEntry, read_keys
-from parrot.serve.tenants.table import TenantTable
-from parrot.serve.tenants.tenant import Scope, TenantLimits
+from parrot.serve.tenants.table import KeyEntry, Scope, TenantLimits, TenantTable, read_keys
 from parrot.utils.config import ConfigError
 from tests.serve.tenants.keys import entry, write_keys
 

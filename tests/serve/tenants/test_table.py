@@ -6,8 +6,7 @@ import pytest
 
 from parrot.protocol.errors import AuthenticationFailed
 from parrot.serve.config import CoreConfig
-from parrot.serve.tenants.table import TenantTable
-from parrot.serve.tenants.tenant import PUBLIC_ID, Tenant, id_of_key
+from parrot.serve.tenants.table import PUBLIC_ID, Tenant, TenantTable, id_of_key
 from tests.serve.tenants.keys import entry, write_keys
 
 

@@ -15,8 +15,8 @@ from parrot.serve.core import ServeCore
 from parrot.serve.page.audit import AuditLog
 from parrot.serve.page.endpoints import Page
 from parrot.serve.page.visitors import Visitors
+from parrot.serve.tenants.keys_file import PERIOD_S, KeysWatch
 from parrot.serve.tenants.table import KeysChange
-from parrot.serve.tenants.watch import PERIOD_S, KeysWatch
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.manual_clock import ManualClock
 

@@ -16,8 +16,8 @@ from parrot.protocol.errors import Conflict, NotFound
 from parrot.serve.api.vendors.responses.background import Background
 from parrot.serve.api.vendors.responses.items import Item, output_items
 from parrot.serve.journal.journal import Journal
-from parrot.serve.quotas import num_bytes
 from parrot.serve.shards.shard import ALONE, Shard
+from parrot.serve.tenants.quotas import num_bytes
 from parrot.utils.heaps import LazyHeap, LruDict
 from parrot.utils.ids import new_token
 
