@@ -14,11 +14,10 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.native import Sandbox
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.programs import Programs
-from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.tasks import Sandbox, TaskRunner
 from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.serve.views import engine_view, session_steps, session_view
 from parrot.utils.clock import Clock, MonotonicClock

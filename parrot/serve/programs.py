@@ -23,8 +23,8 @@ from parrot.serve.journal.record import Kind, Payload
 from parrot.serve.journal.replay import replay_attempt, replay_settled
 from parrot.serve.observers import Observers
 from parrot.serve.readers import Reads
-from parrot.serve.runner import TaskRunner
 from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.tasks import TaskRunner
 from parrot.serve.tenants.quotas import num_bytes, usage_of, usage_of_graph
 from parrot.serve.views import read_view, variables_view
 from parrot.utils.clock import Clock

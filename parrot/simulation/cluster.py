@@ -12,8 +12,8 @@ from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.native import Sandbox
 from parrot.serve.recorder import Recorder
+from parrot.serve.tasks import Sandbox
 from parrot.simulation.engine import SimEngine
 from parrot.simulation.links import LAN_RTT_S, DistantTransport, Latency, lan
 from parrot.simulation.loop import LoopClock

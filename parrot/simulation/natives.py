@@ -8,7 +8,7 @@ from pydantic_monty import Monty, MontyError
 
 from parrot.protocol.errors import NativeFunctionFailed
 from parrot.serve.graph.nodes import NativeCall
-from parrot.serve.native import drop_output, explain, inputs_of, script_of
+from parrot.serve.tasks import drop_output, explain, inputs_of, script_of
 
 NATIVE_S = 2e-3  # what a short function takes in the service's sandbox
 

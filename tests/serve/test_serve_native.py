@@ -11,7 +11,7 @@ from parrot.protocol.errors import InvalidRequest, NativeFunctionFailed
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CallOptions, CompletionState, NativeCall
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.native import NativeRunner, check_call
+from parrot.serve.tasks import NativeRunner, check_call
 from parrot.utils.clock import MonotonicClock
 from tests.serve.serve_fakes import given, made, native
 

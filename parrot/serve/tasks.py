@@ -1,0 +1,412 @@
+"""Tasks of both kinds: completions, which engines run, and native functions, whose source text
+comes from the program and runs in a sandbox process."""
+
+import asyncio
+import keyword
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from textwrap import dedent
+from typing import Protocol
+
+from pydantic_monty import AsyncMonty, MontyError, MontyRuntimeError, MontySyntaxError
+
+from parrot.protocol.errors import (
+    InternalError,
+    InvalidRequest,
+    NativeFunctionFailed,
+    ParrotError,
+)
+from parrot.protocol.fields import MAX_TEXT
+from parrot.protocol.public import NativeCallRequest
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.index import Context
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
+from parrot.serve.observers import Observers
+from parrot.serve.sessions import Session
+from parrot.serve.telemetry.metrics import CoreMetrics
+from parrot.serve.tenants.quotas import Meters, QueuedByTenant, require_share
+from parrot.utils.clock import Clock
+from parrot.utils.slots import FairSlots
+from parrot.utils.tasks import TaskSet
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAIT_S = 30.0  # that who is refused is told to wait
+_NO_SAMPLING = SamplingConfig()
+_MAX_MESSAGE = 1000  # characters of a function's own error that are passed on
+
+# What the function sees besides the language: its outputs, and stand-ins for the decorator and the
+# annotations that its source may carry.
+_PRELUDE = """
+class _Output:
+    def __init__(self, name):
+        self._name = name
+        self._text = None
+
+    def set(self, text):
+        if not isinstance(text, str):
+            raise TypeError(f"output `{self._name}` takes str, not {type(text).__name__}")
+        if self._text is not None:
+            raise ValueError(f"output `{self._name}` is already set")
+        self._text = text
+
+    def get(self):
+        return self._text
+
+class _Namespace:
+    Input = str
+    Output = _Output
+
+    def native_function(self, *args, **kwargs):
+        return lambda function: function
+
+P = _Namespace()
+native_function = P.native_function
+
+"""
+
+
+class Sandbox(Protocol):
+    """Where native functions run."""
+
+    async def evaluate(self, call: NativeCall) -> Sequence[object]:
+        """The values of the outputs in order of `call.results`, None for one that was not set.
+        Raises `NativeFunctionFailed`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class TaskRunner:
+    """Implements `graph.runner.Runner` for all sessions, and says how much more may be queued. A
+    task that ends is activity of its session."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        clock: Clock,
+        dispatcher: Dispatcher,
+        sandbox: Sandbox | None,
+        metrics: CoreMetrics,
+        observers: Observers,
+        find_session: Callable[[int], Session | None],
+    ) -> None:
+        self._max_queue_size = config.global_scheduler.max_queue_size
+        self._clock = clock
+        self._dispatcher = dispatcher
+        self._native = NativeRunner(config, clock, sandbox, find_session)
+        self._max_native_timeout_s = config.native_timeout
+        self._metrics = metrics
+        self._weigh = metrics.tenants.weigh
+        self.meters = Meters(metrics.tenants, clock)
+        self._observers = observers
+        dispatcher.kv_log.on_evicted = self._on_evicted
+        self._is_traced = config.otlp_endpoint is not None
+        self._find_session = find_session
+        self.expect = dispatcher.expect
+        self.unexpect = dispatcher.unexpect
+        self.progressed = dispatcher.progressed
+        self._held: dict[int, Task] | None = None
+
+    def require_room(self, tenant: str) -> None:
+        """Raise `ClusterFull` if the queue is full and the tenant has its share of it, and what its
+        meters raise. To be asked before anything that may set work going. What one read sets going
+        is queued all at once, however much it is: it exists already, and refusing a part of it
+        would fail the whole."""
+        limit = self._max_queue_size
+        if self._dispatcher.num_queued + self._native.num_waiting >= limit:
+            queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
+            require_share(tenant, limit, self._weigh, self._wait_s(), *queues)
+        self.meters.admit(tenant)
+
+    def _wait_s(self) -> float:
+        """Seconds in which a tenth of the queue is placed, at the pace of the last placements."""
+        placed, pace = self._dispatcher.decisions, 0.0
+        if placed and (taken_s := self._clock.now() - placed[0].at) > 0:
+            pace = len(placed) / taken_s
+        tenth = self._max_queue_size / 10
+        return min(_MAX_WAIT_S, tenth / pace) if pace else _MAX_WAIT_S
+
+    def check_native(self, request: NativeCallRequest) -> None:
+        """Raise `InvalidRequest` if the call can never run."""
+        check_call(request, self._max_native_timeout_s)
+
+    def hold(self) -> None:
+        """Start nothing until `go_on`: what is told of tasks has happened already."""
+        self._held = {}
+
+    def go_on(self) -> None:
+        """Start what should be running, and what comes."""
+        held, self._held = self._held or {}, None
+        for task in held.values():
+            if not task.is_finished:
+                self.start(task)
+
+    def start(self, task: Task) -> None:
+        if self._held is not None:
+            self._held[task.id] = task
+            return
+        tenant = task.options.tenant
+        if isinstance(task, Completion):
+            is_counted = self.meters.counts_tokens(tenant)
+            tokens = self._dispatcher.estimates.tokens(task) if is_counted else 0
+            self.meters.began(task.id, tenant, tokens)
+            self._trace(task)
+            self._dispatcher.submit(task)
+        else:
+            self.meters.began(task.id, tenant, 0)
+            self._native.start(task)
+
+    def _trace(self, task: Completion) -> None:
+        """Say which span its engine's is below: its own if it will have one, or its caller's."""
+        task.traceparent = task.options.traceparent
+        session = self._find_session(task.session_id) if self._is_traced else None
+        if session is not None:
+            task.traceparent = session.graph.spans.told(task.traceparent, task.id)
+
+    def _on_evicted(self, context: Context, num_tokens: int) -> None:
+        owner = context.owner
+        session = self._find_session(owner) if isinstance(owner, int) else None
+        self._metrics.evicted(context, num_tokens, session)
+
+    def withdraw(self, task: Task) -> None:
+        if self._held is not None:
+            self._held.pop(task.id, None)
+            return
+        if isinstance(task, Completion):
+            self._dispatcher.withdraw(task)
+        else:
+            self._native.stop(task)
+        self._ended(task)
+
+    def cancel(self, task: Task, error: ParrotError) -> None:
+        if self._held is not None:
+            self._held.pop(task.id, None)
+        elif isinstance(task, Completion):
+            self._dispatcher.cancel(task, error)
+        else:
+            self._native.cancel(task, error)
+
+    def reprioritise(self, completion: Completion) -> None:
+        if self._held is None:
+            self._dispatcher.reprioritise(completion)
+
+    def finished(self, task: Task) -> None:
+        self._ended(task)
+        session = self._find_session(task.session_id)
+        if session is not None:
+            session.task_finished(task, self._clock.now())
+            if self._held is not None:
+                if self._held.pop(task.id, None) and isinstance(task, Completion):
+                    self._dispatcher.unexpect(task)
+                return
+            self._metrics.task_finished(task, session)
+            self._observers.tell(lambda one: one.task_finished(session, task))
+
+    def _ended(self, task: Task) -> None:
+        self.meters.ended(task.id, task.stats.used_tokens if isinstance(task, Completion) else 0)
+
+    async def close(self) -> None:
+        await self._native.close()
+        await self._dispatcher.close()
+
+
+class NativeRunner:
+    """Runs native calls in a sandbox, `native_workers` at a time; further ones wait. Sessions take
+    turns, and none has all workers, unless there is one worker."""
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        clock: Clock,
+        sandbox: Sandbox | None,
+        find_session: Callable[[int], Session | None],
+    ) -> None:
+        self._clock = clock
+        self._find_session = find_session
+        self._slots = FairSlots(config.native_workers)
+        self._sandbox = sandbox or MontySandbox(config)
+        self._running: dict[int, asyncio.Task[None]] = {}  # by task id
+        self._waiting: set[int] = set()  # those of them without a worker
+        self._tasks = TaskSet()
+        self.waiting_by_tenant = QueuedByTenant()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def start(self, call: NativeCall) -> None:
+        """Run it and settle its outputs."""
+        self._waiting.add(call.id)
+        self.waiting_by_tenant.enter(call.options.tenant)
+        running = self._tasks.spawn(self._run(call), name=f"native {call.func_name}")
+        self._running[call.id] = running
+        running.add_done_callback(lambda done: self._forget(call.id, done))
+
+    def stop(self, call: NativeCall) -> None:
+        """Its outputs stay unsettled. Safe in any state."""
+        self._end_wait(call)
+        running = self._running.pop(call.id, None)
+        if running is not None:
+            running.cancel()
+
+    def cancel(self, call: NativeCall, error: ParrotError) -> None:
+        """Stop it, and fail its outputs that are not settled."""
+        self.stop(call)
+        _fail(call, error, CompletionState.CANCELLED)
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        await self._sandbox.close()
+
+    def _end_wait(self, call: NativeCall) -> None:
+        if call.id in self._waiting:
+            self._waiting.remove(call.id)
+            self.waiting_by_tenant.leave(call.options.tenant)
+
+    def _forget(self, call_id: int, done: asyncio.Task[None]) -> None:
+        if self._running.get(call_id) is done:
+            del self._running[call_id]
+
+    async def _run(self, call: NativeCall) -> None:
+        try:
+            async with self._slots.slot(call.session_id):
+                self._end_wait(call)
+                call.state = CompletionState.RUNNING
+                call.times.started = self._clock.now()
+                values = await self._evaluate(call)
+            texts = [
+                _checked(call, name, value)
+                for (name, _), value in zip(call.results, values, strict=True)
+            ]
+        except ParrotError as error:
+            _fail(call, error)
+        except Exception:
+            logger.exception("native function %s failed", call.func_name)
+            _fail(call, InternalError("internal error"))
+        else:
+            call.state = CompletionState.DONE
+            for (_, variable), text in zip(call.results, texts, strict=True):
+                if not variable.is_settled:  # one that died may have got as far as this
+                    variable.set(text)
+
+    async def _evaluate(self, call: NativeCall) -> Sequence[object]:
+        """The sandbox's values, in time that the session's account has and pays. Raises
+        `QuotaExceeded` if it has none left."""
+        session = self._find_session(call.session_id)
+        if session is not None:
+            session.account.require(native_ms=1)
+        began = self._clock.now()
+        try:
+            return await self._sandbox.evaluate(call)
+        finally:
+            if session is not None:
+                session.account.add(native_ms=int(1000 * (self._clock.now() - began)))
+
+
+class MontySandbox:
+    """A pool of sandbox processes, which begins with the first call. A process that crashes is
+    replaced."""
+
+    def __init__(self, config: CoreConfig) -> None:
+        self._num_workers = config.native_workers
+        self._max_memory = config.native_memory_mb * 2**20
+        self._opening = asyncio.Lock()
+        self._pool: AsyncMonty | None = None
+        self._exit = AsyncExitStack()
+
+    async def evaluate(self, call: NativeCall) -> Sequence[object]:
+        pool = await self._open_pool()
+        checkout = pool.checkout(
+            script_name=f"{call.func_name}.py",
+            limits={
+                "max_feed_duration_secs": call.timeout_s,
+                "max_total_sleep_secs": call.timeout_s,
+                "max_memory": self._max_memory,
+            },
+        )
+        try:
+            async with checkout as sandbox:
+                values: list[object] = await sandbox.feed_run(
+                    script_of(call), inputs=inputs_of(call), print_callback=drop_output
+                )
+        except MontyError as error:
+            raise NativeFunctionFailed(explain(call, error)) from None
+        return values
+
+    async def close(self) -> None:
+        await self._exit.aclose()
+
+    async def _open_pool(self) -> AsyncMonty:
+        async with self._opening:
+            if self._pool is None:
+                self._pool = await self._exit.enter_async_context(
+                    AsyncMonty(max_processes=self._num_workers)
+                )
+            return self._pool
+
+
+def check_call(request: NativeCallRequest, max_timeout_s: float) -> None:
+    """The function and its parameters must have Python names, it may not take longer than any, and
+    nothing is sampled. Raises `InvalidRequest`."""
+    if request.timeout > max_timeout_s:
+        raise InvalidRequest(
+            f"the timeout of a native function is at most {max_timeout_s:g} s (`native_timeout`)",
+            param="timeout",
+        )
+    for parameter in request.parameters:
+        if parameter.sampling_config not in (None, _NO_SAMPLING):
+            raise InvalidRequest(
+                f"nothing is sampled for output `{parameter.name}` of a native function",
+                param="sampling_config",
+            )
+    for name in (request.func_name, *(parameter.name for parameter in request.parameters)):
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise InvalidRequest(f"`{name}` is not a Python name", param=name)
+
+
+def inputs_of(call: NativeCall) -> dict[str, str]:
+    return {f"_in_{n}": variable.text for n, (_, variable) in enumerate(call.arguments)}
+
+
+def script_of(call: NativeCall) -> str:
+    """The prelude, the function, one call of it, and the outputs as the script's value."""
+    arguments = [f"{name}=_in_{n}" for n, (name, _) in enumerate(call.arguments)]
+    arguments += [f"{name}=_out_{n}" for n, (name, _) in enumerate(call.results)]
+    outputs = "".join(f"_out_{n} = _Output({name!r})\n" for n, (name, _) in enumerate(call.results))
+    values = ", ".join(f"_out_{n}.get()" for n in range(len(call.results)))
+    source = dedent(call.source)
+    return f"{_PRELUDE}{source}\n{outputs}{call.func_name}({', '.join(arguments)})\n[{values}]\n"
+
+
+def _checked(call: NativeCall, name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise NativeFunctionFailed(f"`{call.func_name}` never set its output `{name}`", param=name)
+    if len(value) > MAX_TEXT:
+        raise NativeFunctionFailed(f"`{call.func_name}` set `{name}` to too long a text")
+    return value
+
+
+def explain(call: NativeCall, error: MontyError) -> str:
+    """One line for the program's author."""
+    if isinstance(error, MontyRuntimeError | MontySyntaxError):
+        reason = error.display(format="type-msg")
+    else:
+        reason = f"the sandbox died, most likely of its time or memory limit ({error})"
+    return f"native function `{call.func_name}` failed: {reason[:_MAX_MESSAGE]}"
+
+
+def _fail(
+    call: NativeCall, error: ParrotError, state: CompletionState = CompletionState.FAILED
+) -> None:
+    call.state = state
+    for _, variable in call.results:
+        if not variable.is_settled:
+            variable.fail(error)
+
+
+def drop_output(stream: str, text: str) -> None:
+    """Drop what functions print: it is not the server's to show."""
