@@ -29,7 +29,6 @@ from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.launch import scaling
-from parrot.launch.by_ssh import inventory
 from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, public, sampling
 from parrot.protocol.endpoint import Access, rules
@@ -54,7 +53,7 @@ MODELS: dict[str, type[BaseModel]] = {
     name: value
     for module in (
         *(sampling, engine_api, public),
-        *(on_ray, scaling, inventory),
+        *(on_ray, scaling),
     )
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)

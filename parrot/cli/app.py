@@ -132,9 +132,7 @@ def config_show(
 def launch(
     configs: Annotated[
         list[Path] | None,
-        typer.Argument(
-            help="Config files of a core and engines, a launch file, or an inventory of machines."
-        ),
+        typer.Argument(help="Config files of a core and engines, or a launch file."),
     ] = None,
     log_dir: LogDirOption = Path("logs"),
     ready_timeout: ReadyTimeoutOption = 1800.0,
@@ -144,29 +142,18 @@ def launch(
     ] = "auto",
     name: Annotated[str, typer.Option(help="With --ray: of the service.")] = "parrot",
     detach: Annotated[
-        bool, typer.Option("--detach", help="Of --ray or an inventory: leave when all is ready.")
+        bool, typer.Option("--detach", help="With --ray: leave when all is ready.")
     ] = False,
-    stop: Annotated[
-        bool, typer.Option("--stop", help="Of --ray or an inventory: end what runs there.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Of an inventory: print the commands only.")
-    ] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="With --ray: end what runs there.")] = False,
 ) -> None:
-    """Run ServeCore and engines here, on Ray, or on an inventory's machines, until Ctrl-C. Engines
-    that die are started again."""
+    """Run ServeCore and engines here or on Ray, until Ctrl-C. Engines that die are started
+    again."""
     from parrot.cli import launch as launchers
-    from parrot.cli.launch_machines import LaunchOptions, launch_machines
 
     paths = configs or []
-    inventory = launchers.sole_inventory(paths)
-    if inventory is not None:
-        if ray:
-            raise typer.BadParameter("an inventory says where all runs: not on --ray")
-        launch_machines(inventory, LaunchOptions(detach, stop, dry_run, ready_timeout))
-        return
-    if dry_run or ((detach or stop) and not ray):
-        raise typer.BadParameter("--detach and --stop need --ray or an inventory, --dry-run one")
+    launchers.refuse_inventories(paths)
+    if (detach or stop) and not ray:
+        raise typer.BadParameter("--detach and --stop need --ray")
     if bool(paths) == stop:
         raise typer.BadParameter("config files are needed, or --stop without any")
     if not ray:

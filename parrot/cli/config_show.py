@@ -26,12 +26,11 @@ def show_config(path: Path | None, options: dict[str, Any], only_set: bool) -> N
     when a value is wrong."""
     try:
         file = file_layer(path)
-        for key, what in (("engines", "a launch file"), ("hosts", "an inventory")):
-            if key in file.values:
-                fail(
-                    f"{path} is {what}: `parrot doctor` checks it whole; give one of the configs "
-                    "that it names"
-                )
+        if "engines" in file.values:
+            fail(
+                f"{path} is a launch file: `parrot doctor` checks it whole; give one of the "
+                "configs that it names"
+            )
         is_engine = "engine_type" in file.values
         if path is None or not is_engine:
             settings = core_settings(file, options, os.environ)

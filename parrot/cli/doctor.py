@@ -16,10 +16,9 @@ from typing import Literal
 from rich.markup import escape
 
 from parrot.cli.console import OUT
+from parrot.cli.servers import visible_gpus
 from parrot.cluster.ports import ask, is_free
-from parrot.launch.by_ssh.checks import visible_gpus
-from parrot.launch.by_ssh.inventory import is_inventory, read_inventory
-from parrot.launch.configs import Config, core_config, read_configs
+from parrot.launch.configs import Config, core_config, read_configs, refuse_inventory
 from parrot.protocol.server_config import kept_token, settled_token
 from parrot.serve.config import CoreConfig
 from parrot.serve.prompts.tokenizers import read_texts
@@ -201,9 +200,6 @@ def _check_port(name: str, host: str, port: int) -> Iterator[Finding]:
 def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Finding]:
     """Files as `parrot launch` takes them, or one of ServeCore alone; their models and ports."""
     try:
-        if any(is_inventory(path) for path in paths):
-            yield from _check_inventory(paths, environ)
-            return
         core, engines = _read(paths, environ)
     except ConfigError as error:
         yield Finding("wrong", str(error), "put it right; `parrot config show` lists all keys")
@@ -232,23 +228,12 @@ def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Fin
         yield from _check_engine(engine)
 
 
-def _check_inventory(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Its keys, and those of its configs; not its machines. Raises `ConfigError`."""
-    if len(paths) > 1:
-        raise ConfigError("an inventory of machines is checked by itself: give nothing besides")
-    inventory = read_inventory(paths[0], environ)
-    num_servers = sum(len(site.servers) for site in inventory.sites)
-    counted = f"machines: {inventory.num_machines}, servers: {num_servers}"
-    yield Finding("ok", f"{paths[0]}, an inventory: every key is known; {counted}")
-    yield from _check_secrets(paths[0])
-    yield Finding("ok", "`parrot launch` checks its machines, before anything starts there")
-
-
 def _read(paths: list[Path], environ: Mapping[str, str]) -> tuple[Config, list[Config]]:
     """ServeCore's config and the engines'; raises `ConfigError`."""
     contents = [read_config_object(path) for path in paths]
     if any("engine_type" in each or "engines" in each for each in contents):
         return read_configs(paths, environ)
+    refuse_inventory(paths[0], contents[0])
     core = core_config(contents[0], str(paths[0]), environ)
     return {"port": CoreConfig.model_fields["port"].default, **core}, []
 
@@ -256,8 +241,6 @@ def _read(paths: list[Path], environ: Mapping[str, str]) -> tuple[Config, list[C
 def _check_secrets(path: Path) -> Iterator[Finding]:
     """Keys in a file that others can read."""
     content = read_config_object(path)
-    for host in content.get("hosts", ()):
-        content |= host["core"] if isinstance(host.get("core"), dict) else {}
     secrets = [key for key in ("cluster_token", "api_keys") if content.get(key)]
     if secrets and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         named = " and ".join(f"`{key}`" for key in secrets)

@@ -13,10 +13,9 @@ from rich.table import Table
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cli.servers import hurry, running
 from parrot.cluster import Cluster, ClusterError
-from parrot.launch.by_ssh.inventory import is_inventory
-from parrot.launch.configs import read_configs, read_entries
+from parrot.launch.configs import InventoryError, read_configs, read_entries, refuse_inventory
 from parrot.serve.page.visitors import page_url
-from parrot.utils.config import ConfigError
+from parrot.utils.config import ConfigError, read_config_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +28,15 @@ class RayOptions:
     ready_timeout_s: float
 
 
-def sole_inventory(paths: list[Path]) -> Path | None:
-    """The inventory that is given, if one is. Ends by `SystemExit` if more is given besides."""
+def refuse_inventories(paths: list[Path]) -> None:
+    """End by `SystemExit` if one of the files is an inventory, or cannot be read."""
     try:
-        found = [path for path in paths if is_inventory(path)]
+        for path in paths:
+            refuse_inventory(path, read_config_object(path))
+    except InventoryError as error:
+        fail(str(error), 2)
     except ConfigError as error:
         fail(str(error))
-    if found and len(paths) > 1:
-        fail(f"{found[0]} is an inventory: give nothing besides")
-    return found[0] if found else None
 
 
 def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) -> None:

@@ -1,13 +1,21 @@
-"""The servers that commands start: running them, and showing what they do."""
+"""The servers that commands start: what they find here, running them, showing what they do."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
 
 from parrot.cli.console import ERR, fail
 from parrot.cluster import Cluster, ClusterError
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """NVIDIA devices that CUDA would offer, found without loading it."""
+    if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 @contextmanager

@@ -13,12 +13,11 @@ from typing import Any
 from rich.markup import escape
 
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
-from parrot.cli.servers import hurry, running
+from parrot.cli.servers import hurry, running, visible_gpus
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.cluster import binding
 from parrot.cluster.ports import ask, is_free
 from parrot.engine.config import engine_settings, parse_engine_config
-from parrot.launch.by_ssh.checks import visible_gpus
 from parrot.launch.configs import Config
 from parrot.protocol.public import ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings

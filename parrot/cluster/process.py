@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from parrot.utils.private_files import open_private
 from parrot.utils.settings import without_settings
 
 _STOP_GRACE_S = 10.0
 _TAIL_LINES, _TAIL_BYTES = 25, 2**16
-_MAX_LINE = 2**14  # bytes; longer ones are taken for several
 
 
 class ClusterError(Exception):
@@ -27,9 +26,9 @@ class ClusterError(Exception):
 class ServerProcess:
     """A Python module running in a process group of its own, tied to this process's life.
 
-    What it writes to stdout and stderr goes to `log_path`, appended over restarts, and each line
-    of it to `on_line`, if given, which must not wait. `on_death(self)` is called when it has ended
-    though nobody here asked it to. Both are called from threads of their own."""
+    What it writes to stdout and stderr goes to `log_path`, appended over restarts.
+    `on_death(self)` is called, from a thread of its own, when it has ended though nobody here
+    asked it to."""
 
     def __init__(
         self,
@@ -39,14 +38,12 @@ class ServerProcess:
         log_path: Path,
         env: Mapping[str, str],
         on_death: "Callable[[ServerProcess], None]",
-        on_line: Callable[[bytes], None] | None = None,
     ) -> None:
         self.name = name
         self.log_path = log_path
         self._command = [sys.executable, "-m", "parrot.cluster.child", module, name, *args]
         self._env = {**without_settings(os.environ), "PYTHONUNBUFFERED": "1", **env}
         self._on_death = on_death
-        self._on_line = on_line
         self._is_to_end = False
         self._log_start = 0  # where this run's part of the log begins
         self.started_at = 0.0
@@ -80,12 +77,12 @@ class ServerProcess:
         self._is_to_end = False
         self.started_at = time.monotonic()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self._output() as output:
+        with open_private(self.log_path, is_new=False) as log:
             self._log_start = self.log_path.stat().st_size
             popen = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
-                stdout=output,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 env=self._env,
@@ -97,16 +94,6 @@ class ServerProcess:
             target=self._watch, args=(popen, line), name=f"watch-{self.name}", daemon=True
         )
         self._watcher.start()
-
-    def _output(self) -> BinaryIO:
-        """The log, or a pipe that leads there by way of `on_line`."""
-        log = open_private(self.log_path, is_new=False)
-        if self._on_line is None:
-            return log
-        read, write = os.pipe()
-        args = open(read, "rb"), log, self._on_line  # noqa: SIM115 - given away
-        threading.Thread(target=_pump, args=args, name=f"log-{self.name}", daemon=True).start()
-        return open(write, "wb", buffering=0)
 
     def _watch(self, popen: subprocess.Popen[bytes], config: bytes) -> None:
         with popen:  # waits, and closes our end of its stdin
@@ -160,15 +147,6 @@ class ServerProcess:
         code = self.exit_code
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return f"{self.name} ended with {how}. The end of {self.log_path}:\n{self.log_tail()}"
-
-
-def _pump(lines: BinaryIO, log: BinaryIO, on_line: Callable[[bytes], None]) -> None:
-    """Return when nobody can write to the pipe any more."""
-    with lines, log:
-        while line := lines.readline(_MAX_LINE):
-            log.write(line)
-            log.flush()
-            on_line(line)
 
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:

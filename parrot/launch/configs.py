@@ -25,6 +25,10 @@ Config = dict[str, Any]
 LAUNCHERS = ("ray",)
 
 
+class InventoryError(ConfigError):
+    """A file is an inventory of machines, which `parrot launch` once started by ssh."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A server of a launch file: its config, checked, `where` that stands, and what its key for a
@@ -87,9 +91,20 @@ def engine_config(config: Config, where: str, environ: Mapping[str, str]) -> Con
     return settings.payload
 
 
+def refuse_inventory(path: Path, payload: Mapping[str, Any]) -> None:
+    """Raises `InventoryError` for the contents of an inventory of machines."""
+    if "hosts" in payload:
+        raise InventoryError(
+            f"{path}: an inventory of machines (`hosts`) cannot be launched by ssh any more; "
+            "docs/deployment.md says how servers run on several machines: Ray, Kubernetes, Slurm, "
+            "Compose or systemd"
+        )
+
+
 def _entries_in(path: Path, launcher: str | None) -> Iterator[Entry]:
     """The servers that a file has, not yet checked."""
     payload = read_config_object(path)
+    refuse_inventory(path, payload)
     if "engines" not in payload:
         yield Entry(str(path), "engine_type" in payload, payload, {})
         return

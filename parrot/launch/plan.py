@@ -48,14 +48,10 @@ class Server:
         token: str | None = self.config.get("cluster_token")
         return token
 
-    def placed(
-        self, port: int, core: tuple[str, int] | None = None, host: str | None = None
-    ) -> dict[str, Any]:
-        """Its whole config in a place: the port to bind, ServeCore's host and port as seen from
-        there (engines only), and the address to bind, if not what the config says."""
+    def placed(self, port: int, core: tuple[str, int] | None = None) -> dict[str, Any]:
+        """Its whole config in a place: the port to bind, and ServeCore's host and port as seen
+        from there (engines only)."""
         where: dict[str, Any] = {"port": port}
-        if host is not None:
-            where["host"] = host
         if core is not None and self.kind == "engine":
             where["serve_core"] = {"host": core[0], "port": core[1]}
         return {**self.config, **where}
@@ -74,12 +70,19 @@ def plan(core: Config, engines: Sequence[Config]) -> Plan:
     a config names an address, with one cluster token (a new one if ServeCore's config has none)
     and engine names of their own (`engine-0`, ... by default). Raises `ConfigError` if a server
     would refuse to start."""
-    server = core_server(core)
-    return Plan(server, engine_servers([server], engines))
+    server = _core_server(core)
+    names = {server.name}
+    servers = []
+    for number, engine in enumerate(engines):
+        name = engine.get("engine_name") or f"engine-{number}"
+        if name in names:
+            raise ConfigError(f"two servers are named {name!r}; set `engine_name`")
+        names.add(name)
+        servers.append(engine_server(server.config, engine, name))
+    return Plan(server, tuple(servers))
 
 
-def core_server(core: Config, name: str = CORE_NAME) -> Server:
-    """ServeCore of a checked config. Raises `ConfigError` if it would refuse to start."""
+def _core_server(core: Config) -> Server:
     core = {**core, "host": _reachable(core)}
     if core.get("cluster_token") is None and not core.get("insecure"):
         core["cluster_token"] = new_token() + new_token()
@@ -89,21 +92,7 @@ def core_server(core: Config, name: str = CORE_NAME) -> Server:
         insecure=bool(core.get("insecure")),
         has_api_keys=bool(core.get("api_keys") or core.get("keys_file")),
     )
-    return Server(name, "core", core)
-
-
-def engine_servers(cores: Sequence[Server], engines: Sequence[Config]) -> tuple[Server, ...]:
-    """The engines of planned ServeCores, which share a token. Raises `ConfigError` if two servers
-    have the same name."""
-    names = {core.name for core in cores}
-    servers = []
-    for number, engine in enumerate(engines):
-        name = engine.get("engine_name") or f"engine-{number}"
-        if name in names:
-            raise ConfigError(f"two servers are named {name!r}; set `engine_name`")
-        names.add(name)
-        servers.append(engine_server(cores[0].config, engine, name))
-    return tuple(servers)
+    return Server(CORE_NAME, "core", core)
 
 
 def engine_server(core: Config, engine: Config, name: str) -> Server:

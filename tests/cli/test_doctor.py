@@ -103,18 +103,8 @@ def test_a_port_that_is_taken_and_secrets_that_are_not_kept(tmp_path: Path) -> N
     assert f"port {port} of 127.0.0.1 is taken" in finding.what
 
 
-def test_an_inventory(tmp_path: Path) -> None:
-    hosts = "[{address: 10.0.0.1, core: {api_keys: [k]}, engines: [{config: {engine_type: sim}}]}]"
-    path = write(tmp_path / "lab.yaml", f"hosts: {hosts}")
-    path.chmod(0o644)
-    findings = list(check_configs([path], {}))
-    assert not wrong(findings)
-    assert "an inventory: every key is known; machines: 1, servers: 2" in findings[0].what
-    assert any("holds `api_keys`, and others can read it" in f.what for f in findings)
-    (alone,) = wrong(list(check_configs([path, path], {})))
-    assert "give nothing besides" in alone.what
-    write(path, f"hosts: {hosts.replace('sim', 'sam')}")
-    assert "10.0.0.1: engines" in wrong(list(check_configs([path], {})))[0].what
-    assert (
-        "is an inventory: `parrot doctor` checks it" in parrot("config", "show", str(path)).stderr
-    )
+def test_an_inventory_of_machines_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "lab.yaml", "hosts: [{address: 10.0.0.1, core: {}}]")
+    (finding,) = wrong(list(check_configs([path], {})))
+    assert "cannot be launched by ssh any more; docs/deployment.md says" in finding.what
+    assert finding == wrong(list(check_configs([path, path], {})))[0]

@@ -178,6 +178,16 @@ def test_launch_names_what_is_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--ray"], ["--stop"]])
+def test_an_inventory_of_machines_is_refused(tmp_path: Path, options: list[str]) -> None:
+    """No launcher by ssh is left: the message names the page of other ways."""
+    inventory = tmp_path / "lab.yaml"
+    inventory.write_text("hosts: [{address: 10.0.0.1, core: {}}]")
+    result = parrot("launch", *options, str(inventory))
+    assert result.returncode == 2
+    assert "docs/deployment.md" in result.stderr
+
+
 def test_demo_looks_at_its_file_first(tmp_path: Path) -> None:
     result = parrot("demo", str(tmp_path / "none.txt"), "--output_dir", str(tmp_path / "out"))
     assert result.returncode == 1

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from parrot.cli.servers import visible_gpus
 from parrot.cli.up import UpOptions, client_lines, plan_engines
 from parrot.cluster.ports import ask, free_port
 from parrot.engine.config import parse_engine_config
-from parrot.launch.by_ssh.checks import visible_gpus
 from parrot.protocol.server_config import kept_token
 from parrot.utils.config import ConfigError
 from tests.support.command import parrot

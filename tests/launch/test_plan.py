@@ -47,7 +47,6 @@ def test_an_address_of_the_config_is_kept() -> None:
     assert [planned.core.config["host"], planned.engines[0].config["host"]] == [
         *("10.0.0.1", "10.0.0.2")
     ]
-    assert planned.engines[0].placed(1, host="10.0.0.3")["host"] == "10.0.0.3"
 
 
 def test_what_would_not_start_is_refused() -> None:
