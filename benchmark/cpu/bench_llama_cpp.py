@@ -21,7 +21,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.load import load_runner
-from parrot.testing.runner_driver import Driver
+from tests.support.runner_driver import Driver
 
 CHUNK = 512
 

@@ -26,7 +26,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.load import load_runner
-from parrot.testing.runner_driver import Driver
+from tests.support.runner_driver import Driver
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHARED_PREFIX = 1000

@@ -28,7 +28,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
-from parrot.testing.runner_driver import Driver
+from tests.support.runner_driver import Driver
 
 Row = dict[str, Any]
 Variant = tuple[torch.dtype, bool]  # quantised or not

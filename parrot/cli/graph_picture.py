@@ -1,4 +1,4 @@
-"""Draw the executed graph of a session, as SVG and PNG.
+"""Draw the executed graph of a session, as SVG.
 
 Nodes are placed in layers from left to right, in the usual three steps (Sugiyama, Tagawa, Toda
 1981): a node's layer is the longest path that leads to it; the nodes of each layer are sorted by
@@ -12,29 +12,38 @@ layers has one waypoint in each layer between.
         c ---------/           (c -> e has a waypoint in layer 1)
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
+from xml.sax.saxutils import escape
 
 from parrot.cli.calls import run_seconds
 from parrot.protocol.public import CompletionInfo, SessionInfo
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 _SWEEPS = 8
-_COLUMN, _ROW = 3.6, 0.95  # inches from node to node
-_BOX_WIDTH, _BOX_HEIGHT = 2.5, 0.66
-_MARGIN, _TITLE = 0.5, 0.3
+_COLUMN, _ROW = 336, 90  # pixels from node to node
+_BOX_WIDTH, _BOX_HEIGHT = 240, 62
+_MARGIN, _TITLE = 40, 20
+_LEAST_WIDTH = 480
 _COLOURS = {"done": "#d9efe0", "failed": "#f6d5d5", "cancelled": "#ececec"}
 _OTHER_COLOUR = "#fdf3d1"
 _INK, _FAINT = "#1f2933", "#7b8794"
+_NOT_IN_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_SVG = f"""\
+<?xml version="1.0" encoding="utf-8"?>
+<svg xmlns="http://www.w3.org/2000/svg" width="{{width}}" height="{{height}}" \
+font-family="sans-serif" font-size="12">
+<marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" \
+orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{_FAINT}"/></marker>
+<rect width="100%" height="100%" fill="white"/>
+{{shapes}}
+</svg>
+"""
 
 Node = TypeVar("Node", bound=Hashable)
 Slot = Hashable  # what takes a place in a column: a node, or a waypoint
@@ -142,90 +151,63 @@ def _num_crossings(columns: list[list[Slot]], right: dict[Slot, list[Slot]]) -> 
     return total
 
 
-def can_draw() -> bool:
-    """Whether matplotlib is there; it comes with the `demo` extra."""
-    return find_spec("matplotlib") is not None
-
-
-def draw_session(info: SessionInfo, title: str, paths: Iterable[Path]) -> None:
-    """Write a picture of the calls and of the variables between them to each path; the suffix says
-    the format. Raises `OSError` when a file cannot be written."""
-    figure = _figure(info, title)
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=144, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def _figure(info: SessionInfo, title: str) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw_session(info: SessionInfo, title: str, path: Path) -> None:
+    """Write a picture of the calls and of the variables between them, as SVG. Raises `OSError` when
+    the file cannot be written."""
     known = {call.output_var_id for call in info.calls}
     edges = [(e.source, e.target) for e in info.edges if e.source in known and e.target in known]
     plan = layout([call.output_var_id for call in info.calls], edges)
-    width = max(plan.num_columns - 1, 0) * _COLUMN + _BOX_WIDTH + 2 * _MARGIN
+    width = max(max(plan.num_columns - 1, 0) * _COLUMN + _BOX_WIDTH + 2 * _MARGIN, _LEAST_WIDTH)
     height = max(plan.height - 1, 0) * _ROW + _BOX_HEIGHT + 2 * _MARGIN + _TITLE
-    figure = Figure(figsize=(max(width, 5.0), height), facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set_axis_off()
-    axes.set_xlim(-_BOX_WIDTH / 2 - _MARGIN, figure.get_figwidth() - _BOX_WIDTH / 2 - _MARGIN)
-    bottom = (_TITLE - height) / 2
-    axes.set_ylim(bottom, bottom + height)
-    axes.text(-_BOX_WIDTH / 2, bottom + height - _MARGIN, title, color=_INK, fontweight="bold")
-    _draw_edges(axes, plan)
-    for call in info.calls:
-        _draw_call(axes, call, _inches(plan.places[call.output_var_id]))
-    return figure
+    top = min((y for _, y in plan.places.values()), default=0.0)
+    shapes = [
+        f'<text x="{_MARGIN}" y="{_MARGIN}" font-weight="bold" fill="{_INK}">{_text(title)}</text>',
+        *(_arrow([_centre(point, top) for point in points]) for points in plan.paths.values()),
+        *(_box(call, _centre(plan.places[call.output_var_id], top)) for call in info.calls),
+    ]
+    svg = _SVG.format(width=round(width), height=round(height), shapes="\n".join(shapes))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(svg, encoding="utf-8")
 
 
-def _inches(place: Point) -> Point:
-    return place[0] * _COLUMN, -place[1] * _ROW
+def _centre(place: Point, top: float) -> Point:
+    """The centre of a place, in pixels from the upper left corner; `top` is the first row."""
+    x = _MARGIN + _BOX_WIDTH / 2 + place[0] * _COLUMN
+    return x, _MARGIN + _TITLE + _BOX_HEIGHT / 2 + (place[1] - top) * _ROW
 
 
-def _draw_edges(axes: "Axes", plan: Layout[str]) -> None:
+def _arrow(way: list[Point]) -> str:
     """A smooth line from the right side of one box to the left side of the next."""
-    from matplotlib.patches import FancyArrowPatch
-    from matplotlib.path import Path as Curve
-
-    for points in plan.paths.values():
-        way = [_inches(point) for point in points]
-        way[0] = (way[0][0] + _BOX_WIDTH / 2, way[0][1])
-        way[-1] = (way[-1][0] - _BOX_WIDTH / 2, way[-1][1])
-        vertices, codes = [way[0]], [int(Curve.MOVETO)]
-        for (x0, y0), (x1, y1) in pairwise(way):
-            middle = (x0 + x1) / 2
-            vertices += [(middle, y0), (middle, y1), (x1, y1)]
-            codes += [int(Curve.CURVE4)] * 3
-        axes.add_patch(
-            FancyArrowPatch(
-                path=Curve(vertices, codes), arrowstyle="-|>", mutation_scale=9, color=_FAINT, lw=1
-            )
-        )
+    way[0] = (way[0][0] + _BOX_WIDTH / 2, way[0][1])
+    way[-1] = (way[-1][0] - _BOX_WIDTH / 2, way[-1][1])
+    curves = [
+        f"C{(x0 + x1) / 2:g},{y0:g} {(x0 + x1) / 2:g},{y1:g} {x1:g},{y1:g}"
+        for (x0, y0), (x1, y1) in pairwise(way)
+    ]
+    line = f"M{way[0][0]:g},{way[0][1]:g}" + "".join(curves)
+    return f'<path d="{line}" fill="none" stroke="{_FAINT}" marker-end="url(#head)"/>'
 
 
-def _draw_call(axes: "Axes", call: CompletionInfo, centre: Point) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
+def _box(call: CompletionInfo, centre: Point) -> str:
     x, y = centre
-    axes.add_patch(
-        FancyBboxPatch(
-            (x - _BOX_WIDTH / 2, y - _BOX_HEIGHT / 2),
-            _BOX_WIDTH,
-            _BOX_HEIGHT,
-            boxstyle="round,pad=0,rounding_size=0.08",
-            facecolor=_COLOURS.get(call.state, _OTHER_COLOUR),
-            edgecolor=_INK,
-            linewidth=0.8,
-        )
+    colour = _COLOURS.get(call.state, _OTHER_COLOUR)
+    return (
+        f'<rect x="{x - _BOX_WIDTH / 2:g}" y="{y - _BOX_HEIGHT / 2:g}" width="{_BOX_WIDTH}" '
+        f'height="{_BOX_HEIGHT}" rx="8" fill="{colour}" stroke="{_INK}"/>\n'
+        f'<text x="{x:g}" y="{y - 8:g}" text-anchor="middle" fill="{_INK}">'
+        f"{_text(call_label(call))}</text>\n"
+        f'<text x="{x:g}" y="{y + 18:g}" text-anchor="middle" font-size="9.5" fill="{_FAINT}">'
+        f"{_text(_facts(call))}</text>"
     )
-    axes.text(x, y + 0.13, call_label(call), ha="center", va="center", fontsize=9, color=_INK)
-    axes.text(x, y - 0.15, _facts(call), ha="center", va="center", fontsize=7, color=_FAINT)
+
+
+def _text(text: str) -> str:
+    """With nothing that XML 1.0 cannot have."""
+    return escape(_NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 def call_label(call: CompletionInfo) -> str:
-    """`$` would start mathematics in the picture."""
-    name = f"{call.func_name or 'call'} → {call.output}".replace("$", r"\$")
+    name = f"{call.func_name or 'call'} → {call.output}"
     return name if len(name) <= 36 else name[:35] + "…"
 
 

@@ -1,3 +1,2 @@
-"""Parts of tests that benchmarks and earlier programs use too: a driver of runners, and processes
-that return what they computed. Nothing that serves imports it; this project's fakes are in
-tests/support."""
+"""Processes that return what they computed, for tests of programs written for the original Parrot.
+Nothing that serves imports it; this project's own fakes are in tests/support."""

@@ -91,24 +91,38 @@ def test_seconds() -> None:
     assert queue_seconds(call(0, started_s=None)) is None
 
 
-def test_pictures_are_written(tmp_path: Path) -> None:
-    svg, png = tmp_path / "deep" / "graph.svg", tmp_path / "graph.png"
-    draw_session(MAP_REDUCE, "A title & more", [svg, png])
-    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    shapes = ElementTree.parse(svg).findall(".//{http://www.w3.org/2000/svg}path")
-    assert len(shapes) > 4 + 3, "four boxes, three arrows, and the letters"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_picture_has_a_box_for_each_call_and_an_arrow_for_each_variable(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "graph.svg"
+    draw_session(MAP_REDUCE, "A title & more", path)
+    picture = ElementTree.parse(path).getroot()
+    boxes = picture.findall(f"{SVG}rect[@rx]")
+    arrows = picture.findall(f"{SVG}path")
+    texts = [text.text for text in picture.findall(f"{SVG}text")]
+    assert (len(boxes), len(arrows)) == (4, 3)
+    assert texts[0] == "A title & more"
+    assert texts[-2:] == ["combine → summary", "11 cached + 90 in, 30 out, 5.2 s"]
+    width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
+    for box in boxes:
+        x, y = float(box.attrib["x"]), float(box.attrib["y"])
+        assert 0 < x < x + float(box.attrib["width"]) < width
+        assert 0 < y < y + float(box.attrib["height"]) < height
+    to_the_last = [arrow.attrib["d"].rpartition(" ")[2] for arrow in arrows]
+    assert len(set(to_the_last)) == 1, "all end at one box"
 
 
 @pytest.mark.parametrize(
     "info",
     [
         session(),
-        session(call(0, func_name="", output="$x_{1}$ \\ é", state="failed", finished_s=None)),
+        session(call(0, func_name="", output="<x_{1}> & \0 \\ é", state="failed", finished_s=None)),
         session(call(0), edges=[GraphEdge(source="unknown", target="v0", variable="x")]),
     ],
 )
 def test_odd_sessions_are_drawn_too(tmp_path: Path, info: SessionInfo) -> None:
-    draw_session(info, "", [tmp_path / "graph.svg"])
+    draw_session(info, "", tmp_path / "graph.svg")
     ElementTree.parse(tmp_path / "graph.svg")
 
 

@@ -1,16 +1,13 @@
 """How the demo cuts a text, and which document it takes."""
 
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.cli import graph_picture
-from parrot.cli.demo.command import _TEXT, _draw, read_document
+from parrot.cli.demo.command import _TEXT, read_document
 from parrot.cli.demo.program import WORDS_PER_PART, main_fact, split_text
-from parrot.protocol.public import SessionInfo
 
 WORDS = st.lists(st.text(st.characters(categories=["L", "N"]), min_size=1), max_size=60)
 
@@ -29,16 +26,6 @@ def test_paragraphs_are_parts_unless_one_is_too_long() -> None:
     assert split_text("a b\n\n\n c\nd \n\n", 2) == ["a b", "c d"]
     assert split_text("a b c\n\nd", 2) == ["a b", "c d"]
     assert len(split_text(read_document(_TEXT))) == 4
-
-
-def test_without_matplotlib_there_is_no_picture_and_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(graph_picture, "find_spec", lambda name: None)
-    _draw(SessionInfo.model_construct(calls=[], edges=[]), "title", tmp_path)
-    assert "matplotlib is not installed" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_and_its_prompt_fit_a_small_model() -> None:

@@ -35,9 +35,9 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import OutOfMemory, ParrotError
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Context, Driver
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL, relative_error
+from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -33,11 +33,11 @@ from parrot.engine.runner.load import load_rank, load_runner
 from parrot.engine.runner.ranks import RankProcesses, processes, unit
 from parrot.protocol.engine_api import GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Driver
 from parrot.utils.clock import MonotonicClock
 from tests.support import stopped_rank
 from tests.support.processes import children
 from tests.support.random_world import World
+from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [

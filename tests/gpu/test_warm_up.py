@@ -14,7 +14,7 @@ import triton
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Context, Driver
+from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

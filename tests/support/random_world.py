@@ -8,8 +8,8 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.plan import Runner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Driver
 from tests.support.answer import Answer
+from tests.support.runner_driver import Driver
 
 LIMITS = {"max_gen_length": 12, "ignore_tokenizer_eos": True}
 GREEDY = SamplingConfig.model_validate({"temperature": 0, **LIMITS})

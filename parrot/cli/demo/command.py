@@ -117,12 +117,9 @@ def _cancel_when_a_server_dies(cluster: Cluster, wanted: "list[P.SemanticVariabl
 
 
 def _draw(info: "SessionInfo", title: str, output_dir: Path) -> None:
-    from parrot.cli.graph_picture import can_draw, draw_session
+    from parrot.cli.graph_picture import draw_session
 
-    if not can_draw():
-        OUT.print("No picture of the graph: matplotlib is not installed, see INSTALL.md")
-        return
-    paths = [output_dir / "graph.svg", output_dir / "graph.png"]
+    path = output_dir / "graph.svg"
     with _using(output_dir):
-        draw_session(info, title, paths)
-    OUT.print("The executed graph: " + " and ".join(map(str, paths)))
+        draw_session(info, title, path)
+    OUT.print(f"The executed graph: {path}", soft_wrap=True)

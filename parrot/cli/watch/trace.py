@@ -12,7 +12,7 @@ from rich.table import Table
 
 from parrot.cli.calls import calls_table
 from parrot.cli.console import OUT, fail
-from parrot.cli.graph_picture import can_draw, draw_session
+from parrot.cli.graph_picture import draw_session
 from parrot.cli.watch.chrome_trace import chrome_trace
 from parrot.cli.watch.http_lines import RequestFailed
 from parrot.cli.watch.page_feed import PageFeed, Rows
@@ -156,11 +156,8 @@ def _write(info: SessionInfo, output_dir: Path) -> None:
     path = output_dir / f"session_{info.session_id}.trace.json"
     path.write_text(json.dumps(chrome_trace(info)))
     OUT.print(f"Open in https://ui.perfetto.dev: {escape(str(path))}", soft_wrap=True)
-    if not can_draw():
-        OUT.print("No picture of the graph: pip install matplotlib")
-        return
     picture = output_dir / f"session_{info.session_id}.svg"
-    draw_session(info, f"Session {info.session_id}", [picture])
+    draw_session(info, f"Session {info.session_id}", picture)
     OUT.print(f"The graph: {escape(str(picture))}", soft_wrap=True)
 
 

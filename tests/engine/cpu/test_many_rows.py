@@ -14,7 +14,7 @@ from parrot.engine.cpu.native import Kernels, load
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.cpu import MakeLayers, ModelRunner
-from parrot.testing.runner_driver import Driver
+from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("numba")

@@ -17,7 +17,7 @@ from parrot.engine.cpu.forward import CompiledLayers
 from parrot.engine.cpu.native import Kernels
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cpu import MakeLayers, ModelRunner
-from parrot.testing.runner_driver import Driver
+from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytest.importorskip("numba")

@@ -18,9 +18,9 @@ from parrot.engine.models.families import ARCHITECTURES, spec_from_config
 from parrot.engine.models.layers import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from parrot.engine.runner.cpu import ModelRunner
-from parrot.testing.runner_driver import Context, Driver
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL
+from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
 CPU = torch.device("cpu")

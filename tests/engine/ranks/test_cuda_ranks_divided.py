@@ -36,10 +36,10 @@ from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Context, Driver
 from tests.support.immediate_streams import immediate_streams
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.mapped_memory import mapped_exchanges
+from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [

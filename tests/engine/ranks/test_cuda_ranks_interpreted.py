@@ -23,8 +23,8 @@ from parrot.engine.models.parallel import Ranks
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit
-from parrot.testing.runner_driver import GREEDY, Driver
 from tests.support.kernel_cases import SHARE_ALL
+from tests.support.runner_driver import GREEDY, Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [

@@ -24,9 +24,9 @@ from parrot.engine.runner.ranks.link import Link
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit, _Task
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Driver
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.rank_threads import PATIENCE, start_rank
+from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")

@@ -27,10 +27,10 @@ from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import GenerateRequest, ScoreRequest, ScoreResponse
 from parrot.protocol.errors import Unavailable
-from parrot.testing.runner_driver import Driver
 from parrot.utils.config import ConfigError
 from tests.support.processes import LOOPBACK, children, needs_proc, own_addresses
 from tests.support.rank_threads import on_ranks
+from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(300), needs_proc]

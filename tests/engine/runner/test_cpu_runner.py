@@ -15,9 +15,9 @@ from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import room
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import GREEDY, Driver
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL
+from tests.support.runner_driver import GREEDY, Driver
 from tests.support.tiny_model import BOS_ID, EOS_ID, make_tiny_model
 
 

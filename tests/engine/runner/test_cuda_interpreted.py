@@ -44,11 +44,11 @@ from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import Logprobs, SamplingConfig
-from parrot.testing.runner_driver import Context, Driver
 from parrot.utils.clock import MonotonicClock
 from tests.support.answer import Answer
 from tests.support.byte_tokenizer import plain_byte_tokenizer
 from tests.support.kernel_cases import SHARE_ALL
+from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [

@@ -28,8 +28,8 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
-from parrot.testing.runner_driver import Driver
 from parrot.utils.clock import MonotonicClock
+from tests.support.runner_driver import Driver
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
