@@ -107,7 +107,7 @@ class EngineCore:
         """Return when the next step should be planned; requests that come later miss it."""
         if self._flight is not None:
             if self._drafter is not None and not self._flight.step.num_drafts:
-                self._drafter.look([drafts for job in self._drafting() if (drafts := job.drafts)])
+                self._drafter.look_beside([d for job in self._drafting() if (d := job.drafts)])
             self._flight.launched.wait_until_due()
 
     def step(self) -> bool:
@@ -143,7 +143,10 @@ class EngineCore:
     def _land(self, flight: _Flight, planned: Step | None) -> bool:
         """Wait for a step, and take its tokens. False if it has failed, and with it what was
         planned behind it."""
+        began = self._clock.now()
         result = self._runner.wait(flight.launched)
+        if self._drafter is not None:
+            self._drafter.waited(self._clock.now() - began)
         if result is None:
             self._give_up([flight.step] if planned is None else [flight.step, planned])
             return False
@@ -166,8 +169,7 @@ class EngineCore:
         one are known."""
         if self._drafter is None or flight.step.num_drafts:
             return flight.step.num_drafts > 0
-        outputs = [d for job in self._drafting() if job.awaits_token and (d := job.drafts)]
-        return any(self._drafter.choose(outputs, len(flight.step.jobs), num_pending=1))
+        return self._drafter.pays_to_wait(len(flight.step.jobs))
 
     def _drafting(self) -> list[Job]:
         return [job for job in self._scheduler.decoding if job.drafts is not None]
@@ -258,8 +260,11 @@ class EngineCore:
             if job.request.started_at is None:
                 job.request.start(began, self._totals)
             context = job.context
-            context.num_computed = sequence.end - sequence.num_drafts
-            if len(sequence.token_ids) > 1 + sequence.num_drafts:
+            num_known = len(sequence.token_ids)
+            if step.num_drafts:
+                num_known -= sequence.num_drafts
+            context.num_computed = sequence.start + num_known
+            if num_known > 1:
                 self._tree.publish(context)  # what is generated is published in the end
             if (reading := job.reading) is not None:
                 reading.num_taken = max(reading.num_taken, sequence.end)
@@ -289,7 +294,7 @@ class EngineCore:
                 self.requests.fail_job(job, result.errors[job.job_id])
             elif job.job_id in result.tokens:
                 tokens = (result.tokens[job.job_id], *result.further.get(job.job_id, ()))
-                if job.drafts is not None and sequence.num_drafts:
+                if step.num_drafts and job.drafts is not None and sequence.num_drafts:
                     job.drafts.count(sequence.num_drafts, len(tokens) - 1)
                 self._take_tokens_of(job, tokens, result.scores.get(job.job_id), now)
             else:

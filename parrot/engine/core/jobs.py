@@ -305,7 +305,8 @@ class Job:
     Jobs of one context run in order of arrival. The first of them is opened when its context's
     fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
     that the context has lost and a fork wants. `place`: its place in the queue, among those of its
-    priority; `key`: among all jobs. `num_counted`: its part of its request's `num_missing`.
+    priority; `key`: among all jobs. `is_decoding`: its prompt is computed, and it has not given way
+    since. `num_counted`: its part of its request's `num_missing`.
     `awaits_token`: a step that samples for it, or is the last of its `reading`, is on its way.
     `found`: the reading's result. `drafts`: None if its output is not drafted. `arrival`: KV from
     the host that it waits for."""
@@ -321,6 +322,7 @@ class Job:
     key: tuple[int, ...] = ()
     is_open: bool = False
     is_admitted: bool = False
+    is_decoding: bool = False
     has_begun: bool = False
     num_counted: int = 0
     awaits_token: bool = False

@@ -133,28 +133,28 @@ class LocalScheduler:
         """A job that has ended. Its context keeps its KV."""
         self._queue_of(job).remove(job)
         self._budgets.remove(job)
-        job.is_admitted = False
+        job.is_admitted = job.is_decoding = False
 
     def keep_decoding(self, job: Job) -> None:
         """The job's prompt is computed: from now on it misses one token a step, and gives way to
         no prompt of its priority."""
-        if job not in self._decoding:
+        if not job.is_decoding:
             self._queue.remove(job)
+            job.is_decoding = True
             job.place = 0
             job.key = self._policy(job)
             self._decoding.add(job)
 
     def reprioritise(self, job: Job, priority: int) -> None:
-        is_decoding = job in self._decoding
         self._queue_of(job).remove(job)
         job.priority = priority
         job.key = self._policy(job)
-        (self._decoding if is_decoding else self._queue_of(job)).add(job)
+        self._queue_of(job).add(job)
 
     def _queue_of(self, job: Job) -> JobQueue:
-        if job.is_background:
-            return self._background
-        return self._decoding if job in self._decoding else self._queue
+        if job.is_decoding:
+            return self._decoding
+        return self._background if job.is_background else self._queue
 
     def take_turned_away(self) -> list[Job]:
         """Background jobs for which `schedule` found no room. They must be failed."""
@@ -170,8 +170,9 @@ class LocalScheduler:
                 self.idle.discard(context)
 
     def _readmit(self, job: Job) -> None:
-        if job in self._decoding:
+        if job.is_decoding:
             self._decoding.remove(job)
+            job.is_decoding = False
             self._queue.add(job)
         job.is_admitted = False
 
@@ -207,8 +208,9 @@ class LocalScheduler:
         self._context_tokens = 0
         self._num_background_tokens = 0
         self._budgets.begin(now, self._decoding)
+        num_tokens_of = self._budgets.num_tokens if self._budgets.are_bound else _num_missing
         for job in self._decoding:
-            if job.is_admitted and self._budgets.num_tokens(job) and self._has_place(job):
+            if job.is_admitted and num_tokens_of(job) and self._has_place(job):
                 self._take(job, 1)
         self._num_decodes = len(self._shares)
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
@@ -290,7 +292,8 @@ class LocalScheduler:
         if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
             self._begun_blocks.add(key)
         self._shares[job] = Share(num_tokens, copies)
-        self._budgets.charge(job, num_tokens)
+        if self._budgets.are_bound or context.num_missing > 1:
+            self._budgets.charge(job, num_tokens)
         self._tokens_left -= num_tokens
         self._context_tokens += end
         return True
@@ -352,7 +355,7 @@ class LocalScheduler:
         """These contexts have lost KV to a job: theirs get nothing of the step."""
         decoding = [job for job in self._decoding if job in self._shares]
         self.lost_kv(contexts)
-        self._num_decodes -= sum(job not in self._decoding for job in decoding)
+        self._num_decodes -= sum(not job.is_decoding for job in decoding)
         for job in [context.jobs[0] for context in contexts if context.jobs]:
             if job.is_background:
                 self._turned_away.append(job)
@@ -389,6 +392,7 @@ class LocalScheduler:
                 has_work = job.context.num_missing > 0 or job.awaits_token
                 assert has_work, f"job {job.job_id} has nothing to do"
                 assert job.is_background is (queue is self._background), job
+                assert job.is_decoding is (queue is self._decoding), job
         assert not self._turned_away, self._turned_away
         self._budgets.check_integrity(job for queue in self._queues for job in queue)
         for job in self._decoding:
@@ -396,3 +400,7 @@ class LocalScheduler:
             goes_on = num_missing == (0 if job.awaits_token else 1)
             assert goes_on, f"job {job.job_id} misses {num_missing} tokens"
             assert job.is_admitted, f"job {job.job_id} generates without room"
+
+
+def _num_missing(job: Job) -> int:
+    return job.context.num_missing

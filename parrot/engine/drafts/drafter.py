@@ -9,7 +9,10 @@ from parrot.protocol.engine_api import StepCosts
 from parrot.utils.clock import Clock
 
 _FIRST_TURNAROUND_S = 0.3e-3
-_LOOK_SHARE = 0.25  # of a step's time
+_LOOK_SHARE = 0.25  # of a step's time, for looking, at most
+_LEAST_LOOK_SHARE = 0.02  # of it, also if the device waits for the host
+_SPARE_SHARE = 0.5  # of the time in which the host would only wait
+_SMOOTHING = 0.1
 
 
 class Drafter:
@@ -26,21 +29,50 @@ class Drafter:
         self._max_draft = max_draft
         self.acceptance = Acceptance()
         self._next_look = 0
+        self._looked_at: list[OutputDrafts] = []
+        self._looked_s = 0.0  # beside the step that runs
+        self._spare_s: float | None = None  # of the host beside a step, if it is known
         self.costs = DraftCosts(sizes, usual.step_s, _FIRST_TURNAROUND_S)
         self.costs.token_s = usual.prefill_s
 
+    def look_beside(self, outputs: Sequence[OutputDrafts]) -> None:
+        """Look for drafts of these outputs beside a step, in a part of the time in which the host
+        would only wait for it: a host that is the slower one makes steps longer by looking."""
+        began = self._clock.now()
+        most = _LOOK_SHARE * self.costs.plain_s
+        if self._spare_s is not None:
+            least = _LEAST_LOOK_SHARE * self.costs.plain_s
+            most = min(most, max(least, _SPARE_SHARE * self._spare_s))
+        self._look(outputs, began + most)
+        self._looked_s = self._clock.now() - began
+
+    def waited(self, seconds: float) -> None:
+        """The host had nothing to do for so long before a step was over."""
+        spare_s, self._looked_s = seconds + self._looked_s, 0.0
+        before = spare_s if self._spare_s is None else self._spare_s
+        self._spare_s = before + _SMOOTHING * (spare_s - before)
+
     def look(self, outputs: Sequence[OutputDrafts]) -> None:
-        """Look for drafts of these outputs, as far as that takes a small part of a step; then of
-        the others first."""
+        """Look for drafts of these outputs, as far as that takes a small part of a step."""
+        self._look(outputs, self._clock.now() + _LOOK_SHARE * self.costs.plain_s)
+
+    def _look(self, outputs: Sequence[OutputDrafts], deadline: float) -> None:
+        """Until then; the next time at the others first."""
+        self._looked_at = []
         if not outputs or len(outputs) >= self.costs.sizes[-1]:
             return
-        deadline = self._clock.now() + _LOOK_SHARE * self.costs.plain_s
         first = self._next_look % len(outputs)
         for index in (*range(first, len(outputs)), *range(first)):
             outputs[index].look(self._max_draft + 1)
+            self._looked_at.append(outputs[index])
             if self._clock.now() > deadline:
                 self._next_look = index + 1
                 return
+
+    def pays_to_wait(self, num_sequences: int) -> bool:
+        """Whether drafts that were found would pay behind the tokens of the step that runs: no
+        other is launched before these are known."""
+        return any(self.choose(self._looked_at, num_sequences, num_pending=1))
 
     def find(self, outputs: Sequence[OutputDrafts], num_sequences: int) -> list[tuple[int, ...]]:
         """The drafts of the next step, one for each of these outputs, whose tokens are all known;

@@ -13,7 +13,6 @@ from parrot.engine.core.plan import (
     Landed,
     LaunchedStep,
     RunnerInfo,
-    SampleSpec,
     StepPlan,
     StepResult,
     Transfer,
@@ -77,20 +76,21 @@ class Launched:
     def wait(self) -> StepResult:
         with noticing_loss(self.device), together(self.unit):
             tokens = self.landing.wait(len(self.tokens.result()))
-        pairs = zip(self.inputs.samples, tokens, strict=True)
-        chosen = [(spec, token) for spec, token in pairs if spec is not None]
-        result = self._chosen(chosen)
+        result = self._chosen(tokens)
         return result if self.reads is None else replace(result, read=self.reads.landed())
 
-    def _chosen(self, chosen: Sequence[tuple[SampleSpec, int]]) -> StepResult:
-        if not chosen:
+    def _chosen(self, tokens: Sequence[int]) -> StepResult:
+        samples = self.inputs.samples
+        specs = [spec for spec in samples if spec is not None]
+        if not specs:
             return StepResult({}, {})
-        specs, found = zip(*chosen, strict=True)
+        if len(specs) < len(samples):
+            tokens = [t for t, spec in zip(tokens, samples, strict=True) if spec is not None]
         rows, num_top = self.scored
         if not len(rows):
-            return results(specs, found)
-        wanted = [spec for row in rows.tolist() if (spec := self.inputs.samples[row]) is not None]
-        return results(specs, found, wanted, self.landing.scores(len(rows), num_top))
+            return results(specs, tokens)
+        wanted = [spec for row in rows.tolist() if (spec := samples[row]) is not None]
+        return results(specs, tokens, wanted, self.landing.scores(len(rows), num_top))
 
     def landed(self) -> dict[int, int]:
         """The token of each context, once the step has run; -1: not finite."""

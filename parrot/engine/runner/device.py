@@ -156,6 +156,8 @@ class Reads:
     @classmethod
     def of(cls, sequences: Sequence[SequenceStep]) -> "Reads | None":
         """None if they want nothing."""
+        if not any(sequence.read for sequence in sequences):
+            return None
         reads, first = cls(), 0
         for sequence in sequences:
             if isinstance(spec := sequence.read, PoolSpec):
@@ -163,7 +165,7 @@ class Reads:
             elif spec is not None:
                 reads.scored.append((first, spec))
             first += len(sequence.token_ids)
-        return reads if reads.pools or reads.scored else None
+        return reads
 
     def take(self, states: torch.Tensor, head: Head) -> None:
         """states [step's tokens, width]: the final ones. On CUDA the results are there when the

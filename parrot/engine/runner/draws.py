@@ -144,7 +144,11 @@ class Draws:
     scored: Scored = _NOT_SCORED
 
 
-NO_DRAWS = Draws(0, np.empty(0, dtype=np.int32), None, lambda: None)
+def no_masks() -> None:
+    """Every sample may be any token."""
+
+
+NO_DRAWS = Draws(0, np.empty(0, dtype=np.int32), None, no_masks)
 
 
 @dataclass(slots=True)
@@ -167,30 +171,29 @@ class DrawBuilder:
     def build(self, inputs: StepInputs, landed: Callable[[], Mapping[int, int]] = dict) -> Draws:
         """`landed` waits for the tokens of the step before, by context."""
         rows = inputs.table_rows[inputs.logit_rows]
-        choices = [
-            None if spec is None else self._choice(row, spec.sampling)
-            for row, spec in zip(rows.tolist(), inputs.samples, strict=True)
-        ]
-        choice = 0
-        for found in choices:
-            if found is not None:
+        choices: list[_Choice | None] = []
+        choice, has_masks = 0, False
+        for row, spec in zip(rows.tolist(), inputs.samples, strict=True):
+            found = None
+            if spec is not None:
+                found = self._choices[row]
+                if found is None or found.sampling is not spec.sampling:
+                    found = self._choose(row, spec.sampling)
                 choice |= found.takes
+                has_masks = has_masks or spec.constraint is not None
+            choices.append(found)
         settings = self._settings[:0]
         if choice & DRAWN:
             settings = self._draws(rows, inputs.samples)
         adjustments = _adjustments(choices, inputs) if choice & ADJUSTED else None
-        pending = set(inputs.pending)
-        pending_of = [c if c in pending else None for c in inputs.sampled]
-        masked = masked_rows(inputs.samples, pending_of)
+        masks = _masks(inputs, landed) if has_masks else no_masks
         scored = _scored(inputs.samples) if choice & SCORED else _NOT_SCORED
-        return Draws(choice, settings, adjustments, partial(masks_of, masked, landed), scored)
+        return Draws(choice, settings, adjustments, masks, scored)
 
-    def _choice(self, row: int, config: SamplingConfig) -> _Choice:
-        """The choice for a row, worked out anew when its configuration changes."""
-        choice = self._choices[row]
-        if choice is None or choice.sampling is not config:
-            choice = self._choices[row] = _Choice(config, _takes(config))
-            self._settings[row] = draw_settings(config)
+    def _choose(self, row: int, config: SamplingConfig) -> _Choice:
+        """The choice for a row whose configuration has changed."""
+        choice = self._choices[row] = _Choice(config, _takes(config))
+        self._settings[row] = draw_settings(config)
         return choice
 
     def _draws(self, rows: IntArray, samples: Sequence[SampleSpec | None]) -> IntArray:
@@ -199,6 +202,14 @@ class DrawBuilder:
         settings[:, layout.KEY_0 : layout.KEY_1 + 1] = noise_keys(*zip(*keys, strict=True))
         settings[[i for i, spec in enumerate(samples) if spec is None]] = 0
         return settings
+
+
+def _masks(
+    inputs: StepInputs, landed: Callable[[], Mapping[int, int]]
+) -> Callable[[], Masks | None]:
+    pending = set(inputs.pending)
+    pending_of = [c if c in pending else None for c in inputs.sampled]
+    return partial(masks_of, masked_rows(inputs.samples, pending_of), landed)
 
 
 def draw_settings(config: SamplingConfig) -> IntArray:

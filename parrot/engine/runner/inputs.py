@@ -90,11 +90,11 @@ class InputBuilder:
         if len(sequences) > len(self._free):
             self._evict({s.context_id for s in sequences})
         changes: list[tuple[int, list[int]]] = []
-        places = [self._place(s, changes) for s in sequences]
+        places = [self._place(s.context_id, s.block_ids, changes) for s in sequences]
         q_lens = np.array([len(s.token_ids) for s in sequences], dtype=np.int32)
         starts = np.array([s.start for s in sequences], dtype=np.int32)
         rows = np.array([place.row for place in places], dtype=np.int32)
-        width = max((len(s.block_ids) for s in sequences), default=0) + 1
+        width = max([len(s.block_ids) for s in sequences], default=0) + 1
         step = StepRows(self._table[rows, :width], starts, q_lens)
         ends = np.cumsum(q_lens, dtype=np.int32)
         only_decodes = len(sequences) == int(q_lens.sum())
@@ -117,14 +117,16 @@ class InputBuilder:
             changed_to=_concat([np.asarray(to) for _, to in changes]),
         )
 
-    def _place(self, s: SequenceStep, changes: list[tuple[int, list[int]]]) -> _Place:
+    def _place(
+        self, context_id: int, block_ids: Sequence[int], changes: list[tuple[int, list[int]]]
+    ) -> _Place:
         """The context's place, its row brought up to date; `changes` get (flat index, blocks)."""
-        place = self._places.get(s.context_id)
+        place = self._places.get(context_id)
         if place is None:
-            place = self._places[s.context_id] = _Place(self._free.pop(), next(self._versions), [])
-        elif type(s.block_ids) is list and place.blocks == s.block_ids:
+            place = self._places[context_id] = _Place(self._free.pop(), next(self._versions), [])
+        elif place.blocks == block_ids:
             return place  # mostly: a copy would take longer than all the rest
-        blocks = list(s.block_ids)
+        blocks = list(block_ids)
         same = max(len(place.blocks) - 1, 0)
         if blocks[:same] != place.blocks[:same]:
             place.version, same = next(self._versions), 0

@@ -12,13 +12,14 @@ TEXT = [*range(10, 60)]
 
 
 class TickingClock:
-    """Each look at it takes a second: more than any step."""
+    """Each look at it takes a second, if nothing else is said: more than any step."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick_s: float = 1.0) -> None:
         self.seconds = 0.0
+        self._tick_s = tick_s
 
     def now(self) -> float:
-        self.seconds += 1.0
+        self.seconds += self._tick_s
         return self.seconds
 
     async def sleep(self, seconds: float) -> None:
@@ -53,6 +54,27 @@ def test_what_was_found_before_the_newest_token_is_not_drafted():
         assert sorted(found)[:2] == [0, 0]
         for output in outputs:
             output.say()
+
+
+def test_a_host_looks_beside_steps_only_while_it_would_wait():
+    drafter = Drafter(8, (2, 64), TickingClock(1e-3))
+    drafter.costs.plain_s = 0.1
+    outputs = [Output(drafter) for _ in range(40)]
+
+    def num_looked_at() -> int:
+        drafter.look_beside([output.drafts for output in outputs])
+        found = sum(output.drafts.candidate().length > 0 for output in outputs)
+        for output in outputs:
+            output.say()
+        return found
+
+    assert num_looked_at() == 25  # of a step of 100 ms, before it is known how long the host waits
+    for _ in range(30):
+        drafter.waited(0.0)
+    assert num_looked_at() == 3
+    for _ in range(30):
+        drafter.waited(0.02)
+    assert 8 <= num_looked_at() <= 12
 
 
 def test_outputs_tell_those_that_come_after_them():

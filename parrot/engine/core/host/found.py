@@ -88,7 +88,7 @@ class FoundKv:
             return
         idle.evict(self._tier.margin)  # what is free is still found, and can be copied
         copied = [] if plan is None else [copy.source for copy in plan.copies]
-        if transfers := self._tier.take_transfers(copied):
+        if transfers := self._tier.take_transfers(copied, is_idle=plan is None):
             self._runner.transfer(transfers)
 
     def take_landed(self, *, wait: bool = False) -> None:

@@ -1,9 +1,10 @@
 """Which blocks of the device are copied to the host.
 
-Copies are made early, beside steps and while the engine is idle, so that giving a block away costs
-nothing. While the host has blank slots, all that is published is copied. Then the tiers shall not
-hold the same: copied is only what is next to be given away, so that `margin` blocks are ready to
-be, with a copy or blank; and of the copies, those of what the device keeps go first.
+Copies are made early, so that giving a block away costs nothing: of what is next to be given away,
+so that `margin` blocks are ready to be, with a copy or blank. While the engine is idle, all that is
+published is copied as long as the host has blank slots; beside steps that would only cost time. The
+tiers shall not hold the same once the host is full: of the copies, those of what the device keeps
+go first.
 
                  blocks of the device                               slots of the host
     in use                                                          (copies go first)
@@ -89,13 +90,14 @@ class HostStores:
         self._storing.pop(key, None)
         self._on_distrust(key)
 
-    def choose(self, most: int) -> list[Store]:
+    def choose(self, most: int, *, is_idle: bool) -> list[Store]:
         """The blocks to be copied now: those given away, and others while no more than `most` are
-        on their way; none again until something changes."""
+        on their way; none again until something changes, or the engine is idle."""
         chosen, self._late = self._late, []
         self.may_choose = False
-        while len(self._storing) < most and (store := self._next()) is not None:
+        while len(self._storing) < most and (store := self._next(is_idle)) is not None:
             self._store(store, chosen)
+        self.may_choose = not is_idle and bool(self._uncopied) and self._host.num_blank > 0
         return chosen
 
     def _store(self, store: Store, stores: list[Store]) -> None:
@@ -103,7 +105,7 @@ class HostStores:
         del self._uncopied[store.block]
         stores.append(store)
 
-    def _next(self) -> Store | None:
+    def _next(self, is_idle: bool) -> Store | None:
         found, num_blank = self._pool.found_free, self._pool.num_free - len(self._pool.found_free)
         while num_blank + found.num_ready < self.margin:
             if (block := found.next_in_line()) is None:
@@ -116,7 +118,7 @@ class HostStores:
             if slot is not None:
                 return Store(block, slot, key)
             self._host.touch(key)
-        first = next(iter(self._uncopied), None)
+        first = next(iter(self._uncopied), None) if is_idle else None
         blank = None if first is None else self._host.take()
         return None if first is None or blank is None else Store(first, blank, self._key_of(first))
 

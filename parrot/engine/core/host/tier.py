@@ -154,13 +154,13 @@ class HostTier(Generic[W]):
 
     # -- transfers ---------------------------------------------------------------------------
 
-    def take_transfers(self, copied_blocks: Collection[int] = ()) -> list[Transfer]:
+    def take_transfers(self, copied_blocks: Collection[int], *, is_idle: bool) -> list[Transfer]:
         """Take the copies that are due, to be begun before anything else is planned, and before the
-        step planned last runs. That step first copies some blocks: until then nothing is written
-        to these, although they were given away. What leaves the device waits for nothing: the step
-        may write to it."""
+        step planned last runs, if one is. That step first copies some blocks: until then nothing is
+        written to these, although they were given away. What leaves the device waits for nothing:
+        the step may write to it."""
         if self._stores.may_choose:
-            chosen = self._stores.choose(self._max_storing)
+            chosen = self._stores.choose(self._max_storing, is_idle=is_idle)
             for at in range(0, len(chosen), self._per_transfer):
                 blocks, slots, keys = zip(*chosen[at : at + self._per_transfer], strict=True)
                 self._plan(True, blocks, slots, keys)

@@ -80,6 +80,16 @@ def test_what_is_published_is_copied_while_idle():
     assert not harness.core.has_work
 
 
+def test_beside_steps_nothing_is_copied_while_the_device_has_room():
+    harness = Tiered(num_blocks=64, num_host_blocks=64)
+    answer = harness.generate(piece(1, "abcdefghijkl"), length=8)
+    while answer.response is None:
+        harness.step()
+        assert answer.response is not None or not harness.runner.begun
+    harness.run()
+    assert harness.num_copied(to_host=True) == 4
+
+
 def test_what_left_the_device_comes_back_instead_of_being_computed():
     harness = Tiered()
     harness.fill(piece(1, "abcdefghij"))
@@ -240,7 +250,7 @@ def test_copies_of_what_the_device_uses_go_first():
     blocks = pool.allocate(2)
     for block, key in zip(blocks, (b"first", b"second"), strict=True):
         pool.publish(block, key)
-    for store in stores.choose(8):
+    for store in stores.choose(8, is_idle=True):
         stores.over(store.key, store.slot, True)
     pool.release(blocks)
     assert [host._held[slot] for slot in host._line] == [b"first", b"second"]
@@ -274,7 +284,7 @@ def test_a_block_that_a_step_copies_holds_no_copy_of_another_back():
         pool.publish(block, bytes([block]))
     pool.release(blocks)
     assert pool.allocate(2) is not None
-    (transfer,) = tier.take_transfers(copied_blocks=blocks[:1])
+    (transfer,) = tier.take_transfers(copied_blocks=blocks[:1], is_idle=True)
     assert transfer.to_host
     assert {*transfer.blocks} == {*blocks}
 
