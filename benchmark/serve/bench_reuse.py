@@ -223,8 +223,8 @@ class Caller:
                 {"name": "a", "is_output": True, "sampling_config": GREEDY},
             ]
             body = scope | {"template": "Answer {{q}} now: {{a}}", "parameters": parameters}
-            response = self.core.programs.submit_call(SemanticCallRequest.model_validate(body))
-            await self.core.programs.read(VarGetRequest(**scope), response.param_info[-1].var_id)
+            response = self.core.submit_call(SemanticCallRequest.model_validate(body))
+            await self.core.read(VarGetRequest(**scope), response.param_info[-1].var_id)
         spent = time.process_time() - began
         self.core.delete_session(**scope)
         await asyncio.sleep(0.03)

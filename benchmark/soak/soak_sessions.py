@@ -37,14 +37,14 @@ from benchmark.results import run as run_benchmark
 from benchmark.soak.programs import MIX, MODEL, Client, draw
 from benchmark.soak.tables import allocated_blocks, grown, resident_mib, table_sizes
 from parrot.engine.config import SimConfig
+from parrot.journal.log import Journal
+from parrot.journal.sqlite import JournalFile
 from parrot.protocol.errors import NotFound, SessionGone
 from parrot.protocol.transport import AppTransport
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.journal.file import JournalFile
-from parrot.serve.journal.journal import Journal
 from parrot.simulation.engine import SimEngine
 from parrot.utils.clock import Clock, MonotonicClock
 
@@ -115,7 +115,7 @@ class Soak:
 
     def leftovers(self) -> dict[str, int]:
         infos = [engine.service.runtime_info() for engine in self.engines]
-        dispatcher = self.core._dispatcher
+        dispatcher = self.core.dispatcher
         return {
             "sessions": len(self.core.sessions),
             "queued": self.core.num_queued,

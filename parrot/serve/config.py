@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from parrot.protocol.server_config import ConnectionLimits, HostNames, Secret
-from parrot.serve.shards.shard import ALONE, Shard
 from parrot.utils.config import ConfigModel
 from parrot.utils.settings import ConfigFile, Settings, read_settings
+from parrot.utils.shard import ALONE, Shard
 
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]

@@ -1,25 +1,54 @@
-"""ServeCore: the service as a whole, which begins and ends sessions and knows the engines."""
+"""ServeCore: the service as a whole. Each verb is one request, from what it asks to its answer."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from contextlib import aclosing
 
 from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
 from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, Unavailable
 from parrot.protocol.public import (
+    CallResponse,
+    FirstVarsRequest,
+    FirstVarsResponse,
+    GraphRequest,
+    GraphResponse,
     ModelsResponse,
+    NativeCallRequest,
     ReadyResponse,
+    SemanticCallRequest,
     SessionCreateRequest,
     SessionCreateResponse,
     SessionInfo,
+    VarGetRequest,
+    VarGetResponse,
+    VarListResponse,
+    VarValue,
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.graph.graph import naming_call
+from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.observers import Observer, Observers
-from parrot.serve.programs import Programs
-from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import (
+    AddCall,
+    AddGraph,
+    CancelCall,
+    CancelVariable,
+    CreateVariable,
+    Session,
+    SessionRegistry,
+    SetVariable,
+)
 from parrot.serve.tasks import Sandbox, TaskRunner
 from parrot.serve.telemetry.metrics import CoreMetrics
-from parrot.serve.views import engine_view, session_steps, session_view
+from parrot.serve.views import (
+    engine_view,
+    read_view,
+    session_steps,
+    session_view,
+    variables_view,
+)
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.timers import TimerQueue
 
@@ -28,13 +57,11 @@ _InfoSteps = Generator[None, None, SessionInfo]
 
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
-    `first_session_id` and up. `programs` has what the programs of live sessions may ask;
-    `sessions`, `fleet`, `decisions`, `contexts`, `accounts` and `tenants` are for whoever shows the
-    service, who changes nothing there; `follow` has a running completion's text shown as it comes,
-    and `drain` gives an engine no more calls, or calls again.
+    `first_session_id` and up. Its parts are there for whoever shows the service, who changes
+    nothing in them.
 
     Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
-    `AuthenticationFailed` first of all."""
+    `AuthenticationFailed` first of all. A verb that raises has changed nothing."""
 
     def __init__(
         self,
@@ -50,47 +77,35 @@ class ServeCore:
         self.is_closing = False
         self.clock = clock or MonotonicClock()
         self._timers = TimerQueue(self.clock)
-        self._dispatcher = dispatcher or Dispatcher(config, self.clock)
-        self.fleet, self.heartbeat = self._dispatcher.fleet, self._dispatcher.fleet.heartbeat
-        self.decisions, self.contexts = self._dispatcher.decisions, self._dispatcher.contexts
-        self.follow, drains = self._dispatcher.follow, self._dispatcher.drains
-        self.drain, self.engine_leaves = drains.drain, drains.engine_leaves
+        self.dispatcher = dispatcher or Dispatcher(config, self.clock)
+        self.fleet = self.dispatcher.fleet
         self._metrics = CoreMetrics(config)
         self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
-        self._dispatcher.shares.weigh = self.tenants.weigh
+        self.dispatcher.shares.weigh = self.tenants.weigh
         self._observers = Observers(observers)
-        self._runner = TaskRunner(
+        self.sessions = SessionRegistry(
+            config, self.tenants, self.clock, self._timers, first_session_id
+        )
+        self.tasks = TaskRunner(
             config,
             self.clock,
-            self._dispatcher,
+            self.dispatcher,
             sandbox,
             self._metrics,
             self._observers,
-            lambda session_id: self.sessions.find_owner(session_id),
+            self.sessions,
         )
-        self.require_room, self.meters = self._runner.require_room, self._runner.meters
-        self.sessions = SessionRegistry(
-            config,
-            self.tenants,
-            self.clock,
-            self._timers,
-            self._runner,
-            self._dispatcher.estimates,
-            self._expire,
-            first_session_id,
-        )
-        self.programs = Programs(
-            self.sessions, self._runner, self._observers, self._timers, self.clock
-        )
+        self.sessions.connect(self.tasks, self.dispatcher.estimates, self._expire)
+        self._reads = Reads(self._timers, self.clock)
         self.turns = Turns(
             self.sessions,
-            self._end,
+            self.end,
             self._timers,
             self.clock,
             self.fleet.tokenizer,
             self._longest,
             self._takes_messages,
-            self._runner.require_room,
+            self.tasks.require_room,
             self._metrics.prefix_broken,
             self._observers,
             repair=config.prefix_repair,
@@ -162,26 +177,163 @@ class ServeCore:
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
         self._observers.tell(lambda one: one.session_deleted(session))
-        self._end(session, SessionGone(f"session {session_id} was deleted"))
+        self.end(session, SessionGone(f"session {session_id} was deleted"))
 
-    def restore(
-        self, replay: Callable[[], Iterable[Session]], left_out: Session | None = None
+    # Calls, variables and reads
+
+    def submit_call(self, request: SemanticCallRequest) -> CallResponse:
+        """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull`, `QuotaExceeded` and what bindings
+        may raise."""
+        return self._submit(request)
+
+    def submit_native(self, request: NativeCallRequest) -> CallResponse:
+        """Raises as `submit_call` does."""
+        return self._submit(request)
+
+    def _submit(self, request: SemanticCallRequest | NativeCallRequest) -> CallResponse:
+        session = self.sessions.authenticate(request.session_id, request.session_auth)
+        if isinstance(request, NativeCallRequest):
+            self.tasks.check_native(request)
+        if (answer := session.graph.replays.find(request, CallResponse)) is not None:
+            return answer
+        command = AddCall(request)
+        session.require_room()
+        self.tasks.require_room(session.tenant)
+        session.account.require(**command.usage)
+        response = session.apply(command)
+        self.wake_soon(session)
+        self._submitted(session, request, response)
+        return response
+
+    def submit_graph(self, request: GraphRequest) -> GraphResponse:
+        """All of a graph for a session that is there, or nothing: then observers are told of its
+        variables with names, and of each call. Raises as `submit_call` does; the error names the
+        call and its field."""
+        assert request.session_id is not None
+        session = self.sessions.authenticate(request.session_id, request.session_auth)
+        if (answer := session.graph.replays.find(request, GraphResponse)) is not None:
+            return answer
+        session.require_room()
+        command = AddGraph.of(request, session.graph)
+        graph = command.resolved
+        for index, call in enumerate(graph.calls):
+            if isinstance(call, NativeCallRequest):
+                with naming_call(index, call.func_name):
+                    self.tasks.check_native(call)
+        self.tasks.require_room(session.tenant)
+        session.account.require(**command.usage)
+        answer = session.apply(command)
+        self.wake_soon(session)
+        contents = {declared.name: declared.content for declared in request.variables}
+        for name, variable in graph.variables.items():
+            self._created(session, variable, contents.get(name))
+        for call, response in zip(graph.calls, answer.calls, strict=True):
+            self._submitted(session, call, response)
+        return answer
+
+    def _created(self, session: Session, variable: SemanticVariable, content: str | None) -> None:
+        var_id, name = variable.id, variable.name
+        self._observers.tell(lambda one: one.variable_created(session, var_id, name, content))
+
+    def _submitted(
+        self,
+        session: Session,
+        request: SemanticCallRequest | NativeCallRequest,
+        response: CallResponse,
     ) -> None:
-        """Call `replay`, which does once more what a journal tells, has the sessions write down
-        there what comes, and returns those that are not whole; or do so for one that was left out.
-        Nothing runs meanwhile; then goes on what ran."""
-        self._runner.hold()
-        for session in replay():
-            self._end(session, SessionGone(f"session {session.id} could not be restored"))
-        if left_out is None:
-            for _ in self.sessions.keys_changed():
-                pass
-            self._dispatcher.on_placed = self.sessions.placed
-        self.turns.programs.cancel_orphans()
-        self._runner.go_on()
-        for session in self.sessions if left_out is None else (left_out,):
-            if self.sessions.find(session.id) is session:
-                self.programs.restored(session)
+        self._observers.tell(lambda one: one.call_submitted(session, request, response))
+
+    def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
+        session = self.sessions.authenticate(session_id, session_auth)
+        session.apply(CancelCall(request_id))
+        self._observers.tell(lambda one: one.cancel_asked(session, request_id=request_id))
+
+    def create_var(
+        self, session_id: int, session_auth: str | None, var_name: str, content: str | None
+    ) -> str:
+        """Raises `QuotaExceeded`."""
+        session = self.sessions.authenticate(session_id, session_auth)
+        command = CreateVariable(var_name, content)
+        session.require_room()
+        session.account.require(**command.usage)
+        variable = session.apply(command)
+        self._created(session, variable, content)
+        return variable.id
+
+    async def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
+        session = self.sessions.authenticate(session_id, session_auth)
+        found = await variables_view(session)
+        self.sessions.authenticate(session_id, session_auth)  # else it was taken apart meanwhile
+        return VarListResponse(vars=found)
+
+    def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
+        """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
+        session = self.sessions.authenticate(session_id, session_auth)
+        command = SetVariable(var_id, content)
+        session.require_room()
+        session.account.require(**command.usage)
+        session.apply(command)
+        self._observers.tell(lambda one: one.variable_set(session, var_id, content))
+
+    def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
+        session = self.sessions.authenticate(session_id, session_auth)
+        session.apply(CancelVariable(var_id))
+        self._observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
+
+    def variable(self, request: VarGetRequest, var_id: str) -> SemanticVariable:
+        session = self.sessions.authenticate(request.session_id, request.session_auth)
+        return session.graph.variable(var_id)
+
+    async def read(self, request: VarGetRequest, var_id: str) -> VarGetResponse:
+        """Wait for the value, and meanwhile want it. Does not suspend if it is there. Raises the
+        variable's error, `TimedOut`, or `QueueFull` (to this reader alone). Cancelling withdraws
+        the read."""
+        session = self.sessions.authenticate(request.session_id, request.session_auth)
+        variable = session.graph.variable(var_id)
+        if variable.is_idle:
+            self.tasks.require_room(session.tenant)
+        async with session.published():
+            with self._observers.reading(session, request, [var_id]):
+                await self._reads.value(session, variable, request)
+        return await read_view(variable)
+
+    async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
+        """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
+        `read` does; the error of a variable only when fewer than `k` are left."""
+        session = self.sessions.authenticate(request.session_id, request.session_auth)
+        variables = [session.graph.variable(var_id) for var_id in request.var_ids]
+        num_ready = sum(variable.state is VariableState.READY for variable in variables)
+        if num_ready < request.k and any(variable.is_idle for variable in variables):
+            self.tasks.require_room(session.tenant)
+        async with session.published():
+            with self._observers.reading(session, request, request.var_ids, k=request.k):
+                winners = await self._reads.first(session, variables, request)
+        read = [(winner.id, await read_view(winner)) for winner in winners]
+        return FirstVarsResponse(
+            values=[VarValue(var_id=var_id, **dict(value)) for var_id, value in read]
+        )
+
+    def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
+        """All the text in deltas, the past ones first. Raises at once what `read` raises before it
+        waits; the iterator raises the rest."""
+        session = self.sessions.authenticate(request.session_id, request.session_auth)
+        variable = session.graph.variable(var_id)
+        if variable.is_idle:
+            self.tasks.require_room(session.tenant)
+        return self._stream(session, variable, request)
+
+    async def _stream(
+        self, session: Session, variable: SemanticVariable, request: VarGetRequest
+    ) -> AsyncGenerator[str]:
+        async with session.published():
+            with self._observers.reading(session, request, [variable.id], is_stream=True):
+                async with aclosing(self._reads.stream(session, variable, request)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+
+    def wake_soon(self, session: Session) -> None:
+        """Let what its program holds run, if anything was read."""
+        self._reads.wake_soon(session)
 
     # Engines and the service itself
 
@@ -215,32 +367,32 @@ class ServeCore:
 
     @property
     def num_queued(self) -> int:
-        return self._dispatcher.num_queued
+        return self.dispatcher.num_queued
 
     def metrics(self) -> Iterator[bytes]:
         """Yield one family after the other: all of them may take some ten milliseconds."""
-        return self._metrics.render(self.sessions, self._dispatcher, self.sessions.journal)
+        return self._metrics.render(self.sessions, self.dispatcher, self.sessions.journal)
 
     def check_integrity(self) -> None:
         """Recount every book. Only between events of the loop."""
         self.sessions.check_integrity()
         self.turns.check_integrity()
-        self._dispatcher.check_integrity()
-        self.meters.check_integrity()
+        self.dispatcher.check_integrity()
+        self.tasks.meters.check_integrity()
 
     def shut_down(self) -> None:
         """Admit nothing more, and end every session: open reads get `Unavailable` now."""
         self.is_closing = self.sessions.is_closing = True
         for session in self.sessions:
             session.follow(None)  # the journal has it, for the next process
-            self._end(session, Unavailable("ServeCore is shutting down"))
+            self.end(session, Unavailable("ServeCore is shutting down"))
         self.sessions.backlog.finish()
 
     async def close(self) -> None:
         self.shut_down()
-        await self._runner.close()
+        await self.tasks.close()
         await self._timers.close()
-        self._observers.tell(lambda one: one.core_closed(self._dispatcher.kv_log.total))
+        self._observers.tell(lambda one: one.core_closed(self.dispatcher.kv_log.total))
 
     def _require_open(self) -> None:
         if self.is_closing:
@@ -249,12 +401,12 @@ class ServeCore:
     def _expire(self, session: Session, reason: str) -> None:
         text = f"session {session.id} {reason}"
         self.fleet.events.session_expired(text, session.id, session.tenant)
-        self._end(session, SessionGone(text))
+        self.end(session, SessionGone(text))
 
-    def _end(self, session: Session, error: ParrotError) -> None:
+    def end(self, session: Session, error: ParrotError) -> None:
         """Nobody finds it any more; what it was to make and keeps goes in the backlog."""
-        if session.history is not None:
-            session.history.ended()
+        if session.log is not None:
+            session.log.ended()
             session.follow(None)
         self.sessions.retire(session)
         self.turns.forget(session)
@@ -262,7 +414,7 @@ class ServeCore:
 
     def _ending(self, session: Session, error: ParrotError) -> Iterator[int]:
         yield from session.graph.close(error)
-        yield from self._dispatcher.release_session(session.id)
+        yield from self.dispatcher.release_session(session.id)
         self.sessions.remove(session)
         self._metrics.session_ended(session, self.clock.now() - session.created_at)
         self._observers.tell(lambda one: one.session_ended(session))

@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from parrot.journal.log import is_address
+from parrot.journal.standby import serve_in_turn
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.protocol.server_config import settled_token
 from parrot.serve.config import CoreConfig, core_settings
-from parrot.serve.journal.storage import is_address
 from parrot.serve.process.assembly import serving
 from parrot.serve.process.collector import bounded_collections
-from parrot.serve.process.standby import serve_in_turn
 from parrot.utils.addresses import is_loopback
 from parrot.utils.config import ConfigError, parse_config
 

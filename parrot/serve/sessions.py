@@ -1,14 +1,13 @@
-"""Sessions: one user program's scope, and who may use it."""
+"""Sessions: one user program's scope, the commands that change it, and who may use it."""
 
 import os
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
-
-from pydantic import BaseModel
 
 from parrot.protocol.errors import (
     AuthenticationFailed,
@@ -18,24 +17,35 @@ from parrot.protocol.errors import (
     SessionGone,
     Unavailable,
 )
+from parrot.protocol.public import (
+    CallResponse,
+    GraphRequest,
+    GraphResponse,
+    NativeCallRequest,
+    SemanticCallRequest,
+)
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
-from parrot.serve.graph.graph import SessionGraph, SessionIds, Shared
+from parrot.serve.graph.graph import ResolvedGraph, SessionGraph, SessionIds, Shared, resolve
 from parrot.serve.graph.nodes import Completion, Predictor, Runner, Task
 from parrot.serve.graph.variable import SemanticVariable, VariableState
-from parrot.serve.journal.history import History, SessionNumbers
-from parrot.serve.journal.journal import Journal
-from parrot.serve.tenants.quotas import Account, num_bytes
+from parrot.serve.tenants.quotas import Account, num_bytes, usage_of, usage_of_graph
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
+from parrot.utils.ids import derived_token, tokens_equal
+from parrot.utils.shard import Shard
 from parrot.utils.timers import Timer, TimerQueue
 from parrot.utils.traces.sampling import sampler_of
 
-_NOT_WRITTEN: AbstractContextManager[None] = nullcontext()
+RESERVED = "reserved"  # the kind of a record that tells which ids may have been given out
+_RESERVED_IDS = 1024  # at once
+
+Fields = dict[str, Any]
+Result_co = TypeVar("Result_co", covariant=True)
 
 
-class Begun(NamedTuple):
-    """The facts that a session begins with. `is_program`: its program knows nothing of it."""
+class Begin(NamedTuple):
+    """The facts that a session begins with."""
 
     id: int
     auth: str
@@ -43,44 +53,222 @@ class Begun(NamedTuple):
     apps: Sequence[str]
     on_demand: bool
     trace_id: str
-    is_program: bool
+    is_program: bool  # it was begun for a program, which knows nothing of it
+
+
+class Command(Protocol[Result_co]):
+    """A change that is asked of a session from outside, which has been checked: `apply` carries it
+    out, now or once more after a restart. It raises what the graph's verb raises, and then nothing
+    has changed."""
+
+    def apply(self, session: "Session") -> Result_co: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AddCall:
+    request: SemanticCallRequest | NativeCallRequest
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        return usage_of(self.request)
+
+    def apply(self, session: "Session") -> CallResponse:
+        response = session.graph.submit(self.request)
+        session.graph.replays.remember(self.request, response)
+        session.account.add(**self.usage)
+        return response
+
+
+@dataclass(frozen=True, slots=True)
+class AddGraph:
+    request: GraphRequest
+    resolved: ResolvedGraph
+    upcoming: Sequence[int]  # the session's ids before it was resolved, which takes some
+
+    @classmethod
+    def of(cls, request: GraphRequest, graph: SessionGraph) -> "AddGraph":
+        """Raises `InvalidRequest` as `resolve` does."""
+        upcoming = graph.ids.upcoming
+        return cls(request, resolve(request, graph.session_id, graph.new_variable), upcoming)
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        variables, calls = self.resolved.variables, self.resolved.calls
+        return usage_of_graph(self.request.variables, len(variables), calls)
+
+    def apply(self, session: "Session") -> GraphResponse:
+        variables, calls = self.resolved.variables, self.resolved.calls
+        answer = GraphResponse(
+            session_id=session.id,
+            variables={name: variable.id for name, variable in variables.items()},
+            calls=session.graph.submit_all(calls, list(variables.values())),
+        )
+        session.graph.replays.remember(self.request, answer)
+        session.account.add(**self.usage)
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class AddPrompt:
+    """A call without a template: its id, and a completion for each answer."""
+
+    prompt: Prompt
+    usage: Mapping[str, int]
+    is_kept: bool  # others than who waits for it can want it
+
+    def apply(self, session: "Session") -> tuple[int, list[Completion]]:
+        answer = session.graph.submit_prompt(self.prompt)
+        session.account.add(**self.usage)
+        return answer
+
+
+@dataclass(frozen=True, slots=True)
+class CreateVariable:
+    name: str
+    content: str | None
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        return {"variables": 1, "text_bytes": num_bytes([self.content or ""])}
+
+    def apply(self, session: "Session") -> SemanticVariable:
+        session.account.add(**self.usage)
+        return session.graph.add_variable(self.name, self.content)
+
+
+@dataclass(frozen=True, slots=True)
+class SetVariable:
+    var_id: str
+    content: str
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        return {"text_bytes": num_bytes([self.content])}
+
+    def apply(self, session: "Session") -> None:
+        session.graph.set_variable(self.var_id, self.content)
+        session.account.add(**self.usage)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelVariable:
+    var_id: str
+
+    def apply(self, session: "Session") -> None:
+        session.graph.cancel_variable(self.var_id)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCall:
+    request_id: int
+
+    def apply(self, session: "Session") -> None:
+        session.graph.cancel_call(self.request_id)
+
+
+class SessionLog(Protocol):
+    """Where what happens to one session is written down, so that another process can go on."""
+
+    def began(self, begin: Begin) -> None: ...
+
+    def require_room(self) -> None:
+        """Raise `InsufficientStorage` if nothing can be written down."""
+        ...
+
+    def command(
+        self, command: Command[Any], upcoming: Sequence[int]
+    ) -> AbstractContextManager[None]:
+        """For the block that applies it: written down before what follows from it, unless the block
+        raises. `upcoming`: the session's next ids."""
+        ...
+
+    def settled(self, variable: SemanticVariable) -> None: ...
+
+    def attempted(self, completion: Completion) -> None:
+        """It was sent to an engine."""
+        ...
+
+    def was_read(self) -> None:
+        """A read has had to wait, the first one."""
+        ...
+
+    def note(self, kind: str, fields: Fields) -> None:
+        """Write down something else, by a kind of whoever reads it back."""
+        ...
+
+    def ended(self) -> None: ...
+
+    async def published(self) -> None:
+        """Wait until all that was written down is on disk, unless nothing can be written now."""
+        ...
+
+
+class CommandLog(Protocol):
+    """Where what happens is written down (`parrot.journal`). Subjects are sessions, and whatever
+    else others write down."""
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written; empty: it can."""
+        ...
+
+    def require_room(self) -> None: ...
+
+    def append(self, subject: str, kind: str, fields: Fields) -> None: ...
+
+    def end(self, subject: str) -> None:
+        """Forget the subject."""
+        ...
+
+    async def has_room(self) -> None:
+        """Wait until something can be written."""
+        ...
+
+    async def durable(self) -> None:
+        """Wait until all that was written down is on disk. Raises `InsufficientStorage`."""
+        ...
+
+    async def published(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """`last_active`: when a request came in, or a task of the session ended. `timed_reads`: the
-    open reads with a timeout, and when they end. Times are on the clock's scale. `was_read`: a read
-    has had to wait, so what the program holds may run; `is_wake_due`: it will be woken soon.
-    `history`: where what happens is written down, if it is."""
-
     id: int
     auth: str
     tenant: str
     apps: tuple[str, ...]
+    is_program: bool
     graph: SessionGraph
     account: Account
-    created_at: float
-    last_active: float
-    timed_reads: dict[object, float] = field(default_factory=dict)
-    was_read: bool = False
+    created_at: float  # times are on the clock's scale
+    last_active: float  # when a request came in, or a task of the session ended
+    timed_reads: dict[object, float] = field(default_factory=dict)  # the open ones with a timeout
+    was_read: bool = False  # a read has had to wait, so what the program holds may run
     is_wake_due: bool = False
     expiry: Timer | None = None
-    history: History | None = None
+    log: SessionLog | None = None
 
-    def follow(self, history: History | None) -> None:
+    def follow(self, log: SessionLog | None) -> None:
         """Write down what happens from now on."""
-        self.history = history
-        self.graph.flow.on_settled = None if history is None else history.settled
+        self.log = log
+        self.graph.flow.on_settled = None if log is None else log.settled
+
+    def apply(self, command: Command[Result_co]) -> Result_co:
+        """The one door for what is asked from outside. Nothing has happened if it raises."""
+        if self.log is None:
+            return command.apply(self)
+        with self.log.command(command, self.graph.ids.upcoming):
+            return command.apply(self)
 
     def require_room(self) -> None:
         """Raise `InsufficientStorage` if nothing can be written down."""
-        if self.history is not None:
-            self.history.require_room()
+        if self.log is not None:
+            self.log.require_room()
 
     def read_began(self) -> None:
         """A read has to wait."""
-        if not self.was_read and self.history is not None:
-            self.history.was_read()
+        if not self.was_read and self.log is not None:
+            self.log.was_read()
         self.was_read = True
 
     @asynccontextmanager
@@ -88,41 +276,15 @@ class Session:
         """For the block that waits for a value: its end, be it an error, is told when what led to
         it is on disk, so that a restart cannot take it back: neither a value whose session has
         ended meanwhile."""
-        history = self.history
+        log = self.log
         try:
             yield
         except ParrotError:
-            if self.history is not None:
-                await self.history.published()
+            if self.log is not None:
+                await self.log.published()
             raise
-        if history is not None:
-            await history.published()
-
-    def written(self, kind: str, request: BaseModel) -> AbstractContextManager[None]:
-        """For the block in which a request changes the graph: written down before what follows from
-        it, unless the block raises."""
-        history = self.history
-        return _NOT_WRITTEN if history is None else history.asked(kind, self.graph, request)
-
-    def add_variable(self, name: str, content: str | None) -> SemanticVariable:
-        if self.history is not None:
-            self.history.created(self.graph, name, content)
-        return self.graph.add_variable(name, content)
-
-    def submit_prompt(
-        self, prompt: Prompt, usage: Mapping[str, int], *, is_kept: bool
-    ) -> tuple[int, list[Completion]]:
-        """Add it to the graph and the account; returns and raises as `SessionGraph.submit_prompt`
-        does. Not `is_kept`: nobody but who waits for it can want it."""
-        history = self.history
-        with (
-            _NOT_WRITTEN
-            if history is None
-            else history.prompted(self.graph, prompt, usage, is_kept=is_kept)
-        ):
-            answer = self.graph.submit_prompt(prompt)
-        self.account.add(**usage)
-        return answer
+        if log is not None:
+            await log.published()
 
     def task_finished(self, task: Task, now: float) -> None:
         """Count the end of one of its tasks as activity, and as kept the texts that it made and how
@@ -139,6 +301,51 @@ class Session:
         if self.graph.activation.num_started:
             return now + life_span_s
         return max(self.last_active + life_span_s, *self.timed_reads.values(), 0.0)
+
+
+class SessionNumbers:
+    """The ids of sessions, which only grow: with a log they are reserved there in blocks, before
+    the first is given out. A session's auth follows from its id and a secret, which is the log's:
+    so whoever has it can be told of a session that has ended, and nobody else."""
+
+    def __init__(self, first: int, shard: Shard | None = None) -> None:
+        self._shard = shard
+        self.next = self._end = self._aligned(first)
+        self._subject = ""  # the log's, of the last block
+        self.secret = secrets.token_bytes(32)
+
+    def auth(self, session_id: int) -> str:
+        """The `session_auth` of a session that begins."""
+        token = derived_token(self.secret, session_id)
+        return token if self._shard is None else token + self._shard.mark
+
+    def taken(self, session_id: int) -> None:
+        """The next is greater than this one."""
+        self.next = max(self.next, self._aligned(session_id + 1))
+
+    def is_auth(self, given: str, session_id: int, known: str | None) -> bool:
+        """Whether `given` is the session's, which is `known` if the session is live."""
+        return tokens_equal(given, self.auth(session_id) if known is None else known)
+
+    def reserve(self, log: CommandLog) -> None:
+        """See to it that `next` is reserved."""
+        if self.next < self._end:
+            return
+        if self._subject:
+            log.end(self._subject)
+        step = 1 if self._shard is None else self._shard.step
+        self._end = self.next + _RESERVED_IDS * step
+        self._subject = f"ids below {self._end}"
+        log.append(self._subject, RESERVED, {"end": self._end})
+
+    def restore(self, subject: str, fields: Fields) -> None:
+        """All of a block may have been given out."""
+        self._subject = subject
+        self._end = self.next = self._aligned(max(self.next, fields["end"]))
+
+    def _aligned(self, number: int) -> int:
+        """The first of its ids that is not below `number`."""
+        return number if self._shard is None else self._shard.aligned(number)
 
 
 class SessionRegistry:
@@ -159,14 +366,11 @@ class SessionRegistry:
         tenants: TenantTable,
         clock: Clock,
         timers: TimerQueue,
-        runner: Runner,
-        predictor: Predictor,
-        expire: Callable[[Session, str], None],
         first_id: int = 0,
     ) -> None:
-        """`expire` ends a session for a reason, which includes `retire` and, in time, `remove`.
-        Raises `ConfigError` if the environment names a sampler that nobody knows."""
-        self.journal: Journal | None = None
+        """`connect` comes before the first session. Raises `ConfigError` if the environment names a
+        sampler that nobody knows."""
+        self.journal: CommandLog | None = None
         self.dormant: dict[int, Callable[[], None]] = {}
         self.is_closing = False
         self.sampler = None
@@ -176,10 +380,11 @@ class SessionRegistry:
         self._tenant_table = tenants
         self._clock = clock
         self._timers = timers
-        self._runner = runner
-        self._predictor = predictor
-        self._expire = expire
-        self.shard = config.shard
+        self._runner: Runner
+        self._predictor: Predictor
+        self._expire: Callable[[Session, str], None]
+        self._make_log: Callable[[int], SessionLog]
+        self.shard = None if config.shards is None else config.shard
         self.numbers = SessionNumbers(first_id, self.shard)
         self._shared = Shared()
         self.backlog = self._shared.backlog
@@ -188,6 +393,13 @@ class SessionRegistry:
         self._auths: set[str] = set()
         # A tenant's account lives as long as one of its sessions, whose accounts refer to it.
         self._tenants: WeakValueDictionary[str, Account] = WeakValueDictionary()
+
+    def connect(
+        self, runner: Runner, predictor: Predictor, expire: Callable[[Session, str], None]
+    ) -> None:
+        """Let the sessions' graphs use these. `expire` ends a session for a reason, which includes
+        `retire` and, in time, `remove`."""
+        self._runner, self._predictor, self._expire = runner, predictor, expire
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -218,7 +430,7 @@ class SessionRegistry:
         account = self._account(tenant)
         account.require(sessions=1, text_bytes=num_bytes(apps))
         trace_id = "" if self.sampler is None else self.sampler.trace_of(traceparent)
-        begun = Begun(
+        begin = Begin(
             self.numbers.next,
             self.numbers.auth(self.numbers.next),
             tenant,
@@ -227,28 +439,28 @@ class SessionRegistry:
             trace_id,
             is_program,
         )
-        session = self._begin(begun, account)
+        session = self._begin(begin, account)
         if self.journal is not None:
-            history = History(self.journal, session.id)
-            history.began(begun._asdict())
-            session.follow(history)
+            log = self._make_log(session.id)
+            log.began(begin)
+            session.follow(log)
         return session
 
-    def restore(self, begun: Begun) -> Session:
+    def restore(self, begin: Begin) -> Session:
         """Begin a session once more, in the state that it began in."""
-        return self._begin(begun, self._account(begun.tenant))
+        return self._begin(begin, self._account(begin.tenant))
 
     @contextmanager
     def replaying(self, session: Session) -> Iterator[None]:
         """For the block in which all that happened to a session is done once more, though others
         have gone on: nothing of it is written down or counts as active, and no id comes again."""
-        history, last_active, ids = session.history, session.last_active, self._shared
+        log, last_active, ids = session.log, session.last_active, self._shared
         numbers = ids.tasks.upcoming, ids.requests.upcoming
         session.follow(None)
         try:
             yield
         finally:
-            session.follow(history)
+            session.follow(log)
             session.last_active = last_active
             ids.tasks.upcoming = max(numbers[0], ids.tasks.upcoming)
             ids.requests.upcoming = max(numbers[1], ids.requests.upcoming)
@@ -275,43 +487,47 @@ class SessionRegistry:
     def placed(self, completion: Completion) -> None:
         """It was sent to an engine."""
         session = self.find(completion.session_id)
-        if session is not None and session.history is not None:
-            session.history.attempted(completion)
+        if session is not None and session.log is not None:
+            session.log.attempted(completion)
 
-    def _begin(self, begun: Begun, account: Account) -> Session:
+    def _begin(self, begin: Begin, account: Account) -> Session:
         assert account.parent is not None
-        account.add(sessions=1, text_bytes=num_bytes(begun.apps))
-        self._tenants[begun.tenant] = account.parent
-        self.numbers.taken(begun.id)
+        account.add(sessions=1, text_bytes=num_bytes(begin.apps))
+        self._tenants[begin.tenant] = account.parent
+        self.numbers.taken(begin.id)
         now = self._clock.now()
         graph = SessionGraph(
-            begun.id,
-            begun.tenant,
-            cache_salt=self._tenant_table.cache_salt(begun.tenant),
-            on_demand=begun.on_demand,
-            trace_id=begun.trace_id,
+            begin.id,
+            begin.tenant,
+            cache_salt=self._tenant_table.cache_salt(begin.tenant),
+            on_demand=begin.on_demand,
+            trace_id=begin.trace_id,
             runner=self._runner,
             predictor=self._predictor,
             clock=self._clock,
-            ids=SessionIds(self._shared, begun.auth),
+            ids=SessionIds(self._shared, begin.auth),
             backlog=self.backlog,
         )
+        apps = tuple(begin.apps)
         session = Session(
-            begun.id, begun.auth, begun.tenant, tuple(begun.apps), graph, account, now, now
+            begin.id, begin.auth, begin.tenant, apps, begin.is_program, graph, account, now, now
         )
-        self._sessions[begun.id] = session
+        self._sessions[begin.id] = session
         self._auths.add(session.auth)
         self._watch(session)
         return session
 
-    def restored(self, journal: Journal) -> None:
+    def restored(
+        self, journal: CommandLog, make_log: Callable[[int], SessionLog], secret: bytes
+    ) -> None:
         """All are as they were. What happens from now on is written down, and now is when they were
         last active: their programs could not reach them."""
         self.journal = journal
-        self.numbers.keep_in(journal)
+        self._make_log = make_log
+        self.numbers.secret = secret
         for session in self:
             session.last_active = self._clock.now()
-            session.follow(History(journal, session.id))
+            session.follow(make_log(session.id))
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
         """The live session, which counts as active now. Raises `AuthenticationFailed` without an
@@ -319,7 +535,8 @@ class SessionRegistry:
         service is going down, and `ElsewhereError` if another shard has it."""
         if not session_auth:
             raise AuthenticationFailed("missing session_auth (`Authorization: Bearer`)")
-        self.shard.require_session(session_id)
+        if self.shard is not None:
+            self.shard.require_session(session_id)
         session = self.find(session_id)
         if session is None and self.is_closing:  # a journal may have it
             raise Unavailable("ServeCore is shutting down")

@@ -4,7 +4,7 @@ comes from the program and runs in a sandbox process."""
 import asyncio
 import keyword
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from textwrap import dedent
 from typing import Protocol
@@ -25,7 +25,7 @@ from parrot.serve.contexts.index import Context
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
 from parrot.serve.observers import Observers
-from parrot.serve.sessions import Session
+from parrot.serve.sessions import SessionRegistry
 from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.serve.tenants.quotas import Meters, QueuedByTenant, require_share
 from parrot.utils.clock import Clock
@@ -92,12 +92,12 @@ class TaskRunner:
         sandbox: Sandbox | None,
         metrics: CoreMetrics,
         observers: Observers,
-        find_session: Callable[[int], Session | None],
+        sessions: SessionRegistry,
     ) -> None:
         self._max_queue_size = config.global_scheduler.max_queue_size
         self._clock = clock
         self._dispatcher = dispatcher
-        self._native = NativeRunner(config, clock, sandbox, find_session)
+        self._native = NativeRunner(config, clock, sandbox, sessions)
         self._max_native_timeout_s = config.native_timeout
         self._metrics = metrics
         self._weigh = metrics.tenants.weigh
@@ -105,7 +105,7 @@ class TaskRunner:
         self._observers = observers
         dispatcher.kv_log.on_evicted = self._on_evicted
         self._is_traced = config.otlp_endpoint is not None
-        self._find_session = find_session
+        self._sessions = sessions
         self.expect = dispatcher.expect
         self.unexpect = dispatcher.unexpect
         self.progressed = dispatcher.progressed
@@ -163,13 +163,13 @@ class TaskRunner:
     def _trace(self, task: Completion) -> None:
         """Say which span its engine's is below: its own if it will have one, or its caller's."""
         task.traceparent = task.options.traceparent
-        session = self._find_session(task.session_id) if self._is_traced else None
+        session = self._sessions.find_owner(task.session_id) if self._is_traced else None
         if session is not None:
             task.traceparent = session.graph.spans.told(task.traceparent, task.id)
 
     def _on_evicted(self, context: Context, num_tokens: int) -> None:
         owner = context.owner
-        session = self._find_session(owner) if isinstance(owner, int) else None
+        session = self._sessions.find_owner(owner) if isinstance(owner, int) else None
         self._metrics.evicted(context, num_tokens, session)
 
     def withdraw(self, task: Task) -> None:
@@ -196,7 +196,7 @@ class TaskRunner:
 
     def finished(self, task: Task) -> None:
         self._ended(task)
-        session = self._find_session(task.session_id)
+        session = self._sessions.find_owner(task.session_id)
         if session is not None:
             session.task_finished(task, self._clock.now())
             if self._held is not None:
@@ -223,10 +223,10 @@ class NativeRunner:
         config: CoreConfig,
         clock: Clock,
         sandbox: Sandbox | None,
-        find_session: Callable[[int], Session | None],
+        sessions: SessionRegistry,
     ) -> None:
         self._clock = clock
-        self._find_session = find_session
+        self._sessions = sessions
         self._slots = FairSlots(config.native_workers)
         self._sandbox = sandbox or MontySandbox(config)
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
@@ -296,7 +296,7 @@ class NativeRunner:
     async def _evaluate(self, call: NativeCall) -> Sequence[object]:
         """The sandbox's values, in time that the session's account has and pays. Raises
         `QuotaExceeded` if it has none left."""
-        session = self._find_session(call.session_id)
+        session = self._sessions.find_owner(call.session_id)
         if session is not None:
             session.account.require(native_ms=1)
         began = self._clock.now()

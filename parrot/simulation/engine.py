@@ -47,7 +47,7 @@ class SimEngine:
             engine_name=self.name,
             runtime_info=self.service.runtime_info(),
         )
-        self.is_registered = core.heartbeat(request).state != "unknown"
+        self.is_registered = core.fleet.heartbeat(request).state != "unknown"
 
     async def come_back(self, core: ServeCore) -> None:
         """Register again, without what ServeCore has forgotten."""

@@ -134,7 +134,6 @@ class _Player:
     ) -> None:
         self._session = session
         self._core = core
-        self._programs = core.programs
         self._texts = texts
         self._sandbox = sandbox
         self._rows = {row.output_var_id: row for row in session.calls}
@@ -174,20 +173,20 @@ class _Player:
                 self._submit_native(event)
             case VariableCreated():
                 content = None if event.value is None else self._texts.of(event.value)
-                self._vars[event.var_id] = self._programs.create_var(
+                self._vars[event.var_id] = self._core.create_var(
                     **self._scope, var_name=event.name, content=content
                 )
             case VariableSet():
                 var_id, text = self._vars[event.var_id], self._texts.of(event.value)
-                self._programs.set_var(**self._scope, var_id=var_id, content=text)
+                self._core.set_var(**self._scope, var_id=var_id, content=text)
             case ReadBegan():
                 self._reads[event.read_id] = asyncio.create_task(
                     self._read(event), name=f"read {event.read_id}"
                 )
             case CancelAsked(var_id=str(var_id)):
-                self._programs.cancel_var(**self._scope, var_id=self._vars[var_id])
+                self._core.cancel_var(**self._scope, var_id=self._vars[var_id])
             case CancelAsked(request_id=int(request_id)):
-                self._programs.cancel_call(**self._scope, request_id=self._requests[request_id])
+                self._core.cancel_call(**self._scope, request_id=self._requests[request_id])
             case SessionDeleted():
                 self._core.delete_session(**self._scope)
             case _:
@@ -205,14 +204,14 @@ class _Player:
         if "successor_of" in fields:
             fields["successor_of"] = self._requests[fields["successor_of"]]
         request = SemanticCallRequest.model_validate(fields)
-        self._note_ids(event, self._programs.submit_call(request))
+        self._note_ids(event, self._core.submit_call(request))
 
     def _submit_native(self, event: NativeSubmitted) -> None:
         fields = self._scope | event.options
         fields["func_name"] = event.func_name
         fields["func_source"] = "def recorded(): pass"
         fields["parameters"] = [self._parameter(p, is_native=True) for p in event.parameters]
-        response = self._programs.submit_native(NativeCallRequest.model_validate(fields))
+        response = self._core.submit_native(NativeCallRequest.model_validate(fields))
         self._note_ids(event, response)
         outputs = [parameter.var_id for parameter in event.parameters if parameter.is_output]
         row = self._rows.get(outputs[0])
@@ -254,11 +253,11 @@ class _Player:
         with suppress(ParrotError):
             if event.k is not None:
                 fields |= {"var_ids": var_ids, "k": event.k}
-                await self._programs.first(FirstVarsRequest.model_validate(fields))
+                await self._core.first(FirstVarsRequest.model_validate(fields))
             elif event.is_stream:
                 request = VarGetRequest.model_validate(fields)
-                async for _ in self._programs.stream(request, var_ids[0]):
+                async for _ in self._core.stream(request, var_ids[0]):
                     pass
             else:
-                await self._programs.read(VarGetRequest.model_validate(fields), var_ids[0])
+                await self._core.read(VarGetRequest.model_validate(fields), var_ids[0])
         return asyncio.get_running_loop().time()

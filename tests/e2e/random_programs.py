@@ -130,7 +130,7 @@ class Story(World):
 
     def create(self, program: Program) -> None:
         text = self.rng.choice([*VALUES, None])
-        var_id = self.core.programs.create_var(*program.scope.values(), "v", text)
+        var_id = self.core.create_var(*program.scope.values(), "v", text)
         program.var_ids.append(var_id)
         if text is not None:
             self.reference.rules[var_id] = text
@@ -138,7 +138,7 @@ class Story(World):
     def set_value(self, program: Program) -> None:
         var_id, text = self.some(program), self.rng.choice(VALUES)
         try:
-            self.core.programs.set_var(*program.scope.values(), var_id, text)
+            self.core.set_var(*program.scope.values(), var_id, text)
         except (AlreadySet, Conflict):
             return
         self.reference.rules[var_id] = text
@@ -173,7 +173,7 @@ class Story(World):
         if rng.random() < 0.3:
             body["output_criteria"] = rng.choice(list(PerformanceCriteria)).value
         try:
-            response = self.core.programs.submit_call(SemanticCallRequest(**program.scope, **body))
+            response = self.core.submit_call(SemanticCallRequest(**program.scope, **body))
         except (CyclicGraph, AlreadySet, Conflict):
             return
         prompt = [*program.contexts.get(plan.options["successor_of"], ()), *plan.pieces]
@@ -206,7 +206,7 @@ class Story(World):
                 {"name": "out", "is_output": True},
             ],
         }
-        response = self.core.programs.submit_native(NativeCallRequest(**program.scope, **body))
+        response = self.core.submit_native(NativeCallRequest(**program.scope, **body))
         [var_id] = _outputs(response)
         self.reference.rules[var_id] = Joined(Place(first), Place(second))
         self._know(program, var_id)
@@ -239,7 +239,7 @@ class Story(World):
         var_id, options = self.some(program), self._options()
 
         async def read() -> dict[str, str]:
-            return {var_id: (await self.core.programs.read(request, var_id)).content}
+            return {var_id: (await self.core.read(request, var_id)).content}
 
         request = VarGetRequest(**program.scope, **options)
         self._start(program, [var_id], options, read())
@@ -248,9 +248,7 @@ class Story(World):
         var_id, options = self.some(program), self._options()
 
         async def stream() -> dict[str, str]:
-            return {
-                var_id: "".join([text async for text in self.core.programs.stream(request, var_id)])
-            }
+            return {var_id: "".join([text async for text in self.core.stream(request, var_id)])}
 
         request = VarGetRequest(**program.scope, **options)
         self._start(program, [var_id], options, stream())
@@ -262,7 +260,7 @@ class Story(World):
         k, options = self.rng.randint(1, len(var_ids)), self._options()
 
         async def race() -> dict[str, str]:
-            answer = await self.core.programs.first(request)
+            answer = await self.core.first(request)
             return {value.var_id: value.content for value in answer.values}
 
         request = FirstVarsRequest(**program.scope, var_ids=var_ids, k=k, **options)
@@ -274,13 +272,13 @@ class Story(World):
             request_id = self.rng.choice(program.requests)
             call = program.session.graph.calls[request_id]
             program.cancelled |= {out.id for task in call.tasks for out in task.outputs}
-            self.core.programs.cancel_call(*scope, request_id)
+            self.core.cancel_call(*scope, request_id)
         else:
             var_id = self.some(program)
             producer = program.session.graph.variable(var_id).producer
             outputs = [] if producer is None else [out.id for out in producer.outputs]
             program.cancelled |= {var_id, *outputs}
-            self.core.programs.cancel_var(*scope, var_id)
+            self.core.cancel_var(*scope, var_id)
 
     async def give_up(self) -> None:
         waiting = [read for read in self.reads if not read.task.done()]
@@ -317,7 +315,7 @@ class Story(World):
         await asyncio.sleep(4 * PREFIX_TIMEOUT_S)  # a context goes after what was forked from it
         self.cluster.check_integrity()
         self.check_contexts()
-        dispatcher = self.core._dispatcher
+        dispatcher = self.core.dispatcher
         assert not dispatcher._ledger.owners.context_ids()
         assert dispatcher._ledger.think_times.num_open == 0
         assert dispatcher.num_queued == 0

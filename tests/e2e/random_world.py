@@ -111,7 +111,7 @@ class World:
     def check_contexts(self) -> None:
         """Each engine has the contexts that the ledger says, and no other; those of sessions only
         as long as others were forked from them."""
-        ledger = self.core._dispatcher._ledger
+        ledger = self.core.dispatcher._ledger
         for engine in self.engines:
             account = ledger._accounts[engine.engine_id]
             tree = engine.service._require_core()._tree

@@ -5,28 +5,28 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from parrot.serve.core import ServeCore
 
 from parrot.protocol.public import FirstVarsRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.programs import Programs
 
-Read = Callable[[Programs, dict[str, object], str], Awaitable[object]]
+Read = Callable[[ServeCore, dict[str, object], str], Awaitable[object]]
 
 
-async def one(programs: Programs, scope: dict[str, object], var_id: str) -> object:
+async def one(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
     return await programs.read(VarGetRequest(**scope), var_id)
 
 
-async def timed(programs: Programs, scope: dict[str, object], var_id: str) -> object:
+async def timed(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
     return await programs.read(VarGetRequest(**scope, timeout=60), var_id)
 
 
-async def first(programs: Programs, scope: dict[str, object], var_id: str) -> object:
+async def first(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
     return await programs.first(FirstVarsRequest(**scope, var_ids=[var_id]))
 
 
-async def stream(programs: Programs, scope: dict[str, object], var_id: str) -> object:
+async def stream(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
     return [text async for text in programs.stream(VarGetRequest(**scope), var_id)]
 
 
@@ -35,17 +35,17 @@ async def stream(programs: Programs, scope: dict[str, object], var_id: str) -> o
 async def test_cancel_and_set_in_one_turn(read: Read, is_set_first: bool) -> None:
     core = ServeCore(CoreConfig())
     scope: dict[str, object] = core.create_session(SessionCreateRequest()).model_dump()
-    var_id = core.programs.create_var(**scope, var_name="x", content=None)
+    var_id = core.create_var(**scope, var_name="x", content=None)
     leaves = [asyncio.create_task(read(core.programs, scope, var_id)) for _ in range(3)]
     stays = asyncio.create_task(read(core.programs, scope, var_id))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     if is_set_first:
-        core.programs.set_var(**scope, var_id=var_id, content="v")
+        core.set_var(**scope, var_id=var_id, content="v")
     for reader in leaves:
         reader.cancel()
     if not is_set_first:
-        core.programs.set_var(**scope, var_id=var_id, content="v")
+        core.set_var(**scope, var_id=var_id, content="v")
     results = await asyncio.gather(*leaves, return_exceptions=True)
     assert all(isinstance(result, asyncio.CancelledError) for result in results), results
     assert await stays

@@ -51,21 +51,21 @@ class Large:
                 for n in range(AT_ONCE)
             ]
             asked = {**self.scope.model_dump(), "calls": calls}
-            answer = core.programs.submit_graph(GraphRequest.model_validate(asked))
+            answer = core.submit_graph(GraphRequest.model_validate(asked))
             self.last = answer.variables[f"v{AT_ONCE}"]
 
     def create(self, name: str) -> str:
-        return self.core.programs.create_var(*self._ids(), name, None)
+        return self.core.create_var(*self._ids(), name, None)
 
     def cancel(self, var_id: str) -> None:
-        self.core.programs.cancel_var(*self._ids(), var_id)
+        self.core.cancel_var(*self._ids(), var_id)
 
     def set(self, var_id: str, text: str) -> None:
-        self.core.programs.set_var(*self._ids(), var_id, text)
+        self.core.set_var(*self._ids(), var_id, text)
 
     def read(self, var_id: str) -> "asyncio.Task[object]":
         request = VarGetRequest(**self.scope.model_dump())
-        return asyncio.create_task(self.core.programs.read(request, var_id))
+        return asyncio.create_task(self.core.read(request, var_id))
 
     def end(self) -> None:
         self._tasks = self._all_tasks()  # the session will not have them any more
@@ -220,7 +220,7 @@ async def test_a_cycle_of_thousands_is_told_in_short() -> None:
         }
         asked = {**large.scope.model_dump(), "calls": [call]}
         with pytest.raises(CyclicGraph, match=f"{NUM_CALLS - 30} more") as caught:
-            large.core.programs.submit_graph(GraphRequest.model_validate(asked))
+            large.core.submit_graph(GraphRequest.model_validate(asked))
         assert len(str(caught.value)) < 1000
 
 

@@ -127,7 +127,7 @@ class TestWhatIsSubmitted:
     async def test_all_of_it_runs_when_it_is_read(self) -> None:
         world = World()
         body = {"calls": [call("c", "a", "b"), call("b"), call("a")]}
-        answer = world.core.programs.submit_graph(GraphRequest.model_validate(world.scope | body))
+        answer = world.core.submit_graph(GraphRequest.model_validate(world.scope | body))
         reading = world.read(answer.variables["c"])
         await world.settle()
         world.core.check_integrity()
@@ -268,7 +268,7 @@ async def test_the_recorder_sees_single_calls() -> None:
         "variables": [{"name": "text", "content": "hello"}],
         "calls": [call("b", "a"), call("a", "text")],
     }
-    answer = world.core.programs.submit_graph(GraphRequest.model_validate(world.scope | body))
+    answer = world.core.submit_graph(GraphRequest.model_validate(world.scope | body))
     created = [event for event in events if isinstance(event, VariableCreated)]
     assert [event.var_id for event in created] == list(answer.variables.values())
     assert [event.value is not None for event in created] == [True, False, False]
@@ -289,7 +289,7 @@ async def test_random_graphs_have_the_edges_of_the_same_calls_one_by_one() -> No
             calls.append(call(name, *draw.sample(names[:n], draw.randint(0, min(n, 3)))))
         draw.shuffle(calls)
         request = GraphRequest.model_validate(world.scope | {"calls": calls})
-        answer = world.core.programs.submit_graph(request)
+        answer = world.core.submit_graph(request)
         world.core.check_integrity()
         reading = world.read(answer.variables[names[-1]])
         await world.settle()

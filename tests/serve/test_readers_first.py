@@ -34,15 +34,13 @@ class World:
         template = "t" + "".join(f"{{{{{p['name']}}}}}" for p in parameters) + "{{o}}"
         body = self.scope | {"template": template, "parameters": [*parameters, made("o")]}
         body["on_demand"] = on_demand
-        return var_ids(self.core.programs.submit_call(SemanticCallRequest.model_validate(body)))[
-            "o"
-        ]
+        return var_ids(self.core.submit_call(SemanticCallRequest.model_validate(body)))["o"]
 
     def first(self, ids: Sequence[str], k: int, **options: Any) -> asyncio.Task[list[str]]:
         request = FirstVarsRequest(**self.scope, var_ids=list(ids), k=k, **options)
 
         async def read() -> list[str]:
-            return [value.var_id for value in (await self.core.programs.first(request)).values]
+            return [value.var_id for value in (await self.core.first(request)).values]
 
         return asyncio.ensure_future(read())
 
@@ -102,7 +100,7 @@ async def test_what_is_ready_wins_without_work(world: World) -> None:
         await reading
     assert await world.first(ids, 2) == [ids[2], ids[0]]
     assert [task.outputs[0].id for task in world.dispatcher.withdrawn] == [ids[1]]
-    given = world.core.programs.create_var(*world.scope.values(), "given", "text")
+    given = world.core.create_var(*world.scope.values(), "given", "text")
     assert await world.first([*ids, given], 1) == [given]
 
 
@@ -157,7 +155,7 @@ async def test_a_cancelled_candidate_counts_as_failed(world: World) -> None:
     ids = [world.call() for _ in range(2)]
     reading = world.first(ids, 2)
     await world.clock.advance(0)
-    world.core.programs.cancel_var(*world.scope.values(), ids[0])
+    world.core.cancel_var(*world.scope.values(), ids[0])
     with pytest.raises(Cancelled):
         await reading
     assert world.dispatcher.started == []
@@ -204,13 +202,13 @@ async def test_unknown_variables_and_a_full_queue() -> None:
     ids = [world.call() for _ in range(2)]
     with pytest.raises(NotFound):
         await world.first([ids[0], "nowhere"], 1)
-    late = world.core.programs.create_var(*world.scope.values(), "late", None)
+    late = world.core.create_var(*world.scope.values(), "late", None)
     first = world.first(ids, 2)
     await world.clock.advance(0)
     assert len(world.dispatcher.started) == 2
     nobody_makes_it = world.first([late], 1)
     await world.clock.advance(0)
-    world.core.programs.set_var(*world.scope.values(), late, "now")
+    world.core.set_var(*world.scope.values(), late, "now")
     assert await nobody_makes_it == [late]
     await world.finish(ids[0])
     idle = world.call(on_demand=True)

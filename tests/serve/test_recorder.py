@@ -79,9 +79,9 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog)
     await world.settle()
     world.dispatcher.finish(world.dispatcher.started[0], "answer")
     assert await reading == "answer"
-    deltas = [delta async for delta in world.core.programs.stream(world.request(), y)]
+    deltas = [delta async for delta in world.core.stream(world.request(), y)]
     assert deltas == ["answer"]
-    world.core.programs.cancel_var(*world.scope.values(), y)
+    world.core.cancel_var(*world.scope.values(), y)
     world.core.delete_session(*world.scope.values())
     await world.core.close()
     sink.close()

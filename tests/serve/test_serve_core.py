@@ -57,10 +57,10 @@ class World:
         template = "f" + "".join(f"{{{{{p['name']}}}}}" for p in parameters) + f"{{{{{output}}}}}"
         body = self.scope | {"template": template, "parameters": [*parameters, made(output)]}
         request = SemanticCallRequest.model_validate(body | fields)
-        return var_ids(self.core.programs.submit_call(request))[output]
+        return var_ids(self.core.submit_call(request))[output]
 
     def variable(self, name: str = "x", content: str | None = None) -> str:
-        return self.core.programs.create_var(*self.scope.values(), name, content)
+        return self.core.create_var(*self.scope.values(), name, content)
 
     def request(self, **fields: Any) -> VarGetRequest:
         return VarGetRequest.model_validate(self.scope | fields)
@@ -69,7 +69,7 @@ class World:
         return asyncio.ensure_future(self._text(self.request(**fields), var_id))
 
     async def _text(self, request: VarGetRequest, var_id: str) -> str:
-        return (await self.core.programs.read(request, var_id)).content
+        return (await self.core.read(request, var_id)).content
 
     async def settle(self) -> None:
         await self.clock.advance(0)
@@ -213,7 +213,7 @@ async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: W
     session_id, auth = world.scope.values()
     steps = world.core.session_steps(session_id, auth)
     next(steps)
-    listing = asyncio.ensure_future(world.core.programs.list_vars(session_id, auth))
+    listing = asyncio.ensure_future(world.core.list_vars(session_id, auth))
     await asyncio.sleep(0)
     world.core.delete_session(session_id, auth)
     with pytest.raises(SessionGone, match="ended"):
@@ -246,7 +246,7 @@ async def test_a_deleted_session_does_not_expire_as_well(
 
 async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -> None:
     y = world.call("y")
-    early = world.core.programs.stream(world.request(), y)
+    early = world.core.stream(world.request(), y)
     first = asyncio.ensure_future(anext(early))
     await world.settle()
     completion = world.dispatcher.started[0]
@@ -255,19 +255,19 @@ async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -
     variable.append("one ")
     assert await first == "one "
     variable.append("two ")
-    late = world.core.programs.stream(world.request(), y)
+    late = world.core.stream(world.request(), y)
     assert await anext(late) == "one two "
     world.dispatcher.finish(completion, "one two three")
     assert [delta async for delta in early] == ["two three"]
     assert [delta async for delta in late] == ["three"]
-    after = world.core.programs.stream(world.request(), y)
+    after = world.core.stream(world.request(), y)
     assert [delta async for delta in after] == ["one two three"]
 
 
 async def test_a_stream_ends_with_its_error_or_timeout(world: World) -> None:
     y, z = world.call("y"), world.call("z")
-    failing = asyncio.ensure_future(anext(world.core.programs.stream(world.request(), y)))
-    slow = asyncio.ensure_future(anext(world.core.programs.stream(world.request(timeout=3), z)))
+    failing = asyncio.ensure_future(anext(world.core.stream(world.request(), y)))
+    slow = asyncio.ensure_future(anext(world.core.stream(world.request(timeout=3), z)))
     await world.settle()
     world.dispatcher.fail(world.dispatcher.started[0], EngineFailed("it broke"))
     with pytest.raises(EngineFailed):
@@ -276,12 +276,12 @@ async def test_a_stream_ends_with_its_error_or_timeout(world: World) -> None:
     with pytest.raises(TimedOut):
         await slow
     with pytest.raises(NotFound):
-        world.core.programs.stream(world.request(), "nowhere")
+        world.core.stream(world.request(), "nowhere")
 
 
 async def test_a_closed_stream_takes_its_work_along(world: World) -> None:
     y = world.call("y")
-    stream = world.core.programs.stream(world.request(), y)
+    stream = world.core.stream(world.request(), y)
     first = asyncio.ensure_future(anext(stream))
     await world.settle()
     world.dispatcher.started[0].outputs[0].append("text")
@@ -296,15 +296,15 @@ async def test_cancel(world: World) -> None:
     y = world.call("y", x)
     reading = world.read(y)
     await world.settle()
-    world.core.programs.cancel_var(*world.scope.values(), x)
+    world.core.cancel_var(*world.scope.values(), x)
     with pytest.raises(Cancelled):
         await reading
     session_id, auth = world.scope.values()
     info = world.core.session_info(session_id, auth)
     assert [call.state for call in info.calls] == ["cancelled", "failed"]
-    world.core.programs.cancel_call(session_id, auth, info.calls[0].request_id)
+    world.core.cancel_call(session_id, auth, info.calls[0].request_id)
     with pytest.raises(NotFound):
-        world.core.programs.cancel_call(session_id, auth, 999)
+        world.core.cancel_call(session_id, auth, 999)
 
 
 async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
@@ -314,9 +314,7 @@ async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
         "func_source": "def shout(a, out):\n    out.set(a.upper())",
         "parameters": [taken("a", x), made("out")],
     }
-    shouted = var_ids(world.core.programs.submit_native(NativeCallRequest.model_validate(body)))[
-        "out"
-    ]
+    shouted = var_ids(world.core.submit_native(NativeCallRequest.model_validate(body)))["out"]
     y = world.call("y", shouted)
     reading, shouting = world.read(y), world.read(shouted)
     await world.settle()
@@ -336,7 +334,7 @@ async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
     ]
     bad = NativeCallRequest.model_validate(body | {"func_name": "not a name"})
     with pytest.raises(InvalidRequest):
-        world.core.programs.submit_native(bad)
+        world.core.submit_native(bad)
 
 
 async def test_a_native_call_can_be_cancelled(world: World) -> None:
@@ -347,10 +345,10 @@ async def test_a_native_call_can_be_cancelled(world: World) -> None:
         "timeout": 60,
         "output_criteria": "latency",
     }
-    response = world.core.programs.submit_native(NativeCallRequest.model_validate(body))
+    response = world.core.submit_native(NativeCallRequest.model_validate(body))
     reading = world.read(var_ids(response)["out"])
     await world.settle()
-    world.core.programs.cancel_call(*world.scope.values(), response.request_id)
+    world.core.cancel_call(*world.scope.values(), response.request_id)
     with pytest.raises(Cancelled):
         await reading
 
@@ -373,7 +371,7 @@ async def test_session_info_tells_the_story(world: World) -> None:
     assert (second.func_name, second.criteria, second.depth) == ("second", "TTFT", 0)
     times = (second.submitted_s, second.activated_s, second.ready_s, second.finished_s)
     assert times == (0, 1, 2, 3)
-    variables = (await world.core.programs.list_vars(*world.scope.values())).vars
+    variables = (await world.core.list_vars(*world.scope.values())).vars
     assert [(v.var_name, v.state, v.consumers) for v in variables] == [
         ("x", "ready", [second.request_id]),
         ("y", "ready", []),
@@ -385,16 +383,16 @@ async def test_nothing_of_a_session_is_reachable_from_another(world: World) -> N
     stranger = world.core.create_session(SessionCreateRequest())
     theirs = VarGetRequest(**stranger.model_dump())
     with pytest.raises(NotFound):
-        await world.core.programs.read(theirs, secret)
+        await world.core.read(theirs, secret)
     request = SemanticCallRequest.model_validate(
         stranger.model_dump()
         | {"template": "{{a}}{{b}}", "parameters": [taken("a", secret), made("b")]}
     )
     with pytest.raises(NotFound):
-        world.core.programs.submit_call(request)
+        world.core.submit_call(request)
     mixed = VarGetRequest(session_id=world.scope["session_id"], session_auth=stranger.session_auth)
     with pytest.raises(NotFound):
-        await world.core.programs.read(mixed, secret)
+        await world.core.read(mixed, secret)
 
 
 async def test_limits_are_enforced() -> None:
@@ -416,7 +414,7 @@ async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> N
     with pytest.raises(QueueFull):
         await world.read(late)
     with pytest.raises(QueueFull):
-        world.core.programs.stream(world.request(), late)
+        world.core.stream(world.request(), late)
     assert world.call("late", idempotency_key="k") == late  # accepted long ago
     reading = world.read(busy)  # runs anyway
     await world.settle()

@@ -36,14 +36,14 @@ class Cluster:
 
     def call(self, template: str, *parameters: dict[str, Any], **fields: Any) -> dict[str, str]:
         body = self.scope | {"template": template, "parameters": list(parameters)} | fields
-        return var_ids(self.core.programs.submit_call(SemanticCallRequest.model_validate(body)))
+        return var_ids(self.core.submit_call(SemanticCallRequest.model_validate(body)))
 
     def request(self, **fields: Any) -> VarGetRequest:
         return VarGetRequest.model_validate(self.scope | fields)
 
     async def read(self, var_id: str, **fields: Any) -> str:
         async with asyncio.timeout(5):
-            return (await self.core.programs.read(self.request(**fields), var_id)).content
+            return (await self.core.read(self.request(**fields), var_id)).content
 
 
 @pytest.fixture
@@ -69,9 +69,7 @@ async def test_map_a_native_join_and_reduce(cluster: Cluster) -> None:
             made("out"),
         ],
     }
-    joined = var_ids(cluster.core.programs.submit_native(NativeCallRequest.model_validate(body)))[
-        "out"
-    ]
+    joined = var_ids(cluster.core.submit_native(NativeCallRequest.model_validate(body)))["out"]
     final = cluster.call("Sum {{all}}: {{out}}", taken("all", joined), made("out"))["out"]
     value = await cluster.read(final, criteria="latency")
     assert value == f"<{len('Sum |') - 1 + 5 * len('<8>') + 4 + len(': ')}>"
@@ -89,7 +87,7 @@ async def test_two_outputs_and_a_stateful_successor_share_one_context(cluster: C
         "template": "Joke: {{joke}} Why: {{why}}",
         "parameters": [made("joke"), made("why")],
     }
-    first = cluster.core.programs.submit_call(SemanticCallRequest.model_validate(body))
+    first = cluster.core.submit_call(SemanticCallRequest.model_validate(body))
     follow = cluster.call(" Again: {{more}}", made("more"), successor_of=first.request_id)["more"]
     await cluster.read(follow)
     joke = await cluster.read(var_ids(first)["joke"])
@@ -103,13 +101,13 @@ async def test_a_read_again_after_leaving_in_the_middle(cluster: Cluster) -> Non
     cluster.engine.scripts = [Script(text=lambda prompt: "abcdefghi", hang_after=1)]
     cluster.engine.script = Script(text=lambda prompt: "defghi")
     out = cluster.call("Say {{out}}", made("out"))["out"]
-    stream = cluster.core.programs.stream(cluster.request(), out)
+    stream = cluster.core.stream(cluster.request(), out)
     assert await anext(stream) == "abc"
     await stream.aclose()
     await asyncio.sleep(0.01)
     assert cluster.engine.num_aborted == 1
     cluster.core.check_integrity()
-    again = cluster.core.programs.stream(cluster.request(), out)
+    again = cluster.core.stream(cluster.request(), out)
     assert "".join([text async for text in again]) == "abcdefghi"
     first, second = cluster.engine.requests
     assert cluster.engine.prompts == ["Say ", "Say abc"]
@@ -123,7 +121,7 @@ async def test_cancel_stops_the_engine_and_everything_after(cluster: Cluster) ->
     after = cluster.call("Then {{x}} {{out}}", taken("x", out), made("out"))["out"]
     reading = asyncio.ensure_future(cluster.read(after))
     await asyncio.sleep(0.02)
-    cluster.core.programs.cancel_var(*cluster.scope.values(), out)
+    cluster.core.cancel_var(*cluster.scope.values(), out)
     with pytest.raises(Cancelled):
         await reading
     await asyncio.sleep(0.01)

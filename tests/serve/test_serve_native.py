@@ -11,8 +11,11 @@ from parrot.protocol.errors import InvalidRequest, NativeFunctionFailed
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import CallOptions, CompletionState, NativeCall
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.sessions import SessionRegistry
 from parrot.serve.tasks import NativeRunner, check_call
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import MonotonicClock
+from parrot.utils.timers import TimerQueue
 from tests.serve.serve_fakes import given, made, native
 
 _ids = count()
@@ -47,7 +50,9 @@ NUM_WORKERS = 2
 @pytest.fixture
 async def runner() -> AsyncIterator[NativeRunner]:
     config = CoreConfig(native_memory_mb=32, native_workers=NUM_WORKERS)
-    runner = NativeRunner(config, MonotonicClock(), None, lambda session_id: None)
+    clock = MonotonicClock()
+    sessions = SessionRegistry(config, TenantTable(config), clock, TimerQueue(clock))
+    runner = NativeRunner(config, clock, None, sessions)
     yield runner
     await runner.close()
 

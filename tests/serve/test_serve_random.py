@@ -66,7 +66,7 @@ class Program:
         self.core.check_integrity()
 
     async def create(self) -> None:
-        self.var_ids.append(self.core.programs.create_var(*self.scope.values(), "v", None))
+        self.var_ids.append(self.core.create_var(*self.scope.values(), "v", None))
 
     async def call(self) -> None:
         count = min(len(self.var_ids), self.draw(0, 3))
@@ -77,7 +77,7 @@ class Program:
         if self.draw(0, 3) == 0:
             body["output_criteria"] = "latency"
         try:
-            response = self.core.programs.submit_call(SemanticCallRequest.model_validate(body))
+            response = self.core.submit_call(SemanticCallRequest.model_validate(body))
         except (CyclicGraph, AlreadySet, Conflict):
             return
         self.var_ids.append(var_ids(response)["o"])
@@ -89,7 +89,7 @@ class Program:
 
     async def read(self) -> None:
         async def text(request: VarGetRequest, var_id: str) -> str:
-            return (await self.core.programs.read(request, var_id)).content
+            return (await self.core.read(request, var_id)).content
 
         self.reads.append(asyncio.ensure_future(text(self.request(), self.some_var())))
 
@@ -97,15 +97,15 @@ class Program:
         async def collect() -> str:
             return "".join([text async for text in deltas])
 
-        deltas = self.core.programs.stream(self.request(), self.some_var())
+        deltas = self.core.stream(self.request(), self.some_var())
         self.reads.append(asyncio.ensure_future(collect()))
 
     async def set(self) -> None:
         with suppress(AlreadySet, Conflict):
-            self.core.programs.set_var(*self.scope.values(), self.some_var(), "text")
+            self.core.set_var(*self.scope.values(), self.some_var(), "text")
 
     async def cancel(self) -> None:
-        self.core.programs.cancel_var(*self.scope.values(), self.some_var())
+        self.core.cancel_var(*self.scope.values(), self.some_var())
 
     async def finish(self) -> None:
         task = self.dispatcher.started[self.draw(0, len(self.dispatcher.started) - 1)]

@@ -28,11 +28,12 @@ class World:
             TenantTable(config),
             self.clock,
             self.timers,
-            self.runner,
-            Estimates(LoadIndex().pace),
-            lambda session, reason: self.expired.append((session, self.clock.now())),
             first_id=100,
         )
+        self.registry.connect(self.runner, Estimates(LoadIndex().pace), self.expire)
+
+    def expire(self, session: Session, reason: str) -> None:
+        self.expired.append((session, self.clock.now()))
 
     def create(self) -> Session:
         return self.registry.create("tenant", ["app"])

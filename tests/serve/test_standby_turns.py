@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 
+from parrot.journal import standby
+from parrot.journal.standby import Front
 from parrot.serve.config import CoreConfig
-from parrot.serve.process import standby
-from parrot.serve.process.standby import Front
 
 
 class Served:

@@ -106,7 +106,7 @@ async def mixed(program: Program, n: int) -> None:
     await asyncio.gather(given_up, return_exceptions=True)
     racers = [await program.call("Race", 10 * (k + 1), value=f"{k}") for k in range(4)]
     first = FirstVarsRequest.model_validate(program.scope | {"var_ids": racers, "k": 2})
-    await program.core.programs.first(first)
+    await program.core.first(first)
     await program.client.set_var(**program.scope, var_id=late, content="at last " * 30)
     await program.read(final)
 
@@ -208,7 +208,7 @@ def test_refusals_and_failed_reads_are_replayed_too():
             for timeout in (0.1, None):
                 request = VarGetRequest.model_validate(program.scope | {"timeout": timeout})
                 with suppress(TimedOut):
-                    await cluster.core.programs.read(request, slow)
+                    await cluster.core.read(request, slow)
             await program.client.cancel_var(**program.scope, var_id=slow)
         return trace
 

@@ -5,7 +5,7 @@ import urllib.request
 from typing import Any
 
 from parrot.cluster.ports import ask
-from parrot.serve.shards.shard import MAX_SHARDS
+from parrot.utils.shard import MAX_SHARDS
 
 
 def check_shards(ports: tuple[int, int], key: str) -> None:

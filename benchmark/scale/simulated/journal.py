@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import ENDED, Record
+from parrot.journal.log import ENDED, Journal, Record
 
 
 class MemoryStorage:

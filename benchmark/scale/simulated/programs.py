@@ -159,7 +159,7 @@ class Session:
         self._head = _head(app)
 
     def give(self, text: str) -> Text:
-        var_id = self._client.core.programs.create_var(self._id, self._auth, "given", text)
+        var_id = self._client.core.create_var(self._id, self._auth, "given", text)
         return Text(var_id, len(text))
 
     def submit(self, pieces: list[Text], output: int, *, ideal: int) -> Text:
@@ -179,7 +179,7 @@ class Session:
             parameters=parameters,
             func_name=f"{self._app.kind}",
         )
-        response = self._client.core.programs.submit_call(request)
+        response = self._client.core.submit_call(request)
         self._client.calls[self._id, response.request_id] = Call(
             self._app.kind, self._now(), ideal, size
         )
@@ -193,7 +193,7 @@ class Session:
         while True:
             core = self._client.core
             try:
-                await core.programs.read(request, text.var_id)
+                await core.read(request, text.var_id)
                 return
             except Unavailable:
                 if not core.is_closing:

@@ -15,13 +15,13 @@ from benchmark.scale.simulated.programs import Call, Client, Job
 from benchmark.scale.simulated.stages import MODEL, Stages
 from benchmark.scale.simulated.traffic import Start
 from parrot.engine.config import SimConfig
+from parrot.journal.replay import restore
 from parrot.protocol.engine_api import EngineInfo, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
-from parrot.serve.journal.restoring import restore
 from parrot.serve.observers import Observer
 from parrot.serve.process.collector import bounded_collections
 from parrot.serve.sessions import Session

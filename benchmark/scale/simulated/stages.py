@@ -16,7 +16,7 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.activation import Activation
-from parrot.serve.programs import Programs
+from parrot.serve.core import ServeCore
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
 
@@ -24,7 +24,7 @@ MODEL = "model"
 """What is not ServeCore's: engines and programs."""
 
 STAGES: dict[str, dict[type, tuple[str, ...]]] = {
-    "submit": {Programs: ("submit_call", "create_var")},
+    "submit": {ServeCore: ("submit_call", "create_var")},
     "graph": {Activation: ("add_reader", "add_producer", "input_settled", "finished")},
     "prompt": {ReadyPrefixes: ("prompt", "expect")},
     "queue": {Scheduler: ("add", "schedule", "ended", "progressed")},

@@ -46,7 +46,7 @@ def admin_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
         return EngineList(engines=[engine_view(engine) for engine in core.fleet.views()])
 
     def drain(engine_id: int, is_wanted: bool) -> None:
-        core.drain(engine_id, is_wanted=is_wanted)
+        core.dispatcher.drains.drain(engine_id, is_wanted=is_wanted)
 
     def end(session_id: int) -> None:
         session = _find(core, session_id)
@@ -54,7 +54,7 @@ def admin_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
 
     def cancel(session_id: int, request_id: int) -> None:
         session = _find(core, session_id)
-        core.programs.cancel_call(session.id, session.auth, request_id)
+        core.cancel_call(session.id, session.auth, request_id)
 
     endpoint = partial(
         AuditedEndpoint,
@@ -85,7 +85,8 @@ def admin_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
 
 
 def _find(core: ServeCore, session_id: int) -> Session:
-    core.sessions.shard.require_session(session_id)
+    if core.sessions.shard is not None:
+        core.sessions.shard.require_session(session_id)
     session = core.sessions.find(session_id)
     if session is None:
         raise NotFound(f"no live session {session_id}")
@@ -100,5 +101,5 @@ def _view(core: ServeCore, tenant: Tenant) -> TenantView:
         share_group=tenant.share_group,
         limits=tenant.limits,
         num_sessions=core.sessions.num_of(tenant.id),
-        num_calls_in_flight=core.meters.num_running(tenant.id),
+        num_calls_in_flight=core.tasks.meters.num_running(tenant.id),
     )

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from parrot.journal.log import Journal
+from parrot.journal.replay import restore
 from parrot.protocol.endpoint import Access
 from parrot.protocol.openapi import install
 from parrot.serve.api.beginning import load_of
@@ -15,9 +17,8 @@ from parrot.serve.api.routes import endpoints
 from parrot.serve.api.service import key_check
 from parrot.serve.api.vendors.responses.responses import Responses
 from parrot.serve.api.vendors.routes import response_endpoints, vendor_endpoints
+from parrot.serve.conversations.endings import ENDING
 from parrot.serve.core import ServeCore
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.restoring import restore
 from parrot.serve.page.audit import AuditedRefusals, AuditLog
 from parrot.serve.page.endpoints import Page
 from parrot.serve.shards.forwarding import Forwarding
@@ -52,7 +53,8 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     page = Page(core, audit)
     responses = Responses(core.turns, core.config)
     if journal is not None:
-        restore(core, journal, responses.kept.restorers)
+        restore(core, journal, {ENDING: core.turns.restore_ending, **responses.kept.restorers})
+        core.turns.restored()
         responses.kept.keep_in(journal, lambda: core.is_closing)
         responses.resume(core.fleet.joined, core.config.unserved_timeout_s)
     app = empty_app(core.config, lifespan, forwarded)

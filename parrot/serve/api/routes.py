@@ -64,7 +64,7 @@ def endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
 
 
 def _call_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known = core.programs, _known(core)
+    known = _known(core)
     durable, published = _durable(core), _published(core)
 
     async def submit_graph(request: GraphRequest) -> GraphResponse:
@@ -74,7 +74,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "GET",
             "/v1/semantic_var/{var_id}",
-            programs.read,
+            core.read,
             "Wait for a variable's value (long poll), which makes its work run",
             errors=_READ,
             body=SMALL_BODY,
@@ -83,7 +83,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_call",
-            programs.submit_call,
+            core.submit_call,
             "Submit a semantic call; a read makes it run",
             errors=_SUBMIT,
             body=known,
@@ -93,7 +93,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/py_native_call",
-            programs.submit_native,
+            core.submit_native,
             "Submit a native function's call; a read makes it run, in a sandbox",
             errors=_SUBMIT,
             body=known,
@@ -114,7 +114,7 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/request/{request_id}/cancel",
-            programs.cancel_call,
+            core.cancel_call,
             "Cancel every output of a call",
             takes=SessionScoped,
             errors=_SCOPED,
@@ -126,11 +126,11 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs, known = core.programs, _known(core)
+    known = _known(core)
     durable, published = _durable(core), _published(core)
 
     def create_var(request: VarCreateRequest) -> VarCreateResponse:
-        return VarCreateResponse(var_id=programs.create_var(**dict(request)))
+        return VarCreateResponse(var_id=core.create_var(**dict(request)))
 
     return [
         Endpoint(
@@ -146,7 +146,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "GET",
             "/v1/semantic_var",
-            programs.list_vars,
+            core.list_vars,
             "All variables of a session",
             takes=SessionScoped,
             errors=_SCOPED,
@@ -157,7 +157,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}",
-            programs.set_var,
+            core.set_var,
             "Set a variable, once",
             takes=VarSetRequest,
             errors=(*_SCOPED, 409, 413, 429, 507),
@@ -168,7 +168,7 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}/cancel",
-            programs.cancel_var,
+            core.cancel_var,
             "Stop making a variable",
             takes=SessionScoped,
             errors=_SCOPED,
@@ -180,16 +180,15 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _read_endpoints(core: ServeCore) -> list[Endpoint]:
-    programs = core.programs
 
     def stream_var(request: VarGetRequest, var_id: str) -> AsyncIterator[tuple[str, BaseModel]]:
-        return _events(programs.stream(request, var_id), programs.variable(request, var_id))
+        return _events(core.stream(request, var_id), core.variable(request, var_id))
 
     return [
         Endpoint(
             "POST",
             "/v1/semantic_vars/first",
-            programs.first,
+            core.first,
             "Wait for the first k of some variables; work for the others stops",
             errors=_READ,
             body=_known(core),
@@ -287,7 +286,8 @@ def _known(core: ServeCore) -> BodyRules:
 
     def admits(request: Request) -> bool:
         credential = bearer_token(request) or request.query_params.get("session_auth", "")
-        core.sessions.shard.require_token(credential)
+        if core.sessions.shard is not None:
+            core.sessions.shard.require_token(credential)
         return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
 
     return BodyRules(admits=admits)
@@ -318,11 +318,11 @@ async def _submit_graph(
     begun = _begun(request)
     if begun is None:
         async with Lasting(durable):
-            return core.programs.submit_graph(request)
+            return core.submit_graph(request)
     scope = core.create_session(begun).model_dump()
     with _known_or_ended(core, scope):
         async with Lasting(durable):
-            response = core.programs.submit_graph(request.model_copy(update=scope))
+            response = core.submit_graph(request.model_copy(update=scope))
     return response.model_copy(update=scope)
 
 

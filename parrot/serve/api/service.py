@@ -60,7 +60,7 @@ def service_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/engine_heartbeat",
-            core.heartbeat,
+            core.fleet.heartbeat,
             "An engine is alive (Bearer: the cluster token)",
             access=Access.CLUSTER,
             check=_engine_check(core),
@@ -70,7 +70,7 @@ def service_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/engine_leave",
-            core.engine_leaves,
+            core.dispatcher.drains.engine_leaves,
             "An engine is about to end (Bearer: the cluster token)",
             access=Access.CLUSTER,
             check=_engine_check(core),

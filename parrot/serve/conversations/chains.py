@@ -18,7 +18,7 @@ from parrot.serve.graph.nodes import CallOptions, Completion, Piece, Reader, Tex
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.prompts.conversation import FindTokenizer
 from parrot.serve.prompts.placeholders import mark_places, put_variables
-from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.sessions import AddPrompt, Session, SessionRegistry
 from parrot.serve.tenants.quotas import num_bytes
 from parrot.utils.clock import Clock
 
@@ -77,7 +77,7 @@ class Chains:
         is_own = self._programs.is_live(session.id)
         is_kept = not is_own or output is not None or chain.is_deferred
         prompt = Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
-        request_id, completions = session.submit_prompt(prompt, usage, is_kept=is_kept)
+        request_id, completions = session.apply(AddPrompt(prompt, usage, is_kept))
         self._observed.submitted(session, completions, is_bound=output is not None)
         if chain.is_deferred:
             self._begin(session, completions, chain)

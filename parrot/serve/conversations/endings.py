@@ -16,14 +16,15 @@ import orjson
 
 from parrot.serve.conversations.doctor import Prompt
 from parrot.serve.graph.nodes import Completion, TextPiece
-from parrot.serve.journal.record import Payload
-from parrot.serve.journal.replay import recorded_completion
 from parrot.serve.prompts.transcript import Message
 from parrot.serve.sessions import Session
 from parrot.utils.heaps import LruDict
 
 if TYPE_CHECKING:
     from hashlib import _Hash
+
+ENDING = "ending"
+"""The kind of a record that tells where a turn of a session can be continued."""
 
 _MAX_ENDINGS = 65_536  # turns that can be continued
 
@@ -84,12 +85,13 @@ class Endings:
         _extend(messages, [message])
         key = messages.digest()
         self._keep(key, Ending(session.id, completion, length, told, ref(place.prompt)))
-        if session.history is not None:
-            session.history.can_continue(key, completion)
+        if session.log is not None:
+            ids = {"request": completion.request_id, "task": completion.id}
+            session.log.note(ENDING, {"key": key.hex(), **ids})
 
-    def restore(self, session: Session, fields: Payload) -> None:
+    def restore(self, session: Session, fields: Mapping[str, Any]) -> None:
         """Remember what a record of the session tells."""
-        completion = recorded_completion(session.graph, fields)
+        completion = session.graph.completion(fields["request"], fields["task"])
         text = _text_of(completion)
         ending = Ending(session.id, completion, len(text), _told(text), lambda: None)
         self._keep(bytes.fromhex(fields["key"]), ending)

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 
 from parrot.protocol.errors import QuotaExceeded, SessionGone
-from parrot.serve.journal.record import Payload
-from parrot.serve.journal.replay import recorded_prompt
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.serve.tenants.quotas import TenantQuotaExceeded
 from parrot.utils.clock import Clock
@@ -34,7 +32,6 @@ class ProgramSessions:
         self._end = end
         self._programs: LruDict[int, Program] = LruDict()  # by session id
         self._by_name: dict[Program, int] = {}
-        self._orphans: list[tuple[Session, int]] = []
 
     def is_live(self, session_id: int) -> bool:
         return session_id in self._programs
@@ -97,21 +94,6 @@ class ProgramSessions:
                 break
         self.restore(session)
         return session
-
-    def restore_prompt(self, session: Session, fields: Payload) -> None:
-        """Submit once more what a record of the session tells."""
-        session.graph.ids.upcoming = fields["upcoming"]
-        prompt, is_kept = recorded_prompt(session.graph, fields), fields["is_kept"]
-        request_id, _ = session.submit_prompt(prompt, fields["usage"], is_kept=is_kept)
-        if not is_kept:
-            self._orphans.append((session, request_id))
-
-    def cancel_orphans(self) -> None:
-        """Cancel these answers: their readers have gone with their connections."""
-        orphans, self._orphans = self._orphans, []
-        for session, request_id in orphans:
-            if self._registry.find(session.id) is session:
-                session.graph.cancel_call(request_id)
 
     def restore(self, session: Session) -> None:
         """It is a program's."""

@@ -35,7 +35,7 @@ from parrot.serve.prompts.conversation import (
     require_fits,
     text_of_tokens,
 )
-from parrot.serve.sessions import Session, SessionRegistry
+from parrot.serve.sessions import AddPrompt, Session, SessionRegistry
 from parrot.utils.clock import Clock
 from parrot.utils.timers import TimerQueue
 
@@ -63,6 +63,7 @@ class Turns:
         `aliases`: from other names of models to those that engines serve.
         `on_break` is told why prompts left a prefix."""
         self._observed = ObservedTurns(observers, timers, clock)
+        self._registry = sessions
         self._sessions = ProgramSessions(sessions, clock, self._observed.began, end_session)
         self._doctor = PrefixDoctor(repair, on_break)
         self.check_integrity = self._sessions.check_integrity
@@ -81,8 +82,6 @@ class Turns:
             require_room,
         )
         self._endings = Endings()
-        self.programs = self._sessions
-        self.restore_ending = self._endings.restore
 
     def submit(self, request: TurnRequest) -> Turn:
         """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`, and
@@ -127,7 +126,7 @@ class Turns:
         )
         previous = None if ending is None else ending.completion
         asked = CallPrompt(tuple(fill), samplings, options, previous, conversation=conversation)
-        request_id, completions = session.submit_prompt(asked, usage, is_kept=False)
+        request_id, completions = session.apply(AddPrompt(asked, usage, is_kept=False))
         self._observed.submitted(session, completions)
         prefix = "new" if ending is None else "continued"
         return Turn(
@@ -184,6 +183,18 @@ class Turns:
         for shown in (message, bare) if len(bare) < len(message) else (message,):
             self._endings.put(turn.place, turn.session, completion, shown)
             self._doctor.remember_answer(completion.options.tenant, turn.session.id, shown)
+
+    def restore_ending(self, session_id: str, fields: Mapping[str, Any]) -> None:
+        """Remember what a record of the journal tells of a session."""
+        session = self._registry.find(int(session_id))
+        assert session is not None, session_id
+        self._endings.restore(session, fields)
+
+    def restored(self) -> None:
+        """The sessions are as they were before a restart."""
+        for session in self._registry:
+            if session.is_program:
+                self._sessions.restore(session)
 
     def forget(self, session: Session) -> None:
         """A session has ended."""

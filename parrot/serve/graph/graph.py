@@ -181,6 +181,13 @@ class SessionGraph:
         except KeyError:
             raise NotFound(f"no variable `{var_id:.80}` in this session") from None
 
+    def completion(self, request_id: int, task_id: int) -> Completion:
+        """One of a call's completions. Raises `NotFound`, and `KeyError` if the call has not it."""
+        for task in self._call(request_id).tasks:
+            if task.id == task_id and isinstance(task, Completion):
+                return task
+        raise KeyError(f"no completion {task_id} of request {request_id}")
+
     def add_variable(self, name: str, text: str | None = None) -> SemanticVariable:
         variable = self.new_variable(name, text)
         self._register(variable)

@@ -208,13 +208,13 @@ class Page:
 
     def cancel_call(self, visitor: Visitor, session_id: int, request_id: int) -> None:
         session = self._seen(visitor, session_id)
-        self._core.programs.cancel_call(session.id, session.auth, request_id)
+        self._core.cancel_call(session.id, session.auth, request_id)
 
     def drain_engine(self, visitor: Visitor, engine_id: int, is_wanted: bool) -> None:
         """Raises `PermissionDenied` for whoever is not the operator."""
         if visitor.tenant is not None:
             raise PermissionDenied("engines are the operator's")
-        self._core.drain(engine_id, is_wanted=is_wanted)
+        self._core.dispatcher.drains.drain(engine_id, is_wanted=is_wanted)
 
     # Who is let in
 

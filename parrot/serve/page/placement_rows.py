@@ -20,7 +20,7 @@ def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
     rows: dict[str, Row] = {}
     names = {engine.id: engine.info.engine_name for engine in core.fleet}
     tenants = {session.id: session.tenant for session in core.sessions}
-    for decision in core.decisions:
+    for decision in core.dispatcher.decisions:
         if visitor.tenant in (None, tenants.get(decision.session_id)):
             key = f"decision:{decision.session_id}:{decision.request_id}:{decision.at}"
             rows[key] = _decision_row(decision, names, epoch)
@@ -29,7 +29,7 @@ def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
         owner = context.owner
         return owner if isinstance(owner, str) else tenants.get(owner)
 
-    seen = [c for c in core.contexts() if visitor.tenant in (None, tenant_of(c))]
+    seen = [c for c in core.dispatcher.contexts() if visitor.tenant in (None, tenant_of(c))]
     for context in nlargest(_MAX_CONTEXTS, seen, key=_own_tokens):
         for link in context.lineage():
             rows[f"context:{link.id}"] = _context_row(link, names)

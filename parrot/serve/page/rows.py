@@ -99,7 +99,7 @@ class PageRows:
             if visitor.sees_values:
                 rows["call"] |= _source(task)
                 if isinstance(task, Completion):
-                    self._core.follow(task)
+                    self._core.dispatcher.follow(task)
                     rows["call"]["comes_whole"] = task.stats.comes_whole
         if visitor.sees_values:
             text = variable.partial_text[:_MAX_CHARS]

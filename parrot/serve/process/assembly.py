@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 from fastapi import FastAPI
 
+from parrot.journal.log import Journal, Storage
+from parrot.journal.sqlite import JournalFile
 from parrot.serve.api.app import create_app
 from parrot.serve.call_log import CallLog
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.journal.file import JournalFile
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.storage import Storage
 from parrot.serve.observers import Observer
 from parrot.serve.recorder import Recorder, TraceFile
 from parrot.serve.traces.tracer import Tracer

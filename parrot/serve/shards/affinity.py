@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 from starlette.requests import Request
 
 from parrot.protocol.errors import MisdirectedRequest
-from parrot.serve.shards.shard import ElsewhereError, Shard
+from parrot.utils.shard import ElsewhereError, Shard
 
 FORWARDED = "x-parrot-forwarded"
 """The header of requests that were handed on."""

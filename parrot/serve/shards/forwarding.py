@@ -14,7 +14,7 @@ from parrot.protocol.endpoint import BodyBudget, BodyLease
 from parrot.protocol.errors import MisdirectedRequest, Unavailable
 from parrot.protocol.failover_client import LivenessProbe
 from parrot.serve.shards.affinity import FORWARDED, LOAD, STAYS, Load
-from parrot.serve.shards.shard import ElsewhereError
+from parrot.utils.shard import ElsewhereError
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,7 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, Task, given_name
 from parrot.serve.graph.variable import VariableState
-from parrot.serve.journal.journal import Journal
-from parrot.serve.sessions import Session
+from parrot.serve.sessions import CommandLog, Session
 from parrot.serve.telemetry.by_name import OTHER, SeriesByName
 from parrot.serve.telemetry.calls import (
     CallSeries,
@@ -123,14 +122,14 @@ class CoreMetrics:
         return self._engines.setdefault(key, EngineSeries())
 
     def render(
-        self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: Journal | None
+        self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: CommandLog | None
     ) -> Iterator[bytes]:
         """Yield all counts, and what is only looked up now: live sessions and engines."""
         for family in self.families(sessions, dispatcher, journal):
             yield render_metrics([family])
 
     def families(
-        self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: Journal | None = None
+        self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: CommandLog | None = None
     ) -> Iterator[Metric]:
         yield from self._own_families()
         yield from _session_families(list(sessions))
@@ -160,7 +159,7 @@ def app_of(session: Session) -> str:
     return session.apps[0] if session.apps else UNNAMED
 
 
-def _journal_family(journal: Journal | None) -> Metric:
+def _journal_family(journal: CommandLog | None) -> Metric:
     text = "1 while the journal cannot be written, and what would be is refused with 507."
     is_failing = journal is not None and bool(journal.trouble)
     return GaugeMetricFamily("parrot_journal_unwritable", text, value=is_failing)

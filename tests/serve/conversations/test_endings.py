@@ -39,7 +39,7 @@ class Conversations:
             self.kept.append(prompt)
         place = self.endings.find(prompt, SCOPE, lambda _: True)
         completion: Any = SimpleNamespace(output=SimpleNamespace(text=answer))
-        session: Any = SimpleNamespace(id=self.num_turns, history=None)
+        session: Any = SimpleNamespace(id=self.num_turns, log=None)
         self.endings.put(place, session, completion, said("assistant", answer))
         self.num_turns += 1
         if place.ending is None:

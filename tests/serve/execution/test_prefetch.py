@@ -68,7 +68,7 @@ class Program:
 
     @property
     def counts(self) -> PrefetchCounts:
-        return self.cluster.core._dispatcher.prefetch_counts
+        return self.cluster.core.dispatcher.prefetch_counts
 
 
 def core(**scheduler: Any) -> CoreConfig:
@@ -167,7 +167,7 @@ def test_what_nobody_asks_for_yet_is_computed_where_its_session_has_the_most(is_
         template = "{{story}}{{answer}}{{result}}{{out}}"
         last = await program.call(template, story=story, answer=answer, result=result)
         reading = [program.reading(last)] if is_asked else []
-        dispatcher = program.cluster.core._dispatcher
+        dispatcher = program.cluster.core.dispatcher
         with patch.object(dispatcher._scheduler._placer, "preview") as preview:
             preview.side_effect = lambda task, now: next(
                 Place(load, task.prompt_len)
@@ -200,8 +200,8 @@ def test_what_nobody_asks_for_yet_is_not_computed_on_an_engine_that_drains():
         story = await program.var(LONG)
         await program.reading(await program.call("{{story}}{{out}}", story=story))
         core = program.cluster.core
-        (used,) = [view for view in core._dispatcher.fleet.views() if view.num_contexts]
-        core.drain(used.id, is_wanted=True)
+        (used,) = [view for view in core.dispatcher.fleet.views() if view.num_contexts]
+        core.dispatcher.drains.drain(used.id, is_wanted=True)
         return await read_later(program, story)
 
     cached, computed = simulate(body, num_engines=2)

@@ -45,17 +45,17 @@ class Program:
         template = "Ask " + "".join(f"{{{{{p['name']}}}}} " for p in parameters) + "{{out}}"
         body = {"template": template, "parameters": [*parameters, made("out", **sampling)]}
         request = SemanticCallRequest.model_validate(self.scope | body | fields)
-        return var_ids(self.core.programs.submit_call(request))["out"]
+        return var_ids(self.core.submit_call(request))["out"]
 
     def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
         async def text(request: VarGetRequest) -> str:
-            return (await self.core.programs.read(request, var_id)).content
+            return (await self.core.read(request, var_id)).content
 
         return asyncio.ensure_future(text(self.request(**fields)))
 
     def stream(self, var_id: str) -> asyncio.Task[list[str]]:
         async def collect() -> list[str]:
-            return [text async for text in self.core.programs.stream(self.request(), var_id)]
+            return [text async for text in self.core.stream(self.request(), var_id)]
 
         return asyncio.ensure_future(collect())
 
@@ -224,7 +224,7 @@ async def test_late_streams_get_all_text_as_it_grows(world: World) -> None:
     first = early.stream(early.call())
     await world.settle()
     var_id = late.call()
-    deltas = late.core.programs.stream(late.request(), var_id)
+    deltas = late.core.stream(late.request(), var_id)
     assert await anext(deltas) == "abcdef"
     engine.resume.set()
     assert [text async for text in deltas] == ["ghi"]
@@ -256,7 +256,7 @@ async def test_a_leader_that_leaves_hands_its_run_over(world: World) -> None:
     await world.settle()
     reads[0].cancel()
     await world.settle()
-    programs[1].core.programs.cancel_var(*programs[1].scope.values(), ids[1])
+    programs[1].core.cancel_var(*programs[1].scope.values(), ids[1])
     await world.settle()
     programs[2].end()
     await world.settle()
@@ -303,7 +303,7 @@ async def test_calls_are_awaited_by_the_sessions_that_have_their_results(world: 
     await reads[1]
     with pytest.raises(SessionGone):
         await reads[0]
-    think_times = world.core._dispatcher._ledger.think_times
+    think_times = world.core.dispatcher._ledger.think_times
     assert think_times.num_open == 1
     second.end()
     assert think_times.num_open == 0
@@ -322,7 +322,7 @@ async def test_a_shared_result_is_continued_where_it_is_by_any_session(world: Wo
     engine.script = Script()
     request = {"template": "Go on {{out}}", "parameters": [made("out")], "successor_of": 2}
     submitted = SemanticCallRequest.model_validate(second.scope | request)
-    await second.read(var_ids(world.core.programs.submit_call(submitted))["out"])
+    await second.read(var_ids(world.core.submit_call(submitted))["out"])
     assert len(engine.requests) == 2
     (fill,) = engine.requests[1].fills
     assert fill.parent_context_id == engine.requests[0].context_id
@@ -360,7 +360,7 @@ async def test_a_lost_engine_reruns_a_shared_call_once_elsewhere(world: World) -
     reads[0].cancel()
     lost.script, lost.ping_error = Script(error=Unavailable("gone")), Unavailable("gone")
     trigger = follower.read(follower.call("something else"))
-    world.core._dispatcher.fleet.lose(next(iter(world.core._dispatcher.fleet)), "gone")
+    world.core.dispatcher.fleet.lose(next(iter(world.core.dispatcher.fleet)), "gone")
     assert "".join(await reads[1]) == "abcdefghi"  # what was streamed is continued, not repeated
     await trigger
     assert (len(lost.requests), len(other.requests)) == (1, 2)

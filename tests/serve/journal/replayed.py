@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from parrot.journal.log import ENDED, Record
 from parrot.protocol.errors import ParrotError
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.journal.record import ENDED, Record
 from parrot.serve.sessions import Session
 
 

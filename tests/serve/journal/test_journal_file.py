@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from parrot.journal.log import ENDED, Journal, Record
+from parrot.journal.sqlite import SCHEMA, JournalFile
 from parrot.protocol.errors import InsufficientStorage
-from parrot.serve.journal.file import SCHEMA, JournalFile
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import ENDED, Record
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 
@@ -283,9 +282,9 @@ async def test_what_comes_while_the_loop_is_busy_goes_in_one_transaction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many turns it takes: no program could go on sooner."""
-    monkeypatch.setattr("parrot.serve.journal.journal._IDLE_S", -1.0)  # every turn is a busy one
-    monkeypatch.setattr("parrot.serve.journal.journal._GATHER_S", 3600.0)
-    monkeypatch.setattr("parrot.serve.journal.journal._LAZY_S", 3600.0)
+    monkeypatch.setattr("parrot.journal.log._IDLE_S", -1.0)  # every turn is a busy one
+    monkeypatch.setattr("parrot.journal.log._GATHER_S", 3600.0)
+    monkeypatch.setattr("parrot.journal.log._LAZY_S", 3600.0)
     journal = await opened(tmp_path / "j")
     groups, write = list[int](), journal._file.write
 
@@ -299,7 +298,7 @@ async def test_what_comes_while_the_loop_is_busy_goes_in_one_transaction(
         journal.append(str(i), "call", {})
         waiting.append(asyncio.create_task(journal.durable()))
         await asyncio.sleep(0)
-    monkeypatch.setattr("parrot.serve.journal.journal._IDLE_S", 3600.0)
+    monkeypatch.setattr("parrot.journal.log._IDLE_S", 3600.0)
     await asyncio.gather(*waiting)
     assert groups == [100]
     await journal.close()

@@ -10,13 +10,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from parrot.journal.log import Journal, Record
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import Record
 from parrot.utils.clock import MonotonicClock
 from tests.serve.journal.replayed import MemoryFile
 from tests.serve.vendors.conftest import MODEL, Site

@@ -10,11 +10,10 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from parrot.journal.log import ENDED, Journal, Record
+from parrot.journal.standby import serve_in_turn
 from parrot.protocol.errors import InsufficientStorage, Unavailable
 from parrot.serve.config import CoreConfig
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import ENDED, Record
-from parrot.serve.process.standby import serve_in_turn
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from tests.serve.journal.test_journal_file import record, recovered
@@ -22,9 +21,14 @@ from tests.support.postgres import PASSWORD, Server
 
 psycopg = pytest.importorskip("psycopg", reason="needs psycopg: pip install 'parrot[postgres]'")
 
-from parrot.serve.journal.postgres.connection import prepare  # noqa: E402
-from parrot.serve.journal.postgres.lease import LEASE_S, Lease  # noqa: E402
-from parrot.serve.journal.postgres.records import Full, PostgresRecords, Superseded  # noqa: E402
+from parrot.journal.postgres import (  # noqa: E402  # noqa: E402
+    LEASE_S,
+    Full,
+    Lease,
+    PostgresRecords,
+    Superseded,
+    prepare,
+)
 
 SIZE = 2**30
 
@@ -318,7 +322,7 @@ async def test_what_is_no_journal_of_this_version_is_refused_without_its_passwor
         assert PASSWORD not in shown
         assert PASSWORD.replace(" ", "%20") not in shown
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    for module in [name for name in sys.modules if name.startswith("parrot.serve.journal.post")]:
+    for module in [name for name in sys.modules if name.startswith("parrot.journal.post")]:
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ConfigError, match="pip install"):
         await serve_in_turn(CoreConfig(journal=address))

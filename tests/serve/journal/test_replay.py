@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parrot.journal import replay as restoring
+from parrot.journal.log import ENDED, Journal, Kind, Record
+from parrot.journal.replay import restore
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import (
     Cancelled,
@@ -30,14 +33,11 @@ from parrot.protocol.public import (
 )
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.config import CoreConfig
+from parrot.serve.conversations.endings import ENDING
 from parrot.serve.conversations.turn import Chain, TurnRequest
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.journal import restoring
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import ENDED, Kind, Record
-from parrot.serve.journal.restoring import restore
 from parrot.serve.sessions import Session
 from tests.serve.journal.replayed import MemoryFile, _error, state_of
 from tests.serve.serve_fakes import FakeDispatcher
@@ -61,7 +61,8 @@ class World:
             sandbox=_NoSandbox(),
             first_session_id=first_session_id,
         )
-        restore(self.core, self.journal, {})
+        restore(self.core, self.journal, {ENDING: self.core.turns.restore_ending})
+        self.core.turns.restored()
         self.reads: list[asyncio.Task[Any]] = []
 
     def restore_all(self) -> None:
@@ -102,19 +103,19 @@ class Program:
 
     def variable(self, session: Session) -> None:
         content = [None, "", "text"][self.choose(3)]
-        self.core.programs.create_var(session.id, session.auth, "v", content)
+        self.core.create_var(session.id, session.auth, "v", content)
 
     def set(self, session: Session) -> None:
         if var_id := self._any_variable(session):
-            self.core.programs.set_var(session.id, session.auth, var_id, "set")
+            self.core.set_var(session.id, session.auth, var_id, "set")
 
     def cancel(self, session: Session) -> None:
         calls = list(session.graph.calls)
         if calls and self.choose(2):
             request_id = calls[self.choose(len(calls))]
-            self.core.programs.cancel_call(session.id, session.auth, request_id)
+            self.core.cancel_call(session.id, session.auth, request_id)
         elif var_id := self._any_variable(session):
-            self.core.programs.cancel_var(session.id, session.auth, var_id)
+            self.core.cancel_var(session.id, session.auth, var_id)
 
     def call(self, session: Session) -> None:
         body = self._scope(session) | {
@@ -128,7 +129,7 @@ class Program:
             body["idempotency_key"] = f"k{self.choose(2)}"
         if session.graph.calls and self.choose(3) == 0:
             body["successor_of"] = list(session.graph.calls)[self.choose(len(session.graph.calls))]
-        self.core.programs.submit_call(SemanticCallRequest.model_validate(body))
+        self.core.submit_call(SemanticCallRequest.model_validate(body))
 
     def native(self, session: Session) -> None:
         body = self._scope(session) | {
@@ -136,7 +137,7 @@ class Program:
             "func_source": "def g(x, y, z): pass",
             "parameters": [self._input(session, "x"), _output("y"), _output("z")],
         }
-        self.core.programs.submit_native(NativeCallRequest.model_validate(body))
+        self.core.submit_native(NativeCallRequest.model_validate(body))
 
     def graph(self, session: Session) -> None:
         calls = [
@@ -154,7 +155,7 @@ class Program:
         body = self._scope(session) | {"variables": variables, "calls": calls}
         if self.choose(3) == 0:
             body["idempotency_key"] = f"k{self.choose(2)}"
-        self.core.programs.submit_graph(GraphRequest.model_validate(body))
+        self.core.submit_graph(GraphRequest.model_validate(body))
 
     def turn(self, session: Session | None) -> None:
         chain = None
@@ -176,7 +177,7 @@ class Program:
     def read(self, session: Session) -> None:
         if var_id := self._any_variable(session):
             request = VarGetRequest(session_id=session.id, session_auth=session.auth)
-            reading = asyncio.ensure_future(self.core.programs.read(request, var_id))
+            reading = asyncio.ensure_future(self.core.read(request, var_id))
             self.world.reads.append(reading)
 
     def run(self, session: Session) -> None:
@@ -312,7 +313,7 @@ async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> N
 async def test_an_error_is_told_when_it_is_on_disk() -> None:
     world = World([])
     scope = world.core.create_session(SessionCreateRequest()).model_dump()
-    var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
+    var_id = world.core.create_var(**scope, var_name="v", content=None)
     await world.journal.durable()
     write, may_write = world.file.write, threading.Event()
 
@@ -322,9 +323,9 @@ async def test_an_error_is_told_when_it_is_on_disk() -> None:
 
     world.file.write = wait_and_write  # type: ignore[method-assign]
     request = VarGetRequest(**scope, timeout=60)
-    reading = asyncio.ensure_future(world.core.programs.read(request, var_id))
+    reading = asyncio.ensure_future(world.core.read(request, var_id))
     await asyncio.sleep(0)
-    world.core.programs.cancel_var(**scope, var_id=var_id)
+    world.core.cancel_var(**scope, var_id=var_id)
     for _ in range(20):
         await asyncio.sleep(0)
     assert not reading.done()
@@ -339,9 +340,9 @@ async def test_an_error_is_told_when_it_is_on_disk() -> None:
 async def test_a_value_is_told_when_it_is_on_disk_though_its_session_ends(is_stopped: bool) -> None:
     world = World([])
     scope = world.core.create_session(SessionCreateRequest()).model_dump()
-    var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
+    var_id = world.core.create_var(**scope, var_name="v", content=None)
     request = VarGetRequest(**scope, timeout=60)
-    reading = asyncio.ensure_future(world.core.programs.read(request, var_id))
+    reading = asyncio.ensure_future(world.core.read(request, var_id))
     await asyncio.sleep(0)
     await world.journal.durable()
     write, may_write = world.file.write, threading.Event()
@@ -351,7 +352,7 @@ async def test_a_value_is_told_when_it_is_on_disk_though_its_session_ends(is_sto
         write(records)
 
     world.file.write = wait_and_write  # type: ignore[method-assign]
-    world.core.programs.set_var(**scope, var_id=var_id, content="one")
+    world.core.set_var(**scope, var_id=var_id, content="one")
     if is_stopped:
         world.core.shut_down()
     else:
@@ -369,13 +370,13 @@ async def test_what_was_cancelled_before_it_heard_of_a_failure_stays_cancelled()
     world = World([])
     world.core.sessions.backlog.per_slice = 1  # as if it had other work to do
     scope = world.core.create_session(SessionCreateRequest()).model_dump()
-    var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
+    var_id = world.core.create_var(**scope, var_name="v", content=None)
     parameters = [{"name": "x", "var_id": var_id}, _output("y")]
     body = scope | {"template": "{{x}} {{y}}", "parameters": parameters}
     request = SemanticCallRequest.model_validate(body)
-    call = [world.core.programs.submit_call(request) for _ in range(4)][-1]
-    world.core.programs.cancel_var(**scope, var_id=var_id)
-    world.core.programs.cancel_call(**scope, request_id=call.request_id)
+    call = [world.core.submit_call(request) for _ in range(4)][-1]
+    world.core.cancel_var(**scope, var_id=var_id)
+    world.core.cancel_call(**scope, request_id=call.request_id)
     await world.journal.durable()
     again = World(world.file.records.copy())
     again.restore_all()
@@ -397,8 +398,8 @@ async def test_a_session_that_cannot_be_restored_costs_no_other(
     whole, broken = [world.core.create_session(SessionCreateRequest()) for _ in range(2)]
     for session in (whole, broken):
         scope = session.model_dump()
-        var_id = world.core.programs.create_var(**scope, var_name="v", content=None)
-        world.core.programs.set_var(**scope, var_id=var_id, content="text")
+        var_id = world.core.create_var(**scope, var_name="v", content=None)
+        world.core.set_var(**scope, var_id=var_id, content="text")
     await world.journal.durable()
     records = [
         record._replace(payload=b'{"variable":"no such"}')
@@ -428,7 +429,7 @@ async def _few_calls(world: World, count: int = 3) -> list[dict[str, Any]]:
         made = [_call(world, scope) for _ in range(2)]
         read = VarGetRequest(**scope)
         for var_id in made:
-            world.reads.append(asyncio.ensure_future(world.core.programs.read(read, var_id)))
+            world.reads.append(asyncio.ensure_future(world.core.read(read, var_id)))
         await asyncio.sleep(0)
         done = next(t for t in world.dispatcher.started if t.outputs[0].id == made[0])
         world.dispatcher.finish(done, f"text {i}")
@@ -440,7 +441,7 @@ async def _few_calls(world: World, count: int = 3) -> list[dict[str, Any]]:
 def _call(world: World, scope: dict[str, Any]) -> str:
     parameters = [_output("a")]
     body = scope | {"template": "f {{a}}", "parameters": parameters, "chat": False}
-    made = world.core.programs.submit_call(SemanticCallRequest.model_validate(body))
+    made = world.core.submit_call(SemanticCallRequest.model_validate(body))
     return made.param_info[0].var_id or ""
 
 
@@ -466,7 +467,7 @@ async def test_a_session_comes_back_when_it_is_asked_for_beside_others_that_go_o
     new = again.core.create_session(SessionCreateRequest()).model_dump()
     _call(again, new)
     await again.clock.advance(7.0)
-    value = await again.core.programs.read(VarGetRequest(**_scope(first)), first["made"][0])
+    value = await again.core.read(VarGetRequest(**_scope(first)), first["made"][0])
     assert value.content == "text 0"
     _call(again, _scope(first))
     active = again.clock.now()
@@ -495,10 +496,10 @@ async def test_a_session_counts_for_its_tenant_before_it_comes_back() -> None:
     world = World([])
     scopes = [_scope(scope) for scope in await _few_calls(world, 5)]
     large = scopes[0] | {"var_name": "large", "content": "x" * 100_000}
-    world.core.programs.create_var(**dict(VarCreateRequest.model_validate(large)))
+    world.core.create_var(**dict(VarCreateRequest.model_validate(large)))
     call = {"template": "f {{a}}", "parameters": [{"name": "a", "is_output": True}]}
     graph = scopes[1] | {"calls": [call, call]}
-    world.core.programs.submit_graph(GraphRequest.model_validate(graph))
+    world.core.submit_graph(GraphRequest.model_validate(graph))
     await world.journal.durable()
     tenant = _tenant(world)
     again = World(world.file.records.copy())
@@ -560,7 +561,7 @@ async def test_many_sessions_come_back_in_small_steps_and_large_ones_at_once(
     call = {"template": "f {{x}}", "parameters": [{"name": "x", "is_output": True}]}
     graph = {**_scope(scopes[1]), "calls": [call] * 512}
     for _ in range(3):
-        world.core.programs.submit_graph(GraphRequest.model_validate(graph))
+        world.core.submit_graph(GraphRequest.model_validate(graph))
     await world.journal.durable()
     before = state_of(world.core)
     monkeypatch.setattr(restoring, "_TURN_S", 0.0)

@@ -72,7 +72,7 @@ async def test_the_last_calls_and_variables_of_a_large_session_are_shown() -> No
     for n in range(1100):
         program.call(f"question {n}")
     for n in range(3500):
-        program.core.programs.create_var(*program.scope.values(), f"x{n}", None)
+        program.core.create_var(*program.scope.values(), f"x{n}", None)
     session = world.core.sessions.find(program.scope["session_id"])
     assert session is not None
     rows = PageRows(world.core).session(session)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.serve.shards.affinity import Load, homes
-from parrot.serve.shards.shard import MAX_SHARDS
+from parrot.utils.shard import MAX_SHARDS
 from tests.e2e.programs import Program, program
 from tests.serve.shards.test_shards import Served, free_ports, shard
 

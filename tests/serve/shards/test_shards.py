@@ -34,11 +34,11 @@ from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.journal.history import SessionNumbers
+from parrot.serve.sessions import SessionNumbers
 from parrot.serve.shards.forwarding import Forwarding
-from parrot.serve.shards.shard import MAX_SHARDS, ElsewhereError, Shard
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
+from parrot.utils.shard import ALONE, MAX_SHARDS, ElsewhereError, Shard
 from tests.e2e.programs import Program, program
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
@@ -328,9 +328,10 @@ def test_ids_of_a_shard_grow_and_tell_it(first: int, index: int, restored: list[
 
 def test_one_that_is_alone_knows_nothing_of_shards() -> None:
     numbers = SessionNumbers(7)
-    assert [numbers.next, numbers.shard.mark] == [7, ""]
+    assert numbers.next == 7
+    assert "." not in numbers.auth(7)
     numbers.taken(7)
     assert numbers.next == 8
     for number in range(200):
-        numbers.shard.require_session(number)
-    numbers.shard.require_token("token.3")
+        ALONE.require_session(number)
+    ALONE.require_token("token.3")

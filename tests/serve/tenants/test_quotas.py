@@ -53,7 +53,7 @@ class Tenant(World):
     def native(self, output: str = "out", **fields: Any) -> str:
         body = {"func_name": "f", "func_source": "def f(): pass", "parameters": [made(output)]}
         request = NativeCallRequest.model_validate(self.scope | body | fields)
-        return var_ids(self.core.programs.submit_native(request))[output]
+        return var_ids(self.core.submit_native(request))[output]
 
     def run(self, num_calls: int) -> None:
         for n in range(num_calls):
@@ -181,7 +181,7 @@ async def test_a_cancelled_native_call_stops_in_its_sandbox() -> None:
     reading = world.read(out)
     await asyncio.sleep(0.01)
     assert len(sandbox.running) == 1
-    world.core.programs.cancel_var(*world.scope.values(), out)
+    world.core.cancel_var(*world.scope.values(), out)
     with pytest.raises(Cancelled):
         await reading
     await asyncio.sleep(0)
@@ -214,7 +214,7 @@ async def test_variables_are_limited_however_they_are_made() -> None:
         }
     )
     with pytest.raises(QuotaExceeded, match=r"session_quota\.variables"):
-        world.core.programs.submit_call(request)
+        world.core.submit_call(request)
     world.variable("z")
     world.call("w", x)
     with pytest.raises(QuotaExceeded, match=r"session_quota\.variables"):
@@ -227,8 +227,8 @@ async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
     (world,) = tenants(keys=[None], session_quota={"text_bytes": 20})
     x = world.variable("x")
     with pytest.raises(QuotaExceeded, match=r"20 bytes of text \(`session_quota\.text_bytes`\)"):
-        world.core.programs.set_var(*world.scope.values(), x, "é" * 10 + "!")
-    world.core.programs.set_var(*world.scope.values(), x, "é" * 2)
+        world.core.set_var(*world.scope.values(), x, "é" * 10 + "!")
+    world.core.set_var(*world.scope.values(), x, "é" * 2)
     reading = world.read(world.call("y"))  # its template has 6 characters
     await asyncio.sleep(0)
     world.dispatcher.finish(world.dispatcher.started[0], "an output of 22 bytes.")
@@ -253,10 +253,10 @@ async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
 async def test_all_that_a_call_keeps_is_counted(fields: dict[str, Any]) -> None:
     (world,) = tenants(keys=[None], session_quota={"text_bytes": 50})
     body = {"template": "a{{y}}", "parameters": [made("y")]}
-    world.core.programs.submit_call(SemanticCallRequest.model_validate(world.scope | body))
+    world.core.submit_call(SemanticCallRequest.model_validate(world.scope | body))
     request = SemanticCallRequest.model_validate(world.scope | body | fields)
     with pytest.raises(QuotaExceeded, match="text_bytes"):
-        world.core.programs.submit_call(request)
+        world.core.submit_call(request)
     await world.core.close()
 
 
@@ -321,5 +321,5 @@ def tenant_series(core: ServeCore) -> list[str]:
 
 
 async def var_ids_of(world: World) -> list[str]:
-    listed = await world.core.programs.list_vars(*world.scope.values())
+    listed = await world.core.list_vars(*world.scope.values())
     return [info.var_id for info in listed.vars]

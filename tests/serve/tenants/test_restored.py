@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from parrot.journal.log import Journal
+from parrot.journal.replay import restore
 from parrot.protocol.errors import QuotaExceeded, SessionGone
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.restoring import restore
 from tests.serve.journal.replayed import MemoryFile
 from tests.serve.serve_fakes import FakeDispatcher
 from tests.serve.tenants.keys import entry, write_keys

@@ -17,7 +17,7 @@ from parrot.protocol.endpoint import Access, Endpoint, api_key_of, idempotency_k
 from parrot.protocol.errors import InternalError, InvalidRequest, NotFound, ParrotError
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.core import ServeCore
-from parrot.serve.shards.shard import ElsewhereError
+from parrot.utils.shard import ElsewhereError
 from parrot.utils.traces.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)

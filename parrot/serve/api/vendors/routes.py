@@ -39,8 +39,13 @@ def error_form(request: Request, error: ParrotError) -> tuple[int, dict[str, Any
     return error.status, error.to_payload()
 
 
+def _direct(core: ServeCore) -> DirectRequests:
+    fleet, tasks = core.fleet, core.tasks
+    return DirectRequests(fleet, core.tenants, tasks.meters, tasks.require_room, core.config)
+
+
 def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
-    direct = DirectRequests(core.fleet, core.tenants, core.meters, core.require_room, core.config)
+    direct = _direct(core)
     completions = Completions(core.turns, direct)
     messages = Messages(core.turns)
     return [

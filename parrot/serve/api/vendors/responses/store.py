@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from parrot.protocol.errors import Conflict, NotFound
 from parrot.serve.api.vendors.responses.background import Background
 from parrot.serve.api.vendors.responses.items import Item, output_items
-from parrot.serve.journal.journal import Journal
-from parrot.serve.shards.shard import ALONE, Shard
+from parrot.serve.sessions import CommandLog
 from parrot.serve.tenants.quotas import num_bytes
 from parrot.utils.heaps import LazyHeap, LruDict
 from parrot.utils.ids import new_token
+from parrot.utils.shard import ALONE, Shard
 
 _RECORD_BYTES = 4096  # what a record takes beside its texts
 _ITEM_BYTES = 1024
@@ -256,7 +256,7 @@ class KeptResponses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._restored: dict[str, Record] = {}
-        self._journal: Journal | None = None
+        self._journal: CommandLog | None = None
         self._is_closing: Callable[[], bool] = bool
         self.unfinished: dict[str, tuple[Record, Fields]] = {}
         self.restorers: dict[str, Callable[[str, Fields], None]] = {
@@ -264,7 +264,7 @@ class KeptResponses:
             _DELETED: self._restore_deleted,
         }
 
-    def keep_in(self, journal: Journal, is_closing: Callable[[], bool]) -> None:
+    def keep_in(self, journal: CommandLog, is_closing: Callable[[], bool]) -> None:
         """From now on. What ends without an answer when `is_closing` goes on in the next
         process."""
         self._journal, self._is_closing = journal, is_closing

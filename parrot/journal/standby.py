@@ -63,7 +63,7 @@ async def serve_in_turn(config: CoreConfig) -> None:
     is a PostgreSQL server's, and nothing but its health while another has. Raises `ConfigError` if
     the journal cannot be had."""
     try:
-        from parrot.serve.journal.postgres.connection import prepare
+        from parrot.journal.postgres import prepare
     except ImportError as missing:
         raise ConfigError(
             f"journal: needs psycopg ({missing}): pip install 'parrot[postgres]'"
@@ -94,8 +94,7 @@ async def _take_turns(config: CoreConfig, address: str, front: Front) -> None:
 
 
 async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
-    from parrot.serve.journal.postgres.lease import Lease
-    from parrot.serve.journal.postgres.records import PostgresRecords
+    from parrot.journal.postgres import Lease, PostgresRecords
 
     lease = Lease(address)
     try:

@@ -13,8 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from parrot.serve.journal.record import ENDED, Record
-from parrot.serve.journal.storage import NotedEnds, is_whole
+from parrot.journal.log import ENDED, NotedEnds, Record, is_whole
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -3,18 +3,26 @@
 import asyncio
 import gc
 import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+from parrot.journal.codec import (
+    JournaledSession,
+    recorded_command,
+    replay_attempt,
+    replay_settled,
+)
+from parrot.journal.log import Journal, Kind, Payload, Record
 from parrot.protocol.engine_client import CoreIdentity
+from parrot.protocol.errors import SessionGone
 from parrot.serve.core import ServeCore
-from parrot.serve.journal.history import journal_secret
-from parrot.serve.journal.journal import Journal
-from parrot.serve.journal.record import RESERVED, Kind, Payload, Record
-from parrot.serve.sessions import Begun, Session
+from parrot.serve.graph.variable import VariableState
+from parrot.serve.sessions import RESERVED, AddPrompt, Begin, CancelCall, Session
+from parrot.serve.tenants.quotas import num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +37,40 @@ def restore(
 ) -> None:
     """Do once more what the records tell, in the event loop and before anything is asked of `core`.
     Sessions with few records come back when they are asked for, or soon, in small steps.
-    `others`: by their kinds, what applies records of other subjects than sessions. Raises
+    `others`: by their kinds, what applies records that others wrote down, by their subjects. Raises
     `ConfigError` if the journal cannot be read."""
     applied = {**others, RESERVED: core.sessions.numbers.restore}
     restoring = _Restoring(core, journal, applied)
-
-    def replay() -> list[Session]:
-        journal.read(restoring.apply)
-        core.sessions.restored(journal)
-        return restoring.broken()
-
+    secret = _secret(journal)
     core.fleet.identity = CoreIdentity.new(journal.epoch)
-    core.tenants.restored(journal_secret(journal))
-    with _no_collection():
-        core.restore(replay)
+    core.tenants.restored(secret)
+    with _no_collection(), _nothing_runs(core):
+        journal.read(restoring.apply)
+        core.sessions.restored(journal, partial(JournaledSession, journal), secret)
+        restoring.end_broken()
+        for _ in core.sessions.keys_changed():
+            pass
+        core.dispatcher.on_placed = core.sessions.placed
+        restoring.cancel_orphans()
+    for session in core.sessions:
+        core.wake_soon(session)
     restoring.leave_dormant()
     _restore_rest(core)
+
+
+def _secret(journal: Journal) -> bytes:
+    """The secret that was made with the journal."""
+    words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
+    return b"".join(word.to_bytes(8) for word in words)
+
+
+@contextmanager
+def _nothing_runs(core: ServeCore) -> Iterator[None]:
+    """For the block in which all that is told of tasks has happened already. Then goes on what
+    ran."""
+    core.tasks.hold()
+    yield
+    core.tasks.go_on()
 
 
 def _restore_rest(core: ServeCore) -> None:
@@ -94,6 +120,7 @@ class _Restoring:
         self._broken: set[str] = set()
         self._left: dict[str, list[Record]] = {}  # for later, by their sessions
         self._sizes: Counter[str] = Counter()  # of those
+        self._orphans: list[tuple[Session, int]] = []
         self._last = ""  # of these, the session that was given the last ids
 
     def apply(self, record: Record) -> None:
@@ -107,16 +134,24 @@ class _Restoring:
             return
         self._apply_now(record)
 
-    def broken(self) -> list[Session]:
-        """The sessions that are not whole. What else is not is forgotten."""
-        sessions: list[Session] = []
+    def end_broken(self) -> None:
+        """End the sessions that are not whole. What else is not is forgotten."""
         for subject in self._broken:
             session = self._core.sessions.find(int(subject)) if subject.isdecimal() else None
             if session is None:
                 self._journal.end(subject)
             else:
-                sessions.append(session)
-        return sessions
+                self._end_broken(session)
+
+    def _end_broken(self, session: Session) -> None:
+        self._core.end(session, SessionGone(f"session {session.id} could not be restored"))
+
+    def cancel_orphans(self) -> None:
+        """Cancel the calls for which somebody waited: they have gone with their connections."""
+        orphans, self._orphans = self._orphans, []
+        for session, request_id in orphans:
+            if self._core.sessions.find(session.id) is session:
+                session.apply(CancelCall(request_id))
 
     def leave_dormant(self) -> None:
         """See to it that the rest is restored when it is asked for."""
@@ -137,12 +172,14 @@ class _Restoring:
         assert session is not None, session_id
         session.account.add(**{name: -amount for name, amount in held.items()})
 
-        def replay() -> list[Session]:
+        with _nothing_runs(core):
             with core.sessions.replaying(session):
                 self._journal.replay(records, self._apply_now)
-            return [session] if str(session_id) in self._broken else []
-
-        core.restore(replay, session)
+            if str(session_id) in self._broken:
+                self._end_broken(session)
+            self.cancel_orphans()
+        if core.sessions.find(session_id) is session:
+            core.wake_soon(session)
 
     def _restore_left(self, subject: str) -> None:
         """There are too many records for one turn of the event loop."""
@@ -164,26 +201,27 @@ class _Restoring:
             self._broken.add(record.subject)
 
     def _apply(self, subject: str, kind: Kind, fields: Payload) -> None:
-        core, programs = self._core, self._core.turns.programs
+        sessions = self._core.sessions
         if kind is Kind.SESSION:
-            session = core.sessions.restore(Begun(**fields))
-            if fields["is_program"]:  # others look for what is in it
-                programs.restore(session)
-            else:
+            sessions.restore(begin := Begin(**fields))
+            if not begin.is_program:  # else others look for what is in it
                 self._left[subject] = []
             return
-        known = core.sessions.find(int(subject))
-        assert known is not None, f"no session {subject}"
-        apply: Callable[[Session, Payload], None]
-        match kind:
-            case Kind.PROMPT:
-                apply = programs.restore_prompt
-            case Kind.ENDING:
-                apply = core.turns.restore_ending
-            case _:
-                core.programs.restore(known, kind, fields)
-                return
-        apply(known, fields)
+        session = sessions.find(int(subject))
+        assert session is not None, f"no session {subject}"
+        command = recorded_command(kind, fields, session.graph)
+        if command is not None:
+            answer = session.apply(command)
+            if isinstance(command, AddPrompt) and not command.is_kept:
+                self._orphans.append((session, answer[0]))
+        elif kind is Kind.SETTLED:
+            variable = replay_settled(session.graph, fields)
+            if variable.producer is None and variable.state is VariableState.READY:
+                session.account.add(text_bytes=num_bytes([variable.text]))
+        elif kind is Kind.ATTEMPT:
+            replay_attempt(session.graph, fields, self._core.clock)
+        elif kind is Kind.READ:
+            session.was_read = True
 
 
 def _held(records: list[Record]) -> dict[str, int]:

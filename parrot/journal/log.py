@@ -11,21 +11,151 @@ import asyncio
 import logging
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import StrEnum
 from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
 from parrot.protocol.errors import InsufficientStorage, ParrotError, Unavailable
-from parrot.serve.journal.clock import ReplayClock
-from parrot.serve.journal.record import ENDED, Payload, Record
-from parrot.serve.journal.storage import Storage
 from parrot.utils.clock import Clock
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
+
+ENDED = "ended"
+"""The kind of a subject's last record: nothing of the subject is needed any more."""
+
+Payload = dict[str, Any]
+
+
+class Kind(StrEnum):
+    """The kinds of a session's records, besides `ENDED`."""
+
+    SESSION = "session"  # it began
+    CALL = "call"
+    NATIVE = "native"
+    GRAPH = "graph"
+    VARIABLE = "variable"  # the program made one
+    PROMPT = "prompt"  # a call without a template
+    SETTLED = "settled"  # a variable has its value, or its error, which is its own
+    ATTEMPT = "attempt"  # a completion was sent to an engine
+    READ = "read"  # the first read that had to wait
+
+
+class Record(NamedTuple):
+    """Something that happened to a subject, a session or a response: `seq` grows from one to the
+    next, `at` is when, in Unix time, and `payload` is JSON."""
+
+    seq: int
+    at: float
+    subject: str
+    kind: str
+    payload: bytes
+
+    @property
+    def checksum(self) -> int:
+        head = f"{self.seq} {self.at!r} {self.subject} {self.kind} ".encode()
+        return zlib.crc32(self.payload, zlib.crc32(head))
+
+    def fields(self) -> Payload:
+        fields: Payload = orjson.loads(self.payload)
+        return fields
+
+
+class Storage(Protocol):
+    """Records on a disk, which one process has at a time. Not for two threads at once; `read` comes
+    first. Every method but `close` raises one of `errors` when the disk cannot be read or
+    written."""
+
+    errors: type[Exception]
+    epoch: int
+    """Greater than that of whoever had the records before."""
+
+    def is_ours(self) -> bool:
+        """Whether it is certain that no other process has them yet. From any thread."""
+        ...
+
+    def fact(self, name: str, value: int) -> int:
+        """The number that was first given for this name."""
+        ...
+
+    def read(self) -> Iterator[Record]:
+        """Yield all records of subjects that have not ended, in their order. From the first one on
+        that is damaged, all are cut off, and kept elsewhere."""
+        ...
+
+    def last_seq(self) -> int: ...
+
+    def write(self, records: Sequence[Record]) -> None:
+        """All of them or none. They survive the loss of power."""
+        ...
+
+    def note_ends(self, records: Sequence[Record]) -> None:
+        """Note that what these records end may be trimmed."""
+        ...
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to `trim`."""
+        ...
+
+    def trim(self) -> None:
+        """Remove some records of a subject that has ended, the last one last."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NotedEnds:
+    """The part of a `Storage` that knows what may be trimmed."""
+
+    def __init__(self) -> None:
+        self._ended: dict[str, None] = {}  # subjects, in the order in which they go
+
+    def note_ends(self, records: Sequence[Record]) -> None:
+        for record in records:
+            if record.kind == ENDED:
+                self._ended[record.subject] = None
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._ended)
+
+
+def is_address(journal: str) -> bool:
+    """Whether it is the address of a PostgreSQL database, not the path of a file."""
+    return journal.startswith(("postgresql://", "postgres://"))
+
+
+def is_whole(record: Record, checksum: object) -> bool:
+    """Whether it is as it was written."""
+    try:
+        return record.checksum == checksum and type(record.payload) is bytes
+    except TypeError:  # a field of another type
+        return False
+
+
+class ReplayClock:
+    """A clock that shows, while records are replayed, when they were made."""
+
+    now: Callable[[], float]
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.now, self.sleep = clock.now, clock.sleep
+
+    def show(self, seconds_ago: float | None) -> None:
+        """Stand still at the time `seconds_ago`; for None, show the clock's own again."""
+        self.now = self._clock.now
+        if seconds_ago is not None:
+            then = self._clock.now() - max(0.0, seconds_ago)
+            self.now = lambda: then
+
 
 _RETRY_S = 1.0  # between attempts to write what could not be written
 _CLOSE_S = 5.0

@@ -1,0 +1,403 @@
+"""The lease of a journal: which of several processes has it, by its server's clock."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from parrot.journal.log import ENDED, NotedEnds, Record, is_whole
+from parrot.utils.config import ConfigError
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+SCHEMA = 1
+# A server that is gone is noticed within some seconds, whatever the operating system's defaults.
+_OPTIONS: dict[str, Any] = {
+    "application_name": "parrot",
+    "connect_timeout": 5,
+    "keepalives_idle": 2,
+    "keepalives_interval": 1,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 5000,
+}
+# Who waited for the lease's row must look at it again; what is acknowledged must be on disk.
+_SETTINGS = """
+SET default_transaction_isolation = 'read committed';
+SELECT set_config('synchronous_commit', 'on', false)
+WHERE current_setting('synchronous_commit') = 'off';
+"""
+_ONE_AT_A_TIME = 0x50727274
+_TABLES = f"""
+CREATE TABLE parrot_records (
+    seq bigint PRIMARY KEY, at double precision NOT NULL, subject text NOT NULL, kind text NOT NULL,
+    payload bytea NOT NULL, checksum bigint NOT NULL
+);
+CREATE INDEX parrot_records_subject ON parrot_records (subject, seq);
+CREATE INDEX parrot_records_ended ON parrot_records (subject) WHERE kind = 'ended';
+CREATE TABLE parrot_facts (name text PRIMARY KEY, value bigint NOT NULL);
+INSERT INTO parrot_facts VALUES ('schema', {SCHEMA});
+CREATE TABLE parrot_lease (epoch bigint PRIMARY KEY, expires timestamptz NOT NULL);
+INSERT INTO parrot_lease VALUES (0, '-infinity');
+""".encode()
+
+
+def connect(address: str) -> Connection:
+    """Each statement is a transaction. Raises `psycopg.Error`."""
+    options = _OPTIONS | conninfo_to_dict(address)
+    connection = psycopg.connect(**options, autocommit=True)
+    try:
+        connection.execute(_SETTINGS)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def prepare(address: str) -> None:
+    """Make the tables if they are missing. Raises `ConfigError` if the journal cannot be had: the
+    server cannot be reached, or the tables are a newer version's."""
+    try:
+        conninfo_to_dict(address)
+    except psycopg.Error:  # its message may have the password
+        raise ConfigError(
+            "journal: is no address like postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+        ) from None
+    try:
+        with connect(address) as connection, connection.transaction():
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_ONE_AT_A_TIME,))
+            if connection.execute("SELECT to_regclass('parrot_facts')").fetchone() == (None,):
+                connection.execute(_TABLES)
+            schema = connection.execute("SELECT value FROM parrot_facts WHERE name = 'schema'")
+            if (found := schema.fetchone()) != (SCHEMA,):
+                known = None if found is None else found[0]
+                raise ConfigError(
+                    f"journal: the tables have schema version {known}, and this Parrot writes "
+                    f"{SCHEMA}: start the version that wrote them, or name another database"
+                )
+    except psycopg.Error as error:
+        raise ConfigError(f"journal: {error}") from None
+
+
+logger = logging.getLogger(__name__)
+
+LEASE_S = 3.0
+_RENEWAL_S = 1.0
+_RETRY_S = 0.25
+_LOOK_S = 1.0  # a standby may be told to end
+_CLOSE_S = 3.0
+_TAKE = """
+UPDATE parrot_lease
+SET epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint),
+    expires = clock_timestamp() + make_interval(secs => %s)
+WHERE expires < clock_timestamp() RETURNING epoch
+"""
+_RENEW = """
+UPDATE parrot_lease SET expires = clock_timestamp() + make_interval(secs => %s) WHERE epoch = %s
+"""
+_REMAINING = "SELECT extract(epoch FROM expires - clock_timestamp())::float8 FROM parrot_lease"
+_RELEASE = "UPDATE parrot_lease SET expires = '-infinity' WHERE epoch = %s"
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine sleeps
+
+
+class Lease:
+    """The right to write a journal, which a thread renews while this process has it. It is for
+    `LEASE_S`, and the next holder's `epoch` is greater: a write that names the `epoch` in its own
+    transaction cannot come after the next holder's first look. Use from one event loop, to have it
+    once; close when done."""
+
+    def __init__(self, address: str) -> None:
+        """The tables are there, see `prepare`."""
+        self.address = address
+        self.epoch = 0
+        self._lost = asyncio.Event()
+        self._until = 0.0  # nobody else can have it before
+        self._is_closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def take(self) -> None:
+        """Wait until it is nobody else's, and have it. Raises what the thread raises."""
+        taken = self._loop.create_future()
+        keep = threading.Thread(target=self._run, args=(taken,), name="lease", daemon=True)
+        self._thread = keep
+        keep.start()
+        await taken
+
+    async def over(self) -> None:
+        """Return when somebody else has it, or has had the time to take it for as long again: while
+        the server cannot be reached nobody knows."""
+        while not self._lost.is_set() and (left_s := self._until + LEASE_S - _now()) > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), left_s)
+
+    def is_held(self) -> bool:
+        """Whether it is certain that nobody else has it yet."""
+        return _now() < self._until
+
+    def lose(self) -> None:
+        """Take it for somebody else's. From any thread."""
+        self._until = 0.0
+        self._tell(self._lost.set)
+
+    async def close(self) -> None:
+        """Give it back, so that the next one need not wait."""
+        self._is_closing.set()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, _CLOSE_S)
+
+    # In the thread
+
+    def _run(self, taken: "asyncio.Future[None]") -> None:
+        """A defect reaches whoever waits for the lease, or ends it."""
+        try:
+            self._keep(taken)
+        except Exception as error:
+            logger.exception("the journal's lease is not renewed any more")
+            self.lose()
+            self._tell(partial(_settle, taken, error))
+
+    def _keep(self, taken: "asyncio.Future[None]") -> None:
+        connection: Connection | None = None
+        trouble = ""
+        try:
+            while not self._is_closing.is_set():
+                try:
+                    if connection is None or connection.closed:
+                        connection = connect(self.address)
+                        connection.execute("LISTEN parrot_lease")
+                    if not self._step(connection, taken):
+                        break
+                    trouble = ""
+                except psycopg.Error as error:
+                    if not trouble:
+                        trouble = str(error)
+                        logger.error("the journal's lease cannot be asked for: %s", trouble)
+                    self._is_closing.wait(_RETRY_S)
+        finally:
+            if connection is not None:
+                self._release(connection)
+
+    def _step(self, connection: Connection, taken: "asyncio.Future[None]") -> bool:
+        """Take or renew it, and wait until that is to be done again. False: it is lost."""
+        if self.epoch:
+            if not self._renew(connection):
+                self.lose()
+                return False
+        elif (wait_s := self._try(connection)) is not None:
+            for _ in connection.notifies(timeout=min(wait_s, _LOOK_S), stop_after=1):
+                pass
+            return True
+        else:
+            self._tell(partial(_settle, taken))
+        self._is_closing.wait(_RENEWAL_S)
+        return True
+
+    def _try(self, connection: Connection) -> float | None:
+        """Take it if it is free, and return None; else the seconds until it may be."""
+        before = _now()
+        row = connection.execute(_TAKE, (LEASE_S,)).fetchone()
+        if row is not None:
+            (self.epoch,) = row
+            self._until = before + LEASE_S
+            return None
+        row = connection.execute(_REMAINING).fetchone()
+        if row is None:
+            raise psycopg.DataError("the table parrot_lease is empty")
+        return max(0.0, float(row[0])) + 0.01
+
+    def _renew(self, connection: Connection) -> bool:
+        """False: somebody else has it."""
+        before = _now()
+        if connection.execute(_RENEW, (LEASE_S, self.epoch)).rowcount == 0:
+            return False
+        self._until = before + LEASE_S
+        return True
+
+    def _release(self, connection: Connection) -> None:
+        try:
+            with connection:
+                if self.is_held():
+                    self._until = 0.0
+                    connection.execute(_RELEASE, (self.epoch,))
+                    connection.execute("NOTIFY parrot_lease")
+        except psycopg.Error as error:
+            logger.warning("the journal's lease was not given back: %s", error)
+
+    def _tell(self, event: Callable[[], object]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(event)
+
+
+def _settle(waiter: "asyncio.Future[None]", error: Exception | None = None) -> None:
+    if waiter.done():
+        return
+    if error is None:
+        waiter.set_result(None)
+    else:
+        waiter.set_exception(error)
+
+
+def _now() -> float:
+    return time.clock_gettime(_CLOCK)
+
+
+_TRIMMED = 512  # records that are removed at once
+_OVERHEAD = 128  # bytes of a record besides its payload, about
+_READ = 1000  # records that are fetched at once
+# What a statement does is done in its own transaction, and only while `held` has a row: who takes
+# the lease changes the epoch, and waits for all who look at it.
+_HELD = "held AS (SELECT FROM parrot_lease WHERE epoch = %s FOR KEY SHARE)"
+_WRITE = f"""
+WITH {_HELD}, written AS (
+    INSERT INTO parrot_records
+    SELECT new.* FROM held, unnest(
+        %s::bigint[], %s::float8[], %s::text[], %s::text[], %s::bytea[], %s::bigint[]
+    ) AS new
+    ON CONFLICT (seq) DO NOTHING
+)
+SELECT count(*) FROM held
+""".encode()
+_TRIM = f"""
+WITH {_HELD}, gone AS (
+    DELETE FROM parrot_records WHERE seq IN (
+        SELECT seq FROM held, parrot_records WHERE subject = %s ORDER BY seq LIMIT {_TRIMMED}
+    ) RETURNING octet_length(payload) + {_OVERHEAD} AS size
+)
+SELECT (SELECT count(*) FROM held), count(*), coalesce(sum(size), 0)::bigint FROM gone
+""".encode()
+_RECORDS = "SELECT seq, at, subject, kind, payload, checksum FROM parrot_records"
+_SIZE = f"SELECT coalesce(sum(octet_length(payload) + {_OVERHEAD}), 0)::bigint FROM parrot_records"
+_CUT = """
+DO $$ BEGIN
+    PERFORM FROM parrot_lease WHERE epoch = {epoch} FOR KEY SHARE;
+    IF NOT FOUND THEN RAISE 'another ServeCore has taken over'; END IF;
+END $$;
+CREATE TABLE {aside} AS SELECT * FROM parrot_records WHERE seq > {last};
+DELETE FROM parrot_records WHERE seq > {last};
+"""
+
+
+class Superseded(Exception):
+    """Another process has the journal."""
+
+
+class Full(Exception):
+    """The journal has no room for more."""
+
+
+class PostgresRecords(NotedEnds):
+    """A `Storage`, for as long as the lease is held: not the smallest change is made after that. A
+    connection that broke is made anew with the next call."""
+
+    errors: type[Exception] = psycopg.Error
+
+    def __init__(self, lease: Lease, max_bytes: int) -> None:
+        """`max_bytes` of payloads, and something for each record: what the server needs besides is
+        not counted."""
+        super().__init__()
+        self._lease = lease
+        self.epoch = lease.epoch
+        self.is_ours = lease.is_held
+        self._max_bytes = max_bytes
+        self._size = 0
+        self._connection: Connection | None = None
+
+    def fact(self, name: str, value: int) -> int:
+        server = self._server()
+        insertion = "INSERT INTO parrot_facts VALUES (%s, %s) ON CONFLICT DO NOTHING"
+        server.execute(insertion, (name, value))
+        known = server.execute("SELECT value FROM parrot_facts WHERE name = %s", (name,)).fetchone()
+        assert known is not None
+        return int(known[0])
+
+    def read(self) -> Iterator[Record]:
+        server = self._server()
+        self._measure(server)
+        last, is_damaged = 0, False
+        with server.transaction(), server.cursor("parrot_read") as cursor:
+            cursor.itersize = _READ
+            cursor.execute(f"{_RECORDS} ORDER BY seq".encode())
+            for *row, checksum in cursor:
+                record = Record(*row)
+                if is_damaged := not is_whole(record, checksum):
+                    break
+                last = record.seq
+                if record.subject not in self._ended:
+                    yield record
+        if is_damaged:
+            self._cut(server, last)
+
+    def last_seq(self) -> int:
+        row = self._server().execute("SELECT max(seq) FROM parrot_records").fetchone()
+        return 0 if row is None or row[0] is None else int(row[0])
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write; records that a broken connection left in doubt may come again. Raises
+        `Superseded`, and `Full` beyond the bound."""
+        size = sum(len(record.payload) + _OVERHEAD for record in records)
+        if self._size + size > self._max_bytes:
+            raise Full(f"it has {self._size} bytes, and at most {self._max_bytes}")
+        columns = zip(*[(*record, record.checksum) for record in records], strict=True)
+        self._change(_WRITE, [list(column) for column in columns])
+        self._size += size
+        self.note_ends(records)
+
+    def trim(self) -> None:
+        """Raises `Superseded`."""
+        subject = next(iter(self._ended))
+        _, count, size = self._change(_TRIM, [subject])
+        self._size -= size
+        if count < _TRIMMED:
+            del self._ended[subject]
+
+    def close(self) -> None:
+        if self._connection is not None:
+            with suppress(psycopg.Error):
+                self._connection.close()
+
+    def _server(self) -> Connection:
+        if self._connection is None or self._connection.closed:
+            self._connection = connect(self._lease.address)
+        return self._connection
+
+    def _change(self, statement: bytes, arguments: Sequence[Any]) -> tuple[Any, ...]:
+        """The statement's row, which begins with how many leases were held."""
+        values = (self.epoch, *arguments)
+        try:
+            row = self._server().execute(statement, values).fetchone()
+        except psycopg.OperationalError:
+            if self._connection is not None and not self._connection.closed:
+                raise
+            row = self._server().execute(statement, values).fetchone()  # the server was restarted
+        assert row is not None
+        if not row[0]:
+            self._lease.lose()
+            raise Superseded("another ServeCore has taken over")
+        return row
+
+    def _measure(self, server: Connection) -> None:
+        size = server.execute(_SIZE.encode()).fetchone()
+        assert size is not None
+        (self._size,) = size
+        ends = server.execute(f"{_RECORDS} WHERE kind = '{ENDED}'".encode())
+        self._ended = {
+            record.subject: None
+            for *row, checksum in ends
+            if is_whole(record := Record(*row), checksum)
+        }
+
+    def _cut(self, server: Connection, last: int) -> None:
+        """Put the records behind `last` aside."""
+        aside = f"parrot_records_damaged_{time.time_ns() // 1_000_000}"
+        logger.error(
+            "journal: the record behind %d is damaged. What follows is cut; see %s", last, aside
+        )
+        server.execute(_CUT.format(aside=aside, last=last, epoch=self.epoch).encode())
+        self._measure(server)
