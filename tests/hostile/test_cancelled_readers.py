@@ -14,20 +14,20 @@ from parrot.serve.core import ServeCore
 Read = Callable[[ServeCore, dict[str, object], str], Awaitable[object]]
 
 
-async def one(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
-    return await programs.read(VarGetRequest(**scope), var_id)
+async def one(core: ServeCore, scope: dict[str, object], var_id: str) -> object:
+    return await core.read(VarGetRequest(**scope), var_id)
 
 
-async def timed(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
-    return await programs.read(VarGetRequest(**scope, timeout=60), var_id)
+async def timed(core: ServeCore, scope: dict[str, object], var_id: str) -> object:
+    return await core.read(VarGetRequest(**scope, timeout=60), var_id)
 
 
-async def first(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
-    return await programs.first(FirstVarsRequest(**scope, var_ids=[var_id]))
+async def first(core: ServeCore, scope: dict[str, object], var_id: str) -> object:
+    return await core.first(FirstVarsRequest(**scope, var_ids=[var_id]))
 
 
-async def stream(programs: ServeCore, scope: dict[str, object], var_id: str) -> object:
-    return [text async for text in programs.stream(VarGetRequest(**scope), var_id)]
+async def stream(core: ServeCore, scope: dict[str, object], var_id: str) -> object:
+    return [text async for text in core.stream(VarGetRequest(**scope), var_id)]
 
 
 @pytest.mark.parametrize("read", [one, timed, first, stream])
@@ -36,8 +36,8 @@ async def test_cancel_and_set_in_one_turn(read: Read, is_set_first: bool) -> Non
     core = ServeCore(CoreConfig())
     scope: dict[str, object] = core.create_session(SessionCreateRequest()).model_dump()
     var_id = core.create_var(**scope, var_name="x", content=None)
-    leaves = [asyncio.create_task(read(core.programs, scope, var_id)) for _ in range(3)]
-    stays = asyncio.create_task(read(core.programs, scope, var_id))
+    leaves = [asyncio.create_task(read(core, scope, var_id)) for _ in range(3)]
+    stays = asyncio.create_task(read(core, scope, var_id))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     if is_set_first:
