@@ -15,7 +15,7 @@ from parrot.engine.owners.owners import Owner, Owners
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
-from parrot.protocol.endpoint import PEER_BODY, Access, Endpoint, require_cluster_token, rules
+from parrot.protocol.endpoint import PEER_BODY, Access, Described, Endpoint, require_cluster_token
 from parrot.protocol.engine_api import (
     ChannelRequest,
     EmbedRequest,
@@ -34,25 +34,37 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.errors import NotFound, Unavailable
-from parrot.protocol.middleware import Guard, create_base_app
+from parrot.protocol.middleware import Guard, Layer, create_base_app, own_layers
 from parrot.protocol.openapi import install
 
 MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
 _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
-_guarded = partial(Endpoint, access=Access.CLUSTER, body=PEER_BODY)
+_DESCRIBED = Described(_ERRORS)
+_EVENTS = Described(_ERRORS, media_type="text/event-stream")
 
 
-class _Fenced(Endpoint):
+def _fenced(
+    owners: Owners,
+    path: str,
+    verb: Callable[..., Any],
+    summary: str,
+    described: Described = _DESCRIBED,
+) -> Endpoint:
     """Refuses who is not obeyed also when the body is there: until then the engine may have
     registered again. The verb gets the `owner` of the request besides."""
 
-    def __init__(self, owners: Owners, *args: Any, **options: Any) -> None:
-        super().__init__(*args, access=Access.CLUSTER, body=PEER_BODY, errors=_ERRORS, **options)
-        self._owners = owners
+    def name_owner(request: Request, arguments: dict[str, Any]) -> None:
+        arguments["owner"] = owners.owner(request)
 
-    async def _arguments(self, request: Request) -> dict[str, Any]:
-        arguments = await super()._arguments(request)
-        return arguments | {"owner": self._owners.owner(request)}
+    return _guarded("POST", path, verb, summary, described).stepping(name_owner)
+
+
+def _guarded(
+    method: str, path: str, verb: Callable[..., Any], summary: str, described: Described
+) -> Endpoint:
+    return Endpoint(
+        method, path, verb, summary, access=Access.CLUSTER, body=PEER_BODY, described=described
+    )
 
 
 def create_app(
@@ -74,16 +86,8 @@ def create_app(
         if own is not None:
             own.close()
 
-    app = create_base_app(
-        "Parrot engine",
-        max_body_size=MAX_BODY_SIZE,
-        max_body_memory=config.connections.max_body_memory,
-        host=config.host,
-        allowed_hosts=config.allowed_hosts,
-        lifespan=lifespan,
-    )
     metrics = EngineMetrics(config.engine_name, config.served_model)
-    owners = app.state.owners = Owners(service, reorder, config.num_cores)
+    owners = Owners(service, reorder, config.num_cores)
     listeners = [metrics.count, log_ended]
     if (exporting := tracer or own) is not None:
         listeners.append(exporting.ended)
@@ -93,13 +97,22 @@ def create_app(
         *_readings(owners),
         *_facts(service, owners, incarnation, metrics),
     ]
-    install(app, endpoints, access=Access.CLUSTER)
-    # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
-    app.add_middleware(Guard, check=owners.check, open_paths=("/tokenizer",))
+    open_paths = {one.path for one in endpoints if one.access is Access.ANYBODY}
+    layers: list[Layer] = []
     if config.cluster_token is not None:
-        open_paths = {rule.path for rule in rules(app.routes) if rule.access is Access.ANYBODY}
         check = partial(require_cluster_token, expected=config.cluster_token)
-        app.add_middleware(Guard, check=check, open_paths=open_paths)
+        layers.append(partial(Guard, check=check, open_paths=open_paths))
+    # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
+    layers.append(partial(Guard, check=owners.check, open_paths=("/tokenizer",)))
+    names = (config.host, *config.allowed_hosts)
+    app = create_base_app(
+        "Parrot engine",
+        [*layers, *own_layers(max_body_size=MAX_BODY_SIZE, names=names)],
+        max_body_memory=config.connections.max_body_memory,
+        lifespan=lifespan,
+    )
+    app.state.owners = owners
+    install(app, endpoints, access=Access.CLUSTER)
     return app
 
 
@@ -136,10 +149,10 @@ def _verbs(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> list
             owner.share.wake()
 
     return [
-        _Fenced(owners, "POST", "/fill", fill, "Add to a context"),
-        _Fenced(owners, "POST", "/generate", generate, "Add to contexts, and generate"),
-        _Fenced(owners, "POST", "/free_context", free_context, "Drop contexts"),
-        _Fenced(owners, "POST", "/beat", beat, "Have the next heartbeat at once"),
+        _fenced(owners, "/fill", fill, "Add to a context"),
+        _fenced(owners, "/generate", generate, "Add to contexts, and generate"),
+        _fenced(owners, "/free_context", free_context, "Drop contexts"),
+        _fenced(owners, "/beat", beat, "Have the next heartbeat at once"),
     ]
 
 
@@ -183,10 +196,7 @@ def _streams(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> li
         ("/follow", follow, "The pieces of a running generation"),
         ("/channel", channel, "The pieces of all generations that name it"),
     ]
-    return [
-        _Fenced(owners, "POST", path, verb, about, media_type="text/event-stream")
-        for path, verb, about in verbs
-    ]
+    return [_fenced(owners, path, verb, about, _EVENTS) for path, verb, about in verbs]
 
 
 def _readings(owners: Owners) -> list[Endpoint]:
@@ -201,8 +211,8 @@ def _readings(owners: Owners) -> list[Endpoint]:
         return response
 
     return [
-        _Fenced(owners, "POST", "/embed", embed, "What a text means, as numbers"),
-        _Fenced(owners, "POST", "/score", score, "How likely a text's tokens are"),
+        _fenced(owners, "/embed", embed, "What a text means, as numbers"),
+        _fenced(owners, "/score", score, "How likely a text's tokens are"),
     ]
 
 
@@ -230,24 +240,28 @@ def _facts(
         return counts.render(service.runtime_info(), owners.num_beyond)
 
     return [
-        _guarded("POST", "/ping", ping, "What runs here", errors=(401, 503)),
+        _guarded("POST", "/ping", ping, "What runs here", Described((401, 503))),
         _guarded(
             "GET",
             "/tokenizer",
             tokenizer,
             "The model's tokenizer",
-            errors=(401, 404, 503),
+            Described((401, 404, 503)),
         ),
         Endpoint("GET", "/health", health, "Whether the process lives", access=Access.ANYBODY),
         Endpoint(
-            "GET", "/ready", ready, "Whether it can work", errors=(503,), access=Access.ANYBODY
+            "GET",
+            "/ready",
+            ready,
+            "Whether it can work",
+            access=Access.ANYBODY,
+            described=Described((503,)),
         ),
         _guarded(
             "GET",
             "/metrics",
             metrics,
             "For Prometheus",
-            errors=(401,),
-            media_type=counts.content_type,
+            Described((401,), media_type=counts.content_type),
         ),
     ]

@@ -10,22 +10,27 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Sequence,
 )
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from functools import wraps
+from typing import Any, NamedTuple, Self, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import Receive, Scope, Send
 
 from parrot.protocol.answers import (
+    JSON,
     EventStream,
+    JsonResponse,
     has_long_list,
+    json_bytes,
     json_in_turns,
-    json_response,
     run_until_disconnect,
 )
 from parrot.protocol.errors import (
@@ -41,11 +46,10 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.fields import Id, Label, Path
 from parrot.protocol.json_size import JsonMeter
-from parrot.protocol.public import EmptyResponse
 from parrot.utils.ids import tokens_equal
 from parrot.utils.traces.traceparent import TraceParent
 
-_JSON = "application/json"
+_BEARERS = ("session_auth", "api_key")  # fields for which a Bearer token may stand
 _LARGE = 2**17  # bytes of a body
 _MAX_FIELDS = 64
 _MAX_KEY = 256  # characters of a client's for a request
@@ -54,8 +58,16 @@ _SMALL = 2**16  # bytes of a body that are not counted: the server has as many i
 T = TypeVar("T", bound=BaseModel)
 
 
+Verb = Callable[..., Any]
 Check = Callable[[Request], object]
 """Raises `AuthenticationFailed` or `PermissionDenied` for a request that may not be made."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+Wrapper = Callable[[Request, Handler], Awaitable[Response]]
+"""Answers a request in the place of the handler, which it may ask."""
+
+Step = Callable[[Request, dict[str, Any]], None]
+"""May add to the arguments of a request's verb, or refuse the request."""
 
 
 class Access(StrEnum):
@@ -81,8 +93,16 @@ class Rule(NamedTuple):
 
 
 class RuledRoute(Route):
-    def __init__(self, path: str, endpoint: Callable[..., Any], access: Access, **options: Any):
-        super().__init__(path, endpoint, **options)
+    """`endpoint`: what answers a request, or an ASGI app."""
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Any],
+        access: Access,
+        methods: Sequence[str] = ("GET",),
+    ) -> None:
+        super().__init__(path, endpoint, methods=methods)
         self.access = access
 
 
@@ -177,98 +197,141 @@ class PathParameters(BaseModel):
 Durable = Callable[[], Awaitable[None]]
 """Waits until what was done is for good."""
 
-
-class Lasting:
-    """For the block that does something, or says that it was done before: its end is told when that
-    is for good, so that a restart cannot take it back."""
-
-    __slots__ = ("_durable",)
-
-    def __init__(self, durable: Durable | None) -> None:
-        self._durable = durable
-
-    async def __aenter__(self) -> None: ...
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._durable is not None and (kind is None or issubclass(kind, _DONE_BEFORE)):
-            await self._durable()
-
-
 _DONE_BEFORE = (Conflict, SessionGone)
 
 
-class Endpoint:
-    """One verb of a server.
+@asynccontextmanager
+async def durably(durable: Durable | None) -> AsyncIterator[None]:
+    """For the block that does something, or says that it was done before: its end is told when that
+    is for good, so that a restart cannot take it back."""
+    try:
+        yield
+    except _DONE_BEFORE:
+        if durable is not None:
+            await durable()
+        raise
+    if durable is not None:
+        await durable()
 
-    `verb` is called with the request (the model that annotates its parameter `request`) or with the
-    fields of `takes`, and with those parameters of the path that are no such fields. It gives a
-    model, None (for `{}`), bytes, or server-sent events; an awaitable of one is cancelled when the
-    client goes away.
+
+def lasting(verb: Verb, durable: Durable | None) -> Verb:
+    """The verb, whose answer is told when that is for good what it has done, now or before. Without
+    `durable` nothing is written down, and it is the verb itself."""
+    if durable is None:
+        return verb
+
+    async def lasting_verb(**arguments: Any) -> Any:
+        async with durably(durable):
+            result = verb(**arguments)
+            return await result if inspect.isawaitable(result) else result
+
+    return wraps(verb)(lasting_verb)
+
+
+def taking(model: type[BaseModel], verb: Verb) -> Verb:
+    """The verb, which has a parameter for each field of the model, as one that takes a request."""
+
+    def taking_verb(request: BaseModel, **path: Any) -> Any:
+        return verb(**dict(request), **path)
+
+    request = inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=model)
+    gives = inspect.signature(verb).return_annotation
+    signature = inspect.Signature([request], return_annotation=gives)
+    taking_verb.__signature__ = signature  # type: ignore[attr-defined]
+    return taking_verb
+
+
+class Described(NamedTuple):
+    """The description of an endpoint's answers. It changes nothing of them, but that `media_type`
+    is the type of bytes."""
+
+    errors: tuple[int, ...] = ()  # statuses that it may fail with, besides 400, 415 and 422
+    about: str = "OK"
+    media_type: str = JSON
+    may_stream: bool = False  # it gives server-sent events to those who ask for them
+
+
+_OK = Described()
+
+
+class Endpoint:
+    """One verb of a server, as an ASGI app for a route.
+
+    `verb` is called with the request (the model that annotates its parameter `request`) and with
+    those parameters of the path that are no fields of that. It gives a model, None (for `{}`),
+    bytes, or server-sent events; an awaitable of one is cancelled when the client goes away.
 
     The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
-    for the field `bearer` if that is not given, and the headers `traceparent` and `Idempotency-Key`
-    for those fields.
-    `access`: who may use it, and `check` what says so, if the verb does not. `body`: which bodies
-    are read. `durable` is awaited before it is told that something was done, now or before.
-    `errors` (statuses that it may fail with, besides 400 and 422), `about` and `may_stream` (it
-    gives server-sent events to those who ask for them) only describe it."""
+    for the field `session_auth`, or `api_key` where there is none, if it is not given, and the
+    headers `traceparent` and `Idempotency-Key` for those fields.
+    `access` says who may use it, and `body` which bodies are read."""
 
     def __init__(
         self,
         method: str,
         path: str,
-        verb: Callable[..., Any],
+        verb: Verb,
         summary: str = "",
         *,
         access: Access,
-        check: Check | None = None,
-        takes: type[BaseModel] | None = None,
-        errors: tuple[int, ...] = (),
-        bearer: str = "session_auth",
-        media_type: str = "application/json",
-        about: str = "OK",
-        may_stream: bool = False,
         body: BodyRules = ANY_BODY,
-        durable: Durable | None = None,
+        described: Described = _OK,
     ) -> None:
         signature = inspect.signature(verb)
         request = signature.parameters.get("request")
         self.method = method
         self.path = path
         self.summary = summary
-        self.takes: type[BaseModel] | None = takes if request is None else request.annotation
+        self.takes: type[BaseModel] | None = None if request is None else request.annotation
         self.gives = signature.return_annotation
         self.access = access
-        self.errors = errors
-        self.media_type = media_type
-        self.about = about
-        self.may_stream = may_stream
+        self.described = described
         self._verb = verb
-        self._wants_request = request is not None
         fields = {} if self.takes is None else self.takes.model_fields
+        self._bearer = next((name for name in _BEARERS if name in fields), None)
         self._is_traced = "traceparent" in fields
         self._is_repeatable = "idempotency_key" in fields
-        self._bearer = bearer
-        self._check = check
         self._body = body
-        self._durable = durable
+        self._steps: tuple[Step, ...] = ()
+        self._handle: Handler = self._answer
 
-    def route(self) -> Route:
+    def checked(self, check: Check) -> Self:
+        """The endpoint, for requests that `check` lets pass: it is asked before one is read."""
+
+        async def answer(request: Request, endpoint: Handler) -> Response:
+            check(request)
+            return await endpoint(request)
+
+        return self.wrapped(answer)
+
+    def wrapped(self, wrapper: Wrapper) -> Self:
+        """The endpoint, with `wrapper` around it, outside of those that it has already."""
+        inner = self._handle
+        self._handle = lambda request: wrapper(request, inner)
+        return self
+
+    def stepping(self, step: Step) -> Self:
+        """The endpoint, with `step` between a request and the verb: it is called with the arguments
+        that were read, behind the steps that it has already."""
+        self._steps = (*self._steps, step)
+        return self
+
+    def route(self) -> "RuledRoute":
         """A plain route: FastAPI's, which resolve dependencies, cost more than all of ServeCore's
         own work on a call."""
-        route = RuledRoute(self.path, self._answer, self.access, methods=[self.method])
+        route = RuledRoute(self.path, self, self.access, methods=[self.method])
         if self.takes is not None:
             route.methods = {self.method}  # without HEAD, which would be a read
         return route
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._handle(Request(scope, receive, send))
+        await response(scope, receive, send)
+
     async def _answer(self, request: Request) -> Response:
-        if self._check is not None:
-            self._check(request)
-        arguments = await self._arguments(request)
-        async with Lasting(self._durable):
-            result = self._verb(**arguments)
-            if inspect.isawaitable(result):
-                result = await run_until_disconnect(request, result)
+        result = self._verb(**await self._arguments(request))
+        if inspect.isawaitable(result):
+            result = await run_until_disconnect(request, result)
         if isinstance(result, BaseModel) and has_long_list(result):
             result = await json_in_turns(result)
         return self._response(result)
@@ -285,9 +348,11 @@ class Endpoint:
                 value = arguments.pop(name)
                 if isinstance(fields, dict):
                     fields[name] = value
-            payload = parse_payload(self.takes, fields)
-            await others_first(declared_size(request))
-            arguments |= {"request": payload} if self._wants_request else dict(payload)
+            arguments["request"] = parse_payload(self.takes, fields)
+            if declared_size(request) > _LARGE:
+                await asyncio.sleep(0)
+        for step in self._steps:
+            step(request, arguments)
         return arguments
 
     async def _read_fields(self, request: Request) -> Any:
@@ -296,11 +361,12 @@ class Endpoint:
             return fields  # validation says what is wrong with it
         if request.scope["query_string"]:
             fields = dict(request.query_params) | fields
-        if fields.get(self._bearer) is None and (token := bearer_token(request)) is not None:
-            fields[self._bearer] = token
+        bearer = self._bearer
+        if bearer is not None and fields.get(bearer) is None:
+            fields |= {} if (token := bearer_token(request)) is None else {bearer: token}
         if self._is_traced and fields.get("traceparent") is None:
             given = request.headers.get("traceparent")
-            if TraceParent.parse(given) is not None:
+            if given is not None and TraceParent.parse(given) is not None:
                 fields["traceparent"] = given
         if self._is_repeatable and fields.get("idempotency_key") is None:
             fields["idempotency_key"] = idempotency_key_of(request)
@@ -308,11 +374,11 @@ class Endpoint:
 
     def _response(self, result: object) -> Response:
         if isinstance(result, BaseModel):
-            return json_response(result)
+            return JsonResponse(json_bytes(result))
         if result is None:
-            return json_response(EmptyResponse())
+            return JsonResponse(b"{}")
         if isinstance(result, bytes):
-            return Response(result, media_type=self.media_type)
+            return Response(result, media_type=self.described.media_type)
         assert isinstance(result, AsyncIterator), result
         return EventStream(result)
 
@@ -327,26 +393,32 @@ async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
     """The whole body, which the request does not keep. Raises what the rules and the meter raise,
     `Unavailable` when the bodies of all requests become too large, and `Cancelled` if the client
     leaves or is too slow."""
-    rules.check(request, declared_size(request))
+    if (declared := declared_size(request)) > 0:
+        rules.check(request, declared)
+    message = await request.receive()
+    is_whole = message["type"] == "http.request" and not message.get("more_body", False)
+    if is_whole and len(body := message["body"]) <= min(declared, _SMALL):
+        return bytes(body)  # as nearly all are: small, and there at once
     budget: BodyBudget = request.app.state.body_budget
     with budget.lease() as lease:
         chunks, size = [], 0
         meter: JsonMeter | None = None
-        try:
-            async for chunk in request.stream():
+        while True:
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client disconnected")
+            if chunk := message.get("body", b""):
                 chunks.append(chunk)
                 size += len(chunk)
                 rules.check(request, size)
-                if size <= _SMALL:
-                    continue
+            if size > _SMALL:
                 lease.hold(size)
                 if rules.is_metered:
                     for piece in chunks if meter is None else (chunk,):
                         meter = meter or JsonMeter()
                         meter.feed(piece)
-        except ClientDisconnect:
-            raise Cancelled("the client disconnected") from None
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+            message = await request.receive()
 
 
 async def read_json(
@@ -361,8 +433,8 @@ async def read_json(
     if not raw:
         return {}
     declared = request.headers.get("content-type", "")
-    if declared.partition(";")[0].strip().lower() != _JSON:
-        raise UnsupportedMediaType(f"the body must be declared as {_JSON}, not {declared!r:.80}")
+    if declared.partition(";")[0].strip().lower() != JSON:
+        raise UnsupportedMediaType(f"the body must be declared as {JSON}, not {declared!r:.80}")
     await others_first(len(raw))
     try:
         payload = orjson.loads(raw)

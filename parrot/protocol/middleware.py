@@ -1,8 +1,10 @@
 """The app of a server, and what stands before its routes, from outside in: it answers only under
 its own names (`HostGuard`), to bodies that are not too large (`BodyLimit`), and whatever goes wrong
-behind is an answer (`ErrorBoundary`)."""
+behind is an answer (`ErrorBoundary`). Servers put their own layers before and behind these, where
+they are configured."""
 
 import logging
+import secrets
 import socket
 from collections.abc import (
     Callable,
@@ -11,7 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -36,23 +38,22 @@ from parrot.utils.addresses import MAX_HOST_NAME, is_address
 
 logger = logging.getLogger(__name__)
 ANY_HOST = "*"
+_MAX_REQUEST_ID = 128  # characters
 _REMEMBERED = 256  # names, each with its port
+
+
+Layer = Callable[[ASGIApp], ASGIApp]
+"""Makes of an app one that does something more."""
 
 
 def create_base_app(
     title: str,
+    layers: Sequence[Layer],
     *,
-    max_body_size: int,
     max_body_memory: int = ConnectionLimits().max_body_memory,
-    host: str = "localhost",
-    allowed_hosts: Sequence[str] = (ANY_HOST,),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-    error_form: ErrorForm = own_form,
-    around: Callable[[ASGIApp], ASGIApp] | None = None,
 ) -> FastAPI:
-    """A FastAPI app whose every error, also of unknown paths and defects, is the JSON of errors, in
-    the form that `error_form` gives it. It answers under the names of `host` and `allowed_hosts`
-    (see `HostGuard`). `around`: what stands between its errors and its routes."""
+    """A FastAPI app with these layers before its routes, from outside in: `own_layers` at least."""
     app = _App(
         title=title,
         lifespan=lifespan,
@@ -61,41 +62,80 @@ def create_base_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.body_budget = BodyBudget(max_body_memory)
-    app.error_form = error_form
-    app.around = around
-    app.add_middleware(BodyLimit, max_body_size=max_body_size, error_form=error_form)
-    app.add_middleware(HostGuard, bound=host, others=allowed_hosts, error_form=error_form)
+    app.layers = layers
     return app
 
 
 class _App(FastAPI):
-    """An app with one layer in the place of FastAPI's six, which cost a tenth of all of ServeCore's
-    work on a call and do nothing for plain routes."""
+    """An app with our layers in the place of FastAPI's six, which cost a tenth of all of
+    ServeCore's work on a call and do nothing for plain routes."""
 
-    error_form: ErrorForm
-    around: Callable[[ASGIApp], ASGIApp] | None
+    layers: Sequence[Layer]
 
     def build_middleware_stack(self) -> ASGIApp:
-        routes: ASGIApp = self.router if self.around is None else self.around(self.router)
-        app: ASGIApp = ErrorBoundary(routes, self.error_form)
-        for layer, args, options in reversed(self.user_middleware):
-            app = layer(app, *args, **options)
+        app: ASGIApp = self.router
+        for layer in reversed(self.layers):
+            app = layer(app)
         return app
+
+
+def own_layers(
+    *, max_body_size: int, names: Sequence[str] = (ANY_HOST,), error_form: ErrorForm = own_form
+) -> list[Layer]:
+    """The layers before the routes of every server: it answers under `names` and its own only (see
+    `HostGuard`), bodies have a limit, and every error, also of unknown paths and defects, is the
+    JSON of errors, in the form that `error_form` gives it."""
+    layers: list[Layer] = [
+        partial(BodyLimit, max_body_size=max_body_size, error_form=error_form),
+        partial(ErrorBoundary, error_form=error_form),
+    ]
+    if ANY_HOST not in names:
+        layers.insert(0, partial(HostGuard, names=names, error_form=error_form))
+    return layers
+
+
+class RequestIds:
+    """Gives each request an id, unless its client has, and says it with every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        value = b""
+        for name, given in scope["headers"]:
+            if name == b"x-request-id":
+                value = given[:_MAX_REQUEST_ID]
+                break
+        value = value or b"req_%b" % secrets.token_hex(12).encode()
+        scope["request_id"] = value.decode("latin-1")
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The first is OpenAI's name, the other Anthropic's.
+                message["headers"] += [(b"x-request-id", value), (b"request-id", value)]
+            await send(message)
+
+        await self._app(scope, receive, answer)
+
+
+def request_id_of(request: Request) -> str:
+    """The id of a request, for which `RequestIds` must have been asked."""
+    return str(request.scope["request_id"])
 
 
 class HostGuard:
     """Refuses requests for names that are not the server's: a web page may give a name of its own
     any address, also this machine's (DNS rebinding), and its browser then takes it for the same
-    site, but tells which name the request is made for. The server's names are what it binds, the
-    machine's, `localhost` and `others`; an address is no name, so nobody can have given it away.
-    """
+    site, but tells which name the request is made for. The server's names are `names`, the
+    machine's, and `localhost`; an address is no name, so nobody can have given it away."""
 
-    def __init__(
-        self, app: ASGIApp, bound: str, others: Iterable[str], error_form: ErrorForm
-    ) -> None:
+    def __init__(self, app: ASGIApp, names: Iterable[str], error_form: ErrorForm) -> None:
         self._app = app
         self._error_form = error_form
-        own = (bound, socket.gethostname(), "localhost", *others)
+        own = (socket.gethostname(), "localhost", *names)
         self._names = frozenset(name.lower() for name in own)
         self._is_own = lru_cache(_REMEMBERED)(self._names_us)
 
@@ -109,8 +149,6 @@ class HostGuard:
         await self._app(scope, receive, send)
 
     def _names_us(self, header: bytes) -> bool:
-        if ANY_HOST in self._names:
-            return True
         name = _without_port(header.decode("latin-1")).lower().removesuffix(".")
         return name in self._names or is_address(name)
 
@@ -147,7 +185,11 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        declared = next((v for k, v in scope["headers"] if k == b"content-length"), None)
+        declared = None
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                declared = value
+                break
         if declared is None:
             await self._app(scope, self._counting(receive), send)
         elif declared.isdigit() and int(declared) <= self._max_body_size:

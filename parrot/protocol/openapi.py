@@ -75,7 +75,9 @@ def install(
     def openapi() -> bytes:
         return orjson.dumps(app.openapi())
 
-    page = Endpoint("GET", "/openapi.json", openapi, "This page", access=access, check=check)
+    page = Endpoint("GET", "/openapi.json", openapi, "This page", access=access)
+    if check is not None:
+        page.checked(check)
     app.router.routes[:] = [*(endpoint.route() for endpoint in (*endpoints, page)), *others]
     list(rules(app.routes))
     _install_description(app, endpoints)
@@ -91,8 +93,8 @@ def _describe(endpoints: Sequence[Endpoint]) -> Json:
     for endpoint in endpoints:
         answer = _answer(endpoint)
         answer_schema = {} if answer is None else {"schema": refs[answer, "validation"]}
-        content: Json = {endpoint.media_type: answer_schema}
-        if endpoint.may_stream:
+        content: Json = {endpoint.described.media_type: answer_schema}
+        if endpoint.described.may_stream:
             content["text/event-stream"] = {}
         failed = {"application/json": {"schema": refs[ErrorResponse, "validation"]}}
         operation: Json = {
@@ -100,13 +102,13 @@ def _describe(endpoints: Sequence[Endpoint]) -> Json:
             "parameters": _parameters(endpoint, schemas),
             "responses": {
                 "200": {
-                    "description": endpoint.about,
+                    "description": endpoint.described.about,
                     "content": content,
                 }
             }
             | {
                 str(status): {"description": _ERRORS[status], "content": failed}
-                for status in sorted({400, 415, 422, *endpoint.errors})
+                for status in sorted({400, 415, 422, *endpoint.described.errors})
             },
         }
         if endpoint.takes is not None and _has_body(endpoint):
@@ -119,7 +121,7 @@ def _describe(endpoints: Sequence[Endpoint]) -> Json:
 
 def _answer(endpoint: Endpoint) -> type[BaseModel] | None:
     """The model of its answer; None if that is not JSON."""
-    if endpoint.media_type != "application/json":
+    if endpoint.described.media_type != "application/json":
         return None
     return endpoint.gives or EmptyResponse
 

@@ -497,7 +497,7 @@ async def test_an_engine_that_has_lost_its_device_is_not_ready_and_fails_all_req
         def lose(plan: StepPlan) -> StepResult:
             raise DeviceLost("an illegal access")
 
-        monkeypatch.setattr(service._core.tasks, "run", lose)
+        monkeypatch.setattr(service._core._runner, "run", lose)
         answers = [client.generate(request(i)) for i in range(3)]
         errors = await asyncio.gather(*answers, return_exceptions=True)
         assert {type(error) for error in errors} == {Unavailable}

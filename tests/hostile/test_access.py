@@ -13,7 +13,7 @@ from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.endpoint import Access, Rule, rules
-from parrot.protocol.middleware import create_base_app
+from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.openapi import install
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.api.app import create_app as core_app
@@ -178,6 +178,6 @@ async def test_an_engine_answers_the_cluster_only() -> None:
 
 
 def test_an_app_with_a_route_of_no_rule_does_not_start() -> None:
-    app = create_base_app("test", max_body_size=1000)
+    app = create_base_app("test", own_layers(max_body_size=1000))
     with pytest.raises(TypeError, match="nobody says who may use"):
         install(app, [], [Route("/new", lambda request: None)], access=Access.ANYBODY)

@@ -5,7 +5,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
-from parrot.serve.core import ServeCore
 
 from parrot.protocol.public import FirstVarsRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig

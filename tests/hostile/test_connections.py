@@ -14,7 +14,7 @@ from parrot.protocol.app_server import AppServer
 from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
-from parrot.protocol.middleware import create_base_app
+from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.server_config import ConnectionLimits
 
 LIMITS = ConnectionLimits(
@@ -70,7 +70,9 @@ class Site:
 
 @asynccontextmanager
 async def serving(limits: ConnectionLimits) -> AsyncIterator[Site]:
-    app = create_base_app("test", max_body_size=2**24, max_body_memory=limits.max_body_memory)
+    app = create_base_app(
+        "test", own_layers(max_body_size=2**24), max_body_memory=limits.max_body_memory
+    )
     release = asyncio.Event()
 
     def size(request: Text) -> Text:
@@ -92,9 +94,7 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[Site]:
     sent: list[int] = []
     ended = asyncio.Event()
     app.router.routes[:0] = [
-        Endpoint(
-            "POST", "/endless", endless, media_type="text/event-stream", access=Access.ANYBODY
-        ).route(),
+        Endpoint("POST", "/endless", endless, access=Access.ANYBODY).route(),
         Endpoint("POST", "/size", size, access=Access.ANYBODY).route(),
         Endpoint("POST", "/wait", wait, access=Access.ANYBODY).route(),
     ]

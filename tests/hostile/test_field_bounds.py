@@ -38,7 +38,7 @@ def models() -> list[type[BaseModel]]:
     """The models that a request can be read as."""
     found: dict[type[BaseModel], None] = {PathParameters: None}
     for route in routes():
-        endpoint = getattr(getattr(route, "endpoint", None), "__self__", None)
+        endpoint = getattr(route, "endpoint", None)
         by_hand = READ_BY_HAND.get(getattr(route, "path", ""), PathParameters)
         taken = endpoint.takes if isinstance(endpoint, Endpoint) else by_hand
         if taken is not None:

@@ -34,7 +34,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
-from parrot.protocol.middleware import create_base_app
+from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.public import EmptyResponse
 from parrot.protocol.transport import AppTransport, Transport
 from tests.support.app_server import serve_app
@@ -72,7 +72,7 @@ class Probe:
 
 
 def make_app(probe: Probe) -> FastAPI:
-    app = create_base_app("test", max_body_size=10_000)
+    app = create_base_app("test", own_layers(max_body_size=10_000))
 
     async def item(request: Request) -> Response:
         parsed = parse_payload(Item, await read_json(request))

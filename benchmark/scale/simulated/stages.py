@@ -13,10 +13,10 @@ from benchmark.scale.simulated.device import Device
 from benchmark.scale.simulated.programs import Session
 from parrot.serve.contexts.forecast import ReadyPrefixes
 from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.activation import Activation
-from parrot.serve.core import ServeCore
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
 

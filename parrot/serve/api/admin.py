@@ -1,19 +1,15 @@
 """Routes for operators, who may do without the page."""
 
-from functools import partial
-
-from parrot.protocol.endpoint import SMALL_BODY, Access, Endpoint
+from parrot.protocol.endpoint import SMALL_BODY, Access, Described, Endpoint, Verb, taking
 from parrot.protocol.errors import NotFound
 from parrot.protocol.public import Answer, EngineStatus
 from parrot.serve.api.service import holder_of
 from parrot.serve.core import ServeCore
-from parrot.serve.page.audit import AuditedEndpoint, AuditLog
+from parrot.serve.page.audit import AuditLog, audited
 from parrot.serve.page.endpoints import Drain
 from parrot.serve.sessions import Session
 from parrot.serve.tenants.table import Scope, Tenant, TenantLimits
 from parrot.serve.views import engine_view
-
-_ERRORS = (401, 403, 404)
 
 
 class TenantView(Answer):
@@ -36,7 +32,7 @@ class EngineList(Answer):
     engines: list[EngineStatus]
 
 
-def admin_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
+def admin_endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]:
     """Cancel, end and drain what is anybody's."""
 
     def tenants() -> TenantList:
@@ -56,23 +52,26 @@ def admin_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
         session = _find(core, session_id)
         core.cancel_call(session.id, session.auth, request_id)
 
-    endpoint = partial(
-        AuditedEndpoint,
-        audit,
-        holder_of(core, Scope.ADMIN),
-        access=Access.ADMIN,
-        errors=_ERRORS,
-        body=SMALL_BODY,
-    )
+    def endpoint(method: str, path: str, verb: Verb, summary: str) -> Endpoint:
+        one = Endpoint(
+            method,
+            path,
+            verb,
+            summary,
+            access=Access.ADMIN,
+            body=SMALL_BODY,
+            described=Described((401, 403, 404)),
+        )
+        return audited(one, audit, holder_of(core, Scope.ADMIN))
+
     return [
         endpoint("GET", "/v1/admin/tenants", tenants, "Tenants with keys, and what they have now"),
         endpoint("GET", "/v1/admin/engines", engines, "Live engines"),
         endpoint(
             "POST",
             "/v1/admin/engine/{engine_id}/drain",
-            drain,
+            taking(Drain, drain),
             "Give an engine no more calls, or calls again",
-            takes=Drain,
         ),
         endpoint("DELETE", "/v1/admin/session/{session_id}", end, "End anybody's session"),
         endpoint(

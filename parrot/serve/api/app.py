@@ -1,7 +1,8 @@
 """ServeCore's app: every endpoint over one core."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
@@ -28,13 +29,10 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     """The app of one ServeCore, which it closes when it ends. With a journal, the core is restored
     from it first. Raises `ConfigError` if that cannot be read."""
 
-    shards = core.config.shards
     forwarding: list[Forwarding] = []
 
-    def forwarded(routes: ASGIApp) -> ASGIApp:
-        if shards is None:
-            return routes
-        forwarding.append(Forwarding(routes, shards.cores, lambda: load_of(core)))
+    def forwarded(urls: Sequence[str], routes: ASGIApp) -> ASGIApp:
+        forwarding.append(Forwarding(routes, urls, lambda: load_of(core)))
         return forwarding[-1]
 
     @asynccontextmanager
@@ -47,23 +45,28 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
                 await way.close()
             await core.close()
             await responses.close()
-            audit.close()
+            if audit is not None:
+                audit.close()
 
-    audit = AuditLog(core.config.audit_path)
-    page = Page(core, audit)
-    responses = Responses(core.turns, core.config)
+    config = core.config
+    audit = None if config.audit_path is None else AuditLog(config.audit_path)
+    responses = Responses(core.turns, config)
     if journal is not None:
         restore(core, journal, {ENDING: core.turns.restore_ending, **responses.kept.restorers})
         core.turns.restored()
         responses.kept.keep_in(journal, lambda: core.is_closing)
-        responses.resume(core.fleet.joined, core.config.unserved_timeout_s)
-    app = empty_app(core.config, lifespan, forwarded)
-    app.add_middleware(AuditedRefusals, audit=audit)
+        responses.resume(core.fleet.joined, config.unserved_timeout_s)
+    app = empty_app(
+        config,
+        lifespan,
+        outer=[] if audit is None else [partial(AuditedRefusals, audit=audit)],
+        inner=[] if config.shards is None else [partial(forwarded, config.shards.cores)],
+    )
     served = [
         *endpoints(core, audit),
         *vendor_endpoints(core),
         *response_endpoints(core, responses),
     ]
-    shown = page.routes() if core.config.page else []
+    shown = Page(core, audit).routes() if config.page else []
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app

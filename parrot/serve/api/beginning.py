@@ -17,28 +17,18 @@ def load_of(core: ServeCore) -> Load:
     return Load(len(core.sessions), core.num_queued + num_placed, kv)
 
 
-class Beginning(Endpoint):
-    """A session that it begins has its place on its application's shard."""
+def beginning(
+    core: ServeCore, endpoint: Endpoint, begun: Callable[[Any], SessionCreateRequest | None]
+) -> Endpoint:
+    """The endpoint, of which each session that it begins has its place on its application's shard.
+    `begun`: the session that a request begins; None if it does not."""
+    if (shards := core.config.shards) is None:
+        return endpoint
+    affinity = Affinity(core.config.shard, shards.cores, lambda: load_of(core))
 
-    def __init__(
-        self,
-        core: ServeCore,
-        begun: Callable[[Any], SessionCreateRequest | None],
-        *args: Any,
-        **options: Any,
-    ) -> None:
-        """`begun`: the session that a request begins; None if it does not."""
-        super().__init__(*args, **options)
-        self._core = core
-        self._begun = begun
-        self._affinity: Affinity | None = None
-        if (shards := core.config.shards) is not None:
-            self._affinity = Affinity(core.config.shard, shards.cores, lambda: load_of(core))
+    def check(request: Request, arguments: dict[str, Any]) -> None:
+        if (session := begun(arguments["request"])) is not None:
+            tenant = core.tenant(session.api_key)
+            affinity.check(request, tenant, session.apps or ())
 
-    async def _arguments(self, request: Request) -> dict[str, Any]:
-        arguments = await super()._arguments(request)
-        begun = self._begun(arguments["request"])
-        if self._affinity is not None and begun is not None:
-            tenant = self._core.tenant(begun.api_key)
-            self._affinity.check(request, tenant, begun.apps or ())
-        return arguments
+    return endpoint.stepping(check)

@@ -1,14 +1,13 @@
 """The app of a server that has no endpoint yet, or stands by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
-from parrot.protocol.middleware import create_base_app
-from parrot.serve.api.vendors.endpoint import RequestIds
+from parrot.protocol.middleware import Layer, RequestIds, create_base_app, own_layers
 from parrot.serve.api.vendors.routes import error_form
 from parrot.serve.config import CoreConfig
 
@@ -16,27 +15,32 @@ from parrot.serve.config import CoreConfig
 def empty_app(
     config: CoreConfig,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-    around: Callable[[ASGIApp], ASGIApp] | None = None,
+    *,
+    outer: Sequence[Layer] = (),
+    inner: Sequence[Layer] = (),
 ) -> FastAPI:
-    """An app that knows whom it answers and how errors look, and has no endpoint."""
+    """An app that knows whom it answers and how errors look, and has no endpoint. `outer` and
+    `inner`: layers before and behind all others."""
     own_names = () if config.shards is None else (config.shards.own_name,)
-    app = create_base_app(
-        "Parrot ServeCore",
-        max_body_size=config.max_body_size,
-        max_body_memory=config.connections.max_body_memory,
-        host=config.host,
-        allowed_hosts=(*config.allowed_hosts, *own_names),
-        lifespan=lifespan,
-        error_form=error_form,
-        around=around,
-    )
+    layers: list[Layer] = [*outer, RequestIds]
     if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+        layers.append(
+            partial(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "request-id", "retry-after"],
+            )
         )
-    app.add_middleware(RequestIds)
-    return app
+    layers += own_layers(
+        max_body_size=config.max_body_size,
+        names=(config.host, *config.allowed_hosts, *own_names),
+        error_form=error_form,
+    )
+    return create_base_app(
+        "Parrot ServeCore",
+        [*layers, *inner],
+        max_body_memory=config.connections.max_body_memory,
+        lifespan=lifespan,
+    )

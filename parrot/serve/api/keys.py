@@ -12,16 +12,18 @@ from parrot.utils.tasks import TaskSet
 
 
 @asynccontextmanager
-async def watched_keys(core: ServeCore, audit: AuditLog) -> AsyncIterator[None]:
+async def watched_keys(core: ServeCore, audit: AuditLog | None) -> AsyncIterator[None]:
     """Take in changes of the file of keys during the block."""
 
     async def changed(change: KeysChange) -> None:
-        audit.event("keys changed", "ok", **change._asdict())
+        if audit is not None:
+            audit.event("keys changed", "ok", **change._asdict())
         for _ in core.sessions.keys_changed():
             await asyncio.sleep(0)  # others may have a turn
 
     def refused(reason: str) -> None:
-        audit.event("keys changed", "refused", reason=reason)
+        if audit is not None:
+            audit.event("keys changed", "refused", reason=reason)
 
     tasks = TaskSet()
     tasks.spawn(KeysWatch(core.tenants, core.clock, changed, refused).run(), name="keys")

@@ -12,10 +12,13 @@ from parrot.protocol.endpoint import (
     SMALL_BODY,
     Access,
     BodyRules,
+    Described,
     Durable,
     Endpoint,
-    Lasting,
     bearer_token,
+    durably,
+    lasting,
+    taking,
 )
 from parrot.protocol.public import (
     GraphRequest,
@@ -32,7 +35,7 @@ from parrot.protocol.public import (
     VarSetRequest,
 )
 from parrot.serve.api.admin import admin_endpoints
-from parrot.serve.api.beginning import Beginning
+from parrot.serve.api.beginning import beginning
 from parrot.serve.api.service import service_endpoints
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
@@ -51,7 +54,7 @@ _EVENTS = (
 )
 
 
-def endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
+def endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]:
     """The two that every call needs come first, since routes are tried in order."""
     return [
         *_call_endpoints(core),
@@ -76,51 +79,49 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/semantic_var/{var_id}",
             core.read,
             "Wait for a variable's value (long poll), which makes its work run",
-            errors=_READ,
             body=SMALL_BODY,
             access=Access.SESSION,
+            described=Described(_READ),
         ),
         Endpoint(
             "POST",
             "/v1/semantic_call",
-            core.submit_call,
+            lasting(core.submit_call, durable),
             "Submit a semantic call; a read makes it run",
-            errors=_SUBMIT,
             body=known,
             access=Access.SESSION,
-            durable=durable,
+            described=Described(_SUBMIT),
         ),
         Endpoint(
             "POST",
             "/v1/py_native_call",
-            core.submit_native,
+            lasting(core.submit_native, durable),
             "Submit a native function's call; a read makes it run, in a sandbox",
-            errors=_SUBMIT,
             body=known,
             access=Access.SESSION,
-            durable=durable,
+            described=Described(_SUBMIT),
         ),
-        Beginning(
+        beginning(
             core,
+            Endpoint(
+                "POST",
+                "/v1/semantic_graph",
+                submit_graph,
+                "Submit variables and calls that name each other, all of them or none",
+                body=known if core.tenants.is_closed else ANY_BODY,
+                access=Access.SESSION_OR_KEY,
+                described=Described((*_SUBMIT, 503)),
+            ),
             _begun,
-            "POST",
-            "/v1/semantic_graph",
-            submit_graph,
-            "Submit variables and calls that name each other, all of them or none",
-            errors=(*_SUBMIT, 503),
-            body=known if core.tenants.is_closed else ANY_BODY,
-            access=Access.SESSION_OR_KEY,
         ),
         Endpoint(
             "POST",
             "/v1/request/{request_id}/cancel",
-            core.cancel_call,
+            lasting(taking(SessionScoped, core.cancel_call), published),
             "Cancel every output of a call",
-            takes=SessionScoped,
-            errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
-            durable=published,
+            described=Described(_SCOPED),
         ),
     ]
 
@@ -136,45 +137,38 @@ def _variable_endpoints(core: ServeCore) -> list[Endpoint]:
         Endpoint(
             "POST",
             "/v1/semantic_var",
-            create_var,
+            lasting(create_var, durable),
             "Create a variable",
-            errors=(*_SCOPED, 413, 429, 507),
             body=known,
             access=Access.SESSION,
-            durable=durable,
+            described=Described((*_SCOPED, 413, 429, 507)),
         ),
         Endpoint(
             "GET",
             "/v1/semantic_var",
-            core.list_vars,
+            lasting(taking(SessionScoped, core.list_vars), published),
             "All variables of a session",
-            takes=SessionScoped,
-            errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
-            durable=published,
+            described=Described(_SCOPED),
         ),
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}",
-            core.set_var,
+            lasting(taking(VarSetRequest, core.set_var), durable),
             "Set a variable, once",
-            takes=VarSetRequest,
-            errors=(*_SCOPED, 409, 413, 429, 507),
             body=known,
             access=Access.SESSION,
-            durable=durable,
+            described=Described((*_SCOPED, 409, 413, 429, 507)),
         ),
         Endpoint(
             "POST",
             "/v1/semantic_var/{var_id}/cancel",
-            core.cancel_var,
+            lasting(taking(SessionScoped, core.cancel_var), published),
             "Stop making a variable",
-            takes=SessionScoped,
-            errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
-            durable=published,
+            described=Described(_SCOPED),
         ),
     ]
 
@@ -190,20 +184,18 @@ def _read_endpoints(core: ServeCore) -> list[Endpoint]:
             "/v1/semantic_vars/first",
             core.first,
             "Wait for the first k of some variables; work for the others stops",
-            errors=_READ,
             body=_known(core),
             access=Access.SESSION,
+            described=Described(_READ),
         ),
         Endpoint(
             "GET",
             "/v1/semantic_var/{var_id}/stream",
             stream_var,
             "A variable's text as it is made",
-            errors=_READ,
-            media_type="text/event-stream",
-            about=_EVENTS,
             body=SMALL_BODY,
             access=Access.SESSION,
+            described=Described(_READ, about=_EVENTS, media_type="text/event-stream"),
         ),
     ]
 
@@ -222,49 +214,45 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
         return session
 
     return [
-        Beginning(
+        beginning(
             core,
+            Endpoint(
+                "POST",
+                "/v1/session",
+                create_session,
+                "Begin a session",
+                body=SMALL_BODY,
+                access=Access.API_KEY,
+                described=Described((401, 429, 503, 507)),
+            ),
             lambda request: request,
-            "POST",
-            "/v1/session",
-            create_session,
-            "Begin a session",
-            errors=(401, 429, 503, 507),
-            bearer="api_key",
-            body=SMALL_BODY,
-            access=Access.API_KEY,
         ),
         Endpoint(
             "GET",
             "/v1/sessions",
             SessionList(core).read,
             "The live sessions of an API key (Bearer), the newest first",
-            errors=(401, 503),
-            bearer="api_key",
             body=SMALL_BODY,
             access=Access.API_KEY,
+            described=Described((401, 503)),
         ),
         Endpoint(
             "GET",
             "/v1/session/{session_id}",
-            session_info,
+            lasting(taking(SessionScoped, session_info), published),
             "State, variables, calls, graph and timings of a session",
-            takes=SessionScoped,
-            errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION_OR_KEY,
-            durable=published,
+            described=Described(_SCOPED),
         ),
         Endpoint(
             "DELETE",
             "/v1/session/{session_id}",
-            core.delete_session,
+            lasting(taking(SessionScoped, core.delete_session), published),
             "End a session: work is cancelled, contexts freed, open reads get an error",
-            takes=SessionScoped,
-            errors=_SCOPED,
             body=SMALL_BODY,
             access=Access.SESSION,
-            durable=published,
+            described=Described(_SCOPED),
         ),
     ]
 
@@ -317,11 +305,11 @@ async def _submit_graph(
     """If the graph is to have a session of its own, that begins only if all of it is right."""
     begun = _begun(request)
     if begun is None:
-        async with Lasting(durable):
+        async with durably(durable):
             return core.submit_graph(request)
     scope = core.create_session(begun).model_dump()
     with _known_or_ended(core, scope):
-        async with Lasting(durable):
+        async with durably(durable):
             response = core.submit_graph(request.model_copy(update=scope))
     return response.model_copy(update=scope)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -13,7 +12,9 @@ from parrot.protocol.endpoint import (
     Access,
     BodyRules,
     Check,
+    Described,
     Endpoint,
+    Verb,
     api_key_of,
     knows_cluster_token,
     require_cluster_token,
@@ -21,12 +22,12 @@ from parrot.protocol.endpoint import (
 from parrot.protocol.errors import AuthenticationFailed, NotFound
 from parrot.protocol.public import ModelCard
 from parrot.serve.core import ServeCore
-from parrot.serve.page.audit import AuditedEndpoint, AuditLog
+from parrot.serve.page.audit import AuditLog, audited
 from parrot.serve.tenants.table import Scope
 from parrot.utils.metrics import CONTENT_TYPE
 
 
-def service_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
+def service_endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]:
     def model(model_id: str) -> ModelCard:
         for card in core.models().data:
             if card.id == model_id:
@@ -40,42 +41,48 @@ def service_endpoints(core: ServeCore, audit: AuditLog) -> list[Endpoint]:
             await asyncio.sleep(0)  # others may have a turn
         return b"".join(parts)
 
-    with_key = partial(Endpoint, access=Access.API_KEY, check=key_check(core))
+    def with_key(path: str, verb: Verb, summary: str, *errors: int) -> Endpoint:
+        endpoint = Endpoint(
+            "GET", path, verb, summary, access=Access.API_KEY, described=Described(errors)
+        )
+        return endpoint.checked(key_check(core))
+
+    def of_engines(path: str, verb: Verb, summary: str, body: BodyRules, *errors: int) -> Endpoint:
+        endpoint = Endpoint(
+            "POST",
+            path,
+            verb,
+            f"{summary} (Bearer: the cluster token)",
+            access=Access.CLUSTER,
+            body=body,
+            described=Described(errors),
+        )
+        return endpoint.checked(_engine_check(core))
+
     return [
-        with_key("GET", "/v1/models", core.models, "Models that are served now", errors=(401, 403)),
-        with_key("GET", "/v1/models/{model_id:path}", model, "A model", errors=(401, 403, 404)),
+        with_key("/v1/models", core.models, "Models that are served now", 401, 403),
+        with_key("/v1/models/{model_id:path}", model, "A model", 401, 403, 404),
         Endpoint("GET", "/health", _alive, "The process answers", access=Access.ANYBODY),
-        _ReadyEndpoint(core),
+        _ready_endpoint(core),
         Endpoint(
             "GET",
             "/metrics",
             metrics,
             "Metrics for Prometheus (Bearer: the cluster token, or a key)",
             access=Access.METRICS,
-            check=holder_of(core, Scope.METRICS),
-            errors=(401, 403),
-            media_type=CONTENT_TYPE,
+            described=Described((401, 403), media_type=CONTENT_TYPE),
+        ).checked(holder_of(core, Scope.METRICS)),
+        _registration_endpoint(core, audit),
+        of_engines(
+            "/engine_heartbeat", core.fleet.heartbeat, "An engine is alive", BodyRules(LARGE), 401
         ),
-        _RegistrationEndpoint(core, audit),
-        Endpoint(
-            "POST",
-            "/engine_heartbeat",
-            core.fleet.heartbeat,
-            "An engine is alive (Bearer: the cluster token)",
-            access=Access.CLUSTER,
-            check=_engine_check(core),
-            errors=(401,),
-            body=BodyRules(LARGE),
-        ),
-        Endpoint(
-            "POST",
+        of_engines(
             "/engine_leave",
             core.dispatcher.drains.engine_leaves,
-            "An engine is about to end (Bearer: the cluster token)",
-            access=Access.CLUSTER,
-            check=_engine_check(core),
-            errors=(401, 404),
-            body=SMALL_BODY,
+            "An engine is about to end",
+            SMALL_BODY,
+            401,
+            404,
         ),
     ]
 
@@ -119,42 +126,40 @@ def _engine_check(core: ServeCore) -> Callable[[Request], str]:
     return check
 
 
-class _ReadyEndpoint(Endpoint):
+def _ready_endpoint(core: ServeCore) -> Endpoint:
     """Says which engines there are to those who have the cluster token."""
+    token = core.config.cluster_token
 
-    def __init__(self, core: ServeCore) -> None:
-        super().__init__(
-            "GET",
-            "/ready",
-            core.readiness,
-            "An engine is there (Bearer: the cluster token, to see which)",
-            errors=(503,),
-            access=Access.ANYBODY,
-        )
-        self._token = core.config.cluster_token
+    def sees_engines(request: Request, arguments: dict[str, Any]) -> None:
+        arguments["sees_engines"] = knows_cluster_token(request, token)
 
-    async def _arguments(self, request: Request) -> dict[str, Any]:
-        return {"sees_engines": knows_cluster_token(request, self._token)}
+    return Endpoint(
+        "GET",
+        "/ready",
+        core.readiness,
+        "An engine is there (Bearer: the cluster token, to see which)",
+        access=Access.ANYBODY,
+        described=Described((503,)),
+    ).stepping(sees_engines)
 
 
-class _RegistrationEndpoint(AuditedEndpoint):
-    def __init__(self, core: ServeCore, audit: AuditLog) -> None:
-        super().__init__(
-            audit,
-            _engine_check(core),
-            "POST",
-            "/register_engine",
-            core.register_engine,
-            "An engine joins (Bearer: the cluster token)",
-            access=Access.CLUSTER,
-            errors=(401, 409, 429, 503),
-            body=SMALL_BODY,
-        )
+def _registration_endpoint(core: ServeCore, audit: AuditLog | None) -> Endpoint:
+    endpoint = Endpoint(
+        "POST",
+        "/register_engine",
+        core.register_engine,
+        "An engine joins (Bearer: the cluster token)",
+        access=Access.CLUSTER,
+        body=SMALL_BODY,
+        described=Described((401, 409, 429, 503)),
+    )
 
-    def facts(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def facts(asked: dict[str, Any]) -> dict[str, Any]:
         info = asked["request"].engine_config
         address = f"{info.host}:{info.port}"
         return {"engine": info.engine_name, "model": info.model, "address": address}
+
+    return audited(endpoint, audit, _engine_check(core), facts)
 
 
 def _alive() -> None:

@@ -10,7 +10,7 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import Endpoint, Handler
 from parrot.protocol.errors import ParrotError
 from parrot.utils.config import ConfigError
 from parrot.utils.private_files import open_private
@@ -22,18 +22,16 @@ _PERIOD_S = 10.0
 
 
 class AuditLog:
-    """Lines of JSON in a file that only this user can read; None: nowhere."""
+    """Lines of JSON in a file that only this user can read."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str) -> None:
         """Raises `ConfigError` if it cannot be written."""
-        self._file: BinaryIO | None = None
         self._period = -1.0  # when the last one of refused requests began
         self._num_refused = 0
-        if path is not None:
-            try:
-                self._file = open_private(path, is_new=False)
-            except OSError as error:
-                raise ConfigError(f"audit_path: {path}: {error.strerror}") from None
+        try:
+            self._file: BinaryIO = open_private(path, is_new=False)
+        except OSError as error:
+            raise ConfigError(f"audit_path: {path}: {error.strerror}") from None
 
     def note(self, request: Request, who: str | None, outcome: str, **facts: Any) -> None:
         """On disk before the request is answered. `outcome`: "ok", or the error's type."""
@@ -59,12 +57,9 @@ class AuditLog:
             self.note(request, None, "authentication_failed")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _write(self, facts: dict[str, Any]) -> None:
-        if self._file is None:
-            return
         moment = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
         try:
             line = orjson.dumps({"time": moment, **facts}, option=orjson.OPT_APPEND_NEWLINE)
@@ -74,43 +69,32 @@ class AuditLog:
             logger.error("a line of the audit log is lost: %s", error)
 
 
-class AuditedEndpoint(Endpoint):
-    """An endpoint of which the log has what it does, and by whom, before it is answered. `who`
-    tells that of a request, or raises for one that may not be made."""
+def audited(
+    endpoint: Endpoint,
+    audit: AuditLog | None,
+    who: Callable[[Request], str],
+    facts: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> Endpoint:
+    """The endpoint, of which the log, if there is one, has what it does, and by whom, before it is
+    answered. `who` tells that of a request, or raises for one that may not be made; `facts` is the
+    part of the verb's arguments that is logged."""
+    if audit is None or endpoint.method == "GET":
+        return endpoint.checked(who)
 
-    def __init__(
-        self,
-        audit: AuditLog,
-        who: Callable[[Request], str],
-        method: str,
-        path: str,
-        verb: Callable[..., Any],
-        summary: str = "",
-        **options: Any,
-    ) -> None:
-        super().__init__(method, path, verb, summary, check=who, **options)
-        self._audit = audit
-        self._who = who
+    def remember(request: Request, arguments: dict[str, Any]) -> None:
+        request.state.asked = dict(arguments)
 
-    async def _answer(self, request: Request) -> Response:
-        if self.method == "GET":
-            return await super()._answer(request)
-        who = self._who(request)
+    async def noting(request: Request, endpoint: Handler) -> Response:
+        name = who(request)
         try:
-            response = await super()._answer(request)
+            response = await endpoint(request)
         except ParrotError as error:
-            self._audit.note(request, who, error.type)
+            audit.note(request, name, error.type)
             raise
-        self._audit.note(request, who, "ok", **self.facts(request.state.asked))
+        audit.note(request, name, "ok", **facts(request.state.asked))
         return response
 
-    async def _arguments(self, request: Request) -> dict[str, Any]:
-        request.state.asked = await super()._arguments(request)
-        return dict(request.state.asked)
-
-    def facts(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """The part of the verb's arguments that is logged."""
-        return asked
+    return endpoint.stepping(remember).wrapped(noting)
 
 
 class AuditedRefusals:

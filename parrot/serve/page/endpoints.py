@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,20 @@ from parrot.protocol.answers import json_response
 from parrot.protocol.endpoint import (
     SMALL_BODY,
     Access,
+    Endpoint,
     RuledMount,
     RuledRoute,
+    Verb,
     parse_payload,
     read_json,
+    taking,
 )
 from parrot.protocol.errors import NotFound, PermissionDenied
 from parrot.protocol.fields import Credential, Label
 from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.page.audit import AuditedEndpoint, AuditLog
+from parrot.serve.page.audit import AuditLog, audited
 from parrot.serve.page.feed import Feed
 from parrot.serve.page.rows import PageRows
 from parrot.serve.page.topic import Rows
@@ -66,41 +68,10 @@ class VisitorView(BaseModel):
     sees_values: bool
 
 
-class PageEndpoint(AuditedEndpoint):
-    """`verb` is also called with the `visitor`, whom the request's cookie tells."""
-
-    def __init__(
-        self,
-        visitors: Visitors,
-        audit: AuditLog,
-        method: str,
-        path: str,
-        verb: Callable[..., Any],
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            audit,
-            lambda request: self._visitor(request).name,
-            method,
-            f"/ui/api/{path}",
-            verb,
-            access=Access.VISITOR,
-            body=SMALL_BODY,
-            **options,
-        )
-        self._visitors = visitors
-
-    async def _arguments(self, request: Request) -> dict[str, Any]:
-        return await super()._arguments(request) | {"visitor": self._visitor(request)}
-
-    def _visitor(self, request: Request) -> Visitor:
-        return self._visitors.of(request.cookies.get(_cookie_name(request)))
-
-
 class Page:
     """Everything under `/ui/`."""
 
-    def __init__(self, core: ServeCore, audit: AuditLog) -> None:
+    def __init__(self, core: ServeCore, audit: AuditLog | None) -> None:
         self._core = core
         self._rows = PageRows(core)
         self._feed = Feed(core.clock)
@@ -108,19 +79,20 @@ class Page:
         self._audit = audit
 
     def routes(self) -> list[BaseRoute]:
-        endpoint = partial(PageEndpoint, self._visitors, self._audit)
         endpoints = [
-            endpoint("GET", "me", self.me),
-            endpoint("GET", "overview", self.overview, takes=Since),
-            endpoint("GET", "placement", self.placement, takes=Since),
-            endpoint("GET", "usage", self.usage, takes=Since),
-            endpoint("GET", "events", self.events, takes=Since),
-            endpoint("GET", "sessions/{session_id}", self.session, takes=Since),
-            endpoint("GET", "sessions/{session_id}/vars/{var_id}", self.variable, takes=Since),
-            endpoint("POST", "engines/{engine_id}/drain", self.drain_engine, takes=Drain),
-            endpoint("POST", "sessions", self.begin_session),
-            endpoint("POST", "sessions/{session_id}/end", self.end_session),
-            endpoint("POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call),
+            self._endpoint("GET", "me", self.me),
+            self._endpoint("GET", "overview", taking(Since, self.overview)),
+            self._endpoint("GET", "placement", taking(Since, self.placement)),
+            self._endpoint("GET", "usage", taking(Since, self.usage)),
+            self._endpoint("GET", "events", taking(Since, self.events)),
+            self._endpoint("GET", "sessions/{session_id}", taking(Since, self.session)),
+            self._endpoint(
+                "GET", "sessions/{session_id}/vars/{var_id}", taking(Since, self.variable)
+            ),
+            self._endpoint("POST", "engines/{engine_id}/drain", taking(Drain, self.drain_engine)),
+            self._endpoint("POST", "sessions", self.begin_session),
+            self._endpoint("POST", "sessions/{session_id}/end", self.end_session),
+            self._endpoint("POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call),
         ]
         return [
             RuledRoute("/", _to_page, Access.ANYBODY),
@@ -129,6 +101,20 @@ class Page:
             *(one.route() for one in endpoints),
             RuledMount("/ui", _PageFiles(directory=_FILES, html=True), Access.ANYBODY),
         ]
+
+    def _endpoint(self, method: str, path: str, verb: Verb) -> Endpoint:
+        """`verb` is also called with the `visitor`, whom the request's cookie tells."""
+
+        def visitor_of(request: Request) -> Visitor:
+            return self._visitors.of(request.cookies.get(_cookie_name(request)))
+
+        def name_visitor(request: Request, arguments: dict[str, Any]) -> None:
+            arguments["visitor"] = visitor_of(request)
+
+        endpoint = Endpoint(method, f"/ui/api/{path}", verb, access=Access.VISITOR, body=SMALL_BODY)
+        return audited(endpoint, self._audit, lambda request: visitor_of(request).name).stepping(
+            name_visitor
+        )
 
     # What is seen
 
@@ -222,7 +208,8 @@ class Page:
         """The cookie is for this page alone, and no script can read it."""
         wanted = parse_payload(EnterRequest, await read_json(request, SMALL_BODY))
         cookie = self._visitors.enter(wanted.key)
-        self._audit.note(request, self._visitors.of(cookie).name, "ok")
+        if self._audit is not None:
+            self._audit.note(request, self._visitors.of(cookie).name, "ok")
         response = json_response(_view(self._visitors.of(cookie)))
         response.set_cookie(
             _cookie_name(request),

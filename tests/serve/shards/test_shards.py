@@ -28,7 +28,7 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.protocol.http import HttpClient
-from parrot.protocol.middleware import create_base_app
+from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
@@ -224,7 +224,7 @@ async def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
 
 def of_budget(num_bytes: int) -> FastAPI:
     """An app that has so much memory for bodies."""
-    return create_base_app("test", max_body_size=2**24, max_body_memory=num_bytes)
+    return create_base_app("test", own_layers(max_body_size=2**24), max_body_memory=num_bytes)
 
 
 async def test_a_body_that_is_handed_on_counts_until_the_answer_begins() -> None:

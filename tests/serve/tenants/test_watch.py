@@ -12,7 +12,6 @@ from parrot.protocol.errors import AuthenticationFailed, PermissionDenied, Sessi
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.page.audit import AuditLog
 from parrot.serve.page.endpoints import Page
 from parrot.serve.page.visitors import Visitors
 from parrot.serve.tenants.keys_file import PERIOD_S, KeysWatch
@@ -160,7 +159,7 @@ async def test_a_bad_file_changes_nothing_and_is_told_once(
 async def test_who_looks_at_the_page_sees_no_more_when_the_key_is_gone(world: World) -> None:
     world.write("b", scopes=["admin"])
     await next_change(world)
-    page = Page(world.core, AuditLog(None))
+    page = Page(world.core, None)
     visitor = page._visitors.of(page._visitors.enter("key b"))
     assert visitor.name == "operator b"
     feed = page.events(visitor, None)

@@ -2,19 +2,24 @@
 
 import inspect
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.answers import EventStream, error_headers, run_until_disconnect
-from parrot.protocol.endpoint import Access, Endpoint, api_key_of, idempotency_key_of, read_json
+from parrot.protocol.endpoint import (
+    Access,
+    Described,
+    Endpoint,
+    api_key_of,
+    idempotency_key_of,
+    read_json,
+)
 from parrot.protocol.errors import InternalError, InvalidRequest, NotFound, ParrotError
+from parrot.protocol.middleware import request_id_of
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.core import ServeCore
 from parrot.utils.shard import ElsewhereError
@@ -24,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
 _MAX_NAME = 1024  # characters
-_MAX_REQUEST_ID = 128  # characters
 _MAX_DEPTH = 246  # of JSON: what writes it can do 254
 
 Verb = Callable[..., Any]
@@ -49,34 +53,6 @@ class Caller(NamedTuple):
         self.headers["x-parrot-prefix"] = turn.prefix
 
 
-class RequestIds:
-    """Gives each request an id, unless its client has, and says it with every answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-request-id", "")[:_MAX_REQUEST_ID]
-        request_id = scope["request_id"] = given or f"req_{secrets.token_hex(12)}"
-        value = request_id.encode("latin-1")
-
-        async def answer(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                # The first is OpenAI's name, the other Anthropic's.
-                message["headers"] += [(b"x-request-id", value), (b"request-id", value)]
-            await send(message)
-
-        await self._app(scope, receive, answer)
-
-
-def request_id_of(request: Request) -> str:
-    """The id of a request, for which `RequestIds` must have been asked."""
-    return str(request.scope["request_id"])
-
-
 class VendorAnswer(BaseModel):
     """An answer in the vendor's format, of which the vendor documents more. It only describes."""
 
@@ -99,9 +75,9 @@ class VendorEndpoint(Endpoint):
         gives: type[VendorAnswer],
         *,
         adds: bool = True,
-        **description: Any,
+        described: Described,
     ) -> None:
-        super().__init__(method, path, verb, summary, access=Access.API_KEY, **description)
+        super().__init__(method, path, verb, summary, access=Access.API_KEY, described=described)
         self.gives = gives
         self._core = core
         self._adds = adds

@@ -5,13 +5,14 @@ from typing import Any
 
 from fastapi import Request
 
-from parrot.protocol.endpoint import Endpoint
+from parrot.protocol.endpoint import Described, Endpoint
 from parrot.protocol.errors import ParrotError
+from parrot.protocol.middleware import request_id_of
 from parrot.serve.api.vendors.anthropic_errors import anthropic_error
 from parrot.serve.api.vendors.chat_completions import ChatCompletion, ChatCompletions
 from parrot.serve.api.vendors.completions import Completions, TextCompletion
 from parrot.serve.api.vendors.embeddings import EmbeddingList, Embeddings
-from parrot.serve.api.vendors.endpoint import VendorAnswer, VendorEndpoint, request_id_of
+from parrot.serve.api.vendors.endpoint import VendorAnswer, VendorEndpoint
 from parrot.serve.api.vendors.messages import MessageAnswer, Messages, TokenCount
 from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.api.vendors.responses.fields import (
@@ -27,6 +28,8 @@ from parrot.serve.execution.direct import DirectRequests
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504, 507)
 _PARROT_PATHS = ("/v1/session", "/v1/semantic_", "/v1/py_native_call", "/v1/request/")
+
+_STREAMING = Described(_ERRORS, may_stream=True)
 
 
 def error_form(request: Request, error: ParrotError) -> tuple[int, dict[str, Any]]:
@@ -57,8 +60,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             ChatCompletions(core.turns).create,
             "OpenAI's chat completions",
             ChatCompletion,
-            may_stream=True,
-            errors=_ERRORS,
+            described=_STREAMING,
         ),
         VendorEndpoint(
             core,
@@ -68,8 +70,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             completions.create,
             "OpenAI's completions of plain text",
             TextCompletion,
-            may_stream=True,
-            errors=_ERRORS,
+            described=_STREAMING,
         ),
         VendorEndpoint(
             core,
@@ -79,8 +80,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             messages.create,
             "Anthropic's messages",
             MessageAnswer,
-            may_stream=True,
-            errors=_ERRORS,
+            described=_STREAMING,
         ),
         VendorEndpoint(
             core,
@@ -90,7 +90,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             messages.count,
             "The tokens of a prompt, as Anthropic counts them",
             TokenCount,
-            errors=(401, 404, 413),
+            described=Described((401, 404, 413)),
         ),
         VendorEndpoint(
             core,
@@ -100,7 +100,7 @@ def vendor_endpoints(core: ServeCore) -> list[Endpoint]:
             Embeddings(direct).create,
             "OpenAI's embeddings",
             EmbeddingList,
-            errors=_ERRORS,
+            described=Described(_ERRORS),
         ),
         *_tokenizer_endpoints(core),
     ]
@@ -114,7 +114,14 @@ def _tokenizer_endpoints(core: ServeCore) -> list[Endpoint]:
     )
     return [
         VendorEndpoint(
-            core, openai_error, "POST", path, verb, summary, gives, errors=(401, 404, 413)
+            core,
+            openai_error,
+            "POST",
+            path,
+            verb,
+            summary,
+            gives,
+            described=Described((401, 404, 413)),
         )
         for path, verb, summary, gives in verbs
     ]
@@ -157,8 +164,7 @@ def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
             verb,
             summary,
             gives,
-            errors=errors,
-            may_stream=verb in streaming,
+            described=Described(errors, may_stream=verb in streaming),
             adds=verb == responses.create,
         )
         for method, path, verb, summary, gives, errors in verbs
