@@ -42,7 +42,7 @@ from parrot.serve.api.vendors.responses.fields import ResponseRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.telemetry.metrics import CoreMetrics
+from parrot.serve.metrics import CoreMetrics
 from parrot.serve.tenants.table import KeyEntry, TenantLimits
 from parrot.utils.clock import MonotonicClock
 

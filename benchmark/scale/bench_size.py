@@ -38,9 +38,9 @@ from parrot.protocol.engine_api import HeartbeatRequest
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.protocol.transport import AppTransport
 from parrot.serve.api.app import create_app
-from parrot.serve.process.collector import bounded_collections
 from parrot.simulation import run_virtual
 from parrot.simulation.report import percentile
+from parrot.utils.collector import bounded_collections
 
 CALLS_OF_ENGINE = 3
 TENANTS = 20

@@ -43,8 +43,8 @@ from parrot.cli.bench.session import Session as ProgramSession
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from parrot.serve.graph.nodes import Task
+from parrot.serve.metrics import CoreMetrics
 from parrot.serve.sessions import Session
-from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 CALLS_OF_SESSION = 10

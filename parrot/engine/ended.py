@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
 from parrot.utils.logs import CALLS, log_call
-from parrot.utils.traces.traceparent import TraceParent
+from parrot.utils.traceparent import TraceParent
 
 
 @dataclass(slots=True)

@@ -6,10 +6,9 @@ from typing import Self
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.ended import Ended
-from parrot.utils.traces.export import SpanExport, span_export
-from parrot.utils.traces.record import SpanRecord, Value
-from parrot.utils.traces.sampling import Sampler, sampler_of
-from parrot.utils.traces.traceparent import TraceParent, span_id_of
+from parrot.utils.otel import SpanRecord, Value
+from parrot.utils.span_export import Sampler, SpanExport, sampler_of, span_export
+from parrot.utils.traceparent import TraceParent, span_id_of
 
 
 class EngineTracer:

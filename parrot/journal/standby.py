@@ -13,8 +13,8 @@ from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Standby
 from parrot.serve.api.empty_app import empty_app
 from parrot.serve.config import CoreConfig
-from parrot.serve.process.assembly import Serving, serving
-from parrot.serve.process.collector import bounded_collections
+from parrot.serve.process import Serving, serving
+from parrot.utils.collector import bounded_collections
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.fields import Id, Label, Path
 from parrot.protocol.json_size import JsonMeter
 from parrot.utils.ids import tokens_equal
-from parrot.utils.traces.traceparent import TraceParent
+from parrot.utils.traceparent import TraceParent
 
 _BEARERS = ("session_auth", "api_key")  # fields for which a Bearer token may stand
 _LARGE = 2**17  # bytes of a body

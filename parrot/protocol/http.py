@@ -26,7 +26,7 @@ from parrot.protocol.transport import (
     parse_events,
 )
 from parrot.utils.addresses import is_metadata
-from parrot.utils.traces.traceparent import TraceParent
+from parrot.utils.traceparent import TraceParent
 
 if TYPE_CHECKING:
     import aiohttp

@@ -28,7 +28,7 @@ from parrot.protocol.errors import (
     error_from_payload,
 )
 from parrot.utils.tasks import TaskSet
-from parrot.utils.traces.traceparent import TraceParent
+from parrot.utils.traceparent import TraceParent
 
 _MAX_SSE_EVENT = 64 * 2**20
 

@@ -28,6 +28,7 @@ from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.serve.metrics import CoreMetrics
 from parrot.serve.observers import Observer, Observers
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import (
@@ -41,7 +42,6 @@ from parrot.serve.sessions import (
     SetVariable,
 )
 from parrot.serve.tasks import Sandbox, TaskRunner
-from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.serve.views import (
     engine_view,
     read_view,

@@ -24,9 +24,9 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.index import Context
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
+from parrot.serve.metrics import CoreMetrics
 from parrot.serve.observers import Observers
 from parrot.serve.sessions import SessionRegistry
-from parrot.serve.telemetry.metrics import CoreMetrics
 from parrot.serve.tenants.quotas import Meters, QueuedByTenant, require_share
 from parrot.utils.clock import Clock
 from parrot.utils.slots import FairSlots

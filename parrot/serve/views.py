@@ -20,10 +20,9 @@ from parrot.protocol.public import (
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, Task, Timeline
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.metrics import Measured, PriceTable
 from parrot.serve.scored_tokens import logprobs_view
 from parrot.serve.sessions import Session
-from parrot.serve.telemetry.calls import Measured
-from parrot.serve.telemetry.costs import PriceTable
 from parrot.utils.tasks import Steps, at_once, in_turns
 
 _NO_RUN = RunStats()

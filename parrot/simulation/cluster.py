@@ -5,6 +5,7 @@ from types import TracebackType
 from typing import Any
 
 from parrot.engine.config import SimConfig
+from parrot.observe.recorder import Recorder
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.trace import TraceSink
 from parrot.protocol.transport import App
@@ -12,7 +13,6 @@ from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.recorder import Recorder
 from parrot.serve.tasks import Sandbox
 from parrot.simulation.engine import SimEngine
 from parrot.simulation.links import LAN_RTT_S, DistantTransport, Latency, lan

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.engine.config import SimConfig
+from parrot.observe.recorder import TraceFile
 from parrot.protocol.public import SemanticCallRequest
-from parrot.serve.recorder import TraceFile
 from parrot.simulation import SimCluster, run_virtual
 
 COSTS = Path(__file__).parents[2] / "sample_configs" / "engine" / "sim_llama_3_1_8b.json"

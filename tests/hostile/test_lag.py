@@ -15,8 +15,8 @@ from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.process.collector import Collector
 from parrot.utils.clock import MonotonicClock
+from parrot.utils.collector import Collector
 from tests.hostile.attacks import TEXTS, VENDORS, WORD, M, fields, made, packed
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import fake_engine, register

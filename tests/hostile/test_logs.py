@@ -13,10 +13,10 @@ import aiohttp
 import pytest
 
 from parrot.cluster import Cluster
+from parrot.observe.recorder import TraceFile
 from parrot.protocol.errors import EngineFailed
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
-from parrot.serve.recorder import TraceFile
 from parrot.utils.logs import JsonFormatter, LogFile, TextFormatter
 from tests.serve.vendors.conftest import MODEL, serve
 from tests.support.fake_engine import Script, fake_engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parrot.serve.process.collector import Collector
+from parrot.utils.collector import Collector
 from tests.support.manual_clock import ManualClock
 
 YOUNG, MOST_OLD = 200, 1000

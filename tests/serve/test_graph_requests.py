@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from parrot.observe.recorder import Recorder
 from parrot.protocol.public import MAX_BINDINGS, MAX_CALLS, GraphRequest
 from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, VariableCreated
 from parrot.serve.config import CoreConfig, SessionQuota
-from parrot.serve.recorder import Recorder
 from parrot.utils.clock import MonotonicClock
 from tests.serve.test_serve_core import World
 from tests.serve.test_serve_http import Site, open_site

@@ -6,12 +6,12 @@ import orjson
 import pytest
 from fastapi.testclient import TestClient
 
+from parrot.observe.recorder import Recorder, TraceFile
 from parrot.protocol.trace import AnyTraceEvent, TraceText, VariableSet
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.http_server import main
-from parrot.serve.recorder import Recorder, TraceFile
+from parrot.serve.process import main
 from parrot.utils.clock import MonotonicClock
 from tests.serve.test_serve_core import World
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
+from parrot.observe.recorder import TraceFile
 from parrot.protocol.errors import TimedOut
 from parrot.protocol.public import (
     FirstVarsRequest,
@@ -19,7 +20,6 @@ from parrot.protocol.public import (
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.trace import CHUNK_CHARS
 from parrot.serve.conversations.turn import TurnRequest
-from parrot.serve.recorder import TraceFile
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.replay import Replay
 from parrot.simulation.report import percentile

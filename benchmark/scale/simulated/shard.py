@@ -23,10 +23,10 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.observers import Observer
-from parrot.serve.process.collector import bounded_collections
 from parrot.serve.sessions import Session
 from parrot.simulation import PATIENT, LoopClock, run_virtual
 from parrot.utils.clock import Clock
+from parrot.utils.collector import bounded_collections
 
 T = TypeVar("T")
 

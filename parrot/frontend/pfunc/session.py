@@ -37,7 +37,7 @@ from parrot.protocol.public import (
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.transport import Unreachable
 from parrot.utils.ids import new_token
-from parrot.utils.traces.traceparent import current_traceparent
+from parrot.utils.traceparent import current_traceparent
 
 if TYPE_CHECKING:
     from parrot.frontend.pfunc.function import SemanticFunction

@@ -51,7 +51,7 @@ from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, SecretIds
 from parrot.utils.tasks import Backlog
-from parrot.utils.traces.traceparent import SessionSpans
+from parrot.utils.traceparent import SessionSpans
 
 Repeatable = SemanticCallRequest | NativeCallRequest | GraphRequest
 Answer = TypeVar("Answer", bound=BaseModel)

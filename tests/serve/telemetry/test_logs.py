@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parrot.serve.call_log import CallLog
+from parrot.observe.call_log import CallLog
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.clock import MonotonicClock

@@ -17,7 +17,7 @@ from parrot.protocol.engine_api import (
     Usage,
 )
 from parrot.protocol.public import FunctionCosts
-from parrot.serve.telemetry.by_name import OTHER, SeriesByName
+from parrot.serve.metrics import OTHER, SeriesByName
 from parrot.simulation import SimCluster
 from tests.serve.telemetry.program import in_cluster, semantic, write_and_review
 from tests.serve.telemetry.promtool import needs_promtool, promtool

@@ -15,8 +15,8 @@ from opentelemetry.trace import INVALID_SPAN_CONTEXT, NonRecordingSpan, set_span
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.config import ConfigError
-from parrot.utils.traces.sampling import Sampler, sampler_of
-from parrot.utils.traces.traceparent import SessionSpans, TraceParent, new_trace_id
+from parrot.utils.span_export import Sampler, sampler_of
+from parrot.utils.traceparent import SessionSpans, TraceParent, new_trace_id
 
 IDS = st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex)
 CALLER = "cd" * 8

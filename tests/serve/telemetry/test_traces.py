@@ -24,22 +24,16 @@ from opentelemetry.trace import StatusCode, TraceFlags
 
 from parrot.cluster.ports import free_port
 from parrot.engine.traces import EngineTracer
+from parrot.observe.spans import session_spans
+from parrot.observe.tracer import Tracer
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.traces.spans import session_spans
-from parrot.serve.traces.tracer import Tracer
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
-from parrot.utils.traces.export import OtlpProcess, SpanExport, span_export
-from parrot.utils.traces.otlp import OtelSink
-from parrot.utils.traces.record import SpanRecord
-from parrot.utils.traces.traceparent import (
-    TraceParent,
-    current_traceparent,
-    new_trace_id,
-    span_id_of,
-)
+from parrot.utils.otel import OtelSink, SpanRecord
+from parrot.utils.span_export import OtlpProcess, SpanExport, span_export
+from parrot.utils.traceparent import TraceParent, current_traceparent, new_trace_id, span_id_of
 from tests.serve.telemetry.program import over_http, write_and_review
 from tests.support.app_server import serve_app
 
@@ -387,13 +381,13 @@ def test_a_process_that_has_died_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_without_the_extra_the_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parrot.utils.traces.export.find_spec", lambda name: None)
+    monkeypatch.setattr("parrot.utils.span_export.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'parrot\[otel\]'"):
         span_export(ADDRESS, "parrot")
 
 
 def test_a_process_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parrot.utils.traces.export._FLUSH_S", 0.2)
+    monkeypatch.setattr("parrot.utils.span_export._FLUSH_S", 0.2)
     sink = OtlpProcess(ADDRESS, "parrot")
     os.kill(sink._process.pid, signal.SIGSTOP)
     export = SpanExport(sink)

@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from parrot.observe.recorder import Recorder
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, ReadBegan, ReadEnded, SessionBegan
 from parrot.serve.api.app import create_app
@@ -17,7 +18,6 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.prompts.placeholders import MAX_PLACES
-from parrot.serve.recorder import Recorder
 from parrot.utils.clock import MonotonicClock
 from tests.serve.vendors.conftest import MODEL, Site, payloads
 from tests.support.app_server import serve_app

@@ -23,7 +23,7 @@ from parrot.protocol.middleware import request_id_of
 from parrot.serve.conversations.turn import Turn
 from parrot.serve.core import ServeCore
 from parrot.utils.shard import ElsewhereError
-from parrot.utils.traces.traceparent import TraceParent
+from parrot.utils.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)
 

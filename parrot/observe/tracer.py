@@ -14,16 +14,16 @@ be told of a completion's span before there is one."""
 import time
 from collections.abc import Iterator, Mapping
 
+from parrot.observe.spans import CompletionFacts, SessionFacts, TaskFacts
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.graph.graph import Call
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
+from parrot.serve.metrics import app_of
 from parrot.serve.observers import Observer
 from parrot.serve.sessions import Session
-from parrot.serve.telemetry.metrics import app_of
-from parrot.serve.traces.spans import CompletionFacts, SessionFacts, TaskFacts
 from parrot.utils.clock import Clock
-from parrot.utils.traces.export import SpanExport
-from parrot.utils.traces.traceparent import TraceParent
+from parrot.utils.span_export import SpanExport
+from parrot.utils.traceparent import TraceParent
 
 
 class Tracer(Observer):

@@ -1,4 +1,4 @@
-"""Exports spans by OTLP over HTTP: `python -m parrot.utils.traces.otlp ENDPOINT SERVICE`.
+"""Exports spans by OTLP over HTTP: `python -m parrot.utils.otel ENDPOINT SERVICE`.
 
 Reads span records, a JSON list of them a line, until its input ends; other modules that run `main`
 read other facts. Needs the extra `otel`: nothing else of Parrot imports OpenTelemetry."""
@@ -9,7 +9,8 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -20,8 +21,27 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from parrot.utils.traces.record import SpanRecord
-from parrot.utils.traces.traceparent import TraceParent
+from parrot.utils.traceparent import TraceParent
+
+Value = str | int | float | bool | Sequence[str]
+
+
+@dataclass(slots=True)
+class SpanRecord:
+    """`start` and `end` in seconds of Unix time, as those of `events`. An attribute that is None is
+    left out. `links`: spans whose results this one took."""
+
+    name: str
+    own: TraceParent
+    parent: TraceParent | None
+    start: float
+    end: float
+    attributes: Mapping[str, Value | None]
+    events: Sequence[tuple[str, float | None]] = ()
+    links: Sequence[TraceParent] = ()
+    is_server: bool = False
+    error: str | None = None
+
 
 logger = logging.getLogger(__name__)
 

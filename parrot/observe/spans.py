@@ -1,11 +1,11 @@
 """The spans of a session, of the facts that ServeCore tells when it has ended. The process that
-sends them makes them: `python -m parrot.serve.traces.spans ENDPOINT SERVICE`."""
+sends them makes them: `python -m parrot.observe.spans ENDPOINT SERVICE`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from parrot.utils.traces.record import SpanRecord, Value
-from parrot.utils.traces.traceparent import SessionSpans, TraceParent
+from parrot.utils.otel import SpanRecord, Value
+from parrot.utils.traceparent import SessionSpans, TraceParent
 
 
 class SessionFacts(NamedTuple):
@@ -154,6 +154,6 @@ def _root(session: SessionFacts, spans: SessionSpans) -> SpanRecord:
 
 
 if __name__ == "__main__":
-    from parrot.utils.traces.otlp import main
+    from parrot.utils.otel import main
 
     main(session_spans)

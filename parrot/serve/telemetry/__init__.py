@@ -1,1 +1,0 @@
-"""ServeCore's metrics, costs and traces."""

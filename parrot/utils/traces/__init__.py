@@ -1,1 +1,0 @@
-"""Traces, in the forms of the W3C and of OpenTelemetry."""
