@@ -1,6 +1,5 @@
 """What all tests share."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,24 @@ hypothesis.settings.register_profile("parrot", deadline=None)
 hypothesis.settings.load_profile("parrot")
 
 _NO_DEVICE = "needs a CUDA device"
-_NO_SERVER = "needs a foreign server"
-_NO_PROGRAM = "apt-get install"  # of the system, which CI installs where it can
+# What a machine that checks every change may lack, by the words of the reason.
+_EXCUSES = (
+    _NO_DEVICE,
+    "tests/gpu runs these",  # a machine with a device runs them there
+    "needs a CPU with",
+    "needs a foreign server",
+    "needs Ray",  # a large package, for tests of one launcher
+    "apt-get install",  # a program of the system, which CI installs where it can
+)
 _unexpected_skips: list[str] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--refuse-skips",
+        action="store_true",
+        help="fail if a test is skipped for want of something that installing Parrot brings",
+    )
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -68,23 +82,24 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """In CI everything is installed but other makers' servers, so nothing but the lack of these, of
-    a device, and of a program that the system's packages do not give excuses a skip."""
-    if _unexpected_skips and os.environ.get("CI") and session.exitstatus == pytest.ExitCode.OK:
+    if (
+        _unexpected_skips
+        and session.config.getoption("--refuse-skips")
+        and session.exitstatus == pytest.ExitCode.OK
+    ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if os.environ.get("CI"):
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.getoption("--refuse-skips"):
         for skip in _unexpected_skips:
-            terminalreporter.write_line(f"must not be skipped in CI: {skip}", red=True)
+            terminalreporter.write_line(f"must not be skipped: {skip}", red=True)
 
 
 def _note_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
-        excuses = (_NO_DEVICE, _NO_SERVER, _NO_PROGRAM)
-        if not any(excuse in str(reason) for excuse in excuses):
+        if not any(excuse in str(reason) for excuse in _EXCUSES):
             _unexpected_skips.append(f"{report.nodeid}: {reason}")
 
 

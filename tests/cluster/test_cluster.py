@@ -34,8 +34,12 @@ def process_is_gone(pid: int) -> bool:
     """Also true of a zombie that an init process has not collected yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return subprocess.run(["ps", "-p", str(pid)], capture_output=True).returncode != 0
+    except OSError:  # it is gone, or there is no /proc
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        return False
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:

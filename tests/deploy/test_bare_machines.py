@@ -10,6 +10,7 @@ from pathlib import Path
 from parrot.cluster.ports import free_port
 from parrot.engine.config import engine_settings, parse_engine_config
 from tests.deploy.commands import DEPLOY, PARROT, ROOT, SIM, environment, running, wait_for
+from tests.support import programs
 
 FIRST_PORT = 9001
 TOKEN = "secret-of-the-cluster"
@@ -88,6 +89,7 @@ def test_the_job_of_slurm_runs_a_program_and_ends_with_it(tmp_path: Path) -> Non
     """On one node with two GPUs."""
     script = DEPLOY / "slurm" / "parrot.sbatch"
     assert re.search(r"^#SBATCH --ntasks-per-node=1$", script.read_text(), re.MULTILINE)
+    programs.program("hostname", "hostname")
     srun = tmp_path / "srun"
     srun.write_text(SRUN)
     srun.chmod(0o755)

@@ -14,6 +14,7 @@ import yaml
 from parrot.cluster.ports import free_port
 from parrot.engine.config import engine_settings, parse_engine_config
 from tests.deploy.commands import DEPLOY, PARROT, ROOT, SIM, running, wait_for
+from tests.support.programs import program
 
 FOLDER = DEPLOY / "kubernetes"
 VERSION = "1.37"
@@ -113,9 +114,7 @@ def test_engines_find_servecore_and_have_time_to_drain() -> None:
 
 def kustomized(folder: Path, overlay: Mapping[str, Any]) -> list[Document]:
     """What kubectl builds from a kustomization of one's own beside the project's, in `folder`."""
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("needs kubectl: apt-get install kubernetes-client")
+    kubectl = program("kubernetes-client", "kubectl")
     shutil.copytree(FOLDER, folder / "kubernetes")
     (folder / "own").mkdir()
     (folder / "own" / "kustomization.yaml").write_text(yaml.safe_dump(dict(overlay)))

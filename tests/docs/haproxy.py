@@ -2,15 +2,13 @@
 
 import asyncio
 import re
-import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.docs.pages import ROOT
 from tests.docs.test_proxy import answers
+from tests.support.programs import program
 
 
 @asynccontextmanager
@@ -19,9 +17,7 @@ async def haproxy_of(
 ) -> AsyncIterator[None]:
     """Run it for the block, with `addresses` in the place of the page's, each of which stands there
     once. It listens at `port`."""
-    haproxy = shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-    if haproxy is None:
-        pytest.skip("needs HAProxy: apt-get install haproxy")
+    haproxy = program("haproxy", "haproxy")
     (config,) = re.findall(r"```haproxy\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
     for old, new in addresses.items():
         assert config.count(old) == 1

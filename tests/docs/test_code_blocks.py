@@ -18,6 +18,7 @@ from parrot.serve.config import CoreConfig
 from tests.docs.obedient_engine import obedient_engine
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of
 from tests.serve.vendors.conftest import serve
+from tests.support.programs import program
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 ADDRESS = "http://localhost:9000"
@@ -67,6 +68,7 @@ def tidy_up(scope: dict[str, Any]) -> None:
 
 async def test_the_rest_page_s_curl_lines_run() -> None:
     """What an answer gave takes the place of what the page shows as an answer."""
+    program("curl", "curl")
     blocks = [b for b in BLOCKS if b.page.name == "rest.md" and b.language == "bash"]
     async with serve(CoreConfig(), obedient_engine()) as site:
         url = str(site.http._base_url)

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import shutil
 import socket
 import ssl
 import subprocess
@@ -10,13 +9,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
-import pytest
 import pytest_asyncio
 
 from parrot.serve.config import CoreConfig
 from tests.docs.pages import ROOT
 from tests.serve.vendors.conftest import MODEL, Site, serve
 from tests.support.fake_engine import Script, fake_engine
+from tests.support.programs import program
 
 NAME = "parrot.example.com"
 CONFIG = """\
@@ -44,14 +43,12 @@ def free_port() -> int:
 @pytest_asyncio.fixture
 async def proxied(tmp_path: Path) -> AsyncIterator[tuple[Site, str]]:
     """A served core, and the address of the page's nginx in front of it."""
-    nginx = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
-    if nginx is None:
-        pytest.skip("needs nginx: apt-get install nginx-light")
+    nginx, openssl = program("nginx-light", "nginx"), program("openssl", "openssl")
     files = {"/etc/ssl/parrot.pem": tmp_path / "pem", "/etc/ssl/parrot.key": tmp_path / "key"}
-    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -batch -subj /CN=parrot.example.com"
+    made = "req -x509 -newkey rsa:2048 -nodes -days 2 -batch -subj /CN=parrot.example.com"
     paths = ["-out", str(tmp_path / "pem"), "-keyout", str(tmp_path / "key")]
     await asyncio.to_thread(
-        subprocess.run, [*made.split(), *paths], check=True, capture_output=True
+        subprocess.run, [openssl, *made.split(), *paths], check=True, capture_output=True
     )
     page = (ROOT / "docs" / "operations.md").read_text()
     (server,) = re.findall(r"```nginx\n(.*?)```", page, re.DOTALL)

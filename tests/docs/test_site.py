@@ -2,13 +2,14 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from playwright.async_api import async_playwright
+
+from tests.support.programs import program
 
 ROOT = Path(__file__).parents[2]
 # What a browser fetches by itself. `<a href>` is followed by people only.
@@ -61,9 +62,7 @@ async def test_search_works_from_a_folder(site: Path) -> None:
     """In a browser, with the files alone."""
     asked: list[str] = []
     errors: list[str] = []
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
+    chromium = program("chromium", "chromium", "google-chrome")
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]

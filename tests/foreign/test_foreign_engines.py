@@ -296,7 +296,7 @@ async def test_what_others_ask_of_the_server_is_known(
 ) -> None:
     """Once a heartbeat has read it, and as long as it lasts."""
     if not isinstance(server, Vllm):
-        pytest.skip("it tells no load")
+        pytest.skip("needs a foreign server that tells its load")
 
     async def num_others() -> float:
         metrics = await engine.text("/metrics", limit=2**20, timeout_s=30)

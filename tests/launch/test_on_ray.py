@@ -21,7 +21,7 @@ from parrot import P
 from parrot.cluster.ports import ask, free_port
 from tests.support.processes import is_running
 
-ray = pytest.importorskip("ray", reason="needs a foreign server: Ray is not installed")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'parrot[ray]'")
 
 pytestmark = [
     pytest.mark.slow,

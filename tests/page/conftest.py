@@ -1,10 +1,8 @@
 """A real browser in front of a served core."""
 
-import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
@@ -12,6 +10,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import Task
 from parrot.serve.page.visitors import page_key
 from tests.serve.test_serve_http import Site, open_site
+from tests.support.programs import program
 
 TOKEN = "inside"
 
@@ -62,9 +61,7 @@ class Visit:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
+    chromium = program("chromium", "chromium", "google-chrome")
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]

@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.support.programs import program
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "parrot/serve/page/static"
@@ -12,9 +12,7 @@ _MAX_GZIP = 150_000  # bytes
 
 
 def test_the_committed_files_are_what_the_sources_give(tmp_path: Path) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        pytest.skip("needs npm: apt-get install npm")
+    npm = program("npm", "npm")
     # In a copy, whose place is the same to its other files.
     ui, static = tmp_path / "ui", tmp_path / "parrot/serve/page/static"
     shutil.copytree(ROOT / "ui", ui, ignore=shutil.ignore_patterns("node_modules"))

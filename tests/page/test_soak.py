@@ -1,16 +1,12 @@
 """A few rounds of the soak of the page: `python -m benchmark.soak.soak_page` makes hours of it."""
 
-import shutil
-
-import pytest
-
 from benchmark.soak.soak_page import ENGINE, run_soak
 from parrot.cluster import Cluster
+from tests.support.programs import program
 
 
 async def test_no_update_is_lost_while_connections_break_and_engines_drain() -> None:
-    if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
+    program("chromium", "chromium", "google-chrome")  # which the soak finds by itself
     with Cluster(engines=[ENGINE] * 2) as cluster:
         found = await run_soak(cluster, minutes=0.05)
     assert found["rounds"] >= 2

@@ -29,7 +29,7 @@ TOLERANCE = 8e-3
 def kernels() -> Kernels:
     kernels = native.load("bfloat16")
     if kernels.attend_prompt is None:
-        pytest.skip("this CPU has no AVX512_BF16")
+        pytest.skip("needs a CPU with AVX512_BF16")
     return kernels
 
 

@@ -15,7 +15,7 @@ from parrot.engine.models.layers import FourBitLinear
 CPU = torch.device("cpu")
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "F16", "F32")]
 needs_kernel = pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the kernel needs AVX512"
+    torch.backends.cpu.get_cpu_capability() != "AVX512", reason="needs a CPU with AVX512"
 )
 
 

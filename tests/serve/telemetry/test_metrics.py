@@ -20,7 +20,7 @@ from parrot.protocol.public import FunctionCosts
 from parrot.serve.metrics import OTHER, SeriesByName
 from parrot.simulation import SimCluster
 from tests.serve.telemetry.program import in_cluster, semantic, write_and_review
-from tests.serve.telemetry.promtool import needs_promtool, promtool
+from tests.serve.telemetry.promtool import promtool
 
 _REQUEST = GenerateRequest(context_id=0)
 PRICES = {"m": {"input": 10.0, "cached": 1.0, "output": 100.0}}
@@ -47,12 +47,10 @@ def page() -> bytes:
     return in_cluster(scrape, prices=PRICES)
 
 
-@needs_promtool
 def test_promtool_finds_nothing_in_the_metrics_of_servecore(page: bytes) -> None:
     promtool("metrics", stdin=page)
 
 
-@needs_promtool
 def test_promtool_finds_nothing_in_the_metrics_of_an_engine() -> None:
     promtool("metrics", stdin=engine_page())
 

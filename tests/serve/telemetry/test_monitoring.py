@@ -15,7 +15,7 @@ from parrot.engine.metrics import EngineMetrics
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.simulation import SimCluster
 from tests.serve.telemetry.program import in_cluster, write_and_review
-from tests.serve.telemetry.promtool import needs_promtool, promtool
+from tests.serve.telemetry.promtool import promtool
 
 FOLDER = Path(__file__).parents[3] / "sample_configs" / "monitoring"
 ALERTS = FOLDER / "alerts.yml"
@@ -88,7 +88,6 @@ def test_every_expression_names_only_what_servers_export(
     assert len(asked) > 20
 
 
-@needs_promtool
 def test_promtool_finds_nothing_in_the_alerts_and_the_configuration(tmp_path: Path) -> None:
     promtool("rules", str(ALERTS))
     for name in ("prometheus.yml", "alerts.yml"):
@@ -97,7 +96,6 @@ def test_promtool_finds_nothing_in_the_alerts_and_the_configuration(tmp_path: Pa
     promtool("config", str(tmp_path / "prometheus.yml"))
 
 
-@needs_promtool
 def test_promtool_can_parse_every_expression_of_the_board(
     maker: ModuleType, tmp_path: Path
 ) -> None:

@@ -1,0 +1,18 @@
+"""Programs of the system that some tests drive, and that not every machine has."""
+
+import os
+import shutil
+
+import pytest
+
+_FOLDERS = "/usr/local/sbin:/usr/sbin"  # servers, which a user's PATH may not have
+
+
+def program(package: str, *names: str) -> str:
+    """The path of the first of these that is here; skips the test if none is. `package`: what it is
+    in on Debian."""
+    path = f"{os.environ.get('PATH', '')}:{_FOLDERS}"
+    for name in names:
+        if (found := shutil.which(name, path=path)) is not None:
+            return found
+    pytest.skip(f"needs {names[0]}: apt-get install {package}")
