@@ -107,7 +107,10 @@ class EngineCore:
         """Return when the next step should be planned; requests that come later miss it."""
         if self._flight is not None:
             if self._drafter is not None and not self._flight.step.num_drafts:
-                self._drafter.look_beside([d for job in self._drafting() if (d := job.drafts)])
+                self._drafter.look_beside(
+                    [d for job in self._drafting() if (d := job.drafts)],
+                    has_prompts=self._flight.step.has_prompts,
+                )
             self._flight.launched.wait_until_due()
 
     def step(self) -> bool:
@@ -146,7 +149,8 @@ class EngineCore:
         began = self._clock.now()
         result = self._runner.wait(flight.launched)
         if self._drafter is not None:
-            self._drafter.waited(self._clock.now() - began)
+            seconds = self._clock.now() - began
+            self._drafter.waited(seconds, has_prompts=flight.step.has_prompts)
         if result is None:
             self._give_up([flight.step] if planned is None else [flight.step, planned])
             return False

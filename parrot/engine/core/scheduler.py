@@ -60,6 +60,10 @@ class Step:
     num_drafts: int
     planned_at: float
 
+    @property
+    def has_prompts(self) -> bool:
+        return self.num_fill_tokens + self.num_background_tokens > 0
+
 
 class LocalScheduler:
     """Keeps the open jobs in queues and plans steps. All open jobs are in exactly one queue; a job

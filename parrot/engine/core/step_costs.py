@@ -50,11 +50,13 @@ class StepCostMeter:
         self._unique_kv = UniqueKv(info.block_size)
         self._num_steps = 0
         self._recent: StepCosts | None = None
+        self._recent_until = 0  # steps
 
     def recent(self) -> StepCosts | None:
         """The costs as they were some steps ago, which takes no time; None before the first."""
-        if self._recent is None or self._num_steps % _SOLVE_EVERY == 0:
+        if self._recent is None or self._num_steps >= self._recent_until:
             self._recent = self.costs()
+            self._recent_until = self._num_steps + _SOLVE_EVERY
         return self._recent
 
     def count(
@@ -76,8 +78,8 @@ class StepCostMeter:
         return self._known or self._fit.costs()
 
     def prefill_s(self) -> float | None:
-        """The cost of a prompt token; None before the first step."""
-        costs = self.costs()
+        """The `recent` cost of a prompt token; None before the first step."""
+        costs = self.recent()
         return None if costs is None else costs.prefill_s
 
 

@@ -35,22 +35,25 @@ class Drafter:
         self.costs = DraftCosts(sizes, usual.step_s, _FIRST_TURNAROUND_S)
         self.costs.token_s = usual.prefill_s
 
-    def look_beside(self, outputs: Sequence[OutputDrafts]) -> None:
+    def look_beside(self, outputs: Sequence[OutputDrafts], *, has_prompts: bool) -> None:
         """Look for drafts of these outputs beside a step, in a part of the time in which the host
-        would only wait for it: a host that is the slower one makes steps longer by looking."""
+        would only wait for it: a host that is the slower one makes steps longer by looking. Beside
+        prompts it does not only wait, since it launches their kernels one by one."""
         began = self._clock.now()
         most = _LOOK_SHARE * self.costs.plain_s
-        if self._spare_s is not None:
+        spare_s = 0.0 if has_prompts else self._spare_s
+        if spare_s is not None:
             least = _LEAST_LOOK_SHARE * self.costs.plain_s
-            most = min(most, max(least, _SPARE_SHARE * self._spare_s))
+            most = min(most, max(least, _SPARE_SHARE * spare_s))
         self._look(outputs, began + most)
         self._looked_s = self._clock.now() - began
 
-    def waited(self, seconds: float) -> None:
+    def waited(self, seconds: float, *, has_prompts: bool) -> None:
         """The host had nothing to do for so long before a step was over."""
         spare_s, self._looked_s = seconds + self._looked_s, 0.0
-        before = spare_s if self._spare_s is None else self._spare_s
-        self._spare_s = before + _SMOOTHING * (spare_s - before)
+        if not has_prompts:
+            before = spare_s if self._spare_s is None else self._spare_s
+            self._spare_s = before + _SMOOTHING * (spare_s - before)
 
     def look(self, outputs: Sequence[OutputDrafts]) -> None:
         """Look for drafts of these outputs, as far as that takes a small part of a step."""

@@ -61,8 +61,8 @@ def test_a_host_looks_beside_steps_only_while_it_would_wait():
     drafter.costs.plain_s = 0.1
     outputs = [Output(drafter) for _ in range(40)]
 
-    def num_looked_at() -> int:
-        drafter.look_beside([output.drafts for output in outputs])
+    def num_looked_at(*, has_prompts: bool = False) -> int:
+        drafter.look_beside([output.drafts for output in outputs], has_prompts=has_prompts)
         found = sum(output.drafts.candidate().length > 0 for output in outputs)
         for output in outputs:
             output.say()
@@ -70,11 +70,13 @@ def test_a_host_looks_beside_steps_only_while_it_would_wait():
 
     assert num_looked_at() == 25  # of a step of 100 ms, before it is known how long the host waits
     for _ in range(30):
-        drafter.waited(0.0)
+        drafter.waited(0.0, has_prompts=False)
+        drafter.waited(0.1, has_prompts=True)
     assert num_looked_at() == 3
     for _ in range(30):
-        drafter.waited(0.02)
+        drafter.waited(0.02, has_prompts=False)
     assert 8 <= num_looked_at() <= 12
+    assert num_looked_at(has_prompts=True) == 3
 
 
 def test_outputs_tell_those_that_come_after_them():

@@ -109,10 +109,11 @@ class HostTier(Generic[W]):
     def is_worth_bringing(self, keys: Sequence[bytes]) -> bool:
         """Whether the first of these is on the host only, and `bring_back` takes less time than to
         compute what it brings."""
-        num_blocks = sum(1 for _ in self._run(keys))
+        if not (num_blocks := sum(1 for _ in self._run(keys))):
+            return False
         token_s, block_s = self._prefill_s(), self._block_s
-        if not num_blocks or token_s is None or block_s is None:
-            return num_blocks > 0
+        if token_s is None or block_s is None:
+            return True
         computing_s = num_blocks * self._pool.block_size * token_s
         return _OVERHEAD_S + num_blocks * block_s < computing_s
 
