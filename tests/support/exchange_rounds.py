@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parrot.engine.kernels.ranks import memory
 from parrot.engine.kernels.ranks.exchanges import Exchanges
 
 
@@ -26,8 +27,8 @@ class Round:
         width, max_rows = shape
         dice = torch.Generator().manual_seed(number)
         rows = int(torch.randint(1, max_rows + 1, (), generator=dice))
-        rows = rows if number % 3 == 0 else 1 + rows % 64
-        splits = 2 if rows <= 64 and number % 2 else 1
+        rows = rows if number % 3 == 0 else 1 + rows % memory.MESSAGE_ROWS
+        splits = 2 if rows <= memory.MESSAGE_ROWS and number % 2 else 1
         return cls(
             torch.randn((size, splits, rows, width), generator=dice).to(dtype),
             torch.randn((rows, width), generator=dice).to(dtype),

@@ -1,11 +1,36 @@
 """Memory that processes share through mapped files, for kernels in Triton's interpreter."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from parrot.engine.kernels.ranks import exchanges, kernels, memory
 from parrot.engine.kernels.ranks.exchanges import Exchanges
 from parrot.engine.kernels.ranks.memory import MemoryLayout, SymmetricMemory
+
+FEW_ROWS = 6  # which are sent as messages, in place of 64: the interpreter takes 10 ms for a row
+_PAUSE_S = 0.002
+
+
+@contextmanager
+def for_the_interpreter() -> Iterator[None]:
+    """Fewer rows make a message, and who waits for another rank leaves the few cores to it."""
+    end_if_asked = kernels._end_if_asked
+
+    def pause(*args: Any) -> None:
+        time.sleep(_PAUSE_S)
+        end_if_asked(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_end_if_asked", pause)
+        for module in (exchanges, memory):
+            patch.setattr(module, "MESSAGE_ROWS", FEW_ROWS)
+        yield
 
 
 def mapped_exchanges(folder: Path, rank: int, layout: MemoryLayout, turn: int = 0) -> Exchanges:

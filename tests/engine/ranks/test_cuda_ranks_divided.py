@@ -23,7 +23,7 @@ import torch
 
 from parrot.engine.core.plan import Transfer
 from parrot.engine.kernels.ranks import exchanges, kernels
-from parrot.engine.kernels.ranks.memory import MESSAGE_ROWS, MemoryLayout
+from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.layers import PlainLinear
@@ -38,7 +38,7 @@ from parrot.engine.runner.ranks.unit import Unit
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.immediate_streams import immediate_streams
 from tests.support.kernel_cases import SHARE_ALL
-from tests.support.mapped_memory import mapped_exchanges
+from tests.support.mapped_memory import FEW_ROWS, for_the_interpreter, mapped_exchanges
 from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -47,14 +47,20 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 CPU, BLOCK_SIZE = torch.device("cpu"), 16
-LAYOUT = MemoryLayout.of(2, 64 * 4, 64)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 261}
-CHUNK = MESSAGE_ROWS + 6  # whose sums read other ranks' memory
+CHUNK = FEW_ROWS + 6  # whose sums read other ranks' memory
+LONG = 2 * BLOCK_SIZE + 1
 SAMPLINGS = (
     SamplingConfig(temperature=0.0),
     SamplingConfig(temperature=1.2, top_p=0.9, seed=3, logprobs=2),
     SamplingConfig(temperature=0.0, frequency_penalty=0.5),
 )
+
+
+@pytest.fixture(autouse=True)
+def _quickly() -> Iterator[None]:
+    with for_the_interpreter():
+        yield
 
 
 def make_runner(folder: str, ranks: RankGroup | None, unit: Unit | None) -> CudaRunner:
@@ -83,7 +89,7 @@ def cuda_copies(cache: KVCache, num_slots: int) -> CudaCopies:
 def join(rank: int, store: Path) -> RankGroup:
     group = RankGroup(rank, 2)
     group.connect_by_file(str(store), CPU)
-    group.exchanges = mapped_exchanges(store.parent, rank, LAYOUT)
+    group.exchanges = mapped_exchanges(store.parent, rank, MemoryLayout.of(2, 64 * 4, 64))
     return group
 
 
@@ -94,7 +100,7 @@ def outputs(runner: CudaRunner) -> list[Any]:
         driver.generate([driver.context(p) for p in prompts], 3, sampling=sampling)
         for sampling in SAMPLINGS
     ]
-    long = driver.context([i * 5 % 250 for i in range(CHUNK)])
+    long = driver.context([i * 5 % 250 for i in range(LONG)])
     found.append(driver.generate([long], 2))
     if runner.info.num_host_blocks:
         go_out_and_come_back(driver, runner, long)
@@ -191,5 +197,5 @@ def follow(folder: str, store: str, number: int) -> None:
 if __name__ == "__main__":
     if "slow" in sys.argv:
         read_late()
-    with immediate_streams():
+    with for_the_interpreter(), immediate_streams():
         follow(sys.argv[1], sys.argv[2], int(sys.argv[3]))

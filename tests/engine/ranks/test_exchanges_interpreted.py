@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,14 +14,25 @@ import torch
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from tests.support.exchange_rounds import run_ranks, run_rounds
-from tests.support.mapped_memory import lonely_exchanges, mapped_exchanges
+from tests.support.mapped_memory import (
+    FEW_ROWS,
+    for_the_interpreter,
+    lonely_exchanges,
+    mapped_exchanges,
+)
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the device"),
     pytest.mark.timeout(120),
 ]
-SIZE, WIDTH, MAX_ROWS = 3, 36, 70
+SIZE, WIDTH, MAX_ROWS = 3, 36, FEW_ROWS + 4
 CASES = ((torch.float32, 0), (torch.bfloat16, 2**31 - 2))
+
+
+@pytest.fixture(autouse=True)
+def _quickly() -> Iterator[None]:
+    with for_the_interpreter():
+        yield
 
 
 def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
@@ -61,4 +73,5 @@ def main(folder: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    with for_the_interpreter():
+        main(Path(sys.argv[1]), int(sys.argv[2]))
