@@ -28,6 +28,10 @@ from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
+from parrot.gateway.vendors.anthropic_fields import MessagesRequest
+from parrot.gateway.vendors.completions import CompletionRequest
+from parrot.gateway.vendors.openai_chat import ChatRequest
+from parrot.gateway.vendors.responses.fields import ResponseRequest
 from parrot.launch import scaling
 from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, public, sampling
@@ -35,10 +39,6 @@ from parrot.protocol.endpoint import Access, rules
 from parrot.protocol.sampling import CONSTRAINTS
 from parrot.protocol.server_config import ConnectionLimits
 from parrot.serve.api.app import create_app as core_app
-from parrot.serve.api.vendors.anthropic_fields import MessagesRequest
-from parrot.serve.api.vendors.completions import CompletionRequest
-from parrot.serve.api.vendors.openai_chat import ChatRequest
-from parrot.serve.api.vendors.responses.fields import ResponseRequest
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
@@ -58,7 +58,7 @@ MODELS: dict[str, type[BaseModel]] = {
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)
 }
-TRANSCRIPTS = DOCS.parent / "tests" / "serve" / "vendors" / "transcripts"
+TRANSCRIPTS = DOCS.parent / "tests" / "gateway" / "vendors" / "transcripts"
 APIS: dict[str, type[BaseModel]] = {
     "chat completions": ChatRequest,
     "completions": CompletionRequest,

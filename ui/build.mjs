@@ -5,7 +5,7 @@ import { fileURLToPath } from "node:url";
 import { build } from "esbuild";
 
 const here = (path) => fileURLToPath(new URL(path, import.meta.url));
-const target = (name) => here(`../parrot/serve/page/static/${name}`);
+const target = (name) => here(`../parrot/gateway/page/static/${name}`);
 
 const built = await build({
   entryPoints: { app: here("src/main.jsx") },

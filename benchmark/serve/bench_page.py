@@ -30,7 +30,7 @@ from benchmark.serve.bench_calls import (
     run,
 )
 from parrot.cluster import Cluster
-from parrot.serve.page.visitors import page_key
+from parrot.gateway.page.visitors import page_key
 
 _WARM_UP_TURNS = 2
 

@@ -28,8 +28,8 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 from parrot.cluster import Cluster
+from parrot.gateway.page.visitors import page_key
 from parrot.protocol.http import HttpClient
-from parrot.serve.page.visitors import page_key
 from parrot.utils.tasks import TaskSet
 
 ENGINE = {"engine_type": "sim", "instance": {"step_s": 0.01}}

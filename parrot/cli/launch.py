@@ -13,8 +13,8 @@ from rich.table import Table
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cli.servers import hurry, running
 from parrot.cluster import Cluster, ClusterError
+from parrot.gateway.page.visitors import page_url
 from parrot.launch.configs import InventoryError, read_configs, read_entries, refuse_inventory
-from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError, read_config_object
 
 

@@ -17,10 +17,10 @@ from parrot.cli.console import OUT, fail, orderly_exit
 from parrot.cli.servers import running
 from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
+from parrot.gateway.page.visitors import page_url
 from parrot.protocol.public import EngineStatus, ModelsResponse, ReadyResponse
 from parrot.protocol.server_config import kept_token
 from parrot.serve.config import CoreConfig, core_settings
-from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError, parse_config
 
 

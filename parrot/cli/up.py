@@ -18,10 +18,10 @@ from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.cluster import binding
 from parrot.cluster.ports import ask, is_free
 from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.gateway.page.visitors import page_url
 from parrot.launch.configs import Config
 from parrot.protocol.public import ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
-from parrot.serve.page.visitors import page_url
 from parrot.utils.config import ConfigError, parse_config, read_config_object
 from parrot.utils.settings import layer
 

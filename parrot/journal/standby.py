@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from parrot.gateway.vendors.routes import error_form
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Standby
@@ -111,7 +112,7 @@ async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
 
 def standby_app(config: CoreConfig) -> FastAPI:
     """The app that says that its process lives, and refuses all else."""
-    app = empty_app(config)
+    app = empty_app(config, error_form)
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
         raise Standby("this ServeCore stands by: another one with its journal serves, or may")

@@ -296,10 +296,11 @@ class Endpoint:
         self._handle: Handler = self._answer
 
     def checked(self, check: Check) -> Self:
-        """The endpoint, for requests that `check` lets pass: it is asked before one is read."""
+        """The endpoint, for requests that `check` lets pass: it is asked before one is read, and
+        what it gives is the request's `state.who`, for what is wrapped around."""
 
         async def answer(request: Request, endpoint: Handler) -> Response:
-            check(request)
+            request.state.who = check(request)
             return await endpoint(request)
 
         return self.wrapped(answer)

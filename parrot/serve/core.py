@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing
+from typing import Protocol
 
 from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
 from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, Unavailable
@@ -24,7 +25,6 @@ from parrot.protocol.public import (
     VarValue,
 )
 from parrot.serve.config import CoreConfig
-from parrot.serve.conversations.turns import Turns
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.variable import SemanticVariable, VariableState
@@ -55,6 +55,16 @@ from parrot.utils.timers import TimerQueue
 _InfoSteps = Generator[None, None, SessionInfo]
 
 
+class Attached(Protocol):
+    """Stands on the core, and keeps things of its sessions."""
+
+    def forget(self, session: Session) -> None:
+        """The session has ended."""
+
+    def check_integrity(self) -> None:
+        """Recount every book."""
+
+
 class ServeCore:
     """One service. Use from one event loop; `close` when done. Its sessions' ids are
     `first_session_id` and up. Its parts are there for whoever shows the service, who changes
@@ -82,7 +92,8 @@ class ServeCore:
         self._metrics = CoreMetrics(config)
         self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
         self.dispatcher.shares.weigh = self.tenants.weigh
-        self._observers = Observers(observers)
+        self.observers = Observers(observers)
+        self._attached: list[Attached] = []
         self.sessions = SessionRegistry(
             config, self.tenants, self.clock, self._timers, first_session_id
         )
@@ -92,34 +103,14 @@ class ServeCore:
             self.dispatcher,
             sandbox,
             self._metrics,
-            self._observers,
+            self.observers,
             self.sessions,
         )
         self.sessions.connect(self.tasks, self.dispatcher.estimates, self._expire)
-        self._reads = Reads(self._timers, self.clock)
-        self.turns = Turns(
-            self.sessions,
-            self.end,
-            self._timers,
-            self.clock,
-            self.fleet.tokenizer,
-            self._longest,
-            self._takes_messages,
-            self.tasks.require_room,
-            self._metrics.prefix_broken,
-            self._observers,
-            repair=config.prefix_repair,
-            aliases=config.model_aliases,
-        )
+        self.reads = Reads(self._timers, self.clock, self.observers)
 
-    def _longest(self, model: str) -> int | None:
-        """Tokens of the longest sequence that an engine of the model takes; None: there is none."""
-        return max([e.max_len for e in self.fleet if e.info.model == model], default=None)
-
-    def _takes_messages(self, model: str) -> bool:
-        """Whether a server behind an engine of the model renders conversations."""
-        able = [e.info.capabilities.features for e in self.fleet if e.info.model == model]
-        return any("messages" in (features or ()) for features in able)
+    def attach(self, attached: Attached) -> None:
+        self._attached.append(attached)
 
     # Sessions
 
@@ -135,7 +126,7 @@ class ServeCore:
             on_demand=request.on_demand,
             traceparent=request.traceparent,
         )
-        self._observers.tell(lambda one: one.session_created(session, request))
+        self.observers.tell(lambda one: one.session_created(session, request))
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
 
     def tenant(self, api_key: str | None) -> str:
@@ -171,12 +162,11 @@ class ServeCore:
         if self.tenants.is_closed:
             tenant = self.tenants.find_by_key(api_key or "")
             return tenant is not None and tenant.id == session.tenant
-        is_known = self.turns.has_session(session.id)
-        return is_known and self.tenants.of_key(api_key).id == session.tenant
+        return session.is_program and self.tenants.of_key(api_key).id == session.tenant
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
-        self._observers.tell(lambda one: one.session_deleted(session))
+        self.observers.tell(lambda one: one.session_deleted(session))
         self.end(session, SessionGone(f"session {session_id} was deleted"))
 
     # Calls, variables and reads
@@ -233,7 +223,7 @@ class ServeCore:
 
     def _created(self, session: Session, variable: SemanticVariable, content: str | None) -> None:
         var_id, name = variable.id, variable.name
-        self._observers.tell(lambda one: one.variable_created(session, var_id, name, content))
+        self.observers.tell(lambda one: one.variable_created(session, var_id, name, content))
 
     def _submitted(
         self,
@@ -241,12 +231,12 @@ class ServeCore:
         request: SemanticCallRequest | NativeCallRequest,
         response: CallResponse,
     ) -> None:
-        self._observers.tell(lambda one: one.call_submitted(session, request, response))
+        self.observers.tell(lambda one: one.call_submitted(session, request, response))
 
     def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
         session.apply(CancelCall(request_id))
-        self._observers.tell(lambda one: one.cancel_asked(session, request_id=request_id))
+        self.observers.tell(lambda one: one.cancel_asked(session, request_id=request_id))
 
     def create_var(
         self, session_id: int, session_auth: str | None, var_name: str, content: str | None
@@ -273,12 +263,12 @@ class ServeCore:
         session.require_room()
         session.account.require(**command.usage)
         session.apply(command)
-        self._observers.tell(lambda one: one.variable_set(session, var_id, content))
+        self.observers.tell(lambda one: one.variable_set(session, var_id, content))
 
     def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
         session.apply(CancelVariable(var_id))
-        self._observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
+        self.observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
 
     def variable(self, request: VarGetRequest, var_id: str) -> SemanticVariable:
         session = self.sessions.authenticate(request.session_id, request.session_auth)
@@ -293,8 +283,7 @@ class ServeCore:
         if variable.is_idle:
             self.tasks.require_room(session.tenant)
         async with session.published():
-            with self._observers.reading(session, request, [var_id]):
-                await self._reads.value(session, variable, request)
+            await self.reads.value(session, variable, request)
         return await read_view(variable)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
@@ -306,8 +295,8 @@ class ServeCore:
         if num_ready < request.k and any(variable.is_idle for variable in variables):
             self.tasks.require_room(session.tenant)
         async with session.published():
-            with self._observers.reading(session, request, request.var_ids, k=request.k):
-                winners = await self._reads.first(session, variables, request)
+            with self.observers.reading(session, request, request.var_ids, k=request.k):
+                winners = await self.reads.first(session, variables, request)
         read = [(winner.id, await read_view(winner)) for winner in winners]
         return FirstVarsResponse(
             values=[VarValue(var_id=var_id, **dict(value)) for var_id, value in read]
@@ -325,22 +314,21 @@ class ServeCore:
     async def _stream(
         self, session: Session, variable: SemanticVariable, request: VarGetRequest
     ) -> AsyncGenerator[str]:
-        async with session.published():
-            with self._observers.reading(session, request, [variable.id], is_stream=True):
-                async with aclosing(self._reads.stream(session, variable, request)) as deltas:
-                    async for delta in deltas:
-                        yield delta
+        deltas = self.reads.stream(session, variable, request)
+        async with session.published(), aclosing(deltas):
+            async for delta in deltas:
+                yield delta
 
     def wake_soon(self, session: Session) -> None:
         """Let what its program holds run, if anything was read."""
-        self._reads.wake_soon(session)
+        self.reads.wake_soon(session)
 
     # Engines and the service itself
 
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
         self._require_open()
         engine_id = await self.fleet.register(request.engine_config)
-        self._observers.tell(lambda one: one.engine_registered(request.engine_config))
+        self.observers.tell(lambda one: one.engine_registered(request.engine_config))
         core, lease_s = self.fleet.identity, self.fleet.lease_s
         return RegisterResponse(
             engine_id=engine_id, core=core.id, epoch=core.epoch, lease_s=lease_s
@@ -369,6 +357,10 @@ class ServeCore:
     def num_queued(self) -> int:
         return self.dispatcher.num_queued
 
+    def prefix_broken(self, reason: str) -> None:
+        """Count a prompt that left what its program had sent before."""
+        self._metrics.prefix_broken(reason)
+
     def metrics(self) -> Iterator[bytes]:
         """Yield one family after the other: all of them may take some ten milliseconds."""
         return self._metrics.render(self.sessions, self.dispatcher, self.sessions.journal)
@@ -376,7 +368,8 @@ class ServeCore:
     def check_integrity(self) -> None:
         """Recount every book. Only between events of the loop."""
         self.sessions.check_integrity()
-        self.turns.check_integrity()
+        for attached in self._attached:
+            attached.check_integrity()
         self.dispatcher.check_integrity()
         self.tasks.meters.check_integrity()
 
@@ -392,7 +385,7 @@ class ServeCore:
         self.shut_down()
         await self.tasks.close()
         await self._timers.close()
-        self._observers.tell(lambda one: one.core_closed(self.dispatcher.kv_log.total))
+        self.observers.tell(lambda one: one.core_closed(self.dispatcher.kv_log.total))
 
     def _require_open(self) -> None:
         if self.is_closing:
@@ -409,7 +402,8 @@ class ServeCore:
             session.log.ended()
             session.follow(None)
         self.sessions.retire(session)
-        self.turns.forget(session)
+        for attached in self._attached:
+            attached.forget(session)
         self.sessions.backlog.add(session.id, self._ending(session, error))
 
     def _ending(self, session: Session, error: ParrotError) -> Iterator[int]:
@@ -417,5 +411,5 @@ class ServeCore:
         yield from self.dispatcher.release_session(session.id)
         self.sessions.remove(session)
         self._metrics.session_ended(session, self.clock.now() - session.created_at)
-        self._observers.tell(lambda one: one.session_ended(session))
+        self.observers.tell(lambda one: one.session_ended(session))
         yield from session.graph.dissolve()

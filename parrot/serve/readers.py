@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from math import inf
 
 from parrot.protocol.errors import ParrotError, TimedOut
 from parrot.protocol.public import FirstVarsRequest, ReadOptions
 from parrot.serve.graph.nodes import Reader
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.observers import Observers
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
 from parrot.utils.timers import TimerQueue
@@ -26,9 +27,10 @@ class Reads:
     """Cancelling a read, or closing its iterator, withdraws it: what nobody else wants stops. Each
     raises `TimedOut` at its timeout, and the error of what it reads."""
 
-    def __init__(self, timers: TimerQueue, clock: Clock) -> None:
+    def __init__(self, timers: TimerQueue, clock: Clock, observers: Observers) -> None:
         self._timers = timers
         self._clock = clock
+        self._observers = observers
 
     def wake_soon(self, session: Session) -> None:
         """The session was read, or a call was submitted: wake in time what its program holds, if
@@ -41,17 +43,38 @@ class Reads:
     async def value(
         self, session: Session, variable: SemanticVariable, options: ReadOptions
     ) -> str:
-        if variable.is_settled:
-            return variable.result()
-        with self._open(session, options) as read:
-            read.want(variable)
-            async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
-                return await variable.wait()
+        with self._observers.reading(session, options, [variable.id]):
+            if variable.is_settled:
+                return variable.result()
+            with self._open(session, options) as read:
+                read.want(variable)
+                async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
+                    return await variable.wait()
 
-    async def stream(
+    def stream(
         self, session: Session, variable: SemanticVariable, options: ReadOptions
     ) -> AsyncGenerator[str]:
         """All the text in deltas, the past ones first."""
+        deltas = self._stream(session, variable, options)
+        if not self._observers:
+            return deltas
+        return self._observed(deltas, session, variable, options)
+
+    async def _observed(
+        self,
+        deltas: AsyncGenerator[str],
+        session: Session,
+        variable: SemanticVariable,
+        options: ReadOptions,
+    ) -> AsyncGenerator[str]:
+        with self._observers.reading(session, options, [variable.id], is_stream=True):
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+
+    async def _stream(
+        self, session: Session, variable: SemanticVariable, options: ReadOptions
+    ) -> AsyncGenerator[str]:
         if variable.is_settled:
             if text := variable.result():
                 yield text

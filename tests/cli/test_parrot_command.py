@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.cluster.ports import free_port
+from parrot.gateway.page.visitors import page_key
 from parrot.protocol.server_config import kept_token
-from parrot.serve.page.visitors import page_key
 from tests.support.command import parrot
 
 READY = {

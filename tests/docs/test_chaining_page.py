@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parrot.serve.config import CoreConfig
-from tests.serve.vendors.conftest import MODEL, serve
+from tests.gateway.vendors.conftest import MODEL, serve
 from tests.support.fake_engine import Script, fake_engine
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "chaining.md").read_text("utf-8")

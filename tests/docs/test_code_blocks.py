@@ -17,7 +17,7 @@ from parrot.engine.config import CONFIG_TYPES
 from parrot.serve.config import CoreConfig
 from tests.docs.obedient_engine import obedient_engine
 from tests.docs.pages import PAGES, ROOT, Block, blocks_of
-from tests.serve.vendors.conftest import serve
+from tests.gateway.vendors.conftest import serve
 from tests.support.programs import program
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from parrot.serve.config import CoreConfig
 from tests.docs.pages import ROOT
-from tests.serve.vendors.conftest import MODEL, Site, serve
+from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.support.fake_engine import Script, fake_engine
 from tests.support.programs import program
 

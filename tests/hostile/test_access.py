@@ -12,6 +12,7 @@ from parrot.engine.app import create_app as engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
+from parrot.gateway.page.visitors import page_key
 from parrot.protocol.endpoint import Access, Rule, rules
 from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.openapi import install
@@ -19,7 +20,6 @@ from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.api.app import create_app as core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.page.visitors import page_key
 from parrot.utils.clock import MonotonicClock
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.app_server import serve_app

@@ -10,15 +10,15 @@ import aiohttp
 import pytest
 from fastapi import Request
 
+from parrot.gateway.audit import AuditLog
+from parrot.gateway.page.visitors import page_key
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.page.audit import AuditLog
-from parrot.serve.page.visitors import page_key
 from parrot.utils.config import ConfigError
+from tests.gateway.vendors.conftest import MODEL, serve
 from tests.serve.tenants.keys import entry, write_keys
-from tests.serve.vendors.conftest import MODEL, serve
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import fake_engine
 
@@ -116,7 +116,7 @@ def test_those_that_were_left_out_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1.0
-    monkeypatch.setattr("parrot.serve.page.audit.time.monotonic", lambda: now)
+    monkeypatch.setattr("parrot.gateway.audit.time.monotonic", lambda: now)
     audit = AuditLog(str(tmp_path / "audit"))
     request = Request({"type": "http", "method": "GET", "path": "/x", "headers": []})
     for _ in range(25):

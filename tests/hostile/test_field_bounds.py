@@ -12,15 +12,15 @@ from parrot.engine.app import create_app as engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
+from parrot.gateway.page.endpoints import EnterRequest
 from parrot.protocol.endpoint import Endpoint, PathParameters
 from parrot.protocol.fields import BodyText, JsonObject
 from parrot.protocol.sampling import MAX_STOP_STRINGS
 from parrot.serve.api.app import create_app as core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.page.endpoints import EnterRequest
 from parrot.utils.clock import MonotonicClock
-from tests.serve.vendors.conftest import MODEL, Site, core_config, site
+from tests.gateway.vendors.conftest import MODEL, Site, core_config, site
 
 __all__ = ["core_config", "site"]  # fixtures
 

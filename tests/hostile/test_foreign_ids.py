@@ -11,9 +11,9 @@ from parrot.protocol.endpoint import Access, Rule, rules
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.hostile.test_access import FIELDS
 from tests.serve.tenants.keys import entry, write_keys
-from tests.serve.vendors.conftest import MODEL, Site, serve
 from tests.support.fake_engine import fake_engine
 
 NOBODYS = {"/v1/models/{model_id}"}  # a tenant's

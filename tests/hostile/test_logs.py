@@ -18,7 +18,7 @@ from parrot.protocol.errors import EngineFailed
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.utils.logs import JsonFormatter, LogFile, TextFormatter
-from tests.serve.vendors.conftest import MODEL, serve
+from tests.gateway.vendors.conftest import MODEL, serve
 from tests.support.fake_engine import Script, fake_engine
 
 FORGED = "harmless\n2026-11-22 12:00:00,000 INFO parrot: all is well\r\x1b[2K\x85\u2028\x00"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from parrot.serve.config import CoreConfig
-from tests.serve.prompts.test_transcript import HERMES
-from tests.serve.vendors.conftest import MODEL, Site, serve
+from tests.gateway.prompts.test_transcript import HERMES
+from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.support.fake_engine import fake_engine
 
 CANARY = "canary-of-a-name"

@@ -7,14 +7,14 @@ from pathlib import Path
 from tests.support.programs import program
 
 ROOT = Path(__file__).parents[2]
-STATIC = ROOT / "parrot/serve/page/static"
+STATIC = ROOT / "parrot/gateway/page/static"
 _MAX_GZIP = 150_000  # bytes
 
 
 def test_the_committed_files_are_what_the_sources_give(tmp_path: Path) -> None:
     npm = program("npm", "npm")
     # In a copy, whose place is the same to its other files.
-    ui, static = tmp_path / "ui", tmp_path / "parrot/serve/page/static"
+    ui, static = tmp_path / "ui", tmp_path / "parrot/gateway/page/static"
     shutil.copytree(ROOT / "ui", ui, ignore=shutil.ignore_patterns("node_modules"))
     shutil.copytree(STATIC, static)
     for command in (["ci", "--no-audit", "--no-fund"], ["run", "check"]):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
+from parrot.gateway.conversations.turn import TurnRequest
+from parrot.gateway.conversations.turns import Turns
 from parrot.observe.recorder import TraceFile
 from parrot.protocol.errors import TimedOut
 from parrot.protocol.public import (
@@ -19,7 +21,6 @@ from parrot.protocol.public import (
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.trace import CHUNK_CHARS
-from parrot.serve.conversations.turn import TurnRequest
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.replay import Replay
 from parrot.simulation.report import percentile
@@ -231,18 +232,18 @@ def test_conversations_without_sessions_are_replayed_as_they_went() -> None:
     """Two programs that resend their histories, one of which goes away in the middle of a turn."""
     trace = Trace()
 
-    async def converse(cluster: SimCluster, name: str, num_turns: int) -> None:
+    async def converse(turns: Turns, name: str, num_turns: int) -> None:
         messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
         for number in range(num_turns):
             messages.append({"role": "user", "content": f"{name} asks {number}. " * 20})
             sampling = SamplingConfig(temperature=0.0, max_gen_length=30 + number)
             request = TurnRequest("tenant", "sim", list(messages), [sampling], program=name)
-            turn = cluster.core.turns.submit(request)
+            turn = turns.submit(request)
             answer = (await turn.read(0)).content
             messages.append({"role": "assistant", "content": answer})
-            cluster.core.turns.remember(turn, 0, messages[-1])
+            turns.remember(turn, 0, messages[-1])
             await asyncio.sleep(0.3)
-        turn = cluster.core.turns.submit(replace(request, prompt=[*messages, messages[1]]))
+        turn = turns.submit(replace(request, prompt=[*messages, messages[1]]))
         stream = turn.stream(0)
         await anext(stream)
         await stream.aclose()
@@ -251,7 +252,8 @@ def test_conversations_without_sessions_are_replayed_as_they_went() -> None:
     async def record() -> None:
         async with SimCluster(trace=trace.add) as cluster:
             await cluster.add_engine(ENGINE.model_copy(update={"model": "sim"}))
-            await asyncio.gather(converse(cluster, "a", 4), converse(cluster, "b", 6))
+            turns = Turns(cluster.core)
+            await asyncio.gather(converse(turns, "a", 4), converse(turns, "b", 6))
 
     run_virtual(record())
     replayed = Replay(engine=ENGINE).run(trace)

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from benchmark.scale.simulated.traffic import App, Kind, Start
-from parrot.serve.shards.affinity import Load, homes
+from parrot.gateway.shards import Load, homes
 
 _LIFE_S = {Kind.CHAT: 85.0, Kind.MAP: 1.3, Kind.COPILOT: 2.3}
 """Of a session by the mean; an agent's seat is always taken."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from parrot.cli.run import host_and_port, operator_token
 from parrot.cli.watch.http_lines import RequestFailed, Server
-from parrot.serve.page.visitors import page_key
+from parrot.gateway.page.visitors import page_key
 from parrot.utils.addresses import is_loopback
 
 Row = dict[str, Any]

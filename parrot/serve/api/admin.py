@@ -1,15 +1,21 @@
 """Routes for operators, who may do without the page."""
 
+from pydantic import BaseModel
+
 from parrot.protocol.endpoint import SMALL_BODY, Access, Described, Endpoint, Verb, taking
 from parrot.protocol.errors import NotFound
 from parrot.protocol.public import Answer, EngineStatus
 from parrot.serve.api.service import holder_of
 from parrot.serve.core import ServeCore
-from parrot.serve.page.audit import AuditLog, audited
-from parrot.serve.page.endpoints import Drain
 from parrot.serve.sessions import Session
 from parrot.serve.tenants.table import Scope, Tenant, TenantLimits
 from parrot.serve.views import engine_view
+
+
+class Drain(BaseModel):
+    """`is_wanted`: no more calls for the engine; false: calls again."""
+
+    is_wanted: bool
 
 
 class TenantView(Answer):
@@ -32,7 +38,7 @@ class EngineList(Answer):
     engines: list[EngineStatus]
 
 
-def admin_endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]:
+def admin_endpoints(core: ServeCore) -> list[Endpoint]:
     """Cancel, end and drain what is anybody's."""
 
     def tenants() -> TenantList:
@@ -62,7 +68,7 @@ def admin_endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]:
             body=SMALL_BODY,
             described=Described((401, 403, 404)),
         )
-        return audited(one, audit, holder_of(core, Scope.ADMIN))
+        return one.checked(holder_of(core, Scope.ADMIN))
 
     return [
         endpoint("GET", "/v1/admin/tenants", tenants, "Tenants with keys, and what they have now"),

@@ -7,22 +7,22 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from parrot.gateway.audit import AuditedRefusals, AuditLog, audited, of_operators
+from parrot.gateway.conversations.endings import ENDING
+from parrot.gateway.conversations.turns import Turns
+from parrot.gateway.page.endpoints import Page
+from parrot.gateway.shards import Forwarding, load_of, placed
+from parrot.gateway.vendors.responses.responses import Responses
+from parrot.gateway.vendors.routes import error_form, response_endpoints, vendor_endpoints
 from parrot.journal.log import Journal
 from parrot.journal.replay import restore
 from parrot.protocol.endpoint import Access
 from parrot.protocol.openapi import install
-from parrot.serve.api.beginning import load_of
 from parrot.serve.api.empty_app import empty_app
 from parrot.serve.api.keys import watched_keys
 from parrot.serve.api.routes import endpoints
 from parrot.serve.api.service import key_check
-from parrot.serve.api.vendors.responses.responses import Responses
-from parrot.serve.api.vendors.routes import response_endpoints, vendor_endpoints
-from parrot.serve.conversations.endings import ENDING
 from parrot.serve.core import ServeCore
-from parrot.serve.page.audit import AuditedRefusals, AuditLog
-from parrot.serve.page.endpoints import Page
-from parrot.serve.shards.forwarding import Forwarding
 
 
 def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
@@ -38,7 +38,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            async with watched_keys(core, audit):
+            async with watched_keys(core, None if audit is None else audit.event):
                 yield
         finally:
             for way in forwarding:
@@ -50,23 +50,27 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
 
     config = core.config
     audit = None if config.audit_path is None else AuditLog(config.audit_path)
-    responses = Responses(core.turns, config)
+    turns = Turns(core)
+    responses = Responses(turns, config)
     if journal is not None:
-        restore(core, journal, {ENDING: core.turns.restore_ending, **responses.kept.restorers})
-        core.turns.restored()
+        restore(core, journal, {ENDING: turns.restore_ending, **responses.kept.restorers})
+        turns.restored()
         responses.kept.keep_in(journal, lambda: core.is_closing)
         responses.resume(core.fleet.joined, config.unserved_timeout_s)
     app = empty_app(
         config,
+        error_form,
         lifespan,
         outer=[] if audit is None else [partial(AuditedRefusals, audit=audit)],
         inner=[] if config.shards is None else [partial(forwarded, config.shards.cores)],
     )
-    served = [
-        *endpoints(core, audit),
-        *vendor_endpoints(core),
-        *response_endpoints(core, responses),
-    ]
+    served = endpoints(core)
+    if config.shards is not None:
+        served = [placed(core, config.shards.cores, endpoint) for endpoint in served]
+    if audit is not None:
+        served = [audited(one, audit) if of_operators(one) else one for one in served]
+    served += vendor_endpoints(core, turns)
+    served += response_endpoints(core, responses)
     shown = Page(core, audit).routes() if config.page else []
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app

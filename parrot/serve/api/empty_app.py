@@ -7,13 +7,14 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from parrot.protocol.answers import ErrorForm
 from parrot.protocol.middleware import Layer, RequestIds, create_base_app, own_layers
-from parrot.serve.api.vendors.routes import error_form
 from parrot.serve.config import CoreConfig
 
 
 def empty_app(
     config: CoreConfig,
+    error_form: ErrorForm,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     *,
     outer: Sequence[Layer] = (),

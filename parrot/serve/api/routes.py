@@ -35,12 +35,10 @@ from parrot.protocol.public import (
     VarSetRequest,
 )
 from parrot.serve.api.admin import admin_endpoints
-from parrot.serve.api.beginning import beginning
 from parrot.serve.api.service import service_endpoints
 from parrot.serve.api.session_list import SessionList
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.page.audit import AuditLog
 from parrot.serve.views import read_view
 from parrot.utils.tasks import in_turns
 
@@ -54,15 +52,15 @@ _EVENTS = (
 )
 
 
-def endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]:
+def endpoints(core: ServeCore) -> list[Endpoint]:
     """The two that every call needs come first, since routes are tried in order."""
     return [
         *_call_endpoints(core),
         *_variable_endpoints(core),
         *_read_endpoints(core),
         *_session_endpoints(core),
-        *service_endpoints(core, audit),
-        *admin_endpoints(core, audit),
+        *service_endpoints(core),
+        *admin_endpoints(core),
     ]
 
 
@@ -101,18 +99,14 @@ def _call_endpoints(core: ServeCore) -> list[Endpoint]:
             access=Access.SESSION,
             described=Described(_SUBMIT),
         ),
-        beginning(
-            core,
-            Endpoint(
-                "POST",
-                "/v1/semantic_graph",
-                submit_graph,
-                "Submit variables and calls that name each other, all of them or none",
-                body=known if core.tenants.is_closed else ANY_BODY,
-                access=Access.SESSION_OR_KEY,
-                described=Described((*_SUBMIT, 503)),
-            ),
-            _begun,
+        Endpoint(
+            "POST",
+            "/v1/semantic_graph",
+            submit_graph,
+            "Submit variables and calls that name each other, all of them or none",
+            body=known if core.tenants.is_closed else ANY_BODY,
+            access=Access.SESSION_OR_KEY,
+            described=Described((*_SUBMIT, 503)),
         ),
         Endpoint(
             "POST",
@@ -214,18 +208,14 @@ def _session_endpoints(core: ServeCore) -> list[Endpoint]:
         return session
 
     return [
-        beginning(
-            core,
-            Endpoint(
-                "POST",
-                "/v1/session",
-                create_session,
-                "Begin a session",
-                body=SMALL_BODY,
-                access=Access.API_KEY,
-                described=Described((401, 429, 503, 507)),
-            ),
-            lambda request: request,
+        Endpoint(
+            "POST",
+            "/v1/session",
+            create_session,
+            "Begin a session",
+            body=SMALL_BODY,
+            access=Access.API_KEY,
+            described=Described((401, 429, 503, 507)),
         ),
         Endpoint(
             "GET",
@@ -291,7 +281,7 @@ def _known_or_ended(core: ServeCore, scope: Mapping[str, Any]) -> Iterator[None]
         raise
 
 
-def _begun(request: GraphRequest) -> SessionCreateRequest | None:
+def begun_session(request: GraphRequest) -> SessionCreateRequest | None:
     """The session that is to begin with the graph; None if it has one."""
     wanted = request.session
     if wanted is None or wanted.api_key is not None:
@@ -303,7 +293,7 @@ async def _submit_graph(
     core: ServeCore, request: GraphRequest, durable: Durable | None
 ) -> GraphResponse:
     """If the graph is to have a session of its own, that begins only if all of it is right."""
-    begun = _begun(request)
+    begun = begun_session(request)
     if begun is None:
         async with durably(durable):
             return core.submit_graph(request)

@@ -22,12 +22,11 @@ from parrot.protocol.endpoint import (
 from parrot.protocol.errors import AuthenticationFailed, NotFound
 from parrot.protocol.public import ModelCard
 from parrot.serve.core import ServeCore
-from parrot.serve.page.audit import AuditLog, audited
 from parrot.serve.tenants.table import Scope
 from parrot.utils.metrics import CONTENT_TYPE
 
 
-def service_endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]:
+def service_endpoints(core: ServeCore) -> list[Endpoint]:
     def model(model_id: str) -> ModelCard:
         for card in core.models().data:
             if card.id == model_id:
@@ -47,18 +46,6 @@ def service_endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]
         )
         return endpoint.checked(key_check(core))
 
-    def of_engines(path: str, verb: Verb, summary: str, body: BodyRules, *errors: int) -> Endpoint:
-        endpoint = Endpoint(
-            "POST",
-            path,
-            verb,
-            f"{summary} (Bearer: the cluster token)",
-            access=Access.CLUSTER,
-            body=body,
-            described=Described(errors),
-        )
-        return endpoint.checked(_engine_check(core))
-
     return [
         with_key("/v1/models", core.models, "Models that are served now", 401, 403),
         with_key("/v1/models/{model_id:path}", model, "A model", 401, 403, 404),
@@ -72,18 +59,7 @@ def service_endpoints(core: ServeCore, audit: AuditLog | None) -> list[Endpoint]
             access=Access.METRICS,
             described=Described((401, 403), media_type=CONTENT_TYPE),
         ).checked(holder_of(core, Scope.METRICS)),
-        _registration_endpoint(core, audit),
-        of_engines(
-            "/engine_heartbeat", core.fleet.heartbeat, "An engine is alive", BodyRules(LARGE), 401
-        ),
-        of_engines(
-            "/engine_leave",
-            core.dispatcher.drains.engine_leaves,
-            "An engine is about to end",
-            SMALL_BODY,
-            401,
-            404,
-        ),
+        *_engine_endpoints(core),
     ]
 
 
@@ -126,6 +102,44 @@ def _engine_check(core: ServeCore) -> Callable[[Request], str]:
     return check
 
 
+def _engine_endpoints(core: ServeCore) -> list[Endpoint]:
+    def of_engines(path: str, verb: Verb, summary: str, body: BodyRules, *errors: int) -> Endpoint:
+        endpoint = Endpoint(
+            "POST",
+            path,
+            verb,
+            f"{summary} (Bearer: the cluster token)",
+            access=Access.CLUSTER,
+            body=body,
+            described=Described(errors),
+        )
+        return endpoint.checked(_engine_check(core))
+
+    return [
+        of_engines(
+            "/register_engine",
+            core.register_engine,
+            "An engine joins",
+            SMALL_BODY,
+            401,
+            409,
+            429,
+            503,
+        ),
+        of_engines(
+            "/engine_heartbeat", core.fleet.heartbeat, "An engine is alive", BodyRules(LARGE), 401
+        ),
+        of_engines(
+            "/engine_leave",
+            core.dispatcher.drains.engine_leaves,
+            "An engine is about to end",
+            SMALL_BODY,
+            401,
+            404,
+        ),
+    ]
+
+
 def _ready_endpoint(core: ServeCore) -> Endpoint:
     """Says which engines there are to those who have the cluster token."""
     token = core.config.cluster_token
@@ -141,25 +155,6 @@ def _ready_endpoint(core: ServeCore) -> Endpoint:
         access=Access.ANYBODY,
         described=Described((503,)),
     ).stepping(sees_engines)
-
-
-def _registration_endpoint(core: ServeCore, audit: AuditLog | None) -> Endpoint:
-    endpoint = Endpoint(
-        "POST",
-        "/register_engine",
-        core.register_engine,
-        "An engine joins (Bearer: the cluster token)",
-        access=Access.CLUSTER,
-        body=SMALL_BODY,
-        described=Described((401, 409, 429, 503)),
-    )
-
-    def facts(asked: dict[str, Any]) -> dict[str, Any]:
-        info = asked["request"].engine_config
-        address = f"{info.host}:{info.port}"
-        return {"engine": info.engine_name, "model": info.model, "address": address}
-
-    return audited(endpoint, audit, _engine_check(core), facts)
 
 
 def _alive() -> None:

@@ -28,7 +28,7 @@ class SessionList:
         return SessionListResponse(sessions=summaries, has_more=len(found) > request.limit)
 
     def _is_shown(self, session: Session) -> bool:
-        return self._core.tenants.is_closed or self._core.turns.has_session(session.id)
+        return self._core.tenants.is_closed or session.is_program
 
     def _summary(self, session: Session) -> SessionSummary:
         core = self._core
@@ -36,5 +36,5 @@ class SessionList:
             session,
             core.clock.now(),
             core.sessions.remaining_s(session),
-            is_conversation=core.turns.has_session(session.id),
+            is_conversation=session.is_program,
         )

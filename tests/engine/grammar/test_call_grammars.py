@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from parrot.engine.grammar.constraint import Constraint
+from parrot.gateway.prompts.answers import read_answer
+from parrot.gateway.prompts.call_families import Family, tool_family
+from parrot.gateway.prompts.call_grammars import CallRules, call_grammar
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.prompts.answers import read_answer
-from parrot.serve.prompts.call_families import Family, tool_family
-from parrot.serve.prompts.call_grammars import CallRules, call_grammar
 from tests.engine.grammar.test_grammar_compiler import COMPILER, EOS, TOKENIZER
 from tests.support.masks import allowed
 

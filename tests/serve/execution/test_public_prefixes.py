@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from parrot.gateway.prompts.conversation import prompt_tokens
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.exchange import longest_public, public_len
 from parrot.serve.graph.nodes import PieceKind
-from parrot.serve.prompts.conversation import prompt_tokens
 from parrot.serve.prompts.encode import encode_prompt, join
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.tokenizers import read_texts

@@ -17,8 +17,8 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.utils.clock import MonotonicClock
+from tests.gateway.vendors.conftest import MODEL, Site
 from tests.serve.journal.replayed import MemoryFile
-from tests.serve.vendors.conftest import MODEL, Site
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import FakeEngine, fake_engine
 

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parrot.gateway.conversations.endings import ENDING
+from parrot.gateway.conversations.turn import Chain, TurnRequest
+from parrot.gateway.conversations.turns import Turns
 from parrot.journal import replay as restoring
 from parrot.journal.log import ENDED, Journal, Kind, Record
 from parrot.journal.replay import restore
@@ -33,8 +36,6 @@ from parrot.protocol.public import (
 )
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.config import CoreConfig
-from parrot.serve.conversations.endings import ENDING
-from parrot.serve.conversations.turn import Chain, TurnRequest
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import TokenizedText
@@ -61,8 +62,9 @@ class World:
             sandbox=_NoSandbox(),
             first_session_id=first_session_id,
         )
-        restore(self.core, self.journal, {ENDING: self.core.turns.restore_ending})
-        self.core.turns.restored()
+        self.turns = Turns(self.core)
+        restore(self.core, self.journal, {ENDING: self.turns.restore_ending})
+        self.turns.restored()
         self.reads: list[asyncio.Task[Any]] = []
 
     def restore_all(self) -> None:
@@ -172,7 +174,7 @@ class Program:
             func_name="turn",
             chain=chain,
         )
-        self.core.turns.submit(request)
+        self.world.turns.submit(request)
 
     def read(self, session: Session) -> None:
         if var_id := self._any_variable(session):

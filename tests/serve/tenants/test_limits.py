@@ -10,8 +10,8 @@ import pytest
 
 from parrot.protocol.engine_api import EmbedRequest, EmbedResponse
 from parrot.serve.config import CoreConfig
+from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.serve.tenants.keys import entry, write_keys
-from tests.serve.vendors.conftest import MODEL, Site, serve
 from tests.support.fake_engine import Script, fake_engine
 
 CHAT = "/v1/chat/completions"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from parrot.gateway.vendors.anthropic_errors import anthropic_error
+from parrot.gateway.vendors.openai_errors import openai_error
 from parrot.protocol.errors import Cancelled, ClusterFull, QueueFull, QuotaExceeded
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, SessionCreateRequest
-from parrot.serve.api.vendors.anthropic_errors import anthropic_error
-from parrot.serve.api.vendors.openai_errors import openai_error
 from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall

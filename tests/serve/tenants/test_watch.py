@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from parrot.gateway.page.endpoints import Page
+from parrot.gateway.page.visitors import Visitors
 from parrot.protocol.errors import AuthenticationFailed, PermissionDenied, SessionGone
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.page.endpoints import Page
-from parrot.serve.page.visitors import Visitors
 from parrot.serve.tenants.keys_file import PERIOD_S, KeysWatch
 from parrot.serve.tenants.table import KeysChange
 from tests.serve.tenants.keys import entry, write_keys

@@ -1,0 +1,126 @@
+"""The log of what operators and tenants do beside their work: who, what, when and from where."""
+
+import logging
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, BinaryIO
+
+import orjson
+from fastapi import Request, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from parrot.protocol.endpoint import Access, Endpoint, Handler
+from parrot.protocol.engine_api import RegisterRequest
+from parrot.protocol.errors import ParrotError
+from parrot.serve.api.admin import Drain
+from parrot.utils.config import ConfigError
+from parrot.utils.private_files import open_private
+
+logger = logging.getLogger(__name__)
+
+_MAX_REFUSED = 10  # lines of refused requests in each period
+_PERIOD_S = 10.0
+
+
+class AuditLog:
+    """Lines of JSON in a file that only this user can read."""
+
+    def __init__(self, path: str) -> None:
+        """Raises `ConfigError` if it cannot be written."""
+        self._period = -1.0  # when the last one of refused requests began
+        self._num_refused = 0
+        try:
+            self._file: BinaryIO = open_private(path, is_new=False)
+        except OSError as error:
+            raise ConfigError(f"audit_path: {path}: {error.strerror}") from None
+
+    def note(self, request: Request, who: str | None, outcome: str, **facts: Any) -> None:
+        """On disk before the request is answered. `outcome`: "ok", or the error's type."""
+        address = None if request.client is None else request.client.host
+        what = f"{request.method} {request.url.path[:512]}"
+        self._write({"who": who, "from": address, "what": what, "outcome": outcome, **facts})
+
+    def event(self, what: str, outcome: str, **facts: Any) -> None:
+        """Note what no request did."""
+        self._write({"who": None, "from": None, "what": what, "outcome": outcome, **facts})
+
+    def refused(self, request: Request) -> None:
+        """Note a failed authentication, unless there were many just now: of those the number is
+        told with the next."""
+        now = time.monotonic()
+        if self._period < 0 or now - self._period > _PERIOD_S:
+            left_out = max(0, self._num_refused - _MAX_REFUSED)
+            self._period, self._num_refused = now, 0
+            if left_out:
+                self.event("failed authentications", "not_noted", count=left_out)
+        self._num_refused += 1
+        if self._num_refused <= _MAX_REFUSED:
+            self.note(request, None, "authentication_failed")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write(self, facts: dict[str, Any]) -> None:
+        moment = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+        try:
+            line = orjson.dumps({"time": moment, **facts}, option=orjson.OPT_APPEND_NEWLINE)
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            logger.error("a line of the audit log is lost: %s", error)
+
+
+def audited(endpoint: Endpoint, audit: AuditLog) -> Endpoint:
+    """The endpoint, of which the log has what it does, and by whom, before it is answered: what
+    its check gives. Reads are not noted."""
+    if endpoint.method == "GET":
+        return endpoint
+
+    def remember(request: Request, arguments: dict[str, Any]) -> None:
+        request.state.facts = _facts(arguments)
+
+    async def noting(request: Request, endpoint: Handler) -> Response:
+        try:
+            response = await endpoint(request)
+        except ParrotError as error:
+            if hasattr(request.state, "who"):  # else it may not be made
+                audit.note(request, request.state.who, error.type)
+            raise
+        audit.note(request, request.state.who, "ok", **request.state.facts)
+        return response
+
+    return endpoint.stepping(remember).wrapped(noting)
+
+
+def of_operators(endpoint: Endpoint) -> bool:
+    """Whether its requests change the service itself."""
+    return endpoint.access is Access.ADMIN or endpoint.path == "/register_engine"
+
+
+def _facts(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a verb's arguments that is logged: nothing that is a secret."""
+    facts = {name: value for name, value in arguments.items() if isinstance(value, int | str)}
+    match arguments.get("request"):
+        case RegisterRequest(engine_config=info):
+            address = f"{info.host}:{info.port}"
+            facts |= {"engine": info.engine_name, "model": info.model, "address": address}
+        case Drain(is_wanted=is_wanted):
+            facts["is_wanted"] = is_wanted
+    return facts
+
+
+class AuditedRefusals:
+    """A layer that notes which requests fail to say who they are from."""
+
+    def __init__(self, app: ASGIApp, audit: AuditLog) -> None:
+        self._app = app
+        self._audit = audit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 401:
+                self._audit.refused(Request(scope))
+            await send(message)
+
+        await self._app(scope, receive, noting if scope["type"] == "http" else send)

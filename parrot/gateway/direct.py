@@ -1,0 +1,221 @@
+"""Embeddings, and log probabilities of prompts: requests to engines that belong to no session, and
+of which nothing is kept."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from parrot.gateway.prompts.conversation import prompt_tokens
+from parrot.protocol.engine_api import CHARS_PER_TOKEN, EmbedRequest, ScoreRequest
+from parrot.protocol.errors import (
+    InvalidRequest,
+    ModelNumerics,
+    ParrotError,
+    PromptTooLong,
+    Unavailable,
+)
+from parrot.protocol.sampling import Logprobs
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.fleet import Engine, Fleet
+from parrot.serve.execution.run import final_error, is_broken
+from parrot.serve.tenants.quotas import Meters, QueuedByTenant, require_share
+from parrot.serve.tenants.table import TenantTable
+
+Input = list[int] | str
+"""Token ids, or text for engines whose contexts are text."""
+
+_MAX_FAILED = 3  # attempts
+_MAX_INPUTS = 64  # of one request to an engine
+_MAX_UNITS = 65_536  # tokens or characters of one request to an engine, but for a longer input
+_PRIORITY = 2**30  # behind calls, so that beside them a long text comes in small parts
+
+
+class DirectRequests:
+    """Asks the engines of a model, for at most as many programs at once as may be queued. An input
+    never waits for a turn in ServeCore's queue: it waits at the engine, behind the calls that are
+    there. Its tokens are found on the way if it is text, unless only the engines know these.
+
+    Raises `NotFound` for the model, `NoEngine`, `QueueFull`, `PromptTooLong` naming the input, and
+    what the engine raises."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        tenants: TenantTable,
+        meters: Meters,
+        require_room: Callable[[str], None],
+        config: CoreConfig,
+    ) -> None:
+        """`require_room` raises `QueueFull` for a tenant."""
+        self._tenants = tenants
+        self._meters = meters
+        self._fleet = fleet
+        self._require_room = require_room
+        self._aliases = config.model_aliases
+        self._limit = config.global_scheduler.max_queue_size
+        self._asking = QueuedByTenant()
+
+    async def embed(
+        self, tenant: str, model: str, given: Sequence[Input], traceparent: str = ""
+    ) -> tuple[list[str], int]:
+        """The embedding of each input, as base64 of little-endian float32, and the tokens of all.
+        `traceparent`: the span of who asks."""
+        request = EmbedRequest.model_construct(
+            priority=_PRIORITY,
+            cache_salt=self._tenants.cache_salt(tenant),
+            tenant=tenant,
+            weight=self._tenants.weigh(tenant),
+            traceparent=traceparent,
+            inputs=[],
+        )
+        model = self._aliases.get(model, model)
+        answers, num_tokens = await self._ask_all(tenant, model, given, request)
+        return [one for answer in answers for one in answer.embeddings], num_tokens
+
+    async def score(
+        self,
+        tenant: str,
+        model: str,
+        given: Sequence[Input],
+        num_top: int,
+        max_tokens: int,
+        traceparent: str = "",
+    ) -> tuple[list[Logprobs], int]:
+        """How likely the tokens of each input are (see `ScoreResponse`), and the tokens of all.
+        Raises `InvalidRequest` if they are more than `max_tokens`."""
+        model = self._aliases.get(model, model)
+        request = ScoreRequest.model_construct(
+            priority=_PRIORITY,
+            cache_salt=self._tenants.cache_salt(tenant),
+            tenant=tenant,
+            weight=self._tenants.weigh(tenant),
+            traceparent=traceparent,
+            inputs=[],
+            num_top=num_top,
+        )
+        answers, num_tokens = await self._ask_all(tenant, model, given, request, max_tokens)
+        found: list[Logprobs] = [one for answer in answers for one in answer.logprobs]
+        tokenizer = self._fleet.tokenizer(model)
+        if tokenizer is not None:
+            for one in found:
+                one.tokens = tokenizer.encoder.vocabulary
+        return found, num_tokens
+
+    async def _ask_all(
+        self,
+        tenant: str,
+        model: str,
+        given: Sequence[Input],
+        request: EmbedRequest,
+        max_tokens: int | None = None,
+    ) -> tuple[list[Any], int]:
+        """The answers to requests like this one, for some of the inputs each, and the tokens of all
+        inputs, which the tenant has used."""
+        inputs = await self._inputs(model, given)
+        count = sum(len(i) if isinstance(i, list) else len(i) // CHARS_PER_TOKEN for i in inputs)
+        if max_tokens is not None and count > max_tokens:
+            text = f"the request has {count} tokens; of {max_tokens} it is told how likely they are"
+            raise InvalidRequest(text, param="prompt")
+        async with self._place(tenant, count):
+            self._check_lengths(model, inputs)
+            batches = _batches(inputs)
+            copies = [request.model_copy(update={"inputs": batch}) for batch in batches]
+            answers = [await self._ask(model, copy) for copy in copies]
+        num_tokens: int = sum(answer.prompt_tokens for answer in answers)
+        self._meters.charge(tenant, num_tokens - count)
+        return answers, num_tokens
+
+    async def _inputs(self, model: str, given: Sequence[Input]) -> list[Input]:
+        tokenizer = self._fleet.tokenizer(model)
+        inputs: list[Input] = []
+        for index, one in enumerate(given):
+            if not one:
+                raise InvalidRequest(f"input {index} is empty", param="input")
+            if isinstance(one, str) and tokenizer is not None:
+                inputs.append(await prompt_tokens(one, {}, model, tokenizer))
+                await asyncio.sleep(0)  # others may go on
+            else:
+                inputs.append(one)
+        return inputs
+
+    @asynccontextmanager
+    async def _place(self, tenant: str, num_tokens: int) -> AsyncIterator[None]:
+        self._require_room(tenant)
+        if self._asking.total() >= self._limit:
+            require_share(tenant, self._limit, self._tenants.weigh, None, self._asking)
+        self._asking.enter(tenant)
+        try:
+            with self._meters.running(tenant, num_tokens):
+                yield
+        finally:
+            self._asking.leave(tenant)
+
+    def _check_lengths(self, model: str, inputs: Sequence[Input]) -> None:
+        """Raises `PromptTooLong` for what no engine of the model takes."""
+        engines = self._engines(model)
+        if not engines:
+            raise self._fleet.unserved([model], param="model")
+        limit = max(engine.max_len for engine in engines)
+        for index, given in enumerate(inputs):
+            if isinstance(given, list) and len(given) > limit:
+                text = f"input {index} has {len(given)} tokens; the limit is {limit}"
+                raise PromptTooLong(text, param="input")
+
+    def _engines(self, model: str) -> list[Engine]:
+        return [engine for engine in self._fleet if engine.info.model == model]
+
+    async def _ask(self, model: str, request: EmbedRequest) -> Any:
+        """Ask one engine after the other, as runs go on elsewhere."""
+        failed: list[int] = []
+        while True:
+            engine = self._choose(model, request.inputs, failed)
+            try:
+                answer = await _answer(engine, request)
+            except ParrotError as error:
+                if is_broken(error):
+                    await self._fleet.answers(engine)
+                failed.append(engine.id)
+                is_final = isinstance(error, InvalidRequest | ModelNumerics)
+                if is_final or len(failed) == _MAX_FAILED or not self._engines(model):
+                    raise final_error(engine, error) from None
+            else:
+                return answer
+
+    def _choose(self, model: str, inputs: Sequence[Input], failed: Collection[int]) -> Engine:
+        """The engine with the least to do, of those that have not failed if there are any."""
+        longest = max(len(given) if isinstance(given, list) else 0 for given in inputs)
+        engines = [engine for engine in self._engines(model) if engine.max_len >= longest]
+        if not engines:
+            raise self._fleet.unserved([model], param="model")
+        return min(engines, key=lambda one: (one.id in failed, self._fleet.load(one)))
+
+
+async def _answer(engine: Engine, request: EmbedRequest) -> Any:
+    """Raises `Unavailable` when the engine is lost meanwhile."""
+    client = engine.client
+    asked: asyncio.Task[Any] = asyncio.create_task(
+        client.score(request) if isinstance(request, ScoreRequest) else client.embed(request)
+    )
+    engine.direct.add(asked)
+    try:
+        return await asked
+    except asyncio.CancelledError:
+        current = asyncio.current_task()
+        if engine.is_alive or (current is not None and current.cancelling()):
+            raise
+        raise Unavailable("the engine was lost") from None
+    finally:
+        engine.direct.discard(asked)
+
+
+def _batches(inputs: Sequence[Input]) -> list[list[Input]]:
+    batches: list[list[Input]] = []
+    num_units = 0
+    for given in inputs:
+        if not batches or len(batches[-1]) == _MAX_INPUTS or num_units + len(given) > _MAX_UNITS:
+            batches.append([])
+            num_units = 0
+        batches[-1].append(given)
+        num_units += len(given)
+    return batches

@@ -1,0 +1,246 @@
+"""The page's endpoints: its files, who is let in, and the feeds that it draws."""
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+from starlette.responses import RedirectResponse
+from starlette.routing import BaseRoute
+from starlette.staticfiles import StaticFiles
+
+from parrot.gateway.audit import AuditLog, audited
+from parrot.gateway.page.feed import Feed
+from parrot.gateway.page.rows import PageRows
+from parrot.gateway.page.topic import Rows
+from parrot.gateway.page.visitors import VISIT_S, Visitor, Visitors
+from parrot.protocol.answers import json_response
+from parrot.protocol.endpoint import (
+    SMALL_BODY,
+    Access,
+    Endpoint,
+    RuledMount,
+    RuledRoute,
+    Verb,
+    parse_payload,
+    read_json,
+    taking,
+)
+from parrot.protocol.errors import NotFound, PermissionDenied
+from parrot.protocol.fields import Credential, Label
+from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
+from parrot.serve.api.admin import Drain
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.sessions import Session
+
+_FILES = Path(__file__).parent / "static"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class EnterRequest(BaseModel):
+    key: Credential
+
+
+class Since(BaseModel):
+    """`since`: the version that the page has already; null: none."""
+
+    since: Label | None = None
+
+
+class VisitorView(BaseModel):
+    """`tenant`: whose sessions are shown; null: everybody's."""
+
+    tenant: str | None
+    sees_values: bool
+
+
+class Page:
+    """Everything under `/ui/`."""
+
+    def __init__(self, core: ServeCore, audit: AuditLog | None) -> None:
+        self._core = core
+        self._rows = PageRows(core)
+        self._feed = Feed(core.clock)
+        self._visitors = Visitors(core.config.cluster_token, core.tenants, core.clock)
+        self._audit = audit
+
+    def routes(self) -> list[BaseRoute]:
+        endpoints = [
+            self._endpoint("GET", "me", self.me),
+            self._endpoint("GET", "overview", taking(Since, self.overview)),
+            self._endpoint("GET", "placement", taking(Since, self.placement)),
+            self._endpoint("GET", "usage", taking(Since, self.usage)),
+            self._endpoint("GET", "events", taking(Since, self.events)),
+            self._endpoint("GET", "sessions/{session_id}", taking(Since, self.session)),
+            self._endpoint(
+                "GET", "sessions/{session_id}/vars/{var_id}", taking(Since, self.variable)
+            ),
+            self._endpoint("POST", "engines/{engine_id}/drain", taking(Drain, self.drain_engine)),
+            self._endpoint("POST", "sessions", self.begin_session),
+            self._endpoint("POST", "sessions/{session_id}/end", self.end_session),
+            self._endpoint("POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call),
+        ]
+        return [
+            RuledRoute("/", _to_page, Access.ANYBODY),
+            RuledRoute("/ui/api/enter", self._enter, Access.ANYBODY, methods=["POST"]),
+            RuledRoute("/ui/api/leave", self._leave, Access.ANYBODY, methods=["POST"]),
+            *(one.route() for one in endpoints),
+            RuledMount("/ui", _PageFiles(directory=_FILES, html=True), Access.ANYBODY),
+        ]
+
+    def _endpoint(self, method: str, path: str, verb: Verb) -> Endpoint:
+        """`verb` is also called with the `visitor`, whom the request's cookie tells."""
+
+        def visitor_of(request: Request) -> Visitor:
+            return self._visitors.of(request.cookies.get(_cookie_name(request)))
+
+        def name_visitor(request: Request, arguments: dict[str, Any]) -> None:
+            arguments["visitor"] = visitor_of(request)
+
+        endpoint = Endpoint(method, f"/ui/api/{path}", verb, access=Access.VISITOR, body=SMALL_BODY)
+        endpoint.checked(lambda request: visitor_of(request).name).stepping(name_visitor)
+        return endpoint if self._audit is None else audited(endpoint, self._audit)
+
+    # What is seen
+
+    def me(self, visitor: Visitor) -> VisitorView:
+        return _view(visitor)
+
+    def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._view("overview", self._rows.overview, visitor, since)
+
+    def placement(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._view("placement", self._rows.placement, visitor, since)
+
+    def usage(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._view("usage", self._rows.usage, visitor, since)
+
+    def events(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._view("events", self._rows.events, visitor, since)
+
+    def _view(
+        self, name: str, read: Callable[[Visitor], Rows], visitor: Visitor, since: str | None
+    ) -> AsyncGenerator[bytes]:
+        feed = self._feed.changes((name, visitor), lambda: read(visitor), since)
+        return self._while_let_in(visitor, feed)
+
+    async def _while_let_in(
+        self, visitor: Visitor, feed: AsyncGenerator[bytes]
+    ) -> AsyncGenerator[bytes]:
+        """The feed goes on for hours, and keys are removed meanwhile."""
+        async with aclosing(feed):
+            async for changes in feed:
+                self._visitors.require(visitor)
+                yield changes
+
+    def session(
+        self, visitor: Visitor, session_id: int, since: str | None
+    ) -> AsyncGenerator[bytes]:
+        """Raises `NotFound`."""
+
+        def read() -> Rows:
+            return self._rows.session(self._seen(visitor, session_id))
+
+        self._seen(visitor, session_id)
+        return self._while_let_in(visitor, self._feed.changes(("session", session_id), read, since))
+
+    def variable(
+        self, visitor: Visitor, session_id: int, var_id: str, since: str | None
+    ) -> AsyncGenerator[bytes]:
+        """Raises `NotFound`."""
+
+        def find() -> SemanticVariable:
+            return self._seen(visitor, session_id).graph.variable(var_id)
+
+        def read() -> Rows:
+            return self._rows.variable(find(), visitor)
+
+        find()
+        name = ("variable", var_id, visitor.sees_values)
+        return self._while_let_in(visitor, self._feed.changes(name, read, since))
+
+    def _seen(self, visitor: Visitor, session_id: int) -> Session:
+        session = self._core.sessions.find(session_id)
+        if session is None or visitor.tenant not in (None, session.tenant):
+            raise NotFound(f"no live session {session_id} of yours")
+        return session
+
+    # What is done
+
+    def begin_session(self, visitor: Visitor) -> SessionCreateResponse:
+        """A session for the page's own calls. Raises `AuthenticationFailed` for an operator where
+        sessions need an API key."""
+        tenant = visitor.tenant or self._core.tenant(None)
+        return self._core.begin_session(tenant, SessionCreateRequest(apps=["page"]))
+
+    def end_session(self, visitor: Visitor, session_id: int) -> None:
+        session = self._seen(visitor, session_id)
+        self._core.delete_session(session.id, session.auth)
+
+    def cancel_call(self, visitor: Visitor, session_id: int, request_id: int) -> None:
+        session = self._seen(visitor, session_id)
+        self._core.cancel_call(session.id, session.auth, request_id)
+
+    def drain_engine(self, visitor: Visitor, engine_id: int, is_wanted: bool) -> None:
+        """Raises `PermissionDenied` for whoever is not the operator."""
+        if visitor.tenant is not None:
+            raise PermissionDenied("engines are the operator's")
+        self._core.dispatcher.drains.drain(engine_id, is_wanted=is_wanted)
+
+    # Who is let in
+
+    async def _enter(self, request: Request) -> Response:
+        """The cookie is for this page alone, and no script can read it."""
+        wanted = parse_payload(EnterRequest, await read_json(request, SMALL_BODY))
+        cookie = self._visitors.enter(wanted.key)
+        if self._audit is not None:
+            self._audit.note(request, self._visitors.of(cookie).name, "ok")
+        response = json_response(_view(self._visitors.of(cookie)))
+        response.set_cookie(
+            _cookie_name(request),
+            cookie,
+            max_age=int(VISIT_S),
+            path="/ui",
+            httponly=True,
+            samesite="strict",
+        )
+        return response
+
+    async def _leave(self, request: Request) -> Response:
+        await read_json(request, SMALL_BODY)  # which no page of another site can send
+        name = _cookie_name(request)
+        self._visitors.leave(request.cookies.get(name, ""))
+        response = json_response(EmptyResponse())
+        response.delete_cookie(name, path="/ui", httponly=True, samesite="strict")
+        return response
+
+
+def _cookie_name(request: Request) -> str:
+    """Browsers send a cookie to all ports of a host."""
+    return f"parrot_page_{request.url.port or 0}"
+
+
+def _view(visitor: Visitor) -> VisitorView:
+    return VisitorView(tenant=visitor.tenant, sees_values=visitor.sees_values)
+
+
+async def _to_page(request: Request) -> Response:
+    return RedirectResponse("ui/")
+
+
+class _PageFiles(StaticFiles):
+    """The page's own files, which load nothing from elsewhere and run no script of a text."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(_HEADERS)
+        return response

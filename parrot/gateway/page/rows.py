@@ -1,0 +1,197 @@
+"""The page's rows: of the service, one session, one variable.
+
+A row is small and says nothing that changes by itself, as an age does, so that it is sent again
+only when something has happened."""
+
+import time
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+from parrot.gateway.page.log_rows import event_rows, usage_rows
+from parrot.gateway.page.placement_rows import placement_rows
+from parrot.gateway.page.topic import Rows
+from parrot.gateway.page.visitors import Visitor
+from parrot.protocol.engine_api import ServerLoad
+from parrot.protocol.errors import ParrotError
+from parrot.serve.core import ServeCore
+from parrot.serve.execution.fleet import EngineView
+from parrot.serve.graph.nodes import (
+    Completion,
+    Piece,
+    Task,
+    TextPiece,
+    VariablePiece,
+)
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.sessions import Session
+from parrot.serve.views import engine_view, session_counts, task_view
+
+_PIECE_CHARS = 4096
+_MAX_CHARS = 2**20  # of one value that is shown
+_MAX_CAUSES = 16
+_MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # of a session, the last ones
+
+Row = dict[str, Any]
+
+
+class PageRows:
+    """Reads the rows from a core. Times are Unix time."""
+
+    def __init__(self, core: ServeCore) -> None:
+        self._core = core
+        self._epoch = time.time() - core.clock.now()
+        self._sessions: dict[int, tuple[object, Row]] = {}  # what each was made of, and its row
+
+    def overview(self, visitor: Visitor) -> Rows:
+        """The service, its engines, and the sessions that the visitor may see."""
+        core = self._core
+        rows: dict[str, Row] = {
+            "service": {
+                "queued": core.num_queued,
+                "models": [card.id for card in core.models().data],
+                "closing": core.is_closing,
+            }
+        }
+        for engine in core.fleet.views():
+            rows[f"engine:{engine.id}"] = _engine_row(engine)
+        live = list(core.sessions)
+        for session in live:
+            if visitor.tenant in (None, session.tenant):
+                rows[f"session:{session.id}"] = self._session_row(session)
+        if len(self._sessions) > 2 * len(live):
+            kept = {session.id for session in live}
+            self._sessions = {key: row for key, row in self._sessions.items() if key in kept}
+        return rows
+
+    def placement(self, visitor: Visitor) -> Rows:
+        """The last decisions of the scheduler, and the contexts on engines."""
+        return placement_rows(self._core, visitor, self._epoch)
+
+    def usage(self, visitor: Visitor) -> Rows:
+        """The calls, tokens and costs of tenants, by function."""
+        return usage_rows(self._core, visitor)
+
+    def events(self, visitor: Visitor) -> Rows:
+        """The rows of what happened to engines, calls and sessions."""
+        return event_rows(self._core, visitor, self._epoch)
+
+    def session(self, session: Session) -> Rows:
+        """A session's head, its last calls, and its last variables without their values."""
+        rows: dict[str, Row] = {"session": self._head(session)}
+        graph = session.graph
+        tasks = chain.from_iterable(reversed(c.tasks) for c in reversed(graph.calls.values()))
+        for task in reversed(list(islice(tasks, _MAX_CALLS))):
+            row = task_view(task, session.created_at).model_dump(mode="json")
+            row["inputs"] = [variable.id for variable in task.inputs]
+            rows[f"call:{task.outputs[0].id}"] = row
+        for variable in reversed(list(islice(reversed(graph.variables.values()), _MAX_VARIABLES))):
+            rows[f"var:{variable.id}"] = _variable_row(variable)
+        return rows
+
+    def variable(self, variable: SemanticVariable, visitor: Visitor) -> Rows:
+        """A variable with how it comes to be. The texts only for whoever may see them: the value in
+        pieces, since it grows at its end."""
+        rows: dict[str, Row] = {"var": _variable_row(variable)}
+        task = variable.producer
+        if task is not None:
+            rows["call"] = {"func": task.func_name, "request_id": task.request_id}
+            if visitor.sees_values:
+                rows["call"] |= _source(task)
+                if isinstance(task, Completion):
+                    self._core.dispatcher.follow(task)
+                    rows["call"]["comes_whole"] = task.stats.comes_whole
+        if visitor.sees_values:
+            text = variable.partial_text[:_MAX_CHARS]
+            for number, start in enumerate(range(0, len(text), _PIECE_CHARS)):
+                rows[f"text:{number}"] = {"text": text[start : start + _PIECE_CHARS]}
+        return rows
+
+    def _head(self, session: Session) -> Row:
+        return {
+            "id": session.id,
+            "tenant": session.tenant,
+            "apps": list(session.apps),
+            "created_at": round(self._epoch + session.created_at, 3),
+        }
+
+    def _session_row(self, session: Session) -> Row:
+        """Counted again only if something has happened in the session since."""
+        graph = session.graph
+        basis = (session.last_active, graph.activation.num_started, len(graph.calls))
+        known = self._sessions.get(session.id)
+        if known is not None and known[0] == basis:
+            return known[1]
+        row = self._head(session) | session_counts(session).model_dump()
+        self._sessions[session.id] = basis, row
+        return row
+
+
+def _engine_row(engine: EngineView) -> Row:
+    row: Row = engine_view(engine).model_dump(mode="json") | {"is_draining": engine.is_draining}
+    runtime = engine.runtime
+    if runtime is not None:
+        row |= {
+            "blocks": runtime.num_max_blocks,
+            "free_blocks": runtime.num_free_blocks,
+            "running_jobs": runtime.num_running_jobs,
+            "step_ms": round(runtime.recent_average_latency / 1e6, 3),
+            "steps": runtime.num_steps,
+        }
+        if (host := runtime.host_tier) is not None:
+            row |= {"host_blocks": host.num_max_blocks, "host_free_blocks": host.num_free_blocks}
+        if runtime.server_load is not None:
+            row["server"] = _server_row(runtime.server_load)
+    return row
+
+
+def _server_row(load: ServerLoad) -> Row:
+    """The load of the server behind an engine; `others_kv`: the used part of its KV that others
+    have, by their share of the requests."""
+    row: Row = {
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "others": load.num_others,
+    }
+    if load.kv_usage is not None:
+        others = load.num_others / max(1, load.num_running + load.num_waiting)
+        row |= {"kv": round(load.kv_usage, 2), "others_kv": round(others * load.kv_usage, 2)}
+    return row
+
+
+def _variable_row(variable: SemanticVariable) -> Row:
+    producer = variable.producer
+    row: Row = {
+        "name": variable.name,
+        "state": variable.state.value,
+        "chars": len(variable.partial_text),
+        "producer": None if producer is None else producer.outputs[0].id,
+    }
+    if variable.error is not None:
+        row["errors"] = list(_causes(variable.error))
+    return row
+
+
+def _causes(error: BaseException) -> Iterator[Row]:
+    """The error and what it came from, the last cause last."""
+    link: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if not isinstance(link, ParrotError):
+            return
+        yield {"type": link.type, "message": link.message}
+        link = link.__cause__
+
+
+def _source(task: Task) -> Row:
+    """A call's prompt, or its program, and its inputs."""
+    if isinstance(task, Completion):
+        earlier = [] if task.previous is None else [{"var": task.previous.output.id}]
+        return {"prompt": earlier + [_piece(piece) for piece in task.fill]}
+    return {"source": task.source}
+
+
+def _piece(piece: Piece) -> Row:
+    if isinstance(piece, VariablePiece):
+        return {"var": piece.variable.id, "name": piece.variable.name}
+    assert isinstance(piece, TextPiece), piece
+    return {"text": piece.text[:_MAX_CHARS]}

@@ -1,0 +1,3 @@
+"""Conversations as text, and answers as their parts.
+
+It must not know any vendor's wire format."""

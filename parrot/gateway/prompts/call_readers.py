@@ -1,0 +1,315 @@
+"""The calls in what models write, each family in its own markup.
+
+A reader gives None for whatever is not wholly calls: then it is text."""
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from parrot.gateway.prompts.answers import ToolCall
+from parrot.gateway.prompts.call_grammars import Function
+
+_MAX_PYTHON = 2**14  # characters; a longer one is text
+_MAX_DEPTH = 64
+
+_DECODER = json.JSONDecoder()
+_GAP = re.compile(r"[\s;]*")
+_DEEPSEEK_CALL = re.compile(
+    r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<typed>[^\n<]+)\n```json\n(?P<fenced>.*?)\n```\s*"
+    r"|(?P<name>[^\n<]+)<｜tool▁sep｜>(?P<bare>.*?))<｜tool▁call▁end｜>\s*",
+    re.DOTALL,
+)
+_KIMI_CALL = re.compile(
+    r"\s*<\|tool_call_begin\|>\s*(?P<id>(?:[^\s<]*\.)?(?P<name>[^\s<.]+):\d+)\s*"
+    r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>\s*",
+    re.DOTALL,
+)
+_GEMMA_CALL = re.compile(r"\s*call:([^\s{}]+)(\{.*\})\s*", re.DOTALL)
+_GEMMA_KEY = re.compile(r"[^,:{}\[\]]+")
+_GEMMA_BARE = re.compile(r"[^,{}\[\]]+")
+_WHITE = re.compile(r"\s*")
+_CODER_CALL = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_CODER_ARGUMENT = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_GLM_CALL = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
+_GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+)
+
+
+def read_json(text: str) -> list[ToolCall] | None:
+    """A JSON object, a list of them, or some one after the other, with semicolons or not. Their
+    arguments are called `arguments` or `parameters`."""
+    try:
+        value = orjson.loads(text)
+        items = value if isinstance(value, list) else [value]
+    except orjson.JSONDecodeError:
+        items = _in_sequence(text)
+    calls: list[ToolCall] = []
+    for item in items:
+        match item:
+            case {"name": str(name), "arguments": dict(arguments)} | {
+                "name": str(name),
+                "parameters": dict(arguments),
+            }:
+                calls.append(ToolCall.of(name, arguments))
+            case _:
+                return None
+    return calls or None
+
+
+def _in_sequence(text: str) -> list[Any]:
+    """The objects; none if there is anything else."""
+    found: list[Any] = []
+    end = _end_of_gap(text, 0)
+    while end < len(text):
+        try:
+            _, stop = _DECODER.raw_decode(text, end)
+            found.append(orjson.loads(text[end:stop]))
+        except (ValueError, RecursionError):
+            return []
+        end = _end_of_gap(text, stop)
+    return found
+
+
+def _end_of_gap(text: str, begin: int) -> int:
+    gap = _GAP.match(text, begin)
+    assert gap is not None  # it may be empty
+    return gap.end()
+
+
+def read_deepseek(text: str) -> list[ToolCall] | None:
+    calls: list[ToolCall] = []
+    for found in _whole(_DEEPSEEK_CALL, text) or ():
+        try:
+            arguments = orjson.loads(found["fenced"] or found["bare"] or "")
+        except orjson.JSONDecodeError:
+            return None
+        if not isinstance(arguments, dict):
+            return None
+        calls.append(ToolCall.of(found["typed"] or found["name"], arguments))
+    return calls or None
+
+
+def read_kimi(text: str) -> list[ToolCall] | None:
+    """Calls keep the ids that the model gives them, since it is shown them again."""
+    calls: list[ToolCall] = []
+    for found in _whole(_KIMI_CALL, text) or ():
+        try:
+            arguments = orjson.loads(found["arguments"])
+        except orjson.JSONDecodeError:
+            return None
+        if not isinstance(arguments, dict):
+            return None
+        call = ToolCall.of(found["name"], arguments)
+        is_new = all(found["id"] != other.id for other in calls)
+        calls.append(replace(call, id=found["id"]) if is_new else call)
+    return calls or None
+
+
+def read_gemma(text: str, quote: str, functions: Sequence[Function]) -> list[ToolCall] | None:
+    """`call:look{at:<quote>sky<quote>,n:[1,{far:true}]}`. Values without quotes are JSON, or text
+    if the function wants some."""
+    found = _GEMMA_CALL.fullmatch(text)
+    if found is None:
+        return None
+    reader = _GemmaReader(found[2], quote)
+    try:
+        arguments = reader.value()
+    except ValueError:
+        return None
+    if reader.at < len(found[2]) or not isinstance(arguments, dict):
+        return None
+    schemas = _properties(found[1], functions)
+    typed = {
+        key: _typed(str(value), schemas.get(key)) if isinstance(value, _Bare) else _plain(value)
+        for key, value in arguments.items()
+    }
+    return [ToolCall.of(found[1], typed)]
+
+
+class _Bare(str):
+    """A value without quotes."""
+
+
+def _plain(value: Any) -> Any:
+    """With JSON in place of what has no quotes."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return _typed(str(value), None) if isinstance(value, _Bare) else value
+
+
+class _GemmaReader:
+    """Reads values one after the other; `at` is the place behind the last one."""
+
+    def __init__(self, text: str, quote: str) -> None:
+        self._text = text
+        self._quote = quote
+        self.at = 0
+
+    def value(self, depth: int = 0) -> Any:
+        """Raises `ValueError` if there is none."""
+        if depth > _MAX_DEPTH:
+            raise ValueError("it is too deep")
+        if self._takes("{"):
+            fields = list(self._items("}", lambda: self._field(depth + 1)))
+            found = dict(fields)
+            if len(found) < len(fields):
+                raise ValueError("a key is there twice")
+            return found
+        if self._takes("["):
+            return list(self._items("]", lambda: self.value(depth + 1)))
+        return self._string(_GEMMA_BARE)
+
+    def _items(self, end: str, read: Callable[[], Any]) -> Iterator[Any]:
+        if self._takes(end):
+            return
+        yield read()
+        while not self._takes(end):
+            self._require(",")
+            yield read()
+
+    def _field(self, depth: int) -> tuple[str, Any]:
+        key = self._string(_GEMMA_KEY)
+        self._require(":")
+        return str(key), self.value(depth)
+
+    def _string(self, bare: re.Pattern[str]) -> str:
+        if self._takes(self._quote):
+            begin, end = self.at, self._text.find(self._quote, self.at)
+            if end < 0:
+                raise ValueError("a quote is not closed")
+            self.at = end + len(self._quote)
+            return self._text[begin:end]
+        found = bare.match(self._text, self.at)
+        text = "" if found is None else found[0].strip()
+        if found is None or not text or self._quote in text:
+            raise ValueError("a value is missing")
+        self.at = found.end()
+        return _Bare(text)
+
+    def _takes(self, text: str) -> bool:
+        white = _WHITE.match(self._text, self.at)
+        assert white is not None  # it may be empty
+        if not self._text.startswith(text, white.end()):
+            return False
+        self.at = white.end() + len(text)
+        return True
+
+    def _require(self, text: str) -> None:
+        if not self._takes(text):
+            raise ValueError(f"{text} is missing")
+
+
+def read_coder(text: str, functions: Sequence[Function]) -> list[ToolCall] | None:
+    """`<function=look><parameter=at>sky</parameter></function>`"""
+    found = _CODER_CALL.fullmatch(text)
+    return None if found is None else _tagged(found, _CODER_ARGUMENT, functions)
+
+
+def read_glm(text: str, functions: Sequence[Function]) -> list[ToolCall] | None:
+    """`look<arg_key>at</arg_key><arg_value>sky</arg_value>`"""
+    found = _GLM_CALL.fullmatch(text)
+    return None if found is None else _tagged(found, _GLM_ARGUMENT, functions)
+
+
+def _tagged(
+    call: re.Match[str], argument: re.Pattern[str], functions: Sequence[Function]
+) -> list[ToolCall] | None:
+    """`call`: the name, and the text of the arguments, which are JSON unless of type string."""
+    name, text = call.groups()
+    arguments: dict[str, Any] = {}
+    found = _whole(argument, text)
+    schemas = _properties(name, functions)
+    for match in found or ():
+        key, value = match.groups()
+        if key in arguments:
+            return None
+        arguments[key] = _typed(value, schemas.get(key))
+    return None if found is None else [ToolCall.of(name, arguments)]
+
+
+def _properties(name: str, functions: Sequence[Function]) -> Mapping[str, Any]:
+    for function in functions:
+        match function:
+            case {"name": str(known), "parameters": {"properties": dict(properties)}}:
+                if known == name:
+                    return properties
+    return {}
+
+
+def _typed(value: str, schema: Any) -> Any:
+    match schema:
+        case {"type": "string"}:
+            return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+
+
+def _whole(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
+    """The matches of which the text wholly consists, but for white space."""
+    matches: list[re.Match[str]] = []
+    end = 0
+    while found := pattern.match(text, end):
+        matches.append(found)
+        end = found.end()
+    return None if text[end:].strip() else matches
+
+
+def read_python(text: str) -> list[ToolCall] | None:
+    """`[look(at="sky"), wait(s=3)]`; nothing in it is run."""
+    if len(text) > _MAX_PYTHON:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            tree = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(tree, ast.List):
+            return None
+        return [_python_call(item) for item in tree.elts] or None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call by names")
+    names = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
+    values = [_literal(keyword.value) for keyword in node.keywords]
+    return ToolCall.of(_dotted(node.func), dict(zip(names, values, strict=True)))
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Name):
+        return node.id
+    raise ValueError("no name")
+
+
+def _literal(node: ast.expr) -> Any:
+    match node:
+        case ast.Name(id="true" | "false" | "null" as name):
+            return orjson.loads(name)
+        case ast.Constant(value=float() as value) if not math.isfinite(value):
+            raise ValueError("no number")
+        case ast.Constant(value=str() | bool() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [_literal(key) for key in keys if key is not None]
+            if all(isinstance(name, str) for name in names):
+                return dict(zip(names, map(_literal, values), strict=True))
+    raise ValueError("no literal")

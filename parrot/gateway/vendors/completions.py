@@ -1,0 +1,381 @@
+"""`POST /v1/completions`: plain text that goes on, in OpenAI's format."""
+
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Discriminator, Field, Tag
+
+from parrot.gateway.conversations.turn import Turn, TurnRequest
+from parrot.gateway.conversations.turns import Turns
+from parrot.gateway.direct import DirectRequests
+from parrot.gateway.prompts.conversation import TokenPrompt
+from parrot.gateway.vendors.choices import read_all, stream_all
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
+from parrot.gateway.vendors.openai_common import (
+    MAX_CHOICES,
+    GenerationFields,
+    Json,
+    chained,
+    program_of,
+    usage_of,
+)
+from parrot.gateway.vendors.openai_errors import openai_error
+from parrot.gateway.vendors.token_logprobs import AnswerLogprobs, CompletionLogprobs
+from parrot.protocol.answers import Event, Events
+from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
+from parrot.protocol.fields import Text, TokenIds
+from parrot.protocol.public import VarGetResponse
+from parrot.protocol.sampling import MAX_GEN_LENGTH, Logprobs
+from parrot.utils.ids import new_token
+
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_MAX_SCORED = 2**18  # tokens of prompts in an answer
+MAX_PROMPTS = 128
+
+
+def _prompt_kind(value: Any) -> str:
+    """By the first of many, so that the others need not be tried as anything else."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "tokens" if isinstance(first, int) else "lists" if isinstance(first, list) else "texts"
+
+
+Prompt = list[int] | str
+
+_Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[list[Text], Tag("texts"), Field(fail_fast=True, max_length=MAX_PROMPTS)]
+    | Annotated[TokenIds, Tag("tokens")]
+    | Annotated[list[TokenIds], Tag("lists"), Field(fail_fast=True, max_length=MAX_PROMPTS)],
+    Discriminator(_prompt_kind),
+]
+
+
+class CompletionRequest(GenerationFields):
+    prompt: _Prompt
+    max_tokens: int | None = Field(None, ge=0, le=MAX_GEN_LENGTH)
+    echo: bool | None = None
+    suffix: Text | None = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    logprobs: int | None = Field(None, ge=0, le=5)
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_made(self) -> int:
+        """How many answers are made of a prompt, of which the best are choices."""
+        return max(self.best_of or 1, self.num_choices)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether engines are asked how likely the prompt is: also to read it if that is all."""
+        return bool(self.echo) and (self.logprobs is not None or self.max_tokens == 0)
+
+
+class CompletionChoice(VendorAnswer):
+    index: int
+    text: str
+    finish_reason: str | None
+
+
+class TextCompletion(VendorAnswer):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Json | None
+
+
+@dataclass(slots=True)
+class _Echo:
+    """The part of an answer that shows its prompt. `scored`: how likely its tokens are."""
+
+    text: str = ""
+    scored: Logprobs | None = None
+
+    async def logprobs(self) -> CompletionLogprobs:
+        """The log probabilities of an answer, of which the prompt's come first."""
+        if self.scored is None:
+            return CompletionLogprobs(offset=len(self.text))
+        logprobs = CompletionLogprobs(offset=0)
+        await logprobs.add_prompt(self.scored, self.text)
+        return logprobs
+
+
+class Completions:
+    def __init__(self, turns: Turns, direct: DirectRequests) -> None:
+        self._turns = turns
+        self._direct = direct
+
+    def create(
+        self, request: CompletionRequest, caller: Caller
+    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
+        prompts = _prompts(request)
+        texts: list[TokenPrompt] = [(prompt, None) for prompt in prompts if isinstance(prompt, str)]
+        if len(texts) == len(prompts) and not request.scores_prompt:
+            answers = self._submit(request, caller, texts)
+            if request.is_deferred:
+                return answers.deferred()
+            return answers.chunks() if request.stream else answers.whole()
+        if request.stream:
+            return self._chunks_behind(request, caller, prompts)
+        return self._whole_behind(request, caller, prompts)
+
+    async def _whole_behind(
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
+    ) -> bytes:
+        return await (await self._submit_behind(request, caller, prompts)).whole()
+
+    async def _chunks_behind(
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
+    ) -> AsyncGenerator[Events]:
+        answers = await self._submit_behind(request, caller, prompts)
+        async with aclosing(answers.chunks()) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _submit_behind(
+        self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
+    ) -> "_Answers":
+        """Submit it behind what takes a while: the text of tokens, and how likely prompts are."""
+        found: list[TokenPrompt] = [
+            (prompt, None)
+            if isinstance(prompt, str)
+            else await self._turns.prompt_of(request.model, prompt)
+            for prompt in prompts
+        ]
+        if not request.scores_prompt:
+            return self._submit(request, caller, found)
+        num_top, limit = request.logprobs or 0, _MAX_SCORED // request.num_choices
+        scored, num_tokens = await self._direct.score(
+            caller.tenant, request.model, prompts, num_top, limit, caller.traceparent
+        )
+        pairs = zip(found, scored, strict=True)
+        if request.logprobs is None:
+            echoes = [_Echo(text) for text, _ in found]
+        else:
+            echoes = [_Echo(text, one) for (text, _), one in pairs]
+        if request.max_tokens == 0:
+            return _Answers([], request, echoes, num_tokens)
+        return self._submit(request, caller, found, echoes)
+
+    def _submit(
+        self,
+        request: CompletionRequest,
+        caller: Caller,
+        prompts: Sequence[TokenPrompt],
+        echoes: Sequence[_Echo] | None = None,
+    ) -> "_Answers":
+        max_tokens = request.max_tokens or _DEFAULT_MAX_TOKENS
+        is_ranked = request.num_made > request.num_choices
+        logprobs = request.logprobs or (0 if is_ranked else request.logprobs)
+        samplings = request.samplings(max_tokens, logprobs, count=request.num_made)
+        turns: list[Turn] = []
+        try:
+            for text, tokens in prompts:
+                turn_request = TurnRequest(
+                    tenant=caller.tenant,
+                    model=request.model,
+                    prompt=text,
+                    tokens=tokens,
+                    samplings=samplings,
+                    program=program_of(request, caller),
+                    traceparent=caller.traceparent,
+                    func_name="completion",
+                    criteria=request.wanted,
+                    deadline=request.deadline,
+                    chain=request.chain(),
+                    prediction=request.predicted,
+                )
+                turns.append(self._turns.submit(turn_request))
+                caller.tell(turns[-1])
+        except ParrotError:
+            for turn in turns:
+                turn.cancel()
+            raise
+        if echoes is None:
+            echoes = [_Echo(text if request.echo else "") for text, _ in prompts]
+        return _Answers(turns, request, echoes)
+
+
+class _Answers:
+    """The answers to some prompts. Without `turns` nothing is generated: they are the `echoes` of
+    the prompts, of so many tokens in all."""
+
+    def __init__(
+        self,
+        turns: Sequence[Turn],
+        request: CompletionRequest,
+        echoes: Sequence[_Echo],
+        num_tokens: int = 0,
+    ) -> None:
+        self._turns = turns
+        self._num_tokens = num_tokens
+        self._request = request
+        self._num_choices = request.num_choices
+        self._echoes = echoes
+        self._is_scored = request.logprobs is not None
+        self._frame = {
+            "id": f"cmpl-{new_token()}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+            **chained(request, turns),
+        }
+
+    async def deferred(self) -> bytes:
+        num_choices = len(self._turns) * self._num_choices
+        choices = [_choice(i, "") for i in range(num_choices)]
+        return orjson.dumps(self._frame | {"choices": choices, "usage": None})
+
+    async def whole(self) -> bytes:
+        if not self._turns:
+            choices = [choice async for choice in self._echoed()]
+            return orjson.dumps(self._frame | {"choices": choices, "usage": self._echo_usage()})
+        answers = await read_all(self._turns)
+        num_made = self._request.num_made
+        choices = []
+        for turn_index, turn in enumerate(self._turns):
+            for made in self._best(turn):
+                i, answer = len(choices), answers[turn_index * num_made + made]
+                echo, logprobs = self._echo(i), None
+                if self._is_scored:
+                    taken = AnswerLogprobs(turn, made)
+                    scored = await taken.rest(with_ending=echo.scored is not None)
+                    logprobs = await (await echo.logprobs()).part(scored)
+                text = echo.text + answer.content
+                choices.append(_choice(i, text, logprobs, answer.finish_reason))
+        usage = usage_of(answers, num_made)
+        return orjson.dumps(self._frame | {"choices": choices, "usage": usage})
+
+    async def _echoed(self) -> AsyncGenerator[Json]:
+        """The choices of which nothing is generated."""
+        for i in range(len(self._echoes) * self._num_choices):
+            echo = self._echo(i)
+            logprobs = await (await echo.logprobs()).part([]) if self._is_scored else None
+            yield _choice(i, echo.text, logprobs, "length")
+
+    def _echo_usage(self) -> Json:
+        count = self._num_tokens
+        return {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
+
+    def _best(self, turn: Turn) -> list[int]:
+        """The answers that are choices: those whose tokens were the likeliest on average, the best
+        first; in their order if all are."""
+        made = list(range(len(turn.completions)))
+        if len(made) == self._num_choices:
+            return made
+        return sorted(made, key=lambda i: -_mean_logprob(turn, i))[: self._num_choices]
+
+    async def chunks(self) -> AsyncGenerator[Events]:
+        frame = self._frame
+        if not self._turns:
+            async for choice in self._echoed():
+                yield [(None, frame | {"choices": [choice]})]
+            yield self._stream_end(self._echo_usage())
+            return
+        last: list[Event] = []
+        answers: dict[int, VarGetResponse] = {}
+        begun: dict[int, CompletionLogprobs] = {}
+        num_choices = len(self._turns) * self._num_choices
+        taken = [self._answer_logprobs(i) for i in range(num_choices)]
+        try:
+            async with aclosing(stream_all(self._turns)) as deltas:
+                async for i, delta in deltas:
+                    echo, is_first = self._echo(i), i not in begun
+                    if is_first:
+                        begun[i] = await echo.logprobs()
+                    echoes_scores = echo.scored is not None
+                    text, finish_reason = echo.text if is_first else "", None
+                    if isinstance(delta, VarGetResponse):
+                        answers[i] = delta
+                        finish_reason = delta.finish_reason
+                        more = taken[i].rest(with_ending=echoes_scores) if self._is_scored else None
+                    else:
+                        text += delta
+                        more = taken[i].take(delta) if self._is_scored else None
+                    scored = [] if more is None else await more
+                    has_part = scored or (is_first and echoes_scores)
+                    part = await begun[i].part(scored) if has_part else None
+                    last = [(None, frame | {"choices": [_choice(i, text, part, finish_reason)]})]
+                    if len(answers) < num_choices:
+                        yield last
+            usage = usage_of([answers[i] for i in sorted(answers)], self._num_choices)
+            yield [*last, *self._stream_end(usage)]
+        except ParrotError as error:
+            if not begun:
+                raise
+            yield [(None, openai_error(error)[1]), (None, "[DONE]")]
+
+    def _stream_end(self, usage: Json | None) -> list[Event]:
+        options = self._request.stream_options
+        if options is None or not options.include_usage:
+            return [(None, "[DONE]")]
+        return [(None, self._frame | {"choices": [], "usage": usage}), (None, "[DONE]")]
+
+    def _echo(self, index: int) -> _Echo:
+        return self._echoes[index // self._num_choices]
+
+    def _answer_logprobs(self, index: int) -> AnswerLogprobs:
+        turn, choice = divmod(index, self._num_choices)
+        return AnswerLogprobs(self._turns[turn], choice)
+
+
+def _prompts(request: CompletionRequest) -> Sequence[Prompt]:
+    """The prompts of the request."""
+    if request.max_tokens == 0 and not request.echo:
+        text = "nothing is wanted: `max_tokens` may be 0 with `echo` only"
+        raise InvalidRequest(text, param="max_tokens")
+    if request.scores_prompt and request.chain() is not None:
+        text = "the prompt of a chained call is not echoed with log probabilities"
+        raise UnsupportedField(text, param="echo")
+    if request.suffix:
+        raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
+    _check_best_of(request)
+    given: Any = request.prompt
+    is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+    prompts: list[Prompt] = [given] if is_one else given
+    if not all(prompts) or not prompts:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if request.parrot is not None:
+        if len(prompts) > 1 or not isinstance(prompts[0], str):
+            text = "a prompt with `parrot` fields is one text"
+            raise UnsupportedField(text, param="prompt")
+        if request.echo and request.parrot.inputs:
+            raise UnsupportedField("a prompt with variables cannot be echoed", param="echo")
+    return prompts
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    if request.best_of is None:
+        return
+    if request.best_of < request.num_choices:
+        raise InvalidRequest("`best_of` must not be less than `n`", param="best_of")
+    if request.best_of > request.num_choices:
+        if request.stream:
+            raise InvalidRequest("the best of many answers is not streamed", param="best_of")
+        if request.parrot is not None:
+            raise UnsupportedField("`parrot` fields want all answers", param="best_of")
+
+
+def _mean_logprob(turn: Turn, choice: int) -> float:
+    """The log probabilities of an answer's tokens; an empty one comes last."""
+    found = turn.logprobs(choice)
+    if found is None or not len(found):
+        return -math.inf
+    return math.fsum(found.values[:: found.width]) / len(found)
+
+
+def _choice(
+    index: int, text: str, logprobs: Json | None = None, finish_reason: str | None = None
+) -> Json:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -1,0 +1,94 @@
+"""`POST /v1/embeddings`, in OpenAI's format."""
+
+import asyncio
+from base64 import b64decode
+from collections.abc import Sequence
+from struct import unpack
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Discriminator, Field, Tag
+
+from parrot.gateway.direct import DirectRequests
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
+from parrot.gateway.vendors.openai_common import Ignored
+from parrot.protocol.errors import UnsupportedField
+from parrot.protocol.fields import MAX_TOKENS, Name, Text, Wire
+
+MAX_INPUTS = 2048  # OpenAI's
+
+_TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+_Ids = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
+_Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+_Lists = Annotated[list[_Ids], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+
+
+def _kind(value: Any) -> str:
+    """All items are taken to be as the first is, so that a long list is looked at once."""
+    first = value[0] if isinstance(value, list) and value else value
+    if isinstance(first, list):
+        return "lists"
+    if isinstance(first, int):
+        return "ids"
+    return "text" if isinstance(value, str) else "texts"
+
+
+class EmbeddingRequest(Wire):
+    model: Name
+    input: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[_Texts, Tag("texts")]
+        | Annotated[_Ids, Tag("ids")]
+        | Annotated[_Lists, Tag("lists")],
+        Discriminator(_kind),
+    ]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, le=2**20)
+    # Nothing in the answer depends on it.
+    user: Ignored = None
+
+
+class Embedding(VendorAnswer):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(VendorAnswer):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: dict[str, int]
+
+
+class Embeddings:
+    def __init__(self, direct: DirectRequests) -> None:
+        self._direct = direct
+
+    async def create(self, request: EmbeddingRequest, caller: Caller) -> bytes:
+        """Vectors of length 1, in the order of the inputs."""
+        if request.dimensions is not None:
+            raise UnsupportedField("embeddings have no other `dimensions`", param="dimensions")
+        given: Any = request.input
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            given = [given]
+        embeddings, num_tokens = await self._direct.embed(
+            caller.tenant, request.model, given, caller.traceparent
+        )
+        return await _written(request, embeddings, num_tokens)
+
+
+async def _written(request: EmbeddingRequest, embeddings: Sequence[str], num_tokens: int) -> bytes:
+    """The answer, written piece by piece, since it may have millions of numbers."""
+    pieces = []
+    for index, embedding in enumerate(embeddings):
+        value: str | tuple[float, ...] = embedding
+        if request.encoding_format == "float":
+            raw = b64decode(embedding)
+            value = unpack(f"<{len(raw) // 4}f", raw)
+        item = {"object": "embedding", "index": index, "embedding": value}
+        pieces.append(orjson.dumps(item))
+        await asyncio.sleep(0)
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    frame = orjson.dumps({"object": "list", "model": request.model, "usage": usage})
+    return frame[:-1] + b',"data":[' + b",".join(pieces) + b"]}"

@@ -1,0 +1,163 @@
+"""Endpoints in a vendor's format: who asks, and errors as the vendor's clients read them."""
+
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple
+
+import orjson
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from parrot.gateway.conversations.turn import Turn
+from parrot.protocol.answers import EventStream, error_headers, run_until_disconnect
+from parrot.protocol.endpoint import (
+    Access,
+    Described,
+    Endpoint,
+    api_key_of,
+    idempotency_key_of,
+    read_json,
+)
+from parrot.protocol.errors import InternalError, InvalidRequest, NotFound, ParrotError
+from parrot.protocol.middleware import request_id_of
+from parrot.serve.core import ServeCore
+from parrot.utils.shard import ElsewhereError
+from parrot.utils.traceparent import TraceParent
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
+_MAX_NAME = 1024  # characters
+_MAX_DEPTH = 246  # of JSON: what writes it can do 254
+
+Verb = Callable[..., Any]
+ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
+"""The status and the JSON of an error, from it and the request's id."""
+
+
+class Caller(NamedTuple):
+    """Who asks. `program`: what a header calls it, if one does. `headers` of the answer may be
+    added to. `traceparent`: the caller's span; empty: none. `idempotency_key`: what is made with it
+    is made once, where that is kept."""
+
+    tenant: str
+    program: str | None
+    request_id: str
+    headers: dict[str, str]
+    traceparent: str = ""
+    idempotency_key: str | None = None
+
+    def tell(self, turn: Turn) -> None:
+        """Say in a header what the turn's prompt shares with the one before it."""
+        self.headers["x-parrot-prefix"] = turn.prefix
+
+
+class VendorAnswer(BaseModel):
+    """An answer in the vendor's format, of which the vendor documents more. It only describes."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class VendorEndpoint(Endpoint):
+    """`verb` is called with what an endpoint's verb is, and the caller, and gives the same; the
+    model `gives` describes it. An answer that is there at once `adds` something, which must not be
+    lost, or ends something. The API key is the Bearer token, or the header `x-api-key`."""
+
+    def __init__(
+        self,
+        core: ServeCore,
+        error_body: ErrorBody,
+        method: str,
+        path: str,
+        verb: Verb,
+        summary: str,
+        gives: type[VendorAnswer],
+        *,
+        adds: bool = True,
+        described: Described,
+    ) -> None:
+        super().__init__(method, path, verb, summary, access=Access.API_KEY, described=described)
+        self.gives = gives
+        self._core = core
+        self._adds = adds
+        self._error_body = error_body
+
+    async def _answer(self, request: Request) -> Response:
+        request_id = request_id_of(request)
+        try:
+            return await self._ask(request, request_id)
+        except ParrotError as error:
+            return self._failed(error, request_id)
+        except ElsewhereError:
+            raise
+        except Exception:
+            logger.exception("unhandled error on %s", self.path)
+            return self._failed(InternalError("internal error"), request_id)
+
+    async def _ask(self, request: Request, request_id: str) -> Response:
+        tenant, span = self._core.tenant(api_key_of(request)), _span(request)
+        if span is not None and (sampler := self._core.sessions.sampler) is not None:
+            span = sampler.judged(span)
+        key = idempotency_key_of(request)
+        caller = Caller(tenant, _program(request), request_id, {}, str(span or ""), key)
+        arguments = await self._arguments(request)
+        try:
+            result = self._verb(**arguments, caller=caller)
+        except NotFound:  # it may have been deleted a moment ago
+            await self._lasting(adds=False)
+            raise
+        if inspect.isawaitable(result):
+            response = self._response(await run_until_disconnect(request, result))
+            await self._lasting(adds=False)
+        elif isinstance(result, AsyncGenerator):
+            response = EventStream(result, lambda error: self._failed(error, request_id))
+        else:
+            response = self._response(result)
+            await self._lasting(adds=self._adds)
+        response.headers.update(caller.headers)
+        return response
+
+    async def _lasting(self, *, adds: bool) -> None:
+        """Answer when what was done, or is told, is on disk, if it is written down at all; but
+        unless it `adds` something, do not wait while nothing can be written."""
+        if (journal := self._core.sessions.journal) is not None:
+            await (journal.durable() if adds else journal.published())
+
+    async def _read_fields(self, request: Request) -> Any:
+        """The body's, or the query's where there is no body: clients put fields into the query of
+        a POST that mean nothing here."""
+        if self.method != "POST":
+            return dict(request.query_params)
+        return await read_json(request, check=require_shallow)
+
+    def _failed(self, error: ParrotError, request_id: str) -> Response:
+        status, body = self._error_body(error, request_id)
+        return Response(
+            orjson.dumps(body),
+            status_code=status,
+            media_type="application/json",
+            headers=error_headers(error, status),
+        )
+
+
+def require_shallow(value: Any) -> None:
+    """Raise `InvalidRequest` for JSON that is nested so deeply that it could not be written with
+    something around it."""
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_DEPTH + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for part in inner for one in part if isinstance(one, dict | list)]
+        if not level:
+            return
+    raise InvalidRequest("the JSON is nested too deeply")
+
+
+def _span(request: Request) -> TraceParent | None:
+    """The caller's."""
+    return TraceParent.parse(request.headers.get("traceparent"))
+
+
+def _program(request: Request) -> str | None:
+    names = (request.headers.get(name) for name in _PROGRAM_HEADERS)
+    return next((name[:_MAX_NAME] for name in names if name), None)

@@ -1,0 +1,362 @@
+"""The fields that OpenAI's APIs share, and their answers' frame."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import (
+    Discriminator,
+    Field,
+    Tag,
+)
+
+from parrot.gateway.conversations.turn import Chain, Turn
+from parrot.gateway.prompts.placeholders import MAX_PLACES
+from parrot.gateway.vendors.endpoint import Caller, require_shallow
+from parrot.protocol.endpoint import parse_payload
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.fields import (
+    AnyJson,
+    Bounded,
+    Credential,
+    ForeignId,
+    Id,
+    JsonObject,
+    Label,
+    Name,
+    PerformanceCriteria,
+    Text,
+    Wire,
+)
+from parrot.protocol.public import Timeout, VarGetResponse
+from parrot.protocol.sampling import (
+    Choices,
+    GenLength,
+    Grammar,
+    LogitBias,
+    SamplingConfig,
+    StopIds,
+    StopStrings,
+)
+
+MAX_CHOICES = 16
+MAX_PARTS = 1024  # of a message
+_CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
+DEFAULT_MAX_TOKENS = 16_384
+
+Json = dict[str, Any]
+
+Ignored = AnyJson
+"""The type of a field that changes nothing in the answer: it is accepted, and not looked at."""
+
+
+class TextPart(Wire):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    logprobs: Ignored = None
+    parsed: Ignored = None  # what the client made of it
+
+
+class OtherPart(Bounded):
+    """A part that is no text; there is no model for it."""
+
+    type: str = Field(max_length=64)
+
+
+def _part_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "text" if kind in (None, "text", "input_text", "output_text") else "other"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[OtherPart, Tag("other")],
+    Discriminator(_part_kind),
+]
+Parts = Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
+def _content_kind(value: Any) -> str:
+    return "text" if isinstance(value, str) else "parts"
+
+
+Content = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[Parts, Tag("parts")],
+    Discriminator(_content_kind),
+]
+
+
+def text_of(content: Content) -> str:
+    """The text of a message. Raises `UnsupportedField` for images and the like."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        # The usual type first: models are slow to tell that something is of another.
+        if isinstance(part, TextPart):
+            texts.append(part.text)
+        else:
+            raise UnsupportedField(f"parts of type `{part.type}` are not supported", param="type")
+    return "".join(texts)
+
+
+def arguments_of(text: str, call: str, param: str) -> Any:
+    """A call's arguments as an object, since templates write them themselves. Raises
+    `InvalidRequest`."""
+    try:
+        arguments = orjson.loads(text or "{}")
+    except orjson.JSONDecodeError as error:
+        message = f"the arguments of tool call `{call}` are not JSON: {error}"
+        raise InvalidRequest(message, param=param) from None
+    require_shallow(arguments)
+    return arguments
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Ignored = None
+
+
+class Metadata(Bounded):
+    """`user_id` names the program, as coding agents use it."""
+
+    user_id: ForeignId | None = None
+
+
+class ChainFields(Wire):
+    """Parrot's own: variables of a session in a prompt, and an answer that is one."""
+
+    session_id: Id | None = None
+    session_auth: Credential | None = None
+    inputs: dict[Name, Name] = Field({}, max_length=MAX_PLACES)
+    output: Name | None = None
+    criteria: PerformanceCriteria | None = None
+    deadline: Timeout | None = None
+    defer: bool = False
+
+
+class ChainedFields(Wire):
+    """A request whose prompt may have variables in it, and whose answer may be one."""
+
+    stream: bool | None = None
+    parrot: ChainFields | None = None
+
+    @property
+    def criteria(self) -> PerformanceCriteria:
+        return PerformanceCriteria.LATENCY
+
+    @property
+    def wanted(self) -> PerformanceCriteria:
+        given = None if self.parrot is None else self.parrot.criteria
+        return given or self.criteria
+
+    @property
+    def deadline(self) -> float | None:
+        return None if self.parrot is None else self.parrot.deadline
+
+    @property
+    def is_deferred(self) -> bool:
+        return self.parrot is not None and self.parrot.defer
+
+    def chain(self) -> Chain | None:
+        """Raises `UnsupportedField` for a deferred answer that is to be streamed."""
+        fields = self.parrot
+        if fields is None:
+            return None
+        is_chained = fields.defer or fields.inputs or fields.output is not None
+        if fields.session_id is None and not is_chained:
+            return None
+        if fields.defer and self.stream:
+            raise UnsupportedField("a deferred answer is not streamed", param="parrot.defer")
+        criteria = fields.criteria
+        if fields.deadline is not None and criteria is None:
+            criteria = PerformanceCriteria.LATENCY
+        return Chain(
+            session_id=fields.session_id,
+            session_auth=fields.session_auth,
+            inputs=fields.inputs,
+            output=fields.output,
+            is_deferred=fields.defer,
+            criteria=criteria,
+            deadline=fields.deadline,
+        )
+
+
+class CommonFields(ChainedFields):
+    model: Name
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    stream_options: StreamOptions | None = None
+    # What names the program that asks, and how urgent it is.
+    prompt_cache_key: ForeignId | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    # Nothing in the answer depends on these.
+    user: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_retention: Ignored = None
+
+    @property
+    def criteria(self) -> PerformanceCriteria:
+        """Somebody waits for it, unless it is declared to have time."""
+        is_patient = self.service_tier == "flex"
+        return PerformanceCriteria.THROUGHPUT if is_patient else PerformanceCriteria.LATENCY
+
+
+class StructuredOutputs(Wire):
+    """vLLM's field of this name."""
+
+    json_: JsonObject | Text | None = Field(None, alias="json")
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+
+
+class Prediction(Wire):
+    type: Literal["content"] = "content"
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
+
+
+class GenerationFields(CommonFields):
+    max_tokens: GenLength | None = None
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    stop: Label | StopStrings | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias | None = None
+    response_format: JsonObject | None = None
+    # Not OpenAI's, but what other servers of this API take.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0, le=10)
+    stop_token_ids: StopIds | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | Text | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
+    # Nothing in the answer depends on these. A prediction makes it faster where it is right.
+    store: Ignored = None
+    prediction: Prediction | None = None
+
+    @property
+    def predicted(self) -> str:
+        """Text that the answer may repeat."""
+        if self.prediction is None:
+            return ""
+        content = self.prediction.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+    def _constraint(self) -> Json:
+        """The field of `SamplingConfig` that constrains the text. Raises `InvalidRequest` if there
+        are two."""
+        of_format, given = constraint(self.response_format), self.structured_outputs
+        asked = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice")}
+        asked["grammar"] = self.guided_grammar
+        if given is not None:
+            asked |= _set(
+                {
+                    "json": {"type": "object"} if given.json_object else given.json_,
+                    "regex": given.regex,
+                    "choice": given.choice,
+                    "grammar": given.grammar,
+                }
+            )
+        found = of_format | {_CONSTRAINTS[name]: value for name, value in _set(asked).items()}
+        if len(found) > 1:
+            text = "an output has one constraint"
+            raise InvalidRequest(text, param="response_format" if of_format else "guided_json")
+        return found
+
+    def samplings(
+        self, max_tokens: int | None, logprobs: int | None = None, *, count: int | None = None
+    ) -> list[SamplingConfig]:
+        """One for each choice, or so many; seeded ones differ in their seeds. `logprobs`: of so
+        many likely tokens. Raises `ValidationFailed` naming the field of `SamplingConfig`."""
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k in (0, -1) else self.top_k,
+            "min_p": self.min_p,
+            "max_gen_length": DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            "ignore_tokenizer_eos": self.ignore_eos,
+            "stop_token_ids": self.stop_token_ids,
+            "stop_str": self.stop or None,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias or None,
+            "logprobs": logprobs,
+        }
+        given |= self._constraint()
+        count = self.n or 1 if count is None else count
+        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(count)]
+        return [
+            parse_payload(
+                SamplingConfig,
+                {k: v for k, v in (given | {"seed": seed}).items() if v is not None},
+            )
+            for seed in seeds
+        ]
+
+
+def _set(fields: Json) -> Json:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def constraint(response_format: Json | None) -> Json:
+    """The field of `SamplingConfig` that a `response_format` sets."""
+    match response_format:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_schema": {"type": "object"}}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json_schema": schema}
+        case {"type": "json_schema"}:
+            raise InvalidRequest("the format has no `json_schema.schema`", param="response_format")
+        case {"type": kind}:
+            raise UnsupportedField(f"format `{kind}` is not supported", param="response_format")
+    raise InvalidRequest("the format has no `type`", param="response_format")
+
+
+def chained(request: ChainedFields, turns: Sequence[Turn]) -> Json:
+    """Where the answers are as variables, for a request that has such fields itself."""
+    if request.parrot is None or not turns:
+        return {}
+    outputs = [completion.output.id for turn in turns for completion in turn.completions]
+    return {"parrot": {"session_id": turns[0].session.id, "outputs": outputs}}
+
+
+def program_of(request: CommonFields, caller: Caller) -> str | None:
+    """The name of the program that asks: one of its own, or that of its user."""
+    user = None if request.metadata is None else request.metadata.user_id
+    return request.prompt_cache_key or caller.program or user
+
+
+def usage_of(answers: Sequence[VarGetResponse], num_choices: int) -> Json | None:
+    """The usage of all answers, of which `num_choices` share one prompt."""
+    known = [answer.usage for answer in answers if answer.usage is not None]
+    if len(known) < len(answers):
+        return None
+    output = sum(usage.output_tokens for usage in known)
+    prompt = sum(usage.prompt_tokens for usage in known[::num_choices])
+    accepted = sum(usage.accepted_tokens for usage in known)
+    drafted = sum(usage.drafted_tokens for usage in known)
+    details = {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": drafted - accepted,
+    }
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cached_tokens for usage in known[::num_choices])
+        },
+    } | ({"completion_tokens_details": details} if drafted else {})

@@ -1,0 +1,361 @@
+"""`/v1/responses`: turns whose items are kept, in OpenAI's format."""
+
+import hashlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+
+import orjson
+
+from parrot.gateway.conversations.turn import Turn, TurnRequest
+from parrot.gateway.conversations.turns import Turns
+from parrot.gateway.prompts.answers import AnswerParser
+from parrot.gateway.vendors.choices import read_all
+from parrot.gateway.vendors.endpoint import Caller
+from parrot.gateway.vendors.openai_common import Json, chained, program_of
+from parrot.gateway.vendors.responses.background import (
+    Background,
+    answer_parts,
+    likelihoods,
+    when_served,
+)
+from parrot.gateway.vendors.responses.fields import (
+    Asked,
+    CancelRequest,
+    ListRequest,
+    ResponseRequest,
+    RetrieveRequest,
+)
+from parrot.gateway.vendors.responses.items import (
+    Item,
+    ItemReference,
+    OtherItem,
+    output_items,
+    template_messages,
+)
+from parrot.gateway.vendors.responses.store import (
+    Fields,
+    KeptResponses,
+    Once,
+    Record,
+    ResponseStore,
+)
+from parrot.gateway.vendors.responses.writer import Ended, ResponseWriter, told_again
+from parrot.protocol.answers import Events
+from parrot.protocol.errors import (
+    Cancelled,
+    Conflict,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    ParrotError,
+    Unavailable,
+    UnsupportedField,
+)
+from parrot.serve.config import CoreConfig
+from parrot.utils.tasks import TaskSet
+
+
+class Responses:
+    """Close when done: it owns the work of background responses."""
+
+    def __init__(self, turns: Turns, config: CoreConfig) -> None:
+        self._turns = turns
+        self._store = ResponseStore(config.responses_size, config.shard)
+        self.kept = KeptResponses(self._store)
+        self._tasks = TaskSet()
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def create(
+        self, request: ResponseRequest, caller: Caller
+    ) -> bytes | Awaitable[bytes] | AsyncGenerator[Events]:
+        request.require_support()
+        once = None
+        if caller.idempotency_key is not None and request.is_kept:
+            once = Once(caller.idempotency_key, _fingerprint(request))
+            if (known := self._store.find_once(caller.tenant, once)) is not None:
+                return self._given_again(known, request)
+        record = self._record(request, caller.tenant)
+        record.once = once
+        asked = Asked(request, program_of(request, caller), caller.traceparent)
+        turn, parser = self._submit(asked, record)
+        caller.tell(turn)
+        frame = request.frame(record.id, request.sampling()) | chained(request, [turn])
+        if request.is_deferred:
+            return orjson.dumps(frame)
+        if request.background:
+            record.job = job = Background(turn, frame, self.kept.published)
+            self._store.begin(record)
+            self._begin(asked, frame, record)
+            self._tasks.spawn(self._work(job, turn, parser, record), name=record.id)
+            return job.events() if request.stream else job.body()
+        writer = ResponseWriter(frame)
+        if request.stream:
+            return self._events(turn, parser, writer, record)
+        return self._whole(turn, parser, writer, record)
+
+    def _given_again(
+        self, record: Record, request: ResponseRequest
+    ) -> bytes | AsyncGenerator[Events]:
+        """The answer to a request that was repeated. Raises `Conflict` while the first is made."""
+        if record.job is not None:
+            return record.job.events() if request.stream else record.body or record.job.body()
+        if not record.body:
+            text = "the response to this key is being made: try again"
+            raise Conflict(text, param="Idempotency-Key")
+        return self._repeated(record.body) if request.stream else record.body
+
+    async def _repeated(self, body: bytes) -> AsyncGenerator[Events]:
+        await self.kept.durable(is_stored=True)
+        yield [(event["type"], event) for event in told_again(orjson.loads(body))]
+
+    def _submit(
+        self, asked: Asked, record: Record, *, is_resumed: bool = False
+    ) -> tuple[Turn, AnswerParser]:
+        request = asked.request
+        turn = self._turns.submit(
+            TurnRequest(
+                tenant=record.tenant,
+                model=request.model,
+                prompt=_messages(request, record),
+                samplings=[request.sampling()],
+                options=request.template_options(),
+                calls=request.call_rules(),
+                program=asked.program,
+                traceparent=asked.traceparent,
+                criteria=request.wanted,
+                deadline=request.deadline,
+                chain=request.chain(),
+                is_resumed=is_resumed,
+            )
+        )
+        return turn, turn.parser(may_call_many=request.parallel_tool_calls is not False)
+
+    async def count(self, request: ResponseRequest, caller: Caller) -> bytes:
+        """The tokens of the prompt that the request would have."""
+        request.require_support()
+        if request.parrot is not None:
+            text = "the tokens of variables are known only when they have values"
+            raise UnsupportedField(text, param="parrot")
+        messages = _messages(request, self._record(request, caller.tenant))
+        options = request.template_options()
+        count = await self._turns.count_tokens(request.model, messages, options)
+        return orjson.dumps({"object": "response.input_tokens", "input_tokens": count})
+
+    def retrieve(
+        self, request: RetrieveRequest, response_id: str, caller: Caller
+    ) -> bytes | AsyncGenerator[Events]:
+        record = self._store.find(response_id, caller.tenant)
+        if request.stream:
+            after = -1 if request.starting_after is None else request.starting_after
+            return _job(record, "stream").events(after)
+        return record.body or _job(record).body()
+
+    def cancel(self, request: CancelRequest, response_id: str, caller: Caller) -> bytes:
+        """Stop the work of a background response. Nothing happens if it has ended."""
+        record = self._store.find(response_id, caller.tenant)
+        job = _job(record)
+        job.cancel()
+        self._keep(job.writer, record)
+        return record.body
+
+    def delete(self, response_id: str, caller: Caller) -> bytes:
+        """Forget a response; those that continue it keep its items."""
+        record = self._store.find(response_id, caller.tenant)
+        self._store.remove(record)
+        if record.job is not None:
+            record.job.cancel()
+        return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
+
+    def input_items(self, request: ListRequest, response_id: str, caller: Caller) -> bytes:
+        """All items that the response was made from, in pages."""
+        items = self._store.find(response_id, caller.tenant).context()
+        if request.order == "desc":
+            items.reverse()
+        begin = 0
+        if request.after is not None:
+            ids = [item.id for item in items]
+            if request.after not in ids:
+                raise NotFound(f"no such item: `{request.after}`", param="after")
+            begin = ids.index(request.after) + 1
+        page = items[begin : begin + request.limit]
+        return orjson.dumps(
+            {
+                "object": "list",
+                "data": [item.listed() for item in page],
+                "first_id": page[0].id if page else None,
+                "last_id": page[-1].id if page else None,
+                "has_more": begin + len(page) < len(items),
+            }
+        )
+
+    def _record(self, request: ResponseRequest, tenant: str) -> Record:
+        """A record of the request's items, which get ids, behind those that they continue."""
+        previous = None
+        if request.previous_response_id is not None:
+            param = "previous_response_id"
+            previous = self._store.find(request.previous_response_id, tenant, param=param)
+            if previous.output is None:
+                raise InvalidRequest(f"response `{previous.id}` has no answer", param=param)
+            if previous.has_variables:
+                text = f"response `{previous.id}` has variables in its prompt: send its items"
+                raise InvalidRequest(text, param=param)
+        token = self._store.new_token()
+        items = list(self._items(request, tenant, token))
+        has_variables = request.parrot is not None and bool(request.parrot.inputs)
+        return Record(f"resp_{token}", tenant, previous, items, has_variables=has_variables)
+
+    def _items(self, request: ResponseRequest, tenant: str, token: str) -> Iterator[Item]:
+        """The items of the request's input, with ids that have the response's token."""
+        for i, item in enumerate(request.input):
+            if isinstance(item, Item):
+                item.id = f"{item.id_prefix}_{token}_i{i}"
+                yield item
+            elif isinstance(item, OtherItem):
+                raise UnsupportedField(
+                    f"items of type `{item.type}` are not supported", param=f"input.{i}.type"
+                )
+            elif isinstance(item, ItemReference) and not item.id.startswith("rs_"):
+                found = self._store.find_item(item.id, tenant, param=f"input.{i}.id")
+                yield found.model_copy(update={"id": f"{found.id_prefix}_{token}_i{i}"})
+
+    async def _whole(
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+    ) -> bytes:
+        with self._store.making(record):
+            (value,) = await read_all([turn])
+            said = (await likelihoods(turn), *parser.feed(value.content), *parser.finish())
+            for part in (*said, Ended(value, int(time.time()))):
+                for _ in writer.write(part):
+                    pass
+            self._end(turn, writer, record)
+        await self.kept.durable(is_stored=bool(record.body))
+        return orjson.dumps(writer.response)
+
+    async def _events(
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+    ) -> AsyncGenerator[Events]:
+        with self._store.making(record):
+            async with aclosing(self._told(turn, parser, writer, record)) as events:
+                async for some in events:
+                    yield some
+
+    async def _told(
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+    ) -> AsyncGenerator[Events]:
+        has_begun = False
+        try:
+            async with aclosing(answer_parts(turn, parser)) as parts:
+                async for part in parts:
+                    events = [] if has_begun else list(writer.begin())
+                    has_begun = True
+                    events += writer.write(part)
+                    if isinstance(part, Ended):  # before the client knows, and continues it
+                        self._end(turn, writer, record)
+                        await self.kept.durable(is_stored=bool(record.body))
+                    yield [(event["type"], event) for event in events]
+        except ParrotError as error:
+            if not has_begun:
+                raise
+            events = list(writer.write(error))
+            self._keep(writer, record)
+            yield [(event["type"], event) for event in events]
+
+    async def _work(
+        self, job: Background, turn: Turn, parser: AnswerParser, record: Record
+    ) -> None:
+        try:
+            async with aclosing(answer_parts(turn, parser)) as parts:
+                async for part in parts:
+                    job.add(part)
+                    if isinstance(part, Ended):
+                        self._end(turn, job.writer, record)
+        except ParrotError as error:
+            job.add(error)
+        finally:
+            job.add(InternalError("internal error"))  # who follows must not wait for ever
+            self._keep(job.writer, record)
+
+    def _end(self, turn: Turn, writer: ResponseWriter, record: Record) -> None:
+        """There is an answer, which can be continued from now on."""
+        self._turns.remember(turn, 0, writer.answer.message())
+        record.output = output_items(writer.response["output"])
+        self._keep(writer, record)
+
+    def _keep(self, writer: ResponseWriter, record: Record) -> None:
+        """It has ended."""
+        if writer.response["store"] and not record.body:
+            record.body = orjson.dumps(writer.response)
+            self._store.keep(record)
+            self.kept.write(record)
+
+    # After a restart
+
+    def _begin(self, asked: Asked, frame: Json, record: Record) -> None:
+        """Write down the work of a background response. What is made of variables is not begun
+        again: it is their session's."""
+        if asked.request.parrot is None:
+            self.kept.write(record, asked.fields() | {"frame": frame})
+            return
+        record.body = _interrupted(frame)
+        self.kept.write(record)
+        record.body = b""
+
+    def resume(self, joined: Callable[[], Awaitable[None]], timeout_s: float) -> None:
+        """Make what the journal has begun. A response waits for an engine with its model, which
+        `joined` tells of, for `timeout_s` at most, and for a journal that can be written."""
+        for record, fields in self.kept.unfinished.values():
+            record.job = Background(None, fields["frame"], self.kept.published)
+            work = self._again(record.job, fields, record, joined, timeout_s)
+            self._tasks.spawn(work, name=record.id)
+        self.kept.unfinished.clear()
+
+    async def _again(
+        self,
+        job: Background,
+        fields: Fields,
+        record: Record,
+        joined: Callable[[], Awaitable[None]],
+        timeout_s: float,
+    ) -> None:
+        def submit() -> tuple[Turn, AnswerParser]:
+            if job.has_ended:
+                raise Cancelled("the response was cancelled")
+            return self._submit(asked, record, is_resumed=True)
+
+        try:
+            asked = Asked.of(fields)
+            turn, parser = await when_served(submit, joined, self.kept.has_room, timeout_s)
+        except ParrotError as error:
+            job.add(error)
+            self._keep(job.writer, record)
+        else:
+            job.turn = turn
+            await self._work(job, turn, parser, record)
+
+
+def _interrupted(frame: Json) -> bytes:
+    """The body of a response that was not made to its end."""
+    writer = ResponseWriter(frame)
+    for _ in writer.write(Unavailable("ServeCore was restarted while the response was made")):
+        pass
+    return orjson.dumps(writer.response)
+
+
+def _fingerprint(request: ResponseRequest) -> str:
+    return hashlib.sha256(request.model_dump_json(exclude={"stream"}).encode()).hexdigest()
+
+
+def _messages(request: ResponseRequest, record: Record) -> list[Json]:
+    system: list[Json] = []
+    if request.instructions is not None:
+        system = [{"role": "system", "content": request.instructions}]
+    return system + template_messages(record.context())
+
+
+def _job(record: Record, param: str | None = None) -> Background:
+    if record.job is None:
+        raise InvalidRequest(f"response `{record.id}` is not a background one", param=param)
+    return record.job

@@ -1,0 +1,171 @@
+"""Log probabilities of answers in OpenAI's two formats.
+
+chat completions, responses    [{"token": "Hi", "bytes": [72, 105], "logprob": -0.1,
+                                 "top_logprobs": [{"token": ..., "bytes": ..., "logprob": ...}]}]
+completions                    {"tokens": ["Hi"], "token_logprobs": [-0.1],
+                                "top_logprobs": [{"Hi": -0.1, ...}], "text_offset": [0]}"""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import orjson
+
+from parrot.gateway.conversations.turn import Turn
+from parrot.protocol.sampling import Logprobs
+from parrot.serve.scored_tokens import SLICE, Scored, scored_tokens
+
+Json = dict[str, Any]
+Entry = orjson.Fragment
+
+_COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+
+
+class AnswerLogprobs:
+    """The log probabilities of one answer that is read as it comes: each token's come with the
+    text that it completes."""
+
+    def __init__(self, turn: Turn, choice: int) -> None:
+        self._turn = turn
+        self._choice = choice
+        self._num_taken = 0
+        self._num_bytes = 0  # of the text up to there, by its tokens
+        self._num_shown = 0  # of the text that was read
+
+    async def take(self, text: str) -> list[Scored]:
+        """Log probabilities of some more of the text; empty if none are wanted."""
+        found = self._turn.logprobs(self._choice)
+        if found is None or found.tokens is None:
+            return []
+        self._num_shown += len(text.encode())
+        taken: list[Scored] = []
+        async for scored in scored_tokens(found, self._num_taken):
+            if self._num_bytes >= self._num_shown:
+                break
+            taken.append(scored)
+            self._num_bytes += len(scored.token)
+        self._num_taken += len(taken)
+        return taken
+
+    async def pieces(self, text: str) -> list[tuple[str, list[Scored]]]:
+        """Some more of the text, cut where its tokens end, and the tokens that end there: what a
+        token is a part of may change in the middle of the text. One piece if none are wanted."""
+        at = self._num_bytes - self._num_shown  # where the next token begins
+        scored = await self.take(text)
+        if len(scored) < 2:
+            return [(text, scored)]
+        data, start = text.encode(), 0
+        pieces: list[tuple[str, list[Scored]]] = [("", [])]
+        for one in scored:
+            at += len(one.token)
+            pieces[-1][1].append(one)
+            if start < at < len(data) and data[at] & 0xC0 != 0x80:  # a character begins
+                pieces[-1] = (data[start:at].decode(), pieces[-1][1])
+                pieces.append(("", []))
+                start = at
+        pieces[-1] = (data[start:].decode(), pieces[-1][1])
+        return pieces
+
+    async def rest(self, *, with_ending: bool = False) -> list[Scored]:
+        """Log probabilities not yet taken, of an answer that has ended; also of what ended it."""
+        found = self._turn.logprobs(self._choice)
+        if found is None or found.tokens is None:
+            return []
+        rest = [scored async for scored in scored_tokens(found, self._num_taken)]
+        if with_ending and found.ending is not None:
+            rest += [scored async for scored in scored_tokens(found.ending)]
+        return rest
+
+
+async def entries_of(scored: Sequence[Scored]) -> list[Entry]:
+    """The tokens as chat completions show them."""
+    entries: list[Entry] = []
+    for first in range(0, len(scored), SLICE):
+        if first:
+            await asyncio.sleep(0)
+        entries += [_shown(one) for one in scored[first : first + SLICE]]
+    return entries
+
+
+class CompletionLogprobs:
+    """The tokens of one text, in the format of completions, part by part. Each part is written as
+    it is made, since that of a long prompt has megabytes."""
+
+    def __init__(self, offset: int) -> None:
+        """`offset`: characters before the first token."""
+        self._offset = offset
+        self._held = b""  # the beginning of a character
+        self._is_unknown = False
+        self._written: list[list[bytes]] = [[] for _ in _COLUMNS]
+
+    async def add_prompt(self, found: Logprobs, text: str) -> None:
+        """The tokens of a prompt, for the next part. Nothing is known of the first. Tokens may
+        begin with what `text` does not: a BOS token, a space."""
+        some: list[Scored] = []
+        self._is_unknown = True
+        async for scored in scored_tokens(found):
+            some.append(scored)
+            if len(some) == 2 and not self._written[0]:
+                begin = (some[0].token + some[1].token).decode(errors="ignore")
+                self._offset -= next(n for n in range(len(begin) + 1) if text.startswith(begin[n:]))
+            if len(some) == SLICE:
+                self._add(some)
+                some = []
+        self._add(some)
+
+    async def part(self, scored: Sequence[Scored]) -> Json:
+        """The next tokens, behind what was added."""
+        for first in range(0, len(scored), SLICE):
+            if first:
+                await asyncio.sleep(0)
+            self._add(scored[first : first + SLICE])
+        written, self._written = self._written, [[] for _ in _COLUMNS]
+        return {
+            name: orjson.Fragment(b"[" + b",".join(pieces) + b"]")
+            for name, pieces in zip(_COLUMNS, written, strict=True)
+        }
+
+    def _add(self, scored: Sequence[Scored]) -> None:
+        rows = [self._row(one) for one in scored]
+        for pieces, column in zip(self._written, zip(*rows, strict=True), strict=False):
+            pieces.append(orjson.dumps(column)[1:-1])
+
+    def _row(self, one: Scored) -> tuple[Any, ...]:
+        offset = max(0, self._offset)
+        text, self._held = _whole_characters(self._held + one.token)
+        self._offset += len(text)
+        if self._is_unknown:
+            self._is_unknown = False
+            return _name(one.token), None, None, offset
+        likely = {_name(token): logprob for token, logprob in chain(one.likely, [one[:2]])}
+        return _name(one.token), one.logprob, likely, offset
+
+
+def _shown(scored: Scored) -> Entry:
+    likely = [_entry(token, logprob) for token, logprob in scored.likely]
+    shown = _entry(scored.token, scored.logprob) | {"top_logprobs": likely}
+    return orjson.Fragment(orjson.dumps(shown))
+
+
+def _entry(token: bytes, logprob: float) -> Json:
+    return {"token": token.decode(errors="replace"), "logprob": logprob, "bytes": list(token)}
+
+
+def _name(token: bytes) -> str:
+    """The token as text, or, if it is only a part of a character, its bytes as OpenAI writes
+    them."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join([f"\\x{byte:02x}" for byte in token])
+
+
+def _whole_characters(data: bytes) -> tuple[str, bytes]:
+    """The characters, and the beginning of another one at the end."""
+    for size in range(min(3, len(data)) + 1):
+        try:
+            return data[: len(data) - size].decode(), data[len(data) - size :]
+        except UnicodeDecodeError:
+            continue
+    return data.decode(errors="replace"), b""

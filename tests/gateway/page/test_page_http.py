@@ -1,0 +1,292 @@
+"""The page over real HTTP: who is let in, what they see of it, and what they may do."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from parrot.gateway.page.visitors import VISIT_S, Visitors, page_key
+from parrot.serve.config import CoreConfig
+from parrot.serve.tenants.table import TenantTable
+from tests.serve.test_serve_http import ENGINE, Site, open_site
+from tests.support.manual_clock import ManualClock
+
+TOKEN = "inside"
+KEY = page_key(TOKEN)
+
+
+@asynccontextmanager
+async def served(**config: Any) -> AsyncIterator[Site]:
+    async for site in open_site(CoreConfig(cluster_token=TOKEN, **config)):
+        # Browsers keep the cookies of addresses; aiohttp does so only when told.
+        async with aiohttp.ClientSession(
+            site.http._base_url, cookie_jar=aiohttp.CookieJar(unsafe=True)
+        ) as http:
+            site.http = http
+            yield site
+
+
+async def enter(site: Site, key: str = KEY) -> Any:
+    return await site.post("/ui/api/enter", {"key": key})
+
+
+class Watch:
+    """A page that draws one feed."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.rows: dict[str, Any] = {}
+        self.version = ""
+        self.events: list[str] = []
+
+    async def next(self) -> None:
+        """Take the next event."""
+        name = ""
+        async with asyncio.timeout(20):
+            async for line in self._response.content:
+                field, _, data = line.decode().rstrip("\n").partition(": ")
+                if field == "event":
+                    name = data
+                elif field == "data":
+                    self.events.append(name)
+                    payload = json.loads(data)
+                    if name == "changes":
+                        self._apply(payload)
+                    return
+        raise AssertionError("the feed has ended")
+
+    def _apply(self, payload: Any) -> None:
+        if payload["whole"]:
+            self.rows = {}
+        for key in payload["gone"]:
+            self.rows.pop(key, None)
+        self.rows |= payload["rows"]
+        self.version = payload["version"]
+
+    async def until(self, key: str, **fields: Any) -> dict[str, Any]:
+        """Follow until a row has these fields."""
+        while not fields.items() <= self.rows.get(key, {}).items():
+            await self.next()
+        row: dict[str, Any] = self.rows[key]
+        return row
+
+
+@asynccontextmanager
+async def watching(site: Site, path: str, **params: str) -> AsyncIterator[Watch]:
+    async with site.http.get(f"/ui/api/{path}", params=params) as response:
+        assert response.status == 200, await response.text()
+        yield Watch(response)
+
+
+async def test_nothing_is_shown_to_whoever_shows_no_key() -> None:
+    async with served() as site:
+        scope = await site.session()
+        session = f"/ui/api/sessions/{scope['session_id']}"
+        for path in ("/ui/api/me", "/ui/api/overview", session, f"{session}/vars/x"):
+            assert (await site.send("GET", path))[0] == 401, path
+        for path in ("/ui/api/sessions", f"{session}/end", f"{session}/cancel/1"):
+            assert (await site.send("POST", path, json={}))[0] == 401, path
+        for key in ("", TOKEN, KEY + "0"):
+            assert (await site.send("POST", "/ui/api/enter", json={"key": key}))[0] == 401
+        status, error = await site.send("POST", "/ui/api/enter", data=b'{"key":', headers={})
+        assert status == 400, error
+        assert (await site.send("POST", "/ui/api/enter", json={}))[0] == 422
+        assert site.core.sessions.find(scope["session_id"]) is not None
+
+
+async def test_the_operator_sees_everything_of_a_service_without_api_keys() -> None:
+    async with served() as site:
+        assert await enter(site) == {"tenant": None, "sees_values": True}
+        assert await site.get("/ui/api/me") == {"tenant": None, "sees_values": True}
+        scope = await site.session()
+        async with watching(site, "overview") as watch:
+            row = await watch.until(f"session:{scope['session_id']}", calls=0)
+            assert row["tenant"] == "public"
+            await site.call(scope, "out")
+            await watch.until(f"session:{scope['session_id']}", calls=1, done=0)
+            await site.post(f"/ui/api/sessions/{scope['session_id']}/end", {})
+            while f"session:{scope['session_id']}" in watch.rows:
+                await watch.next()
+        await site.post("/ui/api/leave", {})
+        assert (await site.send("GET", "/ui/api/me"))[0] == 401
+
+
+async def test_what_a_server_behind_an_engine_does_for_others_is_seen() -> None:
+    async with served() as site:
+        await enter(site)
+        inside = {"Authorization": f"Bearer {TOKEN}"}
+        await site.post("/register_engine", {"engine_config": ENGINE}, headers=inside)
+        beat = {"engine_id": 0, "engine_name": "e0", "runtime_info": {}}
+        load = {"num_running": 6, "num_waiting": 2, "num_others": 4, "kv_usage": 0.401}
+        async with watching(site, "overview") as watch:
+            assert "server" not in await watch.until("engine:0", engine_name="e0")
+            for told, seen in (
+                (load, {"kv": 0.4, "others_kv": 0.2}),
+                ({**load, "kv_usage": None}, {}),  # as newer versions of llama.cpp
+            ):
+                beat["runtime_info"] = {"server_load": told}
+                await site.post("/engine_heartbeat", beat, headers=inside)
+                row = {"running": 6, "waiting": 2, "others": 4} | seen
+                await watch.until("engine:0", server=row)
+            beat["runtime_info"] = {}
+            await site.post("/engine_heartbeat", beat, headers=inside)
+            while "server" in watch.rows["engine:0"]:
+                await watch.next()
+
+
+async def test_a_call_is_seen_from_its_submission_to_its_value() -> None:
+    async with served() as site:
+        await enter(site)
+        scope = await site.session()
+        first = await site.call(scope, "one")
+        second = await site.call(scope, "two", first)
+        path = f"sessions/{scope['session_id']}"
+        async with (
+            watching(site, path) as graph,
+            watching(site, f"{path}/vars/{second}") as value,
+        ):
+            call = await graph.until(f"call:{second}", state="idle")
+            assert call["inputs"] == [first]
+            read = asyncio.create_task(site.get(f"/v1/semantic_var/{second}", **scope))
+            await graph.until(f"call:{first}", state="queued")
+            site.dispatcher.finish(site.dispatcher.started[0], "first text")
+            await graph.until(f"var:{first}", state="ready", chars=10)
+            site.dispatcher.finish(site.dispatcher.started[0], "x" * 5000)
+            await graph.until(f"call:{second}", state="done")
+            await value.until("text:1", text="x" * (5000 - 4096))
+            assert value.rows["text:0"] == {"text": "x" * 4096}
+            assert value.rows["call"]["prompt"] == [
+                {"text": "f"},
+                {"var": first, "name": "one"},
+            ]
+            await read
+        async with watching(site, path, since=graph.version) as again:
+            await site.post("/v1/semantic_var", scope | {"var_name": "late"})
+            await again.next()
+            assert [row["name"] for row in again.rows.values() if "chars" in row] == ["late"]
+
+
+async def test_a_failure_shows_its_causes_and_a_running_call_can_be_cancelled() -> None:
+    async with served() as site:
+        await enter(site)
+        scope = await site.session()
+        first = await site.call(scope, "one")
+        second = await site.call(scope, "two", first)
+        read = asyncio.create_task(site.send("GET", f"/v1/semantic_var/{second}", params=scope))
+        await site.started(1)
+        path = f"sessions/{scope['session_id']}"
+        async with watching(site, path) as graph:
+            call = await graph.until(f"call:{first}", state="queued")
+            await site.post(f"/ui/api/{path}/cancel/{call['request_id']}", {})
+            row = await graph.until(f"var:{second}", state="failed")
+            assert [error["type"] for error in row["errors"]] == ["cancelled", "cancelled"]
+        assert (await read)[0] == 499
+
+
+async def test_tenants_see_their_own_and_the_operator_no_texts() -> None:
+    async with served(api_keys=("k1", "k2")) as site:
+        mine = await site.post("/v1/session", {"api_key": "k1"})
+        other = await site.post("/v1/session", {"api_key": "k2"})
+        var = (await site.post("/v1/semantic_var", mine | {"var_name": "v", "content": "secret"}))[
+            "var_id"
+        ]
+        me = await enter(site, "k1")
+        assert me["tenant"] is not None
+        assert me["sees_values"]
+        async with watching(site, "overview") as watch:
+            await watch.next()
+            assert f"session:{mine['session_id']}" in watch.rows
+            assert f"session:{other['session_id']}" not in watch.rows
+        async with watching(site, f"sessions/{mine['session_id']}/vars/{var}") as watch:
+            await watch.until("text:0", text="secret")
+        status, _ = await site.send("GET", f"/ui/api/sessions/{other['session_id']}")
+        assert status == 404
+        status, _ = await site.send("POST", f"/ui/api/sessions/{other['session_id']}/end", json={})
+        assert status == 404
+
+        assert await enter(site, KEY) == {"tenant": None, "sees_values": False}
+        async with watching(site, f"sessions/{mine['session_id']}/vars/{var}") as watch:
+            await watch.until("var", chars=6)
+            assert set(watch.rows) == {"var"}
+        assert (await site.send("POST", "/ui/api/sessions", json={}))[0] == 401
+
+
+async def test_the_page_runs_calls_in_a_session_of_its_visitor() -> None:
+    async with served(api_keys=("k1",)) as site:
+        await enter(site, "k1")
+        scope = await site.post("/ui/api/sessions", {})
+        var_id = await site.call(scope, "out")
+        assert (await site.get("/v1/semantic_var", **scope))["vars"][0]["var_id"] == var_id
+
+
+async def test_cookies_and_files_are_for_this_page_alone() -> None:
+    async with served() as site:
+        async with site.http.post("/ui/api/enter", json={"key": KEY}) as response:
+            cookie = response.headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+        assert "path=/ui" in cookie
+        async with site.http.get("/", allow_redirects=False) as response:
+            assert response.status == 307
+            assert response.headers["location"] == "ui/"
+        async with site.http.get("/ui/") as response:
+            assert response.status == 200
+            assert "default-src 'self'" in response.headers["content-security-policy"]
+            assert response.headers["x-content-type-options"] == "nosniff"
+        for path in ("/ui/../endpoints.py", "/ui/%2e%2e/endpoints.py", "/ui/nothing.js"):
+            assert (await site.send("GET", path))[0] == 404, path
+
+
+async def test_a_session_that_ends_ends_its_feed_with_the_reason() -> None:
+    async with served() as site:
+        await enter(site)
+        scope = await site.session()
+        async with watching(site, f"sessions/{scope['session_id']}") as watch:
+            await watch.next()
+            await site.send("DELETE", f"/v1/session/{scope['session_id']}", params=scope)
+            await watch.next()
+            assert watch.events == ["changes", "error"]
+
+
+async def test_without_secrets_nobody_is_asked_and_a_page_can_be_left_out() -> None:
+    async for site in open_site(CoreConfig(insecure=True)):
+        assert (await site.get("/ui/api/me"))["tenant"] is None
+    async for site in open_site(CoreConfig(page=False)):
+        assert (await site.send("GET", "/ui/api/me"))[0] == 404
+        assert (await site.send("GET", "/"))[0] == 404
+
+
+def test_a_visit_ends() -> None:
+    clock = ManualClock()
+    visitors = Visitors(TOKEN, TenantTable(CoreConfig()), clock)
+    cookie = visitors.enter(KEY)
+    assert visitors.of(cookie).tenant is None
+    clock._now = VISIT_S + 1
+    with pytest.raises(Exception, match="show the key"):
+        visitors.of(cookie)
+
+
+def test_no_visitor_shuts_out_another_by_coming_often() -> None:
+    visitors = Visitors(TOKEN, TenantTable(CoreConfig(api_keys=("k1",))), ManualClock())
+    cookie = visitors.enter(KEY)
+    first, *_, last = (visitors.enter("k1") for _ in range(2000))
+    assert visitors.of(cookie).tenant is None
+    assert visitors.of(last).tenant is not None
+    with pytest.raises(Exception, match="show the key"):
+        visitors.of(first)
+
+
+async def test_engines_are_drained_by_the_operator_alone() -> None:
+    async with served(api_keys=("k1",)) as site:
+        path = "/ui/api/engines/0/drain"
+        assert (await site.send("POST", path, json={"is_wanted": True}))[0] == 401
+        await enter(site, "k1")
+        status, error = await site.send("POST", path, json={"is_wanted": True})
+        assert (status, error["error"]["message"]) == (403, "engines are the operator's")
+        await enter(site)
+        assert (await site.send("POST", path, json={}))[0] == 422
+        await site.post(path, {"is_wanted": True})
