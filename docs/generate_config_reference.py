@@ -20,8 +20,8 @@ from prometheus_client.core import Metric
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
+from parrot.engine import config as cores
 from parrot.engine import config as engine_config
-from parrot.engine import cores
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.metrics import EngineMetrics
@@ -187,10 +187,6 @@ As ServeCore's.
 
 {serve_core}
 
-### Each of `shard_cores`
-
-{shard_core}
-
 ### `scheduler`
 
 {scheduler}
@@ -249,7 +245,6 @@ def configuration_page() -> str:
         limits=section(TenantLimits),
         engine=section(engine, doc=engine_config.EngineConfig, without=OPERATOR_ENGINE),
         serve_core=section(cores.ServeCoreAddress),
-        shard_core=section(cores.ShardCore),
         scheduler=section(scheduler, without=ENGINE_SWITCHES),
         engine_switches=table(scheduler, ENGINE_SWITCHES),
         builtin=section(instance, without=INSTANCE_SWITCHES),

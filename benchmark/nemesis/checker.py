@@ -9,7 +9,6 @@ C6  one result of each call is published, once, and it is that of an undisturbed
 C7  what a session had is freed when it ends
 C8  no tenant is refused or slowed down within its share
 C9  no tenant gets what another's prompt has computed
-C10 an engine that is shared runs no more calls than it has places, and nobody starves for it
 """
 
 from collections import defaultdict
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmark.nemesis import capacity, set_values
+from benchmark.nemesis import set_values
 from benchmark.nemesis.history import (
     CLOCK_STEP,
     GIVEN_UP,
@@ -392,5 +391,4 @@ _PROMISES: dict[str, Callable[[_Facts], Iterator[str]]] = {
     "C7": _all_freed,
     "C8": _fair,
     "C9": _nothing_shared,
-    "C10": lambda facts: capacity.broken(facts.history, facts.disturbed_s),
 }

@@ -144,15 +144,6 @@ class Account:
     broken: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The most calls that an engine ran at once, and those that it may."""
-
-    engine: str
-    calls: int
-    capacity: int
-
-
 @dataclass(slots=True)
 class History:
     """`share`: calls that a tenant may always have in the queue, whatever others do. `patience_s`:
@@ -167,7 +158,6 @@ class History:
     seen: list[Seen] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
     accounts: list[Account] = field(default_factory=list)
-    peaks: list[Peak] = field(default_factory=list)
     share: int = 2**31
     patience_s: float = 1e9
 

@@ -165,7 +165,6 @@ class Round:
         await service.ready()
         accounts += await service.settled(_PATIENCE_S, without_sessions=True)
         self.history.accounts += accounts
-        self.history.peaks += service.peaks()
 
     async def _nemesis(self, end: float, draw: random.Random) -> None:
         while True:

@@ -13,8 +13,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from starlette.responses import JSONResponse, Response
 from parrot.engine import http_server as engine_server
 from parrot.engine.runner.ranks import follower
 from parrot.protocol.endpoint import Access, RuledRoute
-from parrot.serve import http_server as core_server
+from parrot.serve import process
 from parrot.serve.core import ServeCore
-from parrot.serve.process import assembly
 
 ACCOUNT = "/nemesis/account"
 _FOLLOWER = follower.__name__.encode()
@@ -59,32 +57,6 @@ class WallClock:
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + self.offset_s
         time.time_ns = lambda: now_ns() + int(1e9 * self.offset_s)
-
-
-class Gauge:
-    """The most of something that there ever was at once, in a file that outlives its process."""
-
-    def __init__(self, path: Path) -> None:
-        if not path.exists():
-            path.write_bytes(_NUMBER.pack(0.0))
-        with path.open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), _NUMBER.size)
-        self._now = 0
-
-    @property
-    def most(self) -> int:
-        (most,) = _NUMBER.unpack_from(self._memory, 0)
-        return int(most)
-
-    @contextmanager
-    def one_more(self) -> Iterator[None]:
-        self._now += 1
-        if self._now > self.most:
-            _NUMBER.pack_into(self._memory, 0, float(self._now))
-        try:
-            yield
-        finally:
-            self._now -= 1
 
 
 class Server:
@@ -197,24 +169,23 @@ def _be(run: Callable[..., None], config: str, log: str, *facts: Any) -> None:
 
 def run_core(config: str, clock: str) -> None:
     WallClock(Path(clock)).install()
-    create = assembly.create_app
+    create = process.create_app
 
     def create_app(core: ServeCore, *args: Any) -> FastAPI:
         app = create(core, *args)
         _give_account(app, core.check_integrity, lambda: _core_account(core))
         return app
 
-    assembly.create_app = create_app
-    core_server.main(["--config_path", config])
+    process.create_app = create_app
+    process.main(["--config_path", config])
 
 
-def run_engine(config: str, clock: str, calls: str, advertised: int) -> None:
-    """`advertised`: the port at which ServeCore is to find it. `calls`: the gauge's file."""
+def run_engine(config: str, clock: str, advertised: int) -> None:
+    """`advertised`: the port at which ServeCore is to find it."""
     WallClock(Path(clock)).install()
-    create, gauge = engine_server.create_app, Gauge(Path(calls))
+    create = engine_server.create_app
 
     def create_app(service: Any, *args: Any) -> FastAPI:
-        _count_calls(service, gauge)
         app, info = create(service, *args), service.engine_info
         service.engine_info = lambda: info().model_copy(update={"port": advertised})
         _give_account(app, service.check_integrity, lambda: _engine_account(service))
@@ -222,22 +193,6 @@ def run_engine(config: str, clock: str, calls: str, advertised: int) -> None:
 
     engine_server.create_app = create_app
     engine_server.main(["--config_path", config])
-
-
-def _count_calls(service: Any, gauge: Gauge) -> None:
-    generate, generate_stream = service.generate, service.generate_stream
-
-    async def counted(*args: Any) -> Any:
-        with gauge.one_more():
-            return await generate(*args)
-
-    async def counted_stream(request: Any) -> AsyncGenerator[Any]:
-        with gauge.one_more():
-            async with aclosing(generate_stream(request)) as events:
-                async for event in events:
-                    yield event
-
-    service.generate, service.generate_stream = counted, counted_stream
 
 
 def _give_account(

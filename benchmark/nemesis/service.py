@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.nemesis.database import Database
-from benchmark.nemesis.history import Account, Peak
+from benchmark.nemesis.history import Account
 from benchmark.nemesis.link import Link
-from benchmark.nemesis.servers import ACCOUNT, Gauge, Server, WallClock, run_core, run_engine
+from benchmark.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
 from parrot.cluster.ports import ask, free_port
 
 CORES = "serve-core"
@@ -69,7 +69,7 @@ _RESTART_S = 1.0
 
 
 class EngineLinks:
-    """The links of an engine: that of all ServeCores to it, and its own to each of them."""
+    """The links of an engine: that of its ServeCores to it, and its own to each of them."""
 
     def __init__(self, to_engine: Link, to_cores: Sequence[Link]) -> None:
         self.to_engine, self.to_cores = to_engine, to_cores
@@ -133,23 +133,9 @@ class Service:
         links = self.links[name].to_cores
         core, *others = ({"host": "127.0.0.1", "port": link.port} for link in links)
         config = {"engine_name": name, "host": "127.0.0.1", "port": port, "serve_core": core}
-        config |= {"cluster_token": CORE["cluster_token"]}
-        config["shard_cores" if self.has_shards else "standby_cores"] = others
-        facts = (str(self.clock.path), str(self._gauge(name)), advertised)
+        config |= {"cluster_token": CORE["cluster_token"], "standby_cores": others}
+        facts = (str(self.clock.path), advertised)
         return Server(name, run_engine, self.engine_config | config, self.folder, *facts)
-
-    def _gauge(self, name: str) -> Path:
-        return self.folder / f"{name}.calls"
-
-    def peaks(self) -> list[Peak]:
-        """Those of the engines that are shared: calls of one ServeCore may be squeezed in."""
-        if not self.has_shards:
-            return []
-        capacity = self.engine_config["tasks_capacity"]
-        return [
-            Peak(engine=name, calls=Gauge(self._gauge(name)).most, capacity=capacity)
-            for name in self.engines
-        ]
 
     @asynccontextmanager
     async def running(
@@ -168,7 +154,7 @@ class Service:
                 to_engine = await stack.enter_async_context(Link(own))
                 to_cores = [
                     await stack.enter_async_context(Link(server.config["port"]))
-                    for server in self.cores
+                    for server in self._cores_of(number)
                 ]
                 self.links[name] = EngineLinks(to_engine, to_cores)
                 self.engines[name] = self.engine(name, own, to_engine.port)
@@ -181,6 +167,10 @@ class Service:
             finally:
                 for server in (*self.cores, *self.engines.values()):
                     await server.kill()
+
+    def _cores_of(self, number: int) -> list[Server]:
+        """Whom an engine registers with: the one and its standbys, or its shard, in turn."""
+        return [self.cores[number % len(self.cores)]] if self.has_shards else self.cores
 
     @asynccontextmanager
     async def _managed(self) -> AsyncIterator[None]:
@@ -237,7 +227,7 @@ class Service:
             raise TimeoutError(f"not ready in {_READY_S:g} s:\n{self.logs()}") from None
 
     def _live(self) -> set[str]:
-        """The engines that all ServeCores have of those that serve."""
+        """The engines that the one ServeCore that serves has, or the shards if all do."""
         found = []
         for number, core in enumerate(self.cores):
             token, port = CORE["cluster_token"], core.config["port"]
@@ -245,8 +235,9 @@ class Service:
             if answer is not None and answer[0] == 200:
                 self.serving = number
                 found.append({engine["engine_name"] for engine in answer[1]["engines"]})
-        is_served = found and (not self.has_shards or len(found) == len(self.cores))
-        return set.intersection(*found) if is_served else set()
+        if self.has_shards:
+            return set.union(*found) if len(found) == len(self.cores) else set()
+        return set.intersection(*found) if found else set()
 
     def logs(self) -> str:
         logs = sorted(self.folder.glob("*.log"))

@@ -33,7 +33,7 @@ from benchmark.scale.simulated.shard import CORE, Shard, Window
 from benchmark.scale.simulated.stages import MODEL, STAGES, Stages
 from benchmark.scale.simulated.summary import summary
 from benchmark.scale.simulated.traffic import CALLS_PER_S, PEAK, App, Kind, applications, starts
-from parrot.engine.cores import RegisteredConfig
+from parrot.engine.config import RegisteredConfig
 from parrot.protocol.engine_api import HeartbeatRequest
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.protocol.transport import AppTransport

@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
+from parrot.engine.channels import Channels
 from parrot.engine.config import EngineConfig
 from parrot.engine.ended import Ended, log_ended, told
+from parrot.engine.fence import Fence
 from parrot.engine.metrics import EngineMetrics
-from parrot.engine.owners.owners import Owner, Owners
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
@@ -43,20 +44,31 @@ _DESCRIBED = Described(_ERRORS)
 _EVENTS = Described(_ERRORS, media_type="text/event-stream")
 
 
+class EngineFront:
+    """The parts of an engine's HTTP face besides its service. Whoever registers the engine tells
+    the fence, and whoever shuts it down closes the channels."""
+
+    def __init__(self, service: EngineService, reorder: ReorderBuffer) -> None:
+        self.service = service
+        self.reorder = reorder
+        self.fence = Fence()
+        self.channels = Channels()
+
+
 def _fenced(
-    owners: Owners,
+    front: EngineFront,
     path: str,
     verb: Callable[..., Any],
     summary: str,
     described: Described = _DESCRIBED,
 ) -> Endpoint:
     """Refuses who is not obeyed also when the body is there: until then the engine may have
-    registered again. The verb gets the `owner` of the request besides."""
+    registered again."""
 
-    def name_owner(request: Request, arguments: dict[str, Any]) -> None:
-        arguments["owner"] = owners.owner(request)
+    def check(request: Request, arguments: dict[str, Any]) -> None:
+        front.fence.check(request)
 
-    return _guarded("POST", path, verb, summary, described).stepping(name_owner)
+    return _guarded("POST", path, verb, summary, described).stepping(check)
 
 
 def _guarded(
@@ -75,9 +87,8 @@ def create_app(
     tracer: EngineTracer | None = None,
 ) -> FastAPI:
     """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
-    config's, which ends with the app. Its state has the `owners`: whoever registers the engine
-    tells their fences, and whoever shuts it down closes their channels. Raises `ConfigError` if
-    what the tracer needs is missing."""
+    config's, which ends with the app. Its state has the `front`. Raises `ConfigError` if what the
+    tracer needs is missing."""
     own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
 
     @asynccontextmanager
@@ -87,15 +98,15 @@ def create_app(
             own.close()
 
     metrics = EngineMetrics(config.engine_name, config.served_model)
-    owners = Owners(service, reorder, config.num_cores)
+    front = EngineFront(service, reorder)
     listeners = [metrics.count, log_ended]
     if (exporting := tracer or own) is not None:
         listeners.append(exporting.ended)
     endpoints = [
-        *_verbs(owners, listeners),
-        *_streams(owners, listeners),
-        *_readings(owners),
-        *_facts(service, owners, incarnation, metrics),
+        *_verbs(front, listeners),
+        *_streams(front, listeners),
+        *_readings(front),
+        *_facts(service, incarnation, metrics),
     ]
     open_paths = {one.path for one in endpoints if one.access is Access.ANYBODY}
     layers: list[Layer] = []
@@ -103,7 +114,7 @@ def create_app(
         check = partial(require_cluster_token, expected=config.cluster_token)
         layers.append(partial(Guard, check=check, open_paths=open_paths))
     # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
-    layers.append(partial(Guard, check=owners.check, open_paths=("/tokenizer",)))
+    layers.append(partial(Guard, check=front.fence.check, open_paths=("/tokenizer",)))
     names = (config.host, *config.allowed_hosts)
     app = create_base_app(
         "Parrot engine",
@@ -111,114 +122,100 @@ def create_app(
         max_body_memory=config.connections.max_body_memory,
         lifespan=lifespan,
     )
-    app.state.owners = owners
+    app.state.front = front
     install(app, endpoints, access=Access.CLUSTER)
     return app
 
 
-def _verbs(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> list[Endpoint]:
+def _verbs(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -> list[Endpoint]:
     """A client that disconnects aborts its request. `listeners` are told of those that generate."""
 
-    async def fill(request: FillRequest, owner: Owner) -> FillResponse:
-        era = owner.fence.era
-        await owner.reorder.enter((request,))
-        owner.fence.hand_in(request, era)
-        return await owner.service.fill(request)
+    async def fill(request: FillRequest) -> FillResponse:
+        era = front.fence.era
+        await front.reorder.enter((request,))
+        front.fence.hand_in(request, era)
+        return await front.service.fill(request)
 
-    async def generate(request: GenerateRequest, owner: Owner) -> GenerateResponse:
-        era = owner.fence.era
+    async def generate(request: GenerateRequest) -> GenerateResponse:
+        era = front.fence.era
         with told(request, listeners) as answered:
-            async with owner.place(request):
-                await owner.service.prepare(request)
-                await owner.reorder.enter((*request.fills, request))
-                owner.fence.hand_in(request, era)
-                response = await owner.service.generate(request, owner.channels.sink(request))
+            await front.service.prepare(request)
+            await front.reorder.enter((*request.fills, request))
+            front.fence.hand_in(request, era)
+            response = await front.service.generate(request, front.channels.sink(request))
             answered(response)
             return response
 
-    async def free_context(request: FreeContextRequest, owner: Owner) -> FreeContextResponse:
+    async def free_context(request: FreeContextRequest) -> FreeContextResponse:
         ids = [*request.context_ids]
         if request.context_id is not None:
             ids.append(request.context_id)
-        owner.reorder.free(ids)
-        return FreeContextResponse(context_len=await owner.service.free_contexts(ids))
-
-    def beat(owner: Owner) -> None:
-        """Have the next heartbeat at once, with the lease that is due by its answer."""
-        if owner.share is not None:
-            owner.share.wake()
+        front.reorder.free(ids)
+        return FreeContextResponse(context_len=await front.service.free_contexts(ids))
 
     return [
-        _fenced(owners, "/fill", fill, "Add to a context"),
-        _fenced(owners, "/generate", generate, "Add to contexts, and generate"),
-        _fenced(owners, "/free_context", free_context, "Drop contexts"),
-        _fenced(owners, "/beat", beat, "Have the next heartbeat at once"),
+        _fenced(front, "/fill", fill, "Add to a context"),
+        _fenced(front, "/generate", generate, "Add to contexts, and generate"),
+        _fenced(front, "/free_context", free_context, "Drop contexts"),
     ]
 
 
-def _streams(owners: Owners, listeners: Sequence[Callable[[Ended], None]]) -> list[Endpoint]:
-    def generate_stream(
-        request: GenerateRequest, owner: Owner
-    ) -> AsyncGenerator[tuple[str, BaseModel]]:
-        return generated(request, owner, owner.fence.era)
+def _streams(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -> list[Endpoint]:
+    def generate_stream(request: GenerateRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
+        return generated(request, front.fence.era)
 
     async def generated(
-        request: GenerateRequest, owner: Owner, era: int
+        request: GenerateRequest, era: int
     ) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives flow while the request waits its turn; a
         # refusal is its `error` event.
         with told(request, listeners) as answered:
-            async with owner.place(request):
-                await owner.service.prepare(request)
-                await owner.reorder.enter((*request.fills, request))
-                owner.fence.hand_in(request, era)
-                async with aclosing(owner.service.generate_stream(request)) as events:
-                    async for event in events:
-                        if isinstance(event, GenerateResponse):
-                            answered(event)
-                            yield "done", event
-                        else:
-                            yield "chunk", event
+            await front.service.prepare(request)
+            await front.reorder.enter((*request.fills, request))
+            front.fence.hand_in(request, era)
+            async with aclosing(front.service.generate_stream(request)) as events:
+                async for event in events:
+                    if isinstance(event, GenerateResponse):
+                        answered(event)
+                        yield "done", event
+                    else:
+                        yield "chunk", event
 
-    async def follow(request: FollowRequest, owner: Owner) -> AsyncGenerator[tuple[str, BaseModel]]:
-        async with aclosing(owner.service.follow(request.context_id)) as chunks:
+    async def follow(request: FollowRequest) -> AsyncGenerator[tuple[str, BaseModel]]:
+        async with aclosing(front.service.follow(request.context_id)) as chunks:
             async for chunk in chunks:
                 yield "chunk", chunk
         yield "done", FollowResponse()
 
-    def channel(
-        request: ChannelRequest, owner: Owner
-    ) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        return owner.channels.follow(request.channel)
+    def channel(request: ChannelRequest) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        return front.channels.follow(request.channel)
 
     verbs: list[tuple[str, Callable[..., Any], str]] = [
         ("/generate_stream", generate_stream, "Add to contexts, and generate in pieces"),
         ("/follow", follow, "The pieces of a running generation"),
         ("/channel", channel, "The pieces of all generations that name it"),
     ]
-    return [_fenced(owners, path, verb, about, _EVENTS) for path, verb, about in verbs]
+    return [_fenced(front, path, verb, about, _EVENTS) for path, verb, about in verbs]
 
 
-def _readings(owners: Owners) -> list[Endpoint]:
-    async def embed(request: EmbedRequest, owner: Owner) -> EmbedResponse:
-        response = await owner.service.read(request)
+def _readings(front: EngineFront) -> list[Endpoint]:
+    async def embed(request: EmbedRequest) -> EmbedResponse:
+        response = await front.service.read(request)
         assert isinstance(response, EmbedResponse), response
         return response
 
-    async def score(request: ScoreRequest, owner: Owner) -> ScoreResponse:
-        response = await owner.service.read(request)
+    async def score(request: ScoreRequest) -> ScoreResponse:
+        response = await front.service.read(request)
         assert isinstance(response, ScoreResponse), response
         return response
 
     return [
-        _fenced(owners, "/embed", embed, "What a text means, as numbers"),
-        _fenced(owners, "/score", score, "How likely a text's tokens are"),
+        _fenced(front, "/embed", embed, "What a text means, as numbers"),
+        _fenced(front, "/score", score, "How likely a text's tokens are"),
     ]
 
 
-def _facts(
-    service: EngineService, owners: Owners, incarnation: str, counts: EngineMetrics
-) -> list[Endpoint]:
+def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> list[Endpoint]:
     def ping() -> PingResponse:
         ready()
         return PingResponse(runtime_info=service.runtime_info(), incarnation=incarnation)
@@ -237,7 +234,7 @@ def _facts(
         """It answers."""
 
     def metrics() -> bytes:
-        return counts.render(service.runtime_info(), owners.num_beyond)
+        return counts.render(service.runtime_info())
 
     return [
         _guarded("POST", "/ping", ping, "What runs here", Described((401, 503))),

@@ -6,13 +6,56 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from parrot.engine.cores import PositiveInt, RegisteredConfig
 from parrot.protocol.engine_api import FEATURES, PoolingKind
 from parrot.protocol.fields import Label
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.server_config import ConnectionLimits, HostNames, Secret
 from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, read_config_object
 from parrot.utils.settings import ConfigFile, Settings, read_settings
+
+PositiveInt = Annotated[int, Field(ge=1)]
+_FAILOVER_BEAT_S = 1.0
+
+
+class ServeCoreAddress(ConfigModel):
+    host: str = "localhost"
+    port: int = Field(9000, ge=1, le=65535)
+
+
+class RegisteredConfig(ConfigModel):
+    """The keys of an engine that have to do with whom it works for."""
+
+    tasks_capacity: PositiveInt = Field(
+        256, description="Completions that ServeCore may place here at once."
+    )
+    heartbeat_interval: float = Field(3.0, gt=0.0, description="In seconds.")
+    serve_core: ServeCoreAddress = ServeCoreAddress()
+    standby_cores: tuple[ServeCoreAddress, ...] = Field(
+        (),
+        strict=False,
+        max_length=16,
+        description="Others that may serve in the place of `serve_core`, with the same journal: "
+        "the engine is registered with the one that does (docs/standby.md), and its heartbeats are "
+        "at most a second apart.",
+    )
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two heartbeats."""
+        if not self.standby_cores:
+            return self.heartbeat_interval
+        return min(self.heartbeat_interval, _FAILOVER_BEAT_S)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _works_for_one(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "shard_cores" in given:
+            raise ValueError(
+                "`shard_cores` is gone: an engine works for one ServeCore, so give each shard "
+                "engines of its own (docs/shards.md)"
+            )
+        return given
+
 
 _ORIGINAL_NO_CHUNK = -1
 _ORIGINAL_ATTN_FUNCS = frozenset(

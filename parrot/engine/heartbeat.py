@@ -5,8 +5,10 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from parrot.engine.app import EngineFront
+from parrot.engine.config import EngineConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.fence import Fence
 from parrot.engine.reorder import ReorderBuffer
@@ -14,42 +16,29 @@ from parrot.engine.service import EngineService, ServiceState
 from parrot.protocol.engine_api import (
     EngineInfo,
     HeartbeatResponse,
-    Lease,
-    LeaseUse,
     RegisterResponse,
 )
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError, Unavailable
+from parrot.protocol.failover_client import client_of
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.utils.clock import Clock
+from parrot.utils.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_RETRY_S = 0.25
 MAX_RETRY_S = 5.0
-LEAST_PAUSE_S = 0.02  # between two heartbeats, of which one is awaited
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 
-class Leased(Protocol):
-    """The part of an engine that one of several ServeCores has."""
+class Registered(NamedTuple):
+    """`cores`: hosts and ports of ServeCore and its standbys, as seen from here. `incarnation`:
+    what this start of the engine registers with."""
 
-    def offer(self, info: EngineInfo) -> Lease:
-        """The lease for the next heartbeat."""
-        ...
-
-    def answered(self, use: LeaseUse | None) -> None:
-        """Take the answer of the ServeCore to that."""
-        ...
-
-    async def due(self) -> None:
-        """Wait until somebody waits for the next heartbeat."""
-        ...
-
-    def lost(self) -> None:
-        """The lease has ended."""
-        ...
+    interval_s: float
+    cores: Sequence[tuple[str, int]]
+    incarnation: str = ""
 
 
 class Heartbeat:
@@ -68,22 +57,13 @@ class Heartbeat:
         reorder: ReorderBuffer,
         fence: Fence,
         clock: Clock,
-        *,
-        interval_s: float,
-        cores: Sequence[tuple[str, int]],
-        incarnation: str = "",
-        share: Leased | None = None,
+        where: Registered,
     ) -> None:
-        """`cores`: hosts and ports of ServeCore and its standbys, as seen from here. `incarnation`:
-        as registered. `share`: this ServeCore's part of the engine; None: all of it."""
-        self._share = share
-        self._incarnation = incarnation
-        self._cores = cores
+        self._where = where
         self._client = client
         self._service = service
         self._reorder = reorder
         self._fence = fence
-        self._interval_s = interval_s
         self._clock = clock
         self._terms: RegisterResponse | None = None  # while it is registered
         self._is_leaving = False
@@ -131,19 +111,22 @@ class Heartbeat:
                 logger.warning("%d calls have not ended, and run elsewhere", answer.num_calls)
 
     async def _register(self) -> RegisterResponse:
-        """Forget everything first: also of an attempt whose answer was lost there may be work."""
+        """Forget everything first: also of an attempt whose answer was lost there may be work. But
+        not while it is certain that nobody is there to register with: each attempt would take their
+        work from those who ask the engine itself."""
+        await self._client.find_core()
         await self._end_work()
-        info = await reachable(self._service.engine_info(), self._cores)
-        names = {"incarnation": self._incarnation, "registration": self._fence.registering()}
-        info = info.model_copy(update=names)
-        return await self._client.register_engine(info)
+        info = await reachable(self._service.engine_info(), self._where.cores)
+        names = {
+            "incarnation": self._where.incarnation,
+            "registration": self._fence.registering(),
+        }
+        return await self._client.register_engine(info.model_copy(update=names))
 
     async def _end_work(self) -> None:
         self._fence.released()
         self._reorder.reset()
         await self._service.reset()
-        if self._share is not None:
-            self._share.lost()  # not before: others get the room at once
 
     async def _beat_while_known(self, terms: RegisterResponse, name: str) -> None:
         """Heartbeats until ServeCore says that it does not know this engine, or says nothing for
@@ -161,18 +144,12 @@ class Heartbeat:
             new = {"outputs": [part for part in runtime.outputs if part.ids]}
             runtime = runtime.model_copy(update=new)
             went_without, has_failed = has_failed, True
-            share, send = self._share, self._client.engine_heartbeat
-            lease = None if share is None else share.offer(self._service.engine_info())
-            answer = await send(engine_id, name, runtime, terms.core, lease)
-            if share is not None:
-                share.answered(answer.lease_use)
+            answer = await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
             told, has_failed = told if went_without else reached, False
             return answer
 
-        pause_s = self._interval_s if self._share is None else 0.0  # the first brings its lease
         while True:
-            await self._pause(pause_s)
-            pause_s = self._interval_s
+            await self._clock.sleep(self._where.interval_s)
             if self._is_ending():
                 return
             expiry = None if terms.lease_s is None else asked + terms.lease_s
@@ -183,15 +160,6 @@ class Heartbeat:
             if answer.state == "unknown":
                 logger.warning("ServeCore does not know engine %d any more", engine_id)
                 return
-
-    async def _pause(self, pause_s: float) -> None:
-        """Until the next heartbeat: less than `pause_s` if somebody waits for it."""
-        if self._share is None:
-            await self._clock.sleep(pause_s)
-            return
-        end = self._clock.now() + pause_s
-        await self._clock.sleep(min(pause_s, LEAST_PAUSE_S))
-        await self._before(end, self._share.due())
 
     async def _before(self, when: float | None, work: Coroutine[Any, Any, T]) -> T | None:
         """None if the work has not ended at this time: then it is cancelled."""
@@ -249,3 +217,17 @@ def _own_address_towards(host: str, port: int) -> str:
             return own
     except OSError as error:
         raise Unavailable(f"no way to {host}: {error.strerror}") from None
+
+
+def registration(config: EngineConfig, front: EngineFront, incarnation: str = "") -> Heartbeat:
+    """Prepare to keep the engine registered with the config's ServeCore."""
+    cores = [(core.host, core.port) for core in (config.serve_core, *config.standby_cores)]
+    urls = [f"http://{host}:{port}" for host, port in cores]
+    return Heartbeat(
+        RegistrationClient(client_of(urls, bearer_token=config.cluster_token)),
+        front.service,
+        front.reorder,
+        front.fence,
+        MonotonicClock(),
+        Registered(config.beat_s, cores, incarnation),
+    )

@@ -14,7 +14,7 @@ from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
-from parrot.engine.owners.registrations import Registrations, registration
+from parrot.engine.heartbeat import Heartbeat, registration
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
@@ -44,41 +44,41 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     config = config.model_copy(update={"cluster_token": token})
     service, incarnation = create_service(config), new_token()
     app = create_app(service, ReorderBuffer(MonotonicClock()), config, incarnation)
-    registrations = registration(config, app.state.owners, incarnation) if with_core else None
+    heartbeat = registration(config, app.state.front, incarnation) if with_core else None
 
     async def end_requests() -> None:
         await service.close()
-        app.state.owners.close_channels()
+        app.state.front.channels.close()
 
     async def drain() -> None:
-        if registrations is not None and config.drain_timeout:
-            await registrations.leave(config.drain_timeout)
+        if heartbeat is not None and config.drain_timeout:
+            await heartbeat.leave(config.drain_timeout)
 
     server = AppServer(app, config.host, config.port, end_requests, config.connections, drain)
-    engine = asyncio.create_task(run_engine(config, service, registrations))
+    engine = asyncio.create_task(run_engine(config, service, heartbeat))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         await server.serve()
     finally:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)
-        if registrations is not None:
-            await registrations.close()
+        if heartbeat is not None:
+            await heartbeat.close()
     if not engine.cancelled() and (error := engine.exception()) is not None:
         raise error
 
 
 async def run_engine(
-    config: AnyEngineConfig, service: EngineService, registrations: Registrations | None
+    config: AnyEngineConfig, service: EngineService, heartbeat: Heartbeat | None
 ) -> None:
     """Load, then stay registered, until the engine has left, or alone. Else it ends only by an
     error: another process may have more luck with the device that this one has lost."""
     await service.start()
     logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
-    if registrations is None:
+    if heartbeat is None:
         await asyncio.Event().wait()
     else:
-        await registrations.run()
+        await heartbeat.run()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -80,11 +80,10 @@ class EngineMetrics:
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
 
-    def render(self, info: RuntimeInfo, num_beyond: int = 0) -> bytes:
-        """`num_beyond`: calls so far that were more than their ServeCores' leases."""
-        return render_metrics(self.families(info, num_beyond))
+    def render(self, info: RuntimeInfo) -> bytes:
+        return render_metrics(self.families(info))
 
-    def families(self, info: RuntimeInfo, num_beyond: int = 0) -> Iterator[Metric]:
+    def families(self, info: RuntimeInfo) -> Iterator[Metric]:
         gauges = _gauges(info) | ({} if info.host_tier is None else _host_gauges(info.host_tier))
         gauges |= {} if info.server_load is None else _server_gauges(info.server_load)
         for name, (text, value) in gauges.items():
@@ -110,9 +109,6 @@ class EngineMetrics:
             yield self._by("kv_copied_bytes", text, "to", copied)
             failed = {self._labels: host.failed_transfers}
             yield counter("parrot_engine_kv_copies_failed", "Copies that failed.", failed, *_LABELS)
-        beyond = "Requests that waited, since their ServeCore's lease did not allow them."
-        num = {self._labels: num_beyond}
-        yield counter("parrot_engine_requests_beyond_lease", beyond, num, *_LABELS)
         success = "Requests that ended, by the reason."
         labels = (*_LABELS, "finished_reason")
         yield counter("parrot_engine_request_success", success, self._reasons, *labels)

@@ -27,10 +27,6 @@ class ReorderBuffer:
         self._awaited: dict[int, list[asyncio.Future[None]]] = {}
         self._freed_early: OrderedDict[int, float] = OrderedDict()
 
-    def another(self) -> "ReorderBuffer":
-        """One for requests of somebody else."""
-        return ReorderBuffer(self._clock)
-
     async def enter(self, wanted: _Wanted) -> None:
         """Return when the parents have been named, at once if they have, or after `GRACE_S`. The
         caller must hand its request to the engine before it awaits anything else. Raises

@@ -13,7 +13,7 @@ from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, R
 from parrot.engine.core.output import untold
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
 from parrot.engine.grammar.constraint import Constraint
-from parrot.engine.service import EVERYTHING, Namespace, ServiceState
+from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     FEATURES,
     SERVER_FEATURES,
@@ -283,13 +283,11 @@ class RunnerService:
         ):  # otherwise there is nothing to forget, or soon will be
             await ask(self._driver, lambda core: core.requests.reset())
 
-    def runtime_info(
-        self, told: Mapping[int, int] | None = None, whose: Namespace = EVERYTHING
-    ) -> RuntimeInfo:
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
         info = RuntimeInfo() if self._core is None else self._core.runtime_info()
         if told is not None and self._core is not None:
             generations = self._core.requests.generations()
-            info.outputs = untold([made for made in generations if whose.has(made[0])], told)
+            info.outputs = untold(generations, told)
         return info
 
     def engine_info(self) -> EngineInfo:

@@ -1,7 +1,6 @@
 """The interface between the engine's HTTP server and an engine of any type."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -26,28 +25,6 @@ class ServiceState(StrEnum):
     READY = "ready"
     CLOSED = "shutting down"
     LOST = "lost"  # no request can ever be served again: the process should end
-
-
-@dataclass(frozen=True, slots=True)
-class Namespace:
-    """The contexts of one of `count` ServeCores that share an engine: their ids there leave the
-    remainder `index`."""
-
-    index: int = 0
-    count: int = 1
-
-    def has(self, context_id: int) -> bool:
-        return context_id % self.count == self.index
-
-    def outer(self, context_id: int) -> int:
-        """The id in the engine of what the ServeCore calls so."""
-        return context_id * self.count + self.index
-
-    def inner(self, context_id: int) -> int:
-        return context_id // self.count
-
-
-EVERYTHING = Namespace()
 
 
 class EngineService(Protocol):
@@ -103,9 +80,7 @@ class EngineService(Protocol):
         next one hands out the same ids again. Cached KV stays."""
         ...
 
-    def runtime_info(
-        self, told: Mapping[int, int] | None = None, whose: Namespace = EVERYTHING
-    ) -> RuntimeInfo:
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
         """With the `outputs` under way in these contexts that nobody takes as they come, behind the
         tokens that were `told`: how many, by contexts. The newest may be left out. None of them if
         that is None, nor of an engine of text."""

@@ -456,7 +456,6 @@ class EngineInfo(InternalPayload):
     tokens_capacity: Positive = Field(description="tokens of KV the engine can hold")
     host_tokens_capacity: Amount = Field(0, description="tokens of KV, on its host besides")
     block_size: Positive = 1
-    is_leased: bool = Field(False, description="heartbeats tell how much of it may be used")
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     capabilities: Capabilities = Capabilities()
     incarnation: str = Field(
@@ -490,37 +489,11 @@ class RegisterResponse(InternalPayload):
     lease_s: float | None = Field(None, gt=0, description="without an answer all work ends so soon")
 
 
-class Lease(InternalPayload):
-    """The part of an engine that a ServeCore may use, until the next lease or until it is lost."""
-
-    model_config = ConfigDict(frozen=True)
-
-    number: Amount = Field(0, description="one with a lower number comes late, and is ignored")
-    tokens: Amount = Field(0, description="of KV")
-    calls: Amount = Field(0, description="at once")
-    is_wanted: bool = Field(False, description="others wait for what of it is not used")
-
-
-class LeaseUse(InternalPayload):
-    """The use that a ServeCore makes of a lease. `tokens` and `calls`: all that it may use until
-    the next one; more than the lease has while calls run that an earlier one allowed."""
-
-    model_config = ConfigDict(frozen=True)
-
-    number: Amount = Field(description="of the latest lease that it has got")
-    tokens: Amount
-    calls: Amount
-    wanted_tokens: Amount = Field(0, description="for what runs and what is queued")
-    wanted_calls: Amount = 0
-    least_tokens: Amount = Field(0, description="for the largest queued call")
-
-
 class HeartbeatRequest(InternalPayload):
     engine_id: Id
     core: Label = Field("", description="as registered")
     engine_name: Name
     runtime_info: RuntimeInfo
-    lease: Lease | None = Field(None, description="null: all of the engine")
 
 
 class LeaveRequest(InternalPayload):
@@ -539,4 +512,3 @@ class HeartbeatResponse(InternalPayload):
     """`unknown`: ServeCore restarted or gave the engine up; register again."""
 
     state: Literal["ok", "unknown"] = "ok"
-    lease_use: LeaseUse | None = Field(None, description="if there is a lease")

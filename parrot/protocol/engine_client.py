@@ -139,10 +139,6 @@ class EngineClient:
         answer = await self._http.request("POST", "/free_context", body=body)
         return read_answer(FreeContextResponse, answer).context_len
 
-    async def beat(self) -> None:
-        """Have an engine that is shared send its next heartbeat at once."""
-        await self._http.request("POST", "/beat", body={}, timeout_s=5.0)
-
     async def ping(self) -> RuntimeInfo:
         return (await self._ping()).runtime_info
 

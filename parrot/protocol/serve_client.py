@@ -10,13 +10,13 @@ from parrot.protocol.engine_api import (
     EngineInfo,
     HeartbeatRequest,
     HeartbeatResponse,
-    Lease,
     LeaveRequest,
     LeaveResponse,
     RegisterRequest,
     RegisterResponse,
     RuntimeInfo,
 )
+from parrot.protocol.errors import ParrotError, Standby
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
@@ -33,11 +33,18 @@ from parrot.protocol.public import (
     VarGetResponse,
     VarValue,
 )
-from parrot.protocol.transport import RequestOptions, Transport, read_answer, until_done
+from parrot.protocol.transport import (
+    RequestOptions,
+    Transport,
+    Unreachable,
+    read_answer,
+    until_done,
+)
 
 T = TypeVar("T", bound=BaseModel)
 
 _IN_HEAD = {"session_auth"}
+_FIND_S = 10.0
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
 
 
@@ -197,6 +204,16 @@ class RegistrationClient:
     async def close(self) -> None:
         await self._http.close()
 
+    async def find_core(self) -> None:
+        """Raises `Unreachable` or `Standby` if no ServeCore can take a registration now. Else one
+        may: it has answered, whatever it said, or may have."""
+        try:
+            await self._http.request("GET", "/ready", timeout_s=_FIND_S)
+        except (Unreachable, Standby):
+            raise
+        except ParrotError:
+            return
+
     async def register_engine(self, engine: EngineInfo) -> RegisterResponse:
         body = RegisterRequest(engine_config=engine).model_dump(mode="json")
         answer = await self._http.request("POST", "/register_engine", body=body)
@@ -208,7 +225,6 @@ class RegistrationClient:
         engine_name: str,
         runtime_info: RuntimeInfo,
         core: str = "",
-        lease: Lease | None = None,
     ) -> HeartbeatResponse:
         """`core`: as registered."""
         body = HeartbeatRequest(
@@ -216,7 +232,6 @@ class RegistrationClient:
             engine_name=engine_name,
             runtime_info=runtime_info,
             core=core,
-            lease=lease,
         ).model_dump(mode="json")
         answer = await self._http.request("POST", "/engine_heartbeat", body=body)
         return read_answer(HeartbeatResponse, answer)

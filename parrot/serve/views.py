@@ -131,7 +131,7 @@ def session_summary(
 
 
 def engine_view(engine: EngineView) -> EngineStatus:
-    info, lease = engine.info, engine.lease
+    info = engine.info
     return EngineStatus(
         engine_id=engine.id,
         engine_name=info.engine_name,
@@ -140,11 +140,11 @@ def engine_view(engine: EngineView) -> EngineStatus:
         host=info.host,
         port=info.port,
         num_running=engine.num_running,
-        tasks_capacity=info.tasks_capacity if lease is None else lease.calls,
+        tasks_capacity=info.tasks_capacity,
         needed_tokens=engine.needed_tokens,
         num_queued=engine.num_queued,
         used_tokens=engine.num_tokens,
-        tokens_capacity=info.tokens_capacity if lease is None else lease.tokens,
+        tokens_capacity=info.tokens_capacity,
         hit_tokens=engine.kv.hit,
         recomputed_tokens=engine.kv.recomputed.total(),
         evicted_tokens=engine.kv.evicted,

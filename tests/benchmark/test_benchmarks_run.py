@@ -23,7 +23,6 @@ TINY = {
     "bench_simulation": ["--engines 2 --tasks 10"],
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_tenants": ["--crowd 150 --settle 0.5 --turns 1 --kinds latency --queries 100"],
-    "scale.bench_leases": ["--rounds 1 --settle 0.2"],
     "scale.bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
     "scale.bench_size": ["--engines 2 --calls 20 --sessions 2"],
     "scale.simulate": [

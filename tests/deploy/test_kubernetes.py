@@ -1,6 +1,7 @@
 """The manifests: valid, of one piece, and what they run does run."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -162,7 +163,9 @@ def runnable(
     for variable in own["env"]:
         source = variable.get("valueFrom", {})
         if "value" in variable:
-            env[variable["name"]] = variable["value"]
+            env[variable["name"]] = re.sub(
+                r"\$\((\w+)\)", lambda named: env[named[1]], variable["value"]
+            )
         elif "fieldRef" in source:
             env[variable["name"]] = fields[source["fieldRef"]["fieldPath"]]
         elif "configMapKeyRef" in source:

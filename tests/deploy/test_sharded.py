@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +18,6 @@ from tests.deploy.test_kubernetes import (
     FOLDER,
     VERSION,
     Document,
-    container,
     documents,
     kustomized,
     labels_match,
@@ -29,6 +29,7 @@ from tests.support.two_shards import check_shards
 
 COMPONENT = FOLDER / "sharded"
 KEY = "key-of-the-test-0123456789"
+SERVE_CORE_HOST = "PARROT_ENGINE__SERVE_CORE__HOST"
 
 
 def patched(document: Document, operations: list[dict[str, Any]]) -> None:
@@ -82,10 +83,17 @@ def test_the_lists_name_each_pod() -> None:
     ]
     lists = of_kind("ConfigMap", sharded())["parrot-shards"]["data"]
     assert [urlsplit(url).hostname for url in json.loads(lists["cores"])] == names
-    others = [shard["host"] for shard in json.loads(lists["shard_cores"])]
-    engine = container(of_kind("StatefulSet", sharded())["parrot-qwen3-8b"])
-    env = {variable["name"]: variable.get("value") for variable in engine["env"]}
-    assert [env["PARROT_ENGINE__SERVE_CORE__HOST"], *others] == names
+
+
+def test_each_shard_has_engines_of_its_own(tmp_path: Path) -> None:
+    engines = of_kind("StatefulSet", sharded())["parrot-qwen3-8b"]
+    core = of_kind("StatefulSet", sharded())["parrot-core"]
+    assert engines["spec"]["replicas"] == core["spec"]["replicas"]
+    hosts = [
+        runnable("parrot-qwen3-8b", tmp_path, 9001, index, sharded())[1][SERVE_CORE_HOST]
+        for index in range(engines["spec"]["replicas"])
+    ]
+    assert hosts == [f"parrot-core-{index}.parrot-shards" for index in range(len(hosts))]
 
 
 def test_shards_reach_each_other() -> None:
@@ -112,33 +120,29 @@ def test_kustomize_makes_the_same(tmp_path: Path) -> None:
             assert document == expected[name]
 
 
-def test_the_pods_commands_run_as_shards_that_share_an_engine(tmp_path: Path) -> None:
+def test_the_pods_commands_run_as_shards(tmp_path: Path) -> None:
     ports: list[int] = []
-    for _ in range(3):
+    for _ in range(4):
         ports.append(free_port("127.0.0.1", set(ports)))
     manifests = sharded()
     lists = of_kind("ConfigMap", manifests)["parrot-shards"]["data"]
     for index, port in enumerate(ports[:2]):
         name = f"parrot-core-{index}.parrot-shards"
         lists["cores"] = lists["cores"].replace(f"{name}:9000", f"127.0.0.1:{port}")
-        lists["shard_cores"] = lists["shard_cores"].replace(
-            f'"{name}"', f'"127.0.0.1", "port": {port}'
-        )
     entry = {"id": "team", "sha256": hashlib.sha256(KEY.encode()).hexdigest()}
-    commands = []
-    for index, port in enumerate(ports[:2]):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        (folder / "keys.json").write_text(json.dumps({"keys": [entry]}))
-        commands.append(runnable("parrot-core", folder, port, index, manifests))
-    engine, engine_env = runnable("parrot-qwen3-8b", tmp_path, ports[2], 0, manifests)
-    engine_env |= SIM | {"PARROT_ENGINE__SERVE_CORE__PORT": str(ports[0])}
-    logs = [tmp_path / f"{name}.log" for name in ("first", "second", "engine")]
-    (first, first_env), (second, second_env) = commands
-    with running(first, first_env, logs[0]), running(second, second_env, logs[1]):
-        for port, log in zip(ports, logs[:2], strict=False):
-            wait_for(port, "/health", log)
-        with running(engine, engine_env, logs[2]):
-            for port, log in zip(ports, logs[:2], strict=False):
-                wait_for(port, "/ready", log)
-            check_shards((ports[0], ports[1]), KEY)
+    with ExitStack() as stack:
+        for index, port in enumerate(ports[:2]):
+            folder = tmp_path / str(index)
+            folder.mkdir()
+            (folder / "keys.json").write_text(json.dumps({"keys": [entry]}))
+            core, core_env = runnable("parrot-core", folder, port, index, manifests)
+            stack.enter_context(running(core, core_env, folder / "core.log"))
+            wait_for(port, "/health", folder / "core.log")
+        for index, port in enumerate(ports[2:]):
+            folder = tmp_path / str(index)
+            engine, env = runnable("parrot-qwen3-8b", folder, port, index, manifests)
+            env |= SIM | {SERVE_CORE_HOST: "127.0.0.1"}
+            env["PARROT_ENGINE__SERVE_CORE__PORT"] = str(ports[index])
+            stack.enter_context(running(engine, env, folder / "engine.log"))
+            wait_for(ports[index], "/ready", folder / "engine.log")
+        check_shards((ports[0], ports[1]), KEY)

@@ -12,8 +12,8 @@ from parrot.cluster.ports import free_port
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.engine_types import create_service
+from parrot.engine.heartbeat import registration
 from parrot.engine.http_server import run_engine
-from parrot.engine.owners.registrations import registration
 from parrot.engine.reorder import ReorderBuffer
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
@@ -39,7 +39,7 @@ async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIter
         service = create_service(config)
         app = create_engine_app(service, ReorderBuffer(MonotonicClock()), config)
         async with serve_app(app, port):
-            heartbeat = registration(config, app.state.owners)
+            heartbeat = registration(config, app.state.front)
             engine = asyncio.create_task(run_engine(config, service, heartbeat))
             yield http
             engine.cancel()

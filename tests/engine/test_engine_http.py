@@ -206,7 +206,7 @@ async def test_closed_channels_end():
     async with serve_app(app) as url, HttpClient(url) as http:
         events = http.stream("POST", "/channel", body={"channel": "a"})
         assert (await anext(events))[0] == "open"
-        app.state.owners.close_channels()
+        app.state.front.channels.close()
         assert [name for name, _ in await collect(events)] == ["done"]
     await service.close()
 
@@ -322,7 +322,7 @@ async def test_the_openapi_page_documents_every_route():
         paths = (await http.request("GET", "/openapi.json"))["paths"]
     assert {path for path in paths if "post" in paths[path]} == {
         *("/fill", "/generate", "/generate_stream", "/follow", "/embed", "/score", "/free_context"),
-        *("/ping", "/beat", "/channel"),
+        *("/ping", "/channel"),
     }
     assert {path for path in paths if "get" in paths[path]} == {
         *("/tokenizer", "/health", "/ready", "/metrics")
@@ -354,7 +354,7 @@ async def test_a_core_that_started_earlier_can_take_an_engine_over():
     service = SimService(config := SimConfig(instance=ZERO))
     await service.start()
     app = create_app(service, ReorderBuffer(MonotonicClock()), config)
-    next(iter(app.state.owners)).fence.registered(CoreIdentity(2, "late"))
+    app.state.front.fence.registered(CoreIdentity(2, "late"))
     async with serve_app(app) as url:
         headers = {CORE_HEADER: CoreIdentity(1, "early").header}
         async with HttpClient(url, headers=headers) as http:

@@ -28,7 +28,7 @@ async def registered() -> AsyncIterator[tuple[EngineClient, Fence, SimService, R
     await service.start()
     reorder = ReorderBuffer(MonotonicClock())
     app = create_app(service, reorder, config)
-    (owner,) = app.state.owners
+    owner = app.state.front
     fence: Fence = owner.fence
     async with serve_app(app) as url:
         headers = {REGISTRATION_HEADER: fence.registering()}

@@ -9,7 +9,7 @@ from fastapi import Request
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.fence import Fence
-from parrot.engine.heartbeat import LEAST_PAUSE_S, MAX_RETRY_S, Heartbeat, reachable
+from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, Registered, reachable
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import ServiceState
 from parrot.engine.sim.engine import SimService
@@ -23,6 +23,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
 from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
+from parrot.protocol.transport import Unreachable
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.manual_clock import ManualClock
 
@@ -57,12 +58,16 @@ class FakeServeClient:
         count = len(self.infos)
         return RegisterResponse(engine_id=count, core=f"core{count}", epoch=count, lease_s=30.0)
 
+    async def find_core(self) -> None:
+        """Somebody is there, whatever he will say, unless it is certain that nobody is."""
+        if isinstance(self.error, Unreachable):
+            self._answer()
+
     async def engine_heartbeat(
-        self, engine_id, engine_name, runtime_info, core, lease
+        self, engine_id, engine_name, runtime_info, core
     ) -> HeartbeatResponse:
         self.outputs.append(runtime_info.outputs)
         self._answer()
-        assert lease is None
         assert core == f"core{engine_id}"
         assert engine_name == "sim:9001"
         assert runtime_info.num_max_blocks == 8192
@@ -89,8 +94,7 @@ async def scene():
         client.reorder,
         client.fence,
         clock,
-        interval_s=INTERVAL_S,
-        cores=[("localhost", 9000)],
+        Registered(INTERVAL_S, [("localhost", 9000)]),
     )
     tasks = []
     client.leave = heartbeat.leave
@@ -420,7 +424,7 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
     client = FakeServeClient(clock := MonotonicClock())
     cores = [("core.example", 9000)]
     heartbeat = Heartbeat(
-        client, service, ReorderBuffer(clock), Fence(), clock, interval_s=INTERVAL_S, cores=cores
+        client, service, ReorderBuffer(clock), Fence(), clock, Registered(INTERVAL_S, cores)
     )
     running = asyncio.ensure_future(heartbeat.run())
     async with asyncio.timeout(10):
@@ -440,8 +444,7 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
         ReorderBuffer(clock),
         Fence(),
         clock,
-        interval_s=INTERVAL_S,
-        cores=[("localhost", 9000)],
+        Registered(INTERVAL_S, [("localhost", 9000)]),
     )
     task = asyncio.ensure_future(heartbeat.run())
     await client.registered.wait()
@@ -453,37 +456,15 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
     assert not client.beats
 
 
-class FakeShare:
-    """Of whose lease somebody waits when `wanted` is set."""
-
-    def __init__(self):
-        self.wanted = asyncio.Event()
-
-    def offer(self, info):
-        self.wanted.clear()
-
-    def answered(self, use): ...
-
-    def lost(self): ...
-
-    async def due(self):
-        await self.wanted.wait()
-
-
-async def test_a_lease_that_somebody_waits_for_comes_at_once(scene):
+async def test_while_nobody_is_there_to_register_with_those_who_ask_it_keep_their_work(scene):
     client, clock, service = scene
-    share, reorder = FakeShare(), ReorderBuffer(clock)
-    cores = [("localhost", 9000)]
-    heartbeat = Heartbeat(
-        client, service, reorder, Fence(), clock, interval_s=INTERVAL_S, cores=cores, share=share
-    )
-    task = asyncio.ensure_future(heartbeat.run())
-    await clock.advance(1.0)
-    share.wanted.set()
-    await clock.advance(0.005)
-    share.wanted.set()  # sooner than two come
-    await clock.advance(2 * INTERVAL_S)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    first, again = 1.0, 1.0 + LEAST_PAUSE_S
-    assert client.times == pytest.approx([0.0, 0.0, first, again, again + INTERVAL_S])
+    client.error = Unreachable("http://localhost:9000: connection refused")
+    await fill(service, clock)
+    client.start()
+    await clock.advance(4 * MAX_RETRY_S)
+    assert len(client.times) > 3
+    assert service.runtime_info().num_cached_tokens == 32  # two blocks
+    client.error = None  # ServeCore gives out the ids of contexts anew
+    await clock.advance(MAX_RETRY_S)
+    assert client.registered.is_set()
+    assert service.runtime_info().num_cached_tokens == 0

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from parrot.engine.config import SimConfig
 from parrot.engine.fence import Fence
-from parrot.engine.heartbeat import Heartbeat
+from parrot.engine.heartbeat import Heartbeat, Registered
 from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import (
@@ -167,7 +167,7 @@ async def test_an_engine_whose_registration_is_answered_oddly_tries_on(
     async with HttpClient(url) as http:
         heartbeat = Heartbeat(
             RegistrationClient(http), service, reorder, Fence(), MonotonicClock(),
-            interval_s=0.01, cores=[("127.0.0.1", 1)],
+            Registered(0.01, [("127.0.0.1", 1)]),
         )  # fmt: skip
         running = asyncio.create_task(heartbeat.run())
         answers = [{"a": 1}, {"engine_id": 1}, {"state": "maybe"}, [], {"state": "ok"}]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmark.nemesis.capacity import STARVES_S
 from benchmark.nemesis.checker import check
 from benchmark.nemesis.history import (
     CLOCK_STEP,
@@ -19,7 +18,6 @@ from benchmark.nemesis.history import (
     Disturbance,
     History,
     Life,
-    Peak,
     Read,
     Seen,
     SeenCall,
@@ -419,22 +417,3 @@ def test_a_call_that_ran_twice_finds_its_own_prompt() -> None:
     assert check(prompted("b", 20, attempts=2)) == []
     assert check(with_fault(prompted("b", 20), fault(3.1, 3.2))) == []
     assert found(with_fault(prompted("b", 20), fault(1.0, 2.0))) == {"C9"}
-
-
-def test_c10_an_engine_ran_more_calls_than_it_may() -> None:
-    history = chain()
-    history.peaks = [Peak(engine="engine-0", calls=2, capacity=2)]
-    assert check(history) == []
-    history.peaks.append(Peak(engine="engine-1", calls=3, capacity=2))
-    assert found(history) == {"C10"}
-
-
-def test_c10_a_program_starves_though_nothing_disturbs_it() -> None:
-    history = chain()
-    history.lives[0] = life(ended=STARVES_S + 1)
-    assert check(history) == [], "nothing is shared"
-    history.peaks = [Peak(engine="engine-0", calls=2, capacity=2)]
-    assert found(history) == {"C10"}
-    assert check(with_fault(history, fault(15.0, 18.0))) == []
-    history.lives[0] = replace(history.lives[0], ended=None)
-    assert found(history) == {"C4"}

@@ -14,7 +14,6 @@ from benchmark.nemesis.faults import FAULTS, Layout
 from benchmark.nemesis.history import History, SetValue, digest_of
 from benchmark.nemesis.programs import PROGRAMS
 from benchmark.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
-from benchmark.nemesis.servers import Gauge
 from benchmark.nemesis.service import DIVIDED, SIM
 from benchmark.results import run
 from tests.support.postgres import Server
@@ -50,7 +49,7 @@ def test_with_a_standby_neither(answers: Answers, postgres: Server, tmp_path: Pa
     assert outcome.faults
 
 
-def test_with_shards_that_share_engines_neither(answers: Answers, tmp_path: Path) -> None:
+def test_with_shards_neither(answers: Answers, tmp_path: Path) -> None:
     faults = ("kill-core", "kill-engine", "stop-core", "stop-engine", "rolling-restart")
     plan = Plan.of(SEED, faults, 3.0, concurrency=4, shards_share=1.0)
     assert plan.layout is Layout.SHARDS
@@ -112,11 +111,3 @@ def test_the_command_gives_a_report(tmp_path: Path) -> None:
     assert [row[key] for key in ("rounds", "lost", "doubled", "hung", "other")] == [1, 0, 0, 0, 0]
     assert report["kills"] == row["engine_kills"]
     assert row["recovery_p50_s"] > 0 or not row["runs"]
-
-
-def test_a_gauge_tells_the_most_also_of_a_process_that_was_killed(tmp_path: Path) -> None:
-    gauge = Gauge(tmp_path / "calls")
-    with gauge.one_more(), gauge.one_more():
-        pass
-    with gauge.one_more():
-        assert Gauge(tmp_path / "calls").most == 2

@@ -26,7 +26,7 @@ from parrot.engine.openai.server_load import LoadWatch
 from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import Question, WireUsage
-from parrot.engine.service import EVERYTHING, Namespace, ServiceState
+from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     CHARS_PER_TOKEN,
     EmbedRequest,
@@ -169,9 +169,7 @@ class OpenAIService:
         await self._abort(set(self._jobs), Cancelled("the engine was reset"))
         await self.free_contexts([context.context_id for context in self._contexts])
 
-    def runtime_info(
-        self, told: Mapping[int, int] | None = None, whose: Namespace = EVERYTHING
-    ) -> RuntimeInfo:
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
         """With each heartbeat the server's load is read for the next one, which waits for
         nothing."""
         if told is not None and self._state is ServiceState.READY:

@@ -6,7 +6,6 @@ from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.service import EVERYTHING, Namespace
 from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.runner import SimRunner
 from parrot.engine.sim.tokenizer import byte_tokenizer_response
@@ -31,12 +30,10 @@ class SimService(RunnerService):
         """From its next step on, every step takes `factor` times what it costs."""
         self._sim_driver.slow_down(factor)
 
-    def runtime_info(
-        self, told: Mapping[int, int] | None = None, whose: Namespace = EVERYTHING
-    ) -> RuntimeInfo:
+    def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
         """Steps that run together are interrupted, so that the next look sees those that ended."""
         self._sim_driver.interrupt()
-        info = super().runtime_info(told, whose)
+        info = super().runtime_info(told)
         if info.costs is None:  # not started yet
             return info
         slowdown = self._sim_driver.slowdown

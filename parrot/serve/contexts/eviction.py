@@ -228,13 +228,6 @@ class Account:
     used: int = 0
     residence: Residence | None = None
     kept: Kept | None = None
-    host: int = 0
-
-    def resize(self, on_device: int) -> None:
-        """The device holds so many tokens from now on."""
-        self.capacity = self.idle.capacity = on_device + self.host
-        if self.residence is not None:
-            self.residence.resize(on_device)
 
     def use(self, context: Context) -> None:
         """A run has it on the device."""

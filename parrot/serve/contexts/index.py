@@ -328,10 +328,6 @@ class Residence:
             link.on_host = False
         self._trim()
 
-    def resize(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._trim()
-
     def _trim(self) -> None:
         while self._used > self._capacity and len(self._sizes) > 1:
             oldest = next(iter(self._sizes))

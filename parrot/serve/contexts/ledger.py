@@ -85,7 +85,7 @@ class ContextLedger:
         if self._eviction == "next_use":
             order = partial(FarthestNextUse, predict, self._clock)
         idle = IdleByTenant(capacity + host_capacity, order, lambda t: self.weigh(t), self._clock)
-        account = Account(capacity + host_capacity, block_size, idle, host=host_capacity)
+        account = Account(capacity + host_capacity, block_size, idle)
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
         else:
@@ -218,16 +218,11 @@ class ContextLedger:
 
     # Room
 
-    def make_room(
-        self, engine_id: int, tenant: str | None = None, on_device: int | None = None
-    ) -> bool:
+    def make_room(self, engine_id: int, tenant: str | None = None) -> bool:
         """Evict for the tenant, or at anybody's cost, until the engine's contexts fit its capacity;
-        False: they still do not, since the rest is in use, or other tenants' parts. `on_device`:
-        the device holds so many tokens from now on; None: as before."""
+        False: they still do not, since the rest is in use, or other tenants' parts."""
         account = self._accounts[engine_id]
         account.trim()
-        if on_device is not None:
-            account.resize(on_device)
         while account.used > account.capacity and (first := account.idle.first(tenant)) is not None:
             self._evict(first, FreeReason.ROOM)
         return account.used <= account.capacity

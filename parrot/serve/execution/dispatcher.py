@@ -230,7 +230,7 @@ class Dispatcher:
         self._prefetch.pump()
         self.drains.review()
         next_change = self._scheduler.next_change() if waits_until is None else waits_until
-        for when in (expiry, next_change, self.fleet.leases.review()):
+        for when in (expiry, next_change):
             self._wake_at(when)
 
     def _wake_at(self, when: float | None) -> None:
@@ -298,8 +298,6 @@ class Dispatcher:
             per_char = self.estimates.tokens_per_char((engine.info.model,))
             size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)
             kept.bound(size, able.kept_prompts)
-        if engine.info.is_leased:
-            self._wake()
 
     def _on_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)

@@ -15,7 +15,6 @@ from parrot.protocol.engine_api import (
     EngineType,
     HeartbeatRequest,
     HeartbeatResponse,
-    Lease,
     RuntimeInfo,
 )
 from parrot.protocol.engine_client import CoreIdentity, EngineClient, http_connect
@@ -32,12 +31,16 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.events import EventKind, EventLog
-from parrot.serve.execution.notices import FreeSender, Leases
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 from parrot.utils.timers import Timer, TimerQueue
+
+_FREE_INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
+_MAX_FREE_INTERVAL_S = 5.0  # between two that fail
+_MAX_FREED = 65536  # context ids that one request may have
+
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +100,50 @@ class EngineView:
     is_draining: bool = False
     needed_tokens: int = 0
     num_queued: int = 0
-    lease: Lease | None = None
 
 
 def _address(info: EngineInfo) -> Address:
     """The name and place by which an engine that registers again is known."""
     return (info.engine_name, info.host, info.port)
+
+
+class FreeSender:
+    """Tells engines which contexts they may forget, in batches and never on anybody's path. At most
+    one request per engine is under way; what comes meanwhile goes with the next. Ids are sent until
+    the engine has acknowledged them or is lost: one that registers again has forgotten all."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._tasks = TaskSet()
+        self._pending: dict[Engine, list[int]] = {}
+
+    def send(self, engine: "Engine", context_id: int) -> None:
+        pending = self._pending.get(engine)
+        if pending is not None:
+            pending.append(context_id)
+        else:
+            self._pending[engine] = [context_id]
+            self._tasks.spawn(self._run(engine), name=f"frees of engine {engine.id}")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    async def _run(self, engine: "Engine") -> None:
+        delay_s = _FREE_INTERVAL_S
+        while engine.is_alive and (pending := self._pending[engine]):
+            batch = pending[:_MAX_FREED]
+            try:
+                await engine.client.free_contexts(batch)
+            except ParrotError as error:
+                if delay_s == _FREE_INTERVAL_S:  # not at each attempt
+                    name = engine.info.engine_name
+                    logger.warning("engine %s did not free, trying on: %s", name, error.message)
+                delay_s = min(2 * delay_s, _MAX_FREE_INTERVAL_S)
+            else:
+                delay_s = _FREE_INTERVAL_S
+                del pending[: len(batch)]
+            await self._clock.sleep(delay_s)
+        del self._pending[engine]
 
 
 class Fleet:
@@ -140,7 +181,6 @@ class Fleet:
         self._connect = connect or http_connect(config.cluster_token, lambda: self.identity)
         self._scheduler = scheduler
         self._ledger = ledger
-        self.leases = Leases(clock, scheduler, ledger)
         self._on_joined = on_joined
         self._on_reported = on_reported
         self._on_lost = on_lost
@@ -183,8 +223,6 @@ class Fleet:
         self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)
         self._on_joined(engine)
-        if info.is_leased:
-            self.leases.take(engine, Lease())
         self._joined.set()
         self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
@@ -206,9 +244,8 @@ class Fleet:
         engine.last_seen, engine.runtime = now, runtime
         if runtime.capabilities is not None:
             engine.info = engine.info.model_copy(update={"capabilities": runtime.capabilities})
-        use = None if request.lease is None else self.leases.take(engine, request.lease)
         self._on_reported(engine)
-        return HeartbeatResponse(state="ok", lease_use=use)
+        return HeartbeatResponse(state="ok")
 
     async def answers(self, engine: Engine) -> bool:
         """Ping an engine to which a connection broke, once for all who ask at the same time. If
@@ -231,7 +268,6 @@ class Fleet:
         del self._engines[engine.id], self._by_address[_address(engine.info)]
         if engine.review is not None:
             engine.review.cancel()
-        self.leases.forget(engine)
         for request in engine.direct:
             request.cancel()
         self._on_lost(engine)
@@ -250,7 +286,6 @@ class Fleet:
     async def close(self) -> None:
         await self._pings.close()
         await self._frees.close()
-        await self.leases.close()
         for engine in self:
             await engine.client.close()
         await self._closing.close()
@@ -284,7 +319,6 @@ class Fleet:
             load.is_draining,
             load.num_tokens,
             num_queued,
-            load.lease,
         )
 
     def models(self) -> ModelsResponse:

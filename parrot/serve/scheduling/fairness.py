@@ -216,17 +216,10 @@ class FairQueue:
         self._tenants: LazyHeap[str, float] = LazyHeap()  # all but those set aside
         self._aside: list[str] = []
         self._touched: dict[str, None] = {}  # those of which something was set aside
-        self._sizes: LazyHeap[CompletionTask, float] = LazyHeap()  # the largest first
-        self.num_tokens = 0  # of all tasks, with the room for their outputs
+        self._num_tasks = 0
 
     def __len__(self) -> int:
-        return len(self._sizes)
-
-    @property
-    def largest(self) -> int:
-        """The tokens of the largest task, with the room for its output; 0: there is none."""
-        top = self._sizes.top()
-        return 0 if top is None else -int(top[0])
+        return self._num_tasks
 
     def __contains__(self, task: CompletionTask) -> bool:
         queue = self._queues.get(task.tenant)
@@ -241,15 +234,13 @@ class FairQueue:
         if queue is None:
             queue = self._queues[tenant] = TaskQueue(self._order)
             self._tenants.set(tenant, self._counters.counter(tenant))
-        self._sizes.set(task, -task.wanted_len)
-        self.num_tokens += task.wanted_len
+        self._num_tasks += 1
         self.num_groups += queue.push(task)
 
     def remove(self, task: CompletionTask) -> None:
         tenant = task.tenant
         queue = self._queues[tenant]
-        self.num_tokens += int(self._sizes.key(task))
-        self._sizes.discard(task)
+        self._num_tasks -= 1
         self.num_groups -= queue.remove(task)
         if queue.is_empty:
             del self._queues[tenant]
@@ -315,11 +306,8 @@ class FairQueue:
         return passed
 
     def check_integrity(self) -> None:
-        """Recount the sizes. Raises AssertionError with what differs."""
-        sizes = {task: task.wanted_len for task in self.tasks()}
-        assert len(self) == len(sizes), (len(self), len(sizes))
-        assert self.num_tokens == sum(sizes.values()), (self.num_tokens, sum(sizes.values()))
-        assert self.largest == max(sizes.values(), default=0), self.largest
+        """Recount the tasks. Raises AssertionError with what differs."""
+        assert len(self) == len(self.tasks()), (len(self), len(self.tasks()))
 
     def _set_aside(self, task: CompletionTask) -> TaskQueue:
         """The queue of the task's tenant, of which something is set aside."""
@@ -381,12 +369,8 @@ class HeldByTenants:
 
     def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
         """The tasks that its tenant has there, if this one, with so many tokens, is within its part
-        of the engine, by the weights of those who are there, and others have more. None also where
-        the engine has no room, and other ServeCores have a part of it: what comes beyond ours would
-        be at their cost."""
+        of the engine, by the weights of those who are there, and others have more."""
         if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
-            return None
-        if load.lease is not None:
             return None
         there, tenant = self._engines[load.id], task.tenant
         weight = self._weight_of(tenant)

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from math import exp, floor, isclose, log2
 from typing import NamedTuple
 
-from parrot.protocol.engine_api import Lease, ServerLoad, StepCosts
+from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.scheduling.predictor import Pace
 from parrot.serve.scheduling.task import CompletionTask
@@ -93,7 +93,6 @@ class EngineLoad:
     is_draining: bool = False  # it gets no more tasks
     server: ServerLoad = IDLE
     device: str = ""
-    lease: Lease | None = None
     num_tasks: int = 0
     num_latency: int = 0
     num_tokens: int = 0
@@ -111,17 +110,7 @@ class EngineLoad:
 
     @property
     def is_open(self) -> bool:
-        return self.num_tasks < self.task_limit and not self.is_draining
-
-    @property
-    def task_limit(self) -> int:
-        """The most tasks that it may have now."""
-        return self.max_tasks if self.lease is None else min(self.lease.calls, self.max_tasks)
-
-    @property
-    def token_limit(self) -> int:
-        """The most tokens that these may need now."""
-        return self.max_tokens if self.lease is None else min(self.lease.tokens, self.max_tokens)
+        return self.num_tasks < self.max_tasks and not self.is_draining
 
     @property
     def step_s(self) -> float:
@@ -156,7 +145,7 @@ class EngineLoad:
     def fits(self, task: CompletionTask, new_prompt: int) -> bool:
         """Whether its memory holds the task, of whose prompt `new_prompt` tokens are in no running
         one. An idle engine takes any task, unless others have a part of it: none has more room."""
-        limit = self.token_limit
+        limit = self.max_tokens
         if not self.num_tasks and limit == self.max_tokens:
             return True
         return self.num_tokens + new_prompt + self.room_for(task) <= limit

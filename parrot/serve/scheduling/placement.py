@@ -366,8 +366,8 @@ class PredictedSeconds(Placer):
         growth_s = cost.sequence_s + (own + output // 2) * cost.token_s
         shared_growth_s = new_shared * cost.token_s
         each = own + load.room_for(task)
-        free = load.token_limit - load.num_tokens - new_shared
-        room = min(load.task_limit - load.num_tasks, int(free / each))
+        free = load.max_tokens - load.num_tokens - new_shared
+        room = min(load.max_tasks - load.num_tasks, int(free / each))
         spare_s = _growth_limit_s(task, load, now) - shared_growth_s
         if spare_s < room * growth_s:
             room = int(spare_s / growth_s)

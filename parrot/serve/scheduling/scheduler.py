@@ -5,9 +5,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from math import ceil
 
-from parrot.protocol.engine_api import Lease, LeaseUse
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.fairness import Counters, FairKey, FairQueue, HeldByTenants, Weigh
@@ -305,37 +303,6 @@ def queued_by_model(scheduler: Scheduler) -> Counter[str]:
     for models, queue in scheduler.queues.items():
         queued.update(dict.fromkeys(models or ("",), len(queue)))
     return queued
-
-
-def take_lease(scheduler: Scheduler, engine_id: int, lease: Lease) -> LeaseUse:
-    """Place no more on the engine than this lease allows from now on, unless it comes late; what
-    runs goes on. Returns what is made of the latest."""
-    load = scheduler.engines.get(engine_id)
-    assert load is not None, engine_id
-    if load.lease is None or load.lease.number <= lease.number:
-        load.lease = lease
-        scheduler.engines.changed(load)
-    return use_of_lease(scheduler, load, load.lease)
-
-
-def use_of_lease(scheduler: Scheduler, load: EngineLoad, lease: Lease) -> LeaseUse:
-    """The use that is made of an engine's latest lease now."""
-    tokens, calls, least = float(load.num_tokens), float(load.num_tasks), 0
-    for models, queue in scheduler.queues.items():
-        if load.is_draining or (models and load.model not in models):
-            continue
-        part = 1 / max(1, scheduler.engines.num_members(models))  # others may run them, too
-        calls += part * len(queue)
-        tokens += part * min(queue.num_tokens, len(queue) * load.max_tokens)
-        least = max(least, min(queue.largest, load.max_tokens))
-    return LeaseUse(
-        number=lease.number,
-        tokens=max(lease.tokens, load.num_tokens),
-        calls=max(lease.calls, load.num_tasks),
-        wanted_tokens=ceil(tokens),
-        wanted_calls=ceil(calls),
-        least_tokens=least,
-    )
 
 
 def _decision(task: CompletionTask, place: Place, now: float) -> Decision:

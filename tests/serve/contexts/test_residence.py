@@ -60,23 +60,3 @@ def test_without_a_host_tier_nothing_is_on_it():
     assert not first.on_host
     add(ledger, 50)
     assert ledger.usage(1) == (2, 100)
-
-
-def test_a_smaller_lease_evicts_what_nobody_uses():
-    ledger = make(host_capacity=0)
-    _, second = add(ledger, 40), add(ledger, 40)
-    ledger.pin(second)
-    assert not ledger.make_room(1, on_device=30)
-    assert ledger.usage(1) == (1, 40)
-    ledger.check_integrity({second.id: 1}, Counter())
-    ledger.unpin(second)
-    assert ledger.make_room(1)
-    assert ledger.usage(1) == (0, 0)
-
-
-def test_of_a_smaller_device_more_is_on_the_host():
-    ledger = make()
-    first, second = add(ledger, 40), add(ledger, 40)
-    assert ledger.make_room(1, on_device=50)
-    assert (first.on_host, second.on_host) == (True, False)
-    ledger.check_integrity({}, Counter())
