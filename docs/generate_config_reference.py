@@ -24,9 +24,9 @@ from parrot.engine import config as cores
 from parrot.engine import config as engine_config
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
-from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.gateway.vendors.anthropic_fields import MessagesRequest
 from parrot.gateway.vendors.completions import CompletionRequest

@@ -1,5 +1,6 @@
 """The HTTP face of an engine of any type."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
@@ -8,12 +9,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
-from parrot.engine.channels import Channels
 from parrot.engine.config import EngineConfig
-from parrot.engine.ended import Ended, log_ended, told
-from parrot.engine.fence import Fence
-from parrot.engine.metrics import EngineMetrics
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import Fence, ReorderBuffer
+from parrot.engine.metrics import Ended, EngineMetrics, log_ended, told
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
 from parrot.protocol.endpoint import PEER_BODY, Access, Described, Endpoint, require_cluster_token
@@ -32,9 +30,10 @@ from parrot.protocol.engine_api import (
     PingResponse,
     ScoreRequest,
     ScoreResponse,
+    StreamChunk,
     TokenizerResponse,
 )
-from parrot.protocol.errors import NotFound, Unavailable
+from parrot.protocol.errors import Conflict, NotFound, Unavailable
 from parrot.protocol.middleware import Guard, Layer, create_base_app, own_layers
 from parrot.protocol.openapi import install
 
@@ -262,3 +261,66 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
             Described((401,), media_type=counts.content_type),
         ),
     ]
+
+
+class Channels:
+    """The channels that are open, by name."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Channel] = {}
+
+    async def follow(self, name: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
+        """The events of a channel, which is open until this is closed, or `close` is called. Raises
+        `Conflict` if it is open already."""
+        if name in self._open:
+            raise Conflict(f"channel `{name}` is open already", param="channel")
+        channel = self._open[name] = _Channel()
+        try:
+            yield "open", {}
+            while chunks := await channel.take():
+                yield "chunks", {"chunks": chunks}
+            yield "done", {}
+        finally:
+            del self._open[name]
+            channel.close()
+
+    def close(self) -> None:
+        """End all that are open."""
+        for channel in self._open.values():
+            channel.close()
+
+    def sink(self, request: GenerateRequest) -> Callable[[StreamChunk], None] | None:
+        """Where the pieces of its output go; None if its channel is not open."""
+        channel = self._open.get(request.channel)
+        return None if channel is None else partial(channel.put, request.context_id)
+
+
+class _Channel:
+    """Keeps what is put until somebody takes it, so that a reader that lags gets more at once."""
+
+    def __init__(self) -> None:
+        self._chunks: list[dict[str, Any]] = []
+        self._filled = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, context_id: int, chunk: StreamChunk) -> None:
+        if self._is_closed:
+            return
+        # Most have no log probabilities, and then this is ten times faster than `model_dump`.
+        is_plain = chunk.logprobs is None
+        fields = {"ids": chunk.ids, "text": chunk.text} if is_plain else chunk.model_dump()
+        self._chunks.append({"context_id": context_id} | fields)
+        self._filled.set()
+
+    async def take(self) -> list[dict[str, Any]]:
+        """Everything that was put since the last time, when there is something; nothing once it is
+        closed."""
+        await self._filled.wait()
+        self._filled.clear()
+        chunks, self._chunks = self._chunks, []
+        return chunks
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._chunks.clear()
+        self._filled.set()

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from parrot.engine.app import EngineFront
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.plan import DeviceLost
-from parrot.engine.fence import Fence
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import Fence, ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.protocol.engine_api import (
     EngineInfo,

@@ -14,8 +14,8 @@ from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.heartbeat import Heartbeat, registration
-from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.protocol.server_config import settled_token

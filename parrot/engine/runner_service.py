@@ -8,10 +8,10 @@ from dataclasses import replace
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.driver import Driver, ask, settle
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.fair.budgets import TenantShare
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Outcome, Piece, Response
 from parrot.engine.core.output import untold
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
+from parrot.engine.core.shares import TenantShare
 from parrot.engine.grammar.constraint import Constraint
 from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (

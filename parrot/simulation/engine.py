@@ -2,7 +2,7 @@
 
 from parrot.engine.app import create_app
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import HeartbeatRequest, RegisterRequest
 from parrot.protocol.engine_client import EngineClient

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from parrot.engine.app import create_app
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import GenerateRequest, StreamChunk
 from parrot.protocol.engine_client import EngineClient

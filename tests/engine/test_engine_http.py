@@ -22,13 +22,12 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import DeviceLost, StepPlan, StepResult
 from parrot.engine.engine_types import _load_model, create_service
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.http_server import main
-from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState
 from parrot.engine.sim.engine import SimService
-from parrot.engine.sim.runner import SimRunner
-from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.engine.sim.runner import SimRunner, byte_tokenizer_response
 from parrot.protocol.engine_api import EngineType, FillRequest, GenerateRequest, GenerateResponse
 from parrot.protocol.engine_client import CORE_HEADER, CoreIdentity, EngineClient
 from parrot.protocol.errors import (

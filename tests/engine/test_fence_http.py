@@ -9,8 +9,7 @@ import pytest
 
 from parrot.engine.app import create_app
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import Fence
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import Fence, ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.engine_client import REGISTRATION_HEADER, EngineClient

@@ -8,9 +8,8 @@ from fastapi import Request
 
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
-from parrot.engine.fence import Fence
+from parrot.engine.fence import Fence, ReorderBuffer
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, Registered, reachable
-from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.service import ServiceState
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import (

@@ -13,8 +13,7 @@ from parrot.engine.openai.step_costs import AnswerCosts
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.engine import SimService
-from parrot.engine.sim.runner import SimRunner
-from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.engine.sim.runner import SimRunner, byte_tokenizer_response
 from parrot.protocol.engine_api import FillPiece, GenerateRequest, ServerLoad, StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
 from parrot.simulation import run_virtual

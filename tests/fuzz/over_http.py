@@ -11,7 +11,7 @@ from typing import Any
 from parrot.engine.app import create_app
 from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.runner_service import RunnerService
 from parrot.protocol.engine_api import (
     EmbedRequest,

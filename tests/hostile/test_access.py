@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.gateway.page.visitors import page_key
 from parrot.protocol.endpoint import Access, Rule, rules

@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute
 
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.gateway.page.endpoints import EnterRequest
 from parrot.protocol.endpoint import Endpoint, PathParameters

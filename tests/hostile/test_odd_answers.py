@@ -15,9 +15,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import Fence
+from parrot.engine.fence import Fence, ReorderBuffer
 from parrot.engine.heartbeat import Heartbeat, Registered
-from parrot.engine.reorder import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.protocol.engine_api import (
     EmbedRequest,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from benchmark.scale.simulated.blocks import BlockPool
 from benchmark.scale.simulated.device import Device, Job
 from parrot.engine.config import SimConfig
-from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.engine.sim.runner import byte_tokenizer_response
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from itertools import groupby, islice, takewhile
 from typing import NamedTuple, Protocol
 
-from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_held
+from parrot.engine.core.shares import FairLine, KvShares, ShareGroup, num_held
 
 _KEY_SIZE = 16
 _MAX_RUN = 64  # blocks given away at once: meanwhile a watcher may change what groups have

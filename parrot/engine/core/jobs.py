@@ -8,7 +8,6 @@ from math import isfinite
 from typing import Any
 
 from parrot.engine.core.contexts import Context
-from parrot.engine.core.fair.budgets import ALONE, TenantShare
 from parrot.engine.core.host.tier import Arrival
 from parrot.engine.core.output import Generation
 from parrot.engine.core.plan import (
@@ -19,6 +18,7 @@ from parrot.engine.core.plan import (
     StateRead,
     StateSum,
 )
+from parrot.engine.core.shares import ALONE, TenantShare
 from parrot.engine.core.step_costs import StepTotals
 from parrot.engine.drafts.output_drafts import OutputDrafts
 from parrot.engine.drafts.pace import Acceptance

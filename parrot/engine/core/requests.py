@@ -4,10 +4,10 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, Fork
-from parrot.engine.core.forks import create_context, forks_of, forks_wanting, settle_lengths
 from parrot.engine.core.jobs import (
     EngineRequest,
     Job,
@@ -20,13 +20,14 @@ from parrot.engine.core.jobs import (
 from parrot.engine.core.output import Followers, Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
 from parrot.engine.core.step_costs import StepTotals
-from parrot.engine.core.validation import RequestLimits
+from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
     InvalidRequest,
     NotFound,
     ParrotError,
+    PromptTooLong,
     QuotaExceeded,
 )
 from parrot.utils.clock import Clock
@@ -48,7 +49,7 @@ class RequestTable:
         tree: ContextTree,
         scheduler: LocalScheduler,
         language: Language,
-        limits: RequestLimits,
+        limits: "RequestLimits",
         clock: Clock,
         totals: StepTotals,
     ) -> None:
@@ -398,3 +399,139 @@ class RequestTable:
                 assert not job.request.has_ended, job
                 num_open += job.is_open
         assert num_open == self._scheduler.num_jobs, (num_open, self._scheduler.num_jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """`max_context_len`: tokens of one context that fit both the model and the KV pool."""
+
+    max_context_len: int
+    vocab_size: int
+
+    def check(self, request: EngineRequest, tree: ContextTree) -> None:
+        """Raise if a token, a parent or a length is already known to be impossible. What is not
+        known yet (a parent still generates) is checked when the job opens."""
+        sampling = request.sampling
+        if sampling is not None and sampling.logit_bias:
+            self._check_token(max(sampling.logit_bias), "logit_bias")
+        num_top = request.num_scored if sampling is None else sampling.logprobs
+        if (num_top or 0) > self.vocab_size:
+            text = f"there are {self.vocab_size} tokens, not {num_top}"
+            raise InvalidRequest(text, param="logprobs")
+        for ids in request.drafts.texts:
+            self._check_token(max(ids, default=0), "drafts")
+        lengths: dict[int, int] = {}
+        creators: dict[int, Piece] = {}
+        last = len(request.pieces) - 1
+        for index, piece in enumerate(request.pieces):
+            if piece.token_ids:
+                self._check_token(max(piece.token_ids), "token_ids")
+            if piece.public_len > len(piece.token_ids):
+                text = f"{piece.public_len} of {len(piece.token_ids)} tokens cannot be public"
+                raise InvalidRequest(text, param="public_len")
+            if (context := tree.get(piece.context_id)) is None:
+                _check_fork(piece, creators.setdefault(piece.context_id, piece))
+                _check_salt(tree.get(piece.parent_id), request, "parent_context_id")
+            else:
+                _check_salt(context, request, "context_id")
+            length = _length_before(piece, lengths, tree) + len(piece.token_ids)
+            self.check_length(length, request.sampling is not None and index == last)
+            lengths[piece.context_id] = length
+
+    def check_length(self, length: int, generates: bool) -> None:
+        """Raise `PromptTooLong` if a context of that length, and one generated token, cannot be."""
+        if length + generates > self.max_context_len:
+            raise PromptTooLong(
+                f"a context of {length} tokens does not fit this engine: at most "
+                f"{self.max_context_len}, with the first generated token"
+            )
+
+    def _check_token(self, token_id: int, param: str) -> None:
+        if token_id >= self.vocab_size:
+            text = f"token id {token_id} is outside of the vocabulary of {self.vocab_size}"
+            raise InvalidRequest(text, param=param)
+
+
+def _check_salt(context: Context | None, request: EngineRequest, param: str) -> None:
+    """Ids are easily guessed: what others have is to the request as if it did not exist."""
+    if context is not None and context.salt != request.cache_salt:
+        raise NotFound(f"no context {context.context_id} of this salt", param=param)
+
+
+def _check_fork(piece: Piece, creator: Piece) -> None:
+    if not piece.repeats_fork(creator):
+        raise InvalidRequest(
+            f"context {piece.context_id} cannot be forked from context {piece.parent_id}: an "
+            "earlier piece of the request creates it otherwise",
+            param="parent_context_id",
+        )
+
+
+def _length_before(piece: Piece, lengths: dict[int, int], tree: ContextTree) -> int:
+    """Tokens that the piece's context will have at least, before the piece."""
+    if (length := _length_of(piece.context_id, lengths, tree)) is not None:
+        return length
+    if piece.parent_id == NO_PARENT:
+        return 0
+    parent_length = _length_of(piece.parent_id, lengths, tree)
+    if parent_length is None:
+        raise NotFound(f"no context {piece.parent_id} to fork from", param="parent_context_id")
+    if piece.parent_len is None:
+        return parent_length
+    parent = tree.get(piece.parent_id)
+    may_grow = parent is None or parent.jobs or (parent.fork and parent.fork.length is None)
+    if parent_length < piece.parent_len and not may_grow:
+        raise NotFound(
+            f"context {piece.parent_id} has {parent_length} tokens, cannot fork it at "
+            f"{piece.parent_len}",
+            param="parent_len",
+        )
+    return piece.parent_len
+
+
+def _length_of(context_id: int, lengths: dict[int, int], tree: ContextTree) -> int | None:
+    if context_id in lengths:
+        return lengths[context_id]
+    context = tree.get(context_id)
+    if context is None:
+        return None
+    added = sum(len(job.piece.token_ids) for job in context.jobs if not job.is_open)
+    return context.num_known + added
+
+
+def forks_of(tree: ContextTree, parent: Context) -> list[tuple[Context, Fork]]:
+    """The forks of a context that have not been carried out, in order of their creation."""
+    return [(c, c.fork) for c in tree.pending if c.fork is not None and c.fork.parent is parent]
+
+
+def forks_wanting(tree: ContextTree, job: Job) -> list[Context]:
+    """The forks that want all tokens of the job's context, those of the job included."""
+    forks = forks_of(tree, job.context)
+    return [c for c, fork in forks if fork.after is not None and fork.after >= job.job_id]
+
+
+def create_context(tree: ContextTree, piece: Piece, salt: str) -> Context:
+    """Create the context of a piece whose parent, if it has one, exists."""
+    if piece.parent_id == NO_PARENT:
+        return tree.create(piece.context_id, salt=salt, public_len=piece.public_len)
+    parent, length = tree.get(piece.parent_id), piece.parent_len
+    assert parent is not None, f"context {piece.parent_id} vanished"
+    fork = _fork_of_all(parent) if length is None else Fork(parent, length, None)
+    return tree.create(piece.context_id, fork)
+
+
+def settle_lengths(tree: ContextTree, job: Job) -> None:
+    """The job has left its context: forks that want all tokens up to its end now want those up to
+    the end of the job before it, or know how many there are."""
+    for child, fork in forks_of(tree, job.context):
+        if fork.after == job.job_id:
+            child.fork = _fork_of_all(job.context, before=job)
+
+
+def _fork_of_all(parent: Context, before: Job | None = None) -> Fork:
+    """A fork of all that the parent has once its jobs (those that came before one) have ended."""
+    jobs = [job for job in parent.jobs if before is None or job.job_id < before.job_id]
+    if jobs:
+        return Fork(parent, None, jobs[-1].job_id)
+    # If it has no tokens yet, since it waits for its own fork, this is the same fork again.
+    return parent.fork or Fork(parent, len(parent.token_ids), None)

@@ -7,8 +7,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.driver import SimDriver
-from parrot.engine.sim.runner import SimRunner
-from parrot.engine.sim.tokenizer import byte_tokenizer_response
+from parrot.engine.sim.runner import SimRunner, byte_tokenizer_response
 from parrot.protocol.engine_api import RuntimeInfo, StepCosts
 from parrot.utils.clock import Clock, MonotonicClock
 

@@ -3,8 +3,10 @@
 import math
 import zlib
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from parrot.engine.config import SimInstance
 from parrot.engine.core.plan import (
@@ -17,11 +19,18 @@ from parrot.engine.core.plan import (
     Transfer,
 )
 from parrot.engine.core.step_costs import UniqueKv
-from parrot.engine.sim.tokenizer import VOCAB_SIZE
-from parrot.engine.sim.transfers import SimTransfers
-from parrot.protocol.engine_api import StepCosts
+from parrot.protocol.engine_api import SpecialIds, StepCosts, TokenizerResponse
+from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.clock import Clock
 
+_ROUNDING_S = 1e-9  # of a clock that was told to sleep until then
+
+
+VOCAB_SIZE = 259
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 _LEAST_STEP_S = 1e-6  # reported of steps that cost nothing
 _TYPICAL_DEPTH = 1000  # tokens before a prompt token, for engines whose prompts are quadratic
 _TOKEN_BYTES = 128 << 10  # of KV, as in an 8B model
@@ -137,3 +146,55 @@ class SimRunner:
         if self._instance.shared_prefix:
             return self._unique_kv.count(sequences)
         return sum(s.end for s in sequences)
+
+
+class SimTransfers:
+    """Each direction takes one transfer after the other, `block_s` for each of its blocks."""
+
+    def __init__(self, block_s: float, clock: Clock) -> None:
+        self._block_s = block_s
+        self._clock = clock
+        self._lanes: dict[bool, deque[tuple[float, Landed]]] = {True: deque(), False: deque()}
+        self._busy_until = {True: 0.0, False: 0.0}
+
+    def begin(self, transfers: Sequence[Transfer]) -> None:
+        now = self._clock.now()
+        for transfer in transfers:
+            way, seconds = transfer.to_host, len(transfer.blocks) * self._block_s
+            end = self._busy_until[way] = max(now, self._busy_until[way]) + seconds
+            self._lanes[way].append((end, Landed(transfer.transfer_id, True, seconds)))
+
+    @property
+    def next_landing(self) -> float | None:
+        """When the next one lands, by the clock; None if none is under way."""
+        return min((lane[0][0] for lane in self._lanes.values() if lane), default=None)
+
+    def landed(self) -> list[Landed]:
+        """The copies that have landed by now and were not reported yet."""
+        now, landed = self._clock.now(), []
+        for lane in self._lanes.values():
+            while lane and lane[0][0] <= now + _ROUNDING_S:
+                landed.append(lane.popleft()[1])
+        return landed
+
+
+UNKNOWN_ID, BOS_ID, EOS_ID = 256, 257, 258
+
+
+def byte_tokenizer() -> Tokenizer:
+    vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<unk>", "<bos>", "<eos>"]
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in special])
+    return tokenizer
+
+
+def byte_tokenizer_response() -> TokenizerResponse:
+    return TokenizerResponse(
+        tokenizer_json=byte_tokenizer().to_str(),
+        chat_template=_CHAT_TEMPLATE,
+        special_ids=SpecialIds(bos=BOS_ID, eos=[EOS_ID], add_bos=False),
+        vocab_size=VOCAB_SIZE,
+    )

@@ -3,9 +3,8 @@ from array import array
 import pytest
 
 from parrot.engine.core.block_pool import BlockPool
-from parrot.engine.core.contexts import Context, ContextTree, Fork, make_tree
+from parrot.engine.core.contexts import Context, ContextTree, Fork, drop_kv, make_tree, unshare_tail
 from parrot.engine.core.plan import BlockCopy
-from parrot.engine.core.room import drop_kv, unshare_tail
 
 
 @pytest.fixture

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.contexts import Context
-from parrot.engine.core.fair.budgets import TenantShare
-from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_used
+from parrot.engine.core.shares import FairLine, KvShares, ShareGroup, TenantShare, num_used
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.sampling import SamplingConfig
 from tests.engine.core.host.test_tier import Tiered

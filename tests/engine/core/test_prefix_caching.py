@@ -6,7 +6,7 @@ import pytest
 
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.core.block_pool import BlockHasher
-from parrot.engine.core.room import drop_kv
+from parrot.engine.core.contexts import drop_kv
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.inputs import InputBuilder
 from parrot.protocol.errors import ModelNumerics

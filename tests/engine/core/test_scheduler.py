@@ -2,8 +2,7 @@
 
 import pytest
 
-from parrot.engine.core.queues import POLICIES, JobQueue
-from parrot.engine.core.scheduler import _PASSED
+from parrot.engine.core.scheduler import _PASSED, POLICIES, JobQueue
 from tests.support.core_harness import Harness, piece
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from parrot.engine.app import create_app
 from parrot.engine.config import OpenAIConfig
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.openai.service import OpenAIService
-from parrot.engine.reorder import ReorderBuffer
 from parrot.protocol.engine_api import (
     Capabilities,
     FinishReason,

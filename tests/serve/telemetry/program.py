@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.reorder import ReorderBuffer
+from parrot.engine.fence import ReorderBuffer
 from parrot.engine.sim.engine import SimService
 from parrot.engine.traces import EngineTracer
 from parrot.protocol.engine_api import RegisterRequest

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from parrot.engine.ended import told
-from parrot.engine.metrics import EngineMetrics
+from parrot.engine.metrics import EngineMetrics, told
 from parrot.protocol.engine_api import (
     FinishReason,
     GenerateRequest,

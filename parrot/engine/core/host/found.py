@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-from parrot.engine.core.contexts import Context, ContextTree
+from parrot.engine.core.contexts import Context, ContextTree, IdleContexts
 from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import StepPlan, TieredRunner
-from parrot.engine.core.room import IdleContexts
 from parrot.protocol.engine_api import HostTierInfo, StepCosts
 
 

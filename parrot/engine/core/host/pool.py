@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from parrot.engine.core.fair.kv_shares import FairLine, KvShares, ShareGroup, num_held
+from parrot.engine.core.shares import FairLine, KvShares, ShareGroup, num_held
 
 _MAX_LOOKS = 64  # at slots that are spared, before one is given up
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from parrot.engine.core.block_pool import BlockPool
-from parrot.engine.core.fair.kv_shares import ShareGroup
 from parrot.engine.core.host.pool import HostPool
+from parrot.engine.core.shares import ShareGroup
 
 _MARGIN = 1 / 16  # of all blocks
 
