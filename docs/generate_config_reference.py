@@ -32,7 +32,6 @@ from parrot.gateway.vendors.anthropic_fields import MessagesRequest
 from parrot.gateway.vendors.completions import CompletionRequest
 from parrot.gateway.vendors.openai_chat import ChatRequest
 from parrot.gateway.vendors.responses.fields import ResponseRequest
-from parrot.launch import scaling
 from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, public, sampling
 from parrot.protocol.endpoint import Access, rules
@@ -53,7 +52,7 @@ MODELS: dict[str, type[BaseModel]] = {
     name: value
     for module in (
         *(sampling, engine_api, public),
-        *(on_ray, scaling),
+        on_ray,
     )
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, BaseModel)

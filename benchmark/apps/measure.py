@@ -18,8 +18,8 @@ from benchmark.apps.workloads import WORKLOADS
 from benchmark.apps.workloads.shared_prompts import lengths_256
 from benchmark.results import Report
 from parrot.cli.bench.plan import Plan, Workload
-from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.workloads.requests import request
+from parrot.cli.bench.program import TextSource
+from parrot.cli.bench.workloads import request
 
 GOODPUT_SLACK = 1.5  # times the median of the first run
 _WARM_UP = -1  # the repetition that is not recorded

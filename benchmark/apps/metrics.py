@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmark.apps.counters import EAGER_TOKENS
 from benchmark.apps.runner import Chat, Run, unique_prompt_tokens
-from parrot.cli.bench.runner import JobResult
+from parrot.cli.bench.plan import JobResult
 from parrot.simulation.report import percentile
 
 Figures = dict[str, Any]

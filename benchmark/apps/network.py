@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from parrot.cli.bench.network import Network
+from parrot.cli.bench.program import Network
 
 LAN_RTT_S = 0.3e-3
 WAN_FILE = Path(__file__).parent / "data" / "client_rtt_ms.txt"

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from benchmark.apps.counters import CountedBackend, Counters, growth
-from parrot.cli.bench.plan import Plan
-from parrot.cli.bench.program import Call, Output
-from parrot.cli.bench.runner import JobResult, JobRunner
-from parrot.cli.bench.text import Text, TextSource
+from parrot.cli.bench.plan import JobResult, JobRunner, Plan
+from parrot.cli.bench.program import Call, Output, Text, TextSource
 
 BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50
 

@@ -39,7 +39,7 @@ from benchmark.serve.bench_calls import (
     pinned,
 )
 from benchmark.serve.bench_page import summary
-from parrot.cli.bench.session import Session as ProgramSession
+from parrot.cli.bench.styles import Session as ProgramSession
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from parrot.serve.graph.nodes import Task

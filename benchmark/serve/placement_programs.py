@@ -19,7 +19,7 @@ from benchmark.apps.workloads.traffic import (
     chat_length,
 )
 from benchmark.simulated import core_config, words
-from parrot.cli.bench.session import Data, Piece, Session, Var
+from parrot.cli.bench.styles import Data, Piece, Session, Var
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient

@@ -232,7 +232,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print what is there, and leave.")] = False,
 ) -> None:
     """Show engines and applications of a running ServeCore as they change, until Ctrl-C."""
-    from parrot.cli.watch.top import top as watch
+    from parrot.cli.top import top as watch
 
     watch(core, config_path, api_key, once)
 
@@ -251,7 +251,7 @@ def trace(
     output_dir: Annotated[Path, typer.Option("--output_dir", help="Where the files go.")] = Path(),
 ) -> None:
     """Write what a session did and when: for Perfetto or Chrome, and as a picture of its graph."""
-    from parrot.cli.watch.trace import trace as write_trace
+    from parrot.cli.trace import trace as write_trace
 
     write_trace(session, core, config_path, api_key, file, output_dir)
 

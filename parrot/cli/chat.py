@@ -9,8 +9,8 @@ from typing import Any
 from rich.markup import escape
 
 from parrot.cli.console import ERR, OUT, fail
+from parrot.cli.page_feed import RequestFailed, Server
 from parrot.cli.run import host_and_port
-from parrot.cli.watch.http_lines import RequestFailed, Server
 
 _FORGET = "/new"
 _UNSEEN = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}

@@ -90,8 +90,7 @@ def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
 def stop_on_ray(address: str, name: str) -> None:
     """End what a launch has begun there, after its calls."""
     _require_ray()
-    from parrot.launch.on_ray.ending import end_service
-    from parrot.launch.on_ray.service import connected
+    from parrot.launch.on_ray.service import connected, end_service
 
     try:
         with connected(address, name) as namespace:

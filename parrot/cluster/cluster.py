@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from parrot.cluster.ports import ask, free_port, is_free
-from parrot.cluster.process import ClusterError, ServerProcess
-from parrot.cluster.restarts import Restarts
+from parrot.cluster.process import ClusterError, Restarts, ServerProcess
 from parrot.protocol.public import ReadyResponse
 from parrot.protocol.server_config import kept_token, settled_token
 from parrot.utils.addresses import is_loopback

@@ -14,8 +14,7 @@ from benchmark.apps.settings import features, parse_setting
 from benchmark.apps.workloads import WORKLOADS
 from benchmark.apps.workloads.mix import UNKNOWN_LIMIT
 from benchmark.simulated import changed
-from parrot.cli.bench.network import Network
-from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.program import Network, TextSource
 from parrot.engine.config import SimConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from tests.support.app_server import serve_app

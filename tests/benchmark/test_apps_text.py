@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmark.apps.text import load_documents, one_token_words
-from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.program import TextSource
 from parrot.engine.models.tokenizers import word_tokenizer
 from tests.support.byte_tokenizer import byte_tokenizer
 

@@ -11,8 +11,8 @@ from benchmark.apps.network import DelayedNetwork
 from benchmark.apps.runner import Bystanders, PlanRunner, Run
 from benchmark.apps.workloads import WORKLOADS
 from benchmark.apps.workloads.shared_prompts import lengths_256
-from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.workloads.agents import DATA, MultiAgent
+from parrot.cli.bench.program import TextSource
+from parrot.cli.bench.workloads import DATA, MultiAgent
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual
 

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from parrot.cli.bench.clients.openai import OpenAIProgram, OpenAITarget, openai_http
-from parrot.cli.bench.network import Network
-from parrot.cli.bench.plan import Job, Plan
-from parrot.cli.bench.presets import PRESETS
-from parrot.cli.bench.program import Backend, Program
-from parrot.cli.bench.runner import JobRunner
+from parrot.cli.bench.plan import Job, JobRunner, Plan
+from parrot.cli.bench.program import Backend, Network, Program
+from parrot.cli.bench.styles import OpenAIProgram, OpenAITarget, openai_http
+from parrot.cli.bench.workloads import PRESETS
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from tests.support.app_server import running_in_thread, serve_app

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from parrot.cli.watch.page_feed import PageFeed
+from parrot.cli.page_feed import PageFeed
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from tests.support.command import failed, parrot

@@ -1,6 +1,6 @@
 """When what ended starts again."""
 
-from parrot.cluster.restarts import Restarts
+from parrot.cluster.process import Restarts
 
 
 def test_pauses_double_up_to_the_longest_and_each_name_has_its_own() -> None:

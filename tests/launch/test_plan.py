@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.engine.config import parse_engine_config
-from parrot.launch.plan import Plan, plan
+from parrot.launch.configs import Plan, plan
 from parrot.serve.config import CoreConfig
 from parrot.utils.config import ConfigError, parse_config
 

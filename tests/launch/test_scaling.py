@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.launch.scaling import Autoscaler, Load, Scaling, measured, spared
+from parrot.launch.on_ray.pools import Autoscaler, Load, Scaling, measured, spared
 from parrot.protocol.public import EngineStatus
 from parrot.utils.config import ConfigError, parse_config
 

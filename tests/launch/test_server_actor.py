@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from parrot.cluster.ports import free_port
+from parrot.launch.configs import plan
 from parrot.launch.on_ray.actor import ServerActor, ServerStatus
-from parrot.launch.plan import plan
 
 PATIENCE_S = 60.0
 

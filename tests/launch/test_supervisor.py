@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from parrot.cluster import ClusterError
-from parrot.launch.configs import read_entries
+from parrot.launch.configs import Server, read_entries
 from parrot.launch.on_ray.actor import Address, ServerStatus
 from parrot.launch.on_ray.pools import Needs, ray_plan
 from parrot.launch.on_ray.supervisor import Supervisor
-from parrot.launch.plan import Server
 from parrot.protocol.public import EngineStatus, ReadyResponse
 
 

@@ -1,8 +1,8 @@
 """Any server with OpenAI's completions API."""
 
 from benchmark.apps.counters import CountedBackend, scrape
-from parrot.cli.bench.clients.openai import OpenAIProgram, OpenAITarget, openai_http
-from parrot.cli.bench.network import Network
+from parrot.cli.bench.program import Network
+from parrot.cli.bench.styles import OpenAIProgram, OpenAITarget, openai_http
 
 
 async def openai_backend(

@@ -4,11 +4,15 @@ import asyncio
 from collections.abc import Sequence
 
 from benchmark.apps.counters import CountedBackend, Scrape
-from parrot.cli.bench.clients.graph import GraphProgram, close_session, submit_call
-from parrot.cli.bench.clients.waiting import WaitingProgram
-from parrot.cli.bench.network import Network
-from parrot.cli.bench.program import Call, Output
-from parrot.cli.bench.session import Data, Session
+from parrot.cli.bench.program import Call, Network, Output
+from parrot.cli.bench.styles import (
+    Data,
+    GraphProgram,
+    Session,
+    WaitingProgram,
+    close_session,
+    submit_call,
+)
 from parrot.protocol.serve_client import ServeClient
 
 

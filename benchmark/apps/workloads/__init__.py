@@ -5,8 +5,7 @@ from benchmark.apps.workloads.mix import JobMix
 from benchmark.apps.workloads.shared_prompts import Copilot, FanoutCold, Gpts, Load256, Roots4
 from benchmark.apps.workloads.traffic import ChainBackground, Mixed
 from parrot.cli.bench.plan import Workload
-from parrot.cli.bench.workloads.agents import MultiAgent
-from parrot.cli.bench.workloads.documents import Chain, ChainMany, MapReduce
+from parrot.cli.bench.workloads import Chain, ChainMany, MapReduce, MultiAgent
 
 WORKLOADS: dict[str, type[Workload]] = {
     kind.NAME: kind

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from parrot.cli.bench.plan import Plan, Workload, numbered
-from parrot.cli.bench.program import Output, Piece, Program
-from parrot.cli.bench.text import TextSource
+from parrot.cli.bench.program import Output, Piece, Program, TextSource
 
 
 @dataclass(frozen=True)

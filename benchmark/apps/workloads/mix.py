@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from parrot.cli.bench.plan import Job, Plan, Workload
-from parrot.cli.bench.program import Output, Program
-from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.workloads.arrivals import poisson
+from parrot.cli.bench.plan import Job, Plan, Workload, poisson
+from parrot.cli.bench.program import Output, Program, TextSource
 
 UNKNOWN_LIMIT, STOP = 512, "z"
 

@@ -8,11 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parrot.cli.bench.plan import Job, Plan, Workload
-from parrot.cli.bench.program import Program
-from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.workloads.arrivals import poisson
-from parrot.cli.bench.workloads.requests import Copilot, request
+from parrot.cli.bench.plan import Job, Plan, Workload, poisson
+from parrot.cli.bench.program import Program, TextSource
+from parrot.cli.bench.workloads import Copilot, request
 
 DATA = Path(__file__).parents[1] / "data"
 

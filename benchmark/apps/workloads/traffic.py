@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from parrot.cli.bench.plan import Job, Plan, Workload
-from parrot.cli.bench.program import Program
-from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.workloads.arrivals import poisson, poisson_for
-from parrot.cli.bench.workloads.documents import Chain, MapReduce
+from parrot.cli.bench.plan import Job, Plan, Workload, poisson, poisson_for
+from parrot.cli.bench.program import Program, TextSource
+from parrot.cli.bench.workloads import Chain, MapReduce
 
 CHAT_LENGTHS = (4, 1024)  # prompts and outputs of chats are cut to these
 # Log-normal lengths with the means of ShareGPT conversations: 161 tokens in, 338 out.

@@ -17,11 +17,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from parrot.cli.bench.figures import CAPTION, Figures, Measured, figures, table
-from parrot.cli.bench.presets import Load, parse_load
-from parrot.cli.bench.runner import JobRunner
+from parrot.cli.bench.plan import JobRunner
+from parrot.cli.bench.program import COMMON_WORDS, TextSource
 from parrot.cli.bench.sides import Address, CannotMeasure, Connections
-from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.words import COMMON_WORDS
+from parrot.cli.bench.workloads import Load, parse_load
 from parrot.cli.console import ERR, OUT, fail, warn
 
 _CONCURRENCY = 8

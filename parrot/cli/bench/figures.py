@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Column, Table
 
-from parrot.cli.bench.runner import UNFINISHED, JobResult
+from parrot.cli.bench.plan import UNFINISHED, JobResult
 from parrot.cli.bench.sides import Side
 from parrot.simulation.report import percentile
 

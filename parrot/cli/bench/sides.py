@@ -4,12 +4,8 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-from parrot.cli.bench.clients.graph import GraphProgram
-from parrot.cli.bench.clients.openai import OpenAIProgram, OpenAITarget, openai_http
-from parrot.cli.bench.network import Network
-from parrot.cli.bench.program import Backend
-from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.words import COMMON_WORDS
+from parrot.cli.bench.program import COMMON_WORDS, Backend, Network, TextSource
+from parrot.cli.bench.styles import GraphProgram, OpenAIProgram, OpenAITarget, openai_http
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient

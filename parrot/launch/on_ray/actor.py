@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from parrot.cluster.ports import ask, free_port, is_free
-from parrot.cluster.process import ServerProcess
-from parrot.cluster.restarts import Restarts
-from parrot.launch.plan import CORE_PORT, EVERYWHERE, Server
+from parrot.cluster.process import Restarts, ServerProcess
+from parrot.launch.configs import CORE_PORT, EVERYWHERE, Server
 
 Address = tuple[str, int]
 

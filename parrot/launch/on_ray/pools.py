@@ -1,16 +1,171 @@
-"""Which servers are to run on Ray, and what each takes of a node."""
+"""Which servers are to run on Ray, what each takes of a node, and how many engines a pool should
+have, from what is measured. Nothing here asks or waits."""
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from parrot.launch.configs import Entry
-from parrot.launch.plan import Config, Server, plan
-from parrot.launch.scaling import Scaling
+from parrot.launch.configs import Entry, Server, ServerConfig, plan
+from parrot.protocol.public import EngineStatus
 from parrot.utils.config import ConfigError, ConfigModel, parse_config
+
+MAX_ENGINES = 1024
+
+
+class Scaling(ConfigModel):
+    """When a pool gets an engine more, and when one less. Durations are in seconds."""
+
+    min_engines: int = Field(1, ge=1, le=MAX_ENGINES, description="There are always as many.")
+    max_engines: int | None = Field(
+        None, ge=1, le=MAX_ENGINES, description="null: as `min_engines`; nothing is scaled."
+    )
+    queue_per_engine: float = Field(
+        8.0,
+        gt=0,
+        le=1e6,
+        description="One engine more for as many calls that wait, on average over `window`.",
+    )
+    high_use: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="One more if the pool is as full, on average over `window`: by the KV that "
+        "its calls need or by their number, whichever is more.",
+    )
+    low_use: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="One less if without it the pool had never been fuller over `idle_window`, "
+        "and nothing had waited.",
+    )
+    window: float = Field(30.0, ge=10, le=86400)
+    idle_window: float = Field(300.0, ge=10, le=86400)
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> "Scaling":
+        if self.most < self.min_engines:
+            raise ValueError("`max_engines` must be no less than `min_engines`")
+        if self.low_use >= self.high_use:
+            raise ValueError("`low_use` must be less than `high_use`: else engines come and go")
+        return self
+
+    @property
+    def most(self) -> int:
+        return self.min_engines if self.max_engines is None else self.max_engines
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A pool at one time. `use` is the part of its engines that is taken, of 1."""
+
+    num_serving: int
+    num_queued: float
+    use: float
+
+
+def measured(engines: Iterable[EngineStatus]) -> Load:
+    """The load of a pool whose serving engines these are."""
+    serving = list(engines)
+    return Load(
+        len(serving),
+        max((engine.num_queued for engine in serving), default=0),
+        max(
+            _part(sum(e.needed_tokens for e in serving), sum(e.tokens_capacity for e in serving)),
+            _part(sum(e.num_running for e in serving), sum(e.tasks_capacity for e in serving)),
+        ),
+    )
+
+
+class Autoscaler:
+    """Decides how many engines there should be, from the loads since the last change.
+
+    An engine is added only after a whole `window` in which all those wanted were serving, so while
+    one starts nothing more is asked for; one is taken away only after a whole `idle_window`. A load
+    that cannot be measured begins both anew. Since `low_use` is judged by what the pool would be
+    without the engine, taking it away never makes the pool full enough to bring it back."""
+
+    def __init__(self, config: Scaling) -> None:
+        self._config = config
+        self.wanted = config.min_engines
+        self._since: float | None = None
+        self._loads: deque[tuple[float, Load]] = deque()
+
+    def observe(self, now: float, load: Load | None) -> int:
+        """The wanted number of engines after this load (None: not known) at the time `now`, which
+        must never decrease."""
+        if load is None:
+            self._forget()
+            return self.wanted
+        config = self._config
+        if self._loads and now - self._loads[-1][0] > config.window:
+            self._forget()  # what was in between is not known
+        if self._since is None:
+            self._since = now
+        self._loads.append((now, load))
+        kept_from = now - max(config.window, config.idle_window)
+        while self._loads[0][0] < kept_from:
+            self._loads.popleft()
+        change = self._wanted_more(now) or -self._can_spare(now)
+        wanted = min(max(self.wanted + change, config.min_engines), config.most)
+        if wanted != self.wanted:
+            self.wanted = wanted
+            self._forget()
+        return self.wanted
+
+    def adopt(self, num_engines: int) -> None:
+        """Go on from as many engines as there are already."""
+        self.wanted = min(max(num_engines, self._config.min_engines), self._config.most)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._since = None
+        self._loads.clear()
+
+    def _window(self, now: float, window_s: float) -> list[Load]:
+        """The loads of the window; none if it is not over yet."""
+        if self._since is None or self._since > now - window_s:
+            return []
+        return [load for at, load in self._loads if at >= now - window_s]
+
+    def _wanted_more(self, now: float) -> int:
+        loads = self._window(now, self._config.window)
+        if not loads or any(load.num_serving < self.wanted for load in loads):
+            return 0
+        queued = sum(load.num_queued for load in loads) / len(loads)
+        use = sum(load.use for load in loads) / len(loads)
+        more = int(queued // self._config.queue_per_engine)
+        return min(max(more, int(use >= self._config.high_use)), self.wanted)
+
+    def _can_spare(self, now: float) -> int:
+        loads = self._window(now, self._config.idle_window)
+        if not loads or self.wanted == 1:
+            return 0
+        fullest = max(load.use * load.num_serving / (self.wanted - 1) for load in loads)
+        waited = any(load.num_queued for load in loads)
+        return int(fullest <= self._config.low_use and not waited)
+
+
+def spared(names: Sequence[str], serving: dict[str, EngineStatus], num_engines: int) -> list[str]:
+    """The engines to take away so that `num_engines` of `names` remain: those that do not serve,
+    then those with the fewest calls, of these the last."""
+
+    def worth(item: tuple[int, str]) -> tuple[bool, int, int]:
+        number, name = item
+        engine = serving.get(name)
+        return engine is not None, engine.num_running if engine else 0, -number
+
+    ranked = [name for _, name in sorted(enumerate(names), key=worth)]
+    return ranked[: max(0, len(names) - num_engines)]
+
+
+def _part(taken: int, total: int) -> float:
+    return taken / total if total else 0.0
+
 
 Amount = Annotated[float, Field(ge=0, le=1e6)]
 
@@ -114,6 +269,6 @@ def _num_gpus(entry: Entry, place: EnginePlace) -> float:
     return num_gpus
 
 
-def _ranks(config: Config) -> int:
+def _ranks(config: ServerConfig) -> int:
     ranks: int = config.get("instance", {}).get("tensor_parallel", 1)
     return ranks

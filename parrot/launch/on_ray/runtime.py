@@ -15,9 +15,9 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from parrot.launch.configs import Server
 from parrot.launch.on_ray.actor import Address, ServerActor, ServerStatus
 from parrot.launch.on_ray.pools import Needs
-from parrot.launch.plan import Server
 
 _END_MARGIN_S = 30.0
 _GET_S = 10.0  # for what is there already

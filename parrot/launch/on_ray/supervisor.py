@@ -6,10 +6,9 @@ from http import HTTPStatus
 from typing import Protocol
 
 from parrot.cluster import ClusterError
+from parrot.launch.configs import Server
 from parrot.launch.on_ray.actor import Address, ServerStatus
-from parrot.launch.on_ray.pools import Needs, Pool, RayPlan
-from parrot.launch.plan import Server
-from parrot.launch.scaling import Autoscaler, measured, spared
+from parrot.launch.on_ray.pools import Autoscaler, Needs, Pool, RayPlan, measured, spared
 from parrot.protocol.public import EngineStatus, ReadyResponse
 
 TICK_S = 2.0

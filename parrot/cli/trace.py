@@ -1,4 +1,9 @@
-"""`parrot trace`: what one session did and when, as files to look at."""
+"""`parrot trace`: what one session did and when, as files to look at: a picture of its graph, and a
+trace for Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing).
+
+There each engine is a process with as many lanes as calls that were there at once; a call is its
+queue, then its run with prefill and decode inside. Arrows go from a call's end to its readers'
+starts."""
 
 import json
 import sys
@@ -6,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -13,13 +19,110 @@ from rich.table import Table
 from parrot.cli.calls import calls_table
 from parrot.cli.console import OUT, fail
 from parrot.cli.graph_picture import draw_session
-from parrot.cli.watch.chrome_trace import chrome_trace
-from parrot.cli.watch.http_lines import RequestFailed
-from parrot.cli.watch.page_feed import PageFeed, Rows
+from parrot.cli.page_feed import PageFeed, RequestFailed, Rows
 from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo
 from parrot.protocol.trace import CallSubmitted, NativeSubmitted
 from parrot.simulation.trace import TracedSession, load_trace
 from parrot.utils.config import ConfigError
+
+Event = dict[str, Any]
+_NATIVE, _NOWHERE = "native functions", "no engine"
+_FACTS = (
+    "request_id",
+    "state",
+    "model",
+    "attempts",
+    "cached_tokens",
+    "computed_tokens",
+    "output_tokens",
+    "finish_reason",
+    "reused",
+    "remark",
+)
+
+
+def chrome_trace(info: SessionInfo) -> dict[str, Any]:
+    """An object in the trace event format; times are microseconds since the session began."""
+    lanes: dict[str, list[float]] = {}  # of each process, when each lane is free again
+    places: dict[str, tuple[int, int]] = {}
+    spans = {call.output_var_id: _span(call, info.age_s) for call in info.calls}
+    events: list[Event] = []
+    for call in sorted(info.calls, key=lambda call: spans[call.output_var_id] or (0.0, 0.0)):
+        span = spans[call.output_var_id]
+        if span is None:
+            continue
+        process = call.engine or (_NATIVE if call.kind == "native" else _NOWHERE)
+        own = lanes.setdefault(process, [])
+        lane = next((n for n, free in enumerate(own) if free <= span[0]), len(own))
+        own[lane:] = [span[1], *own[lane + 1 :]]
+        places[call.output_var_id] = place = (list(lanes).index(process), lane)
+        events += _call_events(call, span, place)
+    events += _names(lanes)
+    events += _arrows(info, spans, places)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _span(call: CompletionInfo, now: float) -> tuple[float, float] | None:
+    """From when it could have run until its end, or until now; None if it waits for inputs."""
+    begin = call.started_s if call.ready_s is None else call.ready_s
+    if begin is None:
+        begin = call.finished_s
+    if begin is None:
+        return None
+    end = now if call.finished_s is None else call.finished_s
+    return begin, max(begin, end)
+
+
+def _call_events(
+    call: CompletionInfo, span: tuple[float, float], place: tuple[int, int]
+) -> Iterator[Event]:
+    facts = {key: value for key in _FACTS if (value := getattr(call, key)) is not None}
+    begin, end = span
+    started = end if call.started_s is None else min(max(call.started_s, begin), end)
+    name = f"{call.func_name or 'call'} → {call.output}"
+    yield _slice(name, span, place, facts)
+    if started > begin:
+        yield _slice("queue", (begin, started), place)
+    if call.decode_s is not None and call.finished_s is not None:
+        first = max(started, end - call.decode_s)
+        yield _slice("prefill", (started, first), place)
+        yield _slice("decode", (first, end), place)
+
+
+def _slice(
+    name: str,
+    span: tuple[float, float],
+    place: tuple[int, int],
+    facts: dict[str, Any] | None = None,
+) -> Event:
+    times = {"ts": _microseconds(span[0]), "dur": _microseconds(span[1] - span[0])}
+    pid, tid = place
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, **times, "args": facts or {}}
+
+
+def _names(lanes: dict[str, list[float]]) -> Iterator[Event]:
+    for pid, process in enumerate(lanes):
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}}
+
+
+def _arrows(
+    info: SessionInfo,
+    spans: dict[str, tuple[float, float] | None],
+    places: dict[str, tuple[int, int]],
+) -> Iterator[Event]:
+    for number, edge in enumerate(info.edges):
+        source, target = spans.get(edge.source), spans.get(edge.target)
+        if source is None or target is None:
+            continue
+        common = {"name": edge.variable or "value", "cat": "variable", "id": number}
+        for phase, at, var in (("s", source[1], edge.source), ("f", target[0], edge.target)):
+            pid, tid = places[var]
+            yield {"ph": phase, **common, "ts": _microseconds(at), "pid": pid, "tid": tid}
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
+
 
 _LISTED = 20
 _GONE = (

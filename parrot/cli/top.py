@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail
-from parrot.cli.watch.http_lines import RequestFailed
-from parrot.cli.watch.page_feed import PageFeed, Row, Rows
+from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows
 from parrot.utils.config import ConfigError
 
 _FRAME_LINES = 12  # of a screen, that are not sessions

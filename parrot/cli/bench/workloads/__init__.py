@@ -1,1 +1,0 @@
-"""The workloads: each a frozen dataclass of parameters that plans jobs."""

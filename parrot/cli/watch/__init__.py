@@ -1,1 +1,0 @@
-"""Looking at a running ServeCore from a terminal, by what its page is drawn of."""
