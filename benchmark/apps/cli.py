@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmark.apps.backends import NETWORKS
+from benchmark.apps.hosts import STYLES, features
 from benchmark.apps.measure import measure
-from benchmark.apps.network import NETWORKS
-from benchmark.apps.settings import STYLES, features
 from benchmark.apps.workloads import WORKLOADS
 from benchmark.results import RESULTS, Report, add_output
 

@@ -8,14 +8,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.apps.counters import CountedBackend
-from benchmark.apps.hosts import ClusterHost, Host, ServerHost, SimHost
-from benchmark.apps.metrics import Figures, key_figures, ratios, summarise
-from benchmark.apps.runner import Bystanders, PlanRunner, Run
-from benchmark.apps.settings import Setting, features, parse_setting
+from benchmark.apps.backends import CountedBackend
+from benchmark.apps.hosts import (
+    ClusterHost,
+    Host,
+    ServerHost,
+    Setting,
+    SimHost,
+    features,
+    parse_setting,
+)
+from benchmark.apps.metrics import (
+    Bystanders,
+    Figures,
+    PlanRunner,
+    Run,
+    key_figures,
+    ratios,
+    summarise,
+)
 from benchmark.apps.text import load_documents, one_token_words
-from benchmark.apps.workloads import WORKLOADS
-from benchmark.apps.workloads.shared_prompts import lengths_256
+from benchmark.apps.workloads import WORKLOADS, lengths_256
 from benchmark.results import Report
 from parrot.cli.bench.plan import Plan, Workload
 from parrot.cli.bench.program import TextSource

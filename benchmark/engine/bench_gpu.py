@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmark.apps.workloads.shared_prompts import requests_256
+from benchmark.apps.workloads import requests_256
 from benchmark.engine import gpu_http
 from benchmark.engine.core_load import serve_all
 from benchmark.engine.gpu_cases import (

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmark.apps.workloads.shared_prompts import requests_256
+from benchmark.apps.workloads import requests_256
 from benchmark.engine.gpu_cases import Decode, Row, Sequences
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.apps.workloads.shared_prompts import requests_256
+from benchmark.apps.workloads import requests_256
 from benchmark.engine.gpu_cases import (
     CROWD,
     DECODES,

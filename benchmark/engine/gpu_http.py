@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from typing import Any
 
-from benchmark.apps.workloads.shared_prompts import lengths_256
+from benchmark.apps.workloads import lengths_256
 from benchmark.engine.gpu_cases import DECODES, LONG_MODELS, PREFILLS, Decode, spread_ms
 from parrot.protocol.engine_api import (
     NO_PARENT,

@@ -20,7 +20,7 @@ from itertools import product
 from statistics import fmean
 from typing import Any
 
-from benchmark.apps.counters import read_counters, total
+from benchmark.apps.backends import read_counters, total
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, changed, core_config, sim_engine, words
 from parrot.cli.bench.styles import Data, Piece, Session

@@ -17,7 +17,7 @@ from itertools import count, product
 from statistics import fmean
 from typing import Any
 
-from benchmark.apps.counters import read_counters, total
+from benchmark.apps.backends import read_counters, total
 from benchmark.results import Report, run
 from benchmark.serve.kv_belady import RANKS, Replay, Turn, mean_live
 from benchmark.simulated import core_config, words

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, TypeVar
 
-from benchmark.apps.workloads.shared_prompts import DATA
-from benchmark.apps.workloads.traffic import (
+from benchmark.apps.workloads import (
     CHAT_OUTPUT_MEAN,
     CHAT_OUTPUT_SPREAD,
     CHAT_PROMPT_MEAN,
     CHAT_PROMPT_SPREAD,
+    DATA,
     chat_length,
 )
 from benchmark.simulated import core_config, words

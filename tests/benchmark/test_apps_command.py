@@ -6,13 +6,11 @@ import json
 import pytest
 from tokenizers import Tokenizer
 
-from benchmark.apps.backends.openai import openai_backend
+from benchmark.apps.backends import openai_backend
 from benchmark.apps.cli import main
-from benchmark.apps.metrics import ratios
-from benchmark.apps.runner import PlanRunner
-from benchmark.apps.settings import features, parse_setting
-from benchmark.apps.workloads import WORKLOADS
-from benchmark.apps.workloads.mix import UNKNOWN_LIMIT
+from benchmark.apps.hosts import features, parse_setting
+from benchmark.apps.metrics import PlanRunner, ratios
+from benchmark.apps.workloads import UNKNOWN_LIMIT, WORKLOADS
 from benchmark.simulated import changed
 from parrot.cli.bench.program import Network, TextSource
 from parrot.engine.config import SimConfig

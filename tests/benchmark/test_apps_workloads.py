@@ -5,12 +5,9 @@ import json
 
 import pytest
 
-from benchmark.apps.backends.parrot import parrot_backend
-from benchmark.apps.metrics import summarise
-from benchmark.apps.network import DelayedNetwork
-from benchmark.apps.runner import Bystanders, PlanRunner, Run
-from benchmark.apps.workloads import WORKLOADS
-from benchmark.apps.workloads.shared_prompts import lengths_256
+from benchmark.apps.backends import DelayedNetwork, parrot_backend
+from benchmark.apps.metrics import Bystanders, PlanRunner, Run, summarise
+from benchmark.apps.workloads import WORKLOADS, lengths_256
 from parrot.cli.bench.program import TextSource
 from parrot.cli.bench.workloads import DATA, MultiAgent
 from parrot.serve.config import GlobalSchedulerConfig

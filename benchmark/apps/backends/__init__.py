@@ -1,1 +1,0 @@
-"""Clients in the styles of programs that are compared."""
