@@ -28,9 +28,9 @@ from parrot.engine.fence import ReorderBuffer
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.sim.engine import SimService
-from parrot.gateway.vendors.anthropic_fields import MessagesRequest
+from parrot.gateway.vendors.chat_completions import ChatRequest
 from parrot.gateway.vendors.completions import CompletionRequest
-from parrot.gateway.vendors.openai_chat import ChatRequest
+from parrot.gateway.vendors.messages import MessagesRequest
 from parrot.gateway.vendors.responses.fields import ResponseRequest
 from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, public, sampling

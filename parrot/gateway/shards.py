@@ -31,6 +31,15 @@ STAYS = "parrot_stays"
 """Set in the scope of a request that none of its homes has taken."""
 _MOST_TIMES, _MOST_MORE, _MOST_KV = 1.25, 16, 50
 _NUM_HOMES = 3
+logger = logging.getLogger(__name__)
+_CONNECT_S = 5.0
+_PROBE_S = 10.0
+_OWN = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"})
+"""Headers of a connection, not of what goes over it."""
+_ANSWERS_OWN = _OWN | {b"date", b"server", b"x-request-id", b"request-id"}
+"""The same, and those that each server adds to every answer."""
+_NOT_TAKEN = (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
+_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
 def homes(tenant: str, app: str, cores: Sequence[str]) -> list[int]:
@@ -117,18 +126,6 @@ def placed(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> Endpoin
             affinity.check(request, tenant, session.apps or ())
 
     return endpoint.stepping(check)
-
-
-logger = logging.getLogger(__name__)
-
-_CONNECT_S = 5.0
-_PROBE_S = 10.0
-_OWN = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"})
-"""Headers of a connection, not of what goes over it."""
-_ANSWERS_OWN = _OWN | {b"date", b"server", b"x-request-id", b"request-id"}
-"""The same, and those that each server adds to every answer."""
-_NOT_TAKEN = (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
-_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
 class Forwarding:

@@ -126,8 +126,11 @@ class ServeCore:
             on_demand=request.on_demand,
             traceparent=request.traceparent,
         )
-        self.observers.tell(lambda one: one.session_created(session, request))
+        self.session_begun(session, request)
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
+
+    def session_begun(self, session: Session, request: SessionCreateRequest) -> None:
+        self.observers.tell(lambda one: one.session_created(session, request))
 
     def tenant(self, api_key: str | None) -> str:
         """The id of whose work a request with this key is. Raises `AuthenticationFailed`,
@@ -192,7 +195,7 @@ class ServeCore:
         session.account.require(**command.usage)
         response = session.apply(command)
         self.wake_soon(session)
-        self._submitted(session, request, response)
+        self.call_submitted(session, request, response)
         return response
 
     def submit_graph(self, request: GraphRequest) -> GraphResponse:
@@ -218,14 +221,14 @@ class ServeCore:
         for name, variable in graph.variables.items():
             self._created(session, variable, contents.get(name))
         for call, response in zip(graph.calls, answer.calls, strict=True):
-            self._submitted(session, call, response)
+            self.call_submitted(session, call, response)
         return answer
 
     def _created(self, session: Session, variable: SemanticVariable, content: str | None) -> None:
         var_id, name = variable.id, variable.name
         self.observers.tell(lambda one: one.variable_created(session, var_id, name, content))
 
-    def _submitted(
+    def call_submitted(
         self,
         session: Session,
         request: SemanticCallRequest | NativeCallRequest,

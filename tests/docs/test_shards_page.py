@@ -7,7 +7,7 @@ import aiohttp
 
 from tests.docs.haproxy import haproxy_of
 from tests.docs.test_proxy import free_port
-from tests.gateway.shards.test_shards import MODEL, free_ports, shard
+from tests.gateway.test_shards import MODEL, free_ports, shard
 
 
 async def test_the_proxy_keeps_a_key_at_one_shard(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from parrot.cluster import Cluster
-from tests.gateway.prompts.test_transcript import HERMES
+from tests.gateway.test_transcript import HERMES
 from tests.support.embedded_folder import write_embedded_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

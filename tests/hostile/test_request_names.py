@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from parrot.serve.config import CoreConfig
-from tests.gateway.prompts.test_transcript import HERMES
+from tests.gateway.test_transcript import HERMES
 from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.support.fake_engine import fake_engine
 

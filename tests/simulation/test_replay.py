@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.gateway.conversations.turn import TurnRequest
-from parrot.gateway.conversations.turns import Turns
+from parrot.gateway.turns import TurnRequest, Turns
 from parrot.observe.recorder import TraceFile
 from parrot.protocol.errors import TimedOut
 from parrot.protocol.public import (

@@ -12,9 +12,8 @@ from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
 from parrot.gateway.audit import AuditLog, audited
-from parrot.gateway.page.feed import Feed
+from parrot.gateway.page.feed import Feed, Rows
 from parrot.gateway.page.rows import PageRows
-from parrot.gateway.page.topic import Rows
 from parrot.gateway.page.visitors import VISIT_S, Visitor, Visitors
 from parrot.protocol.answers import json_response
 from parrot.protocol.endpoint import (

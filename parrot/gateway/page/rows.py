@@ -1,19 +1,21 @@
-"""The page's rows: of the service, one session, one variable.
+"""The page's rows: of the service, one session, one variable; where calls are placed and what
+contexts there are; what was used, and what has happened.
 
 A row is small and says nothing that changes by itself, as an age does, so that it is sent again
 only when something has happened."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from heapq import nlargest
 from itertools import chain, islice
 from typing import Any
 
-from parrot.gateway.page.log_rows import event_rows, usage_rows
-from parrot.gateway.page.placement_rows import placement_rows
-from parrot.gateway.page.topic import Rows
+from parrot.gateway.page.feed import Rows
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.engine_api import ServerLoad
 from parrot.protocol.errors import ParrotError
+from parrot.serve.contexts.index import Context
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import (
@@ -24,15 +26,104 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.scheduling.task import Decision
 from parrot.serve.sessions import Session
 from parrot.serve.views import engine_view, session_counts, task_view
 
+_MAX_CONTEXTS = 512  # shown, the largest ones, with those that they were forked from
 _PIECE_CHARS = 4096
 _MAX_CHARS = 2**20  # of one value that is shown
 _MAX_CAUSES = 16
 _MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # of a session, the last ones
-
 Row = dict[str, Any]
+
+
+def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
+    """Decisions and contexts of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
+    rows: dict[str, Row] = {}
+    names = {engine.id: engine.info.engine_name for engine in core.fleet}
+    tenants = {session.id: session.tenant for session in core.sessions}
+    for decision in core.dispatcher.decisions:
+        if visitor.tenant in (None, tenants.get(decision.session_id)):
+            key = f"decision:{decision.session_id}:{decision.request_id}:{decision.at}"
+            rows[key] = _decision_row(decision, names, epoch)
+
+    def tenant_of(context: Context) -> str | None:
+        owner = context.owner
+        return owner if isinstance(owner, str) else tenants.get(owner)
+
+    seen = [c for c in core.dispatcher.contexts() if visitor.tenant in (None, tenant_of(c))]
+    for context in nlargest(_MAX_CONTEXTS, seen, key=_own_tokens):
+        for link in context.lineage():
+            rows[f"context:{link.id}"] = _context_row(link, names)
+    return rows
+
+
+def _own_tokens(context: Context) -> int:
+    return context.length - context.parent_len
+
+
+def _decision_row(decision: Decision, names: Mapping[int, str], epoch: float) -> Row:
+    costs = decision.costs or {}
+    return {
+        "at": round(epoch + decision.at, 3),
+        "session": decision.session_id,
+        "func": decision.func_name,
+        "engine": _name(decision.engine_id, names),
+        "prompt_tokens": decision.prompt_tokens,
+        "to_compute": decision.to_compute,
+        "waited_s": decision.waited_s,
+        "compared": [
+            {"engine": _name(engine_id, names), "seconds": seconds}
+            for engine_id, seconds in costs.items()
+        ],
+    }
+
+
+def _context_row(context: Context, names: Mapping[int, str]) -> Row:
+    return {
+        "engine": _name(context.engine_id, names),
+        "parent": None if context.parent is None else context.parent.id,
+        "own_tokens": _own_tokens(context),
+        "tokens": context.length,
+        "forks": context.num_forks,
+        "in_use": context.pins > 0,
+        "owner": str(context.owner),
+        "is_shared": isinstance(context.owner, str),
+    }
+
+
+def _name(engine_id: int, names: Mapping[int, str]) -> str:
+    return names.get(engine_id, f"lost engine {engine_id}")
+
+
+def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
+    """The calls, tokens and costs of the visitor's functions; of everybody's for the operator."""
+    rows: dict[str, Row] = {}
+    for tenant, function, usage in core.accounts:
+        if visitor.tenant in (None, tenant):
+            row = {"tenant": tenant, "function": function, **asdict(usage)}
+            rows[f"usage:{tenant}:{function}"] = row
+    return rows
+
+
+def event_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
+    """Events of engines, and of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
+    rows: dict[str, Row] = {}
+    for event in core.fleet.events:
+        if event.tenant is not None and visitor.tenant not in (None, event.tenant):
+            continue
+        is_live = event.session_id is not None and core.sessions.find(event.session_id) is not None
+        rows[f"event:{event.number}"] = {
+            "at": round(epoch + event.at, 3),
+            "kind": event.kind.value,
+            "text": event.text,
+            "engine": event.engine_name,
+            "session": event.session_id,
+            "var": event.var_id,
+            "is_live": is_live,
+        }
+    return rows
 
 
 class PageRows:

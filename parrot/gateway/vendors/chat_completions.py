@@ -1,37 +1,181 @@
-"""`POST /v1/chat/completions`: a turn, and its answers as chat completions or their chunks."""
+"""`POST /v1/chat/completions`: from its fields to a turn, and the answers of that as chat
+completions or their chunks."""
 
 import time
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import orjson
+from pydantic import Field
 
-from parrot.gateway.conversations.turn import Turn, TurnRequest
-from parrot.gateway.conversations.turns import Turns
-from parrot.gateway.prompts.answers import (
+from parrot.gateway.answers import (
     Answer,
     AnswerParser,
     ReasoningDelta,
     ToolCall,
     read_answer,
+    reasoning_options,
 )
-from parrot.gateway.prompts.answers import Event as AnswerEvent
-from parrot.gateway.vendors.choices import read_all, stream_all
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
-from parrot.gateway.vendors.openai_chat import (
-    ChatRequest,
-    rules_of,
-    template_messages,
-    template_options,
+from parrot.gateway.answers import Event as AnswerEvent
+from parrot.gateway.tool_calls import CallRules
+from parrot.gateway.turns import Turn, TurnRequest, Turns
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, read_all, stream_all
+from parrot.gateway.vendors.errors import openai_error
+from parrot.gateway.vendors.logprobs import AnswerLogprobs, Entry, entries_of
+from parrot.gateway.vendors.openai_fields import (
+    MAX_PARTS,
+    Content,
+    GenerationFields,
+    Ignored,
+    Json,
+    arguments_of,
+    call_rules,
+    chained,
+    chosen_tool,
+    program_of,
+    shown,
+    text_of,
+    usage_of,
 )
-from parrot.gateway.vendors.openai_common import Json, chained, program_of, usage_of
-from parrot.gateway.vendors.openai_errors import openai_error
-from parrot.gateway.vendors.token_logprobs import AnswerLogprobs, Entry, entries_of
 from parrot.protocol.answers import Event, Events
-from parrot.protocol.errors import ParrotError
+from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
+from parrot.protocol.fields import Few, ForeignId, Item, JsonObject, Label, Text, Wire
 from parrot.protocol.public import VarGetResponse
+from parrot.protocol.sampling import GenLength
 from parrot.utils.ids import new_token
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+_PLAIN = {"role", "content"}
+
+
+class FunctionCall(Wire):
+    name: Label
+    arguments: Text = "{}"
+
+
+class SentToolCall(Wire):
+    id: ForeignId = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Item):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    name: ForeignId | None = None
+    tool_calls: list[SentToolCall] | None = Field(None, max_length=MAX_PARTS)
+    tool_call_id: ForeignId | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's name of it
+    refusal: Text | None = None
+    annotations: Ignored = None
+    audio: None = None
+    function_call: None = None
+
+
+class ChatRequest(GenerationFields):
+    messages: Annotated[
+        list[ChatMessage],
+        Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
+        Few,
+    ]
+    max_completion_tokens: GenLength | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[JsonObject] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: Label | JsonObject | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, max_length=64)
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=32)
+    modalities: list[Literal["text"]] | None = Field(None, max_length=8)
+    verbosity: Ignored = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of likely tokens whose log probabilities are wanted; None: of no token. Raises
+        `InvalidRequest`."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                text = "`top_logprobs` needs `logprobs: true`"
+                raise InvalidRequest(text, param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """The messages as chat templates take them."""
+    return [
+        {"role": message.role, "content": message.content}
+        if _is_plain(message)
+        else _template_message(i, message)
+        for i, message in enumerate(messages)
+    ]
+
+
+def _is_plain(message: ChatMessage) -> bool:
+    is_text = isinstance(message.content, str) and message.role != "developer"
+    return is_text and message.model_fields_set == _PLAIN
+
+
+def template_options(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template beside the messages."""
+    given = request.chat_template_kwargs
+    if reserved := given.keys() & {"messages", "add_generation_prompt", "tools"}:
+        raise UnsupportedField(f"a template's `{reserved.pop()}` cannot be replaced")
+    options = {**reasoning_options(request.reasoning_effort), **given}
+    if request.reasoning_effort is not None:
+        options["reasoning_effort"] = request.reasoning_effort
+    if functions := _functions(request):
+        options["tools"] = [shown(function) for function in functions]
+    return options
+
+
+def rules_of(request: ChatRequest) -> CallRules | None:
+    """The rules for the calls in an answer."""
+    return call_rules(
+        _functions(request),
+        must_call=request.tool_choice == "required",
+        name=chosen_tool(request.tool_choice),
+        may_call_many=request.parallel_tool_calls is not False,
+    )
+
+
+def _functions(request: ChatRequest) -> list[Json]:
+    tools = [] if request.tool_choice == "none" else request.tools or []
+    return [_function(i, tool) for i, tool in enumerate(tools)]
+
+
+def _function(index: int, tool: Json) -> Json:
+    match tool:
+        case {"type": "function", "function": {"name": str()}}:
+            return dict(tool["function"])
+    raise InvalidRequest("a tool is a function with a name", param=f"tools.{index}")
+
+
+def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    content = message.refusal if message.content is None else text_of(message.content)
+    fields: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.tool_calls:
+        if role != "assistant":
+            raise InvalidRequest(f"a message of role `{role}` has tool calls", param="messages")
+        fields["tool_calls"] = list(_calls(index, message.tool_calls))
+    if (reasoning := message.reasoning_content or message.reasoning) and role == "assistant":
+        fields["reasoning_content"] = reasoning
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            fields[name] = value
+    return fields
+
+
+def _calls(index: int, calls: list[SentToolCall]) -> Iterator[dict[str, Any]]:
+    param = f"messages.{index}.tool_calls"
+    for call in calls:
+        arguments = arguments_of(call.function.arguments, call.function.name, param)
+        function = {"name": call.function.name, "arguments": arguments}
+        yield {"id": call.id, "type": "function", "function": function}
 
 
 class ChatChoice(VendorAnswer):

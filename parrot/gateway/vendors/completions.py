@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag
 
-from parrot.gateway.conversations.turn import Turn, TurnRequest
-from parrot.gateway.conversations.turns import Turns
+from parrot.gateway.conversation import TokenPrompt
 from parrot.gateway.direct import DirectRequests
-from parrot.gateway.prompts.conversation import TokenPrompt
-from parrot.gateway.vendors.choices import read_all, stream_all
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
-from parrot.gateway.vendors.openai_common import (
+from parrot.gateway.turns import Turn, TurnRequest, Turns
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, read_all, stream_all
+from parrot.gateway.vendors.errors import openai_error
+from parrot.gateway.vendors.logprobs import AnswerLogprobs, CompletionLogprobs
+from parrot.gateway.vendors.openai_fields import (
     MAX_CHOICES,
     GenerationFields,
     Json,
@@ -24,8 +24,6 @@ from parrot.gateway.vendors.openai_common import (
     program_of,
     usage_of,
 )
-from parrot.gateway.vendors.openai_errors import openai_error
-from parrot.gateway.vendors.token_logprobs import AnswerLogprobs, CompletionLogprobs
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.fields import Text, TokenIds
@@ -36,6 +34,7 @@ from parrot.utils.ids import new_token
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _MAX_SCORED = 2**18  # tokens of prompts in an answer
 MAX_PROMPTS = 128
+Prompt = list[int] | str
 
 
 def _prompt_kind(value: Any) -> str:
@@ -45,8 +44,6 @@ def _prompt_kind(value: Any) -> str:
     first = value[0] if value else ""
     return "tokens" if isinstance(first, int) else "lists" if isinstance(first, list) else "texts"
 
-
-Prompt = list[int] | str
 
 _Prompt = Annotated[
     Annotated[Text, Tag("text")]

@@ -5,15 +5,13 @@ from typing import Any
 
 from fastapi import Request
 
-from parrot.gateway.conversations.turns import Turns
 from parrot.gateway.direct import DirectRequests
-from parrot.gateway.vendors.anthropic_errors import anthropic_error
+from parrot.gateway.turns import Turns
 from parrot.gateway.vendors.chat_completions import ChatCompletion, ChatCompletions
 from parrot.gateway.vendors.completions import Completions, TextCompletion
-from parrot.gateway.vendors.embeddings import EmbeddingList, Embeddings
 from parrot.gateway.vendors.endpoint import VendorAnswer, VendorEndpoint
+from parrot.gateway.vendors.errors import anthropic_error, openai_error
 from parrot.gateway.vendors.messages import MessageAnswer, Messages, TokenCount
-from parrot.gateway.vendors.openai_errors import openai_error
 from parrot.gateway.vendors.responses.fields import (
     DeletedResponse,
     ItemList,
@@ -21,7 +19,13 @@ from parrot.gateway.vendors.responses.fields import (
     ResponseAnswer,
 )
 from parrot.gateway.vendors.responses.responses import Responses
-from parrot.gateway.vendors.tokenize import DetokenizedText, Tokenize, Tokens
+from parrot.gateway.vendors.tokens import (
+    DetokenizedText,
+    EmbeddingList,
+    Embeddings,
+    Tokenize,
+    Tokens,
+)
 from parrot.protocol.endpoint import Described, Endpoint
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.middleware import request_id_of

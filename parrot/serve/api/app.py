@@ -8,10 +8,10 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from parrot.gateway.audit import AuditedRefusals, AuditLog, audited, of_operators
-from parrot.gateway.conversations.endings import ENDING
-from parrot.gateway.conversations.turns import Turns
+from parrot.gateway.endings import ENDING
 from parrot.gateway.page.endpoints import Page
 from parrot.gateway.shards import Forwarding, load_of, placed
+from parrot.gateway.turns import Turns
 from parrot.gateway.vendors.responses.responses import Responses
 from parrot.gateway.vendors.routes import error_form, response_endpoints, vendor_endpoints
 from parrot.journal.log import Journal

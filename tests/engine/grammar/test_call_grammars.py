@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from parrot.engine.grammar.constraint import Constraint
-from parrot.gateway.prompts.answers import read_answer
-from parrot.gateway.prompts.call_families import Family, tool_family
-from parrot.gateway.prompts.call_grammars import CallRules, call_grammar
+from parrot.gateway.answers import read_answer
+from parrot.gateway.tool_calls import CallRules, Family, call_grammar, tool_family
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
 from tests.engine.grammar.test_grammar_compiler import COMPILER, EOS, TOKENIZER

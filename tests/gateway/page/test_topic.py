@@ -6,8 +6,8 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.page import topic as topics
-from parrot.gateway.page.topic import Topic
+from parrot.gateway.page import feed as topics
+from parrot.gateway.page.feed import Topic
 
 KEYS = st.sampled_from("abcde")
 VIEWS = st.lists(st.dictionaries(KEYS, st.integers(0, 3)), min_size=1, max_size=12)

@@ -14,7 +14,7 @@ from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.utils.clock import MonotonicClock
-from tests.gateway.prompts.test_transcript import HERMES
+from tests.gateway.test_transcript import HERMES
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 MODEL = "tiny"

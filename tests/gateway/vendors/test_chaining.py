@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from parrot.gateway.prompts.placeholders import MAX_PLACES
+from parrot.gateway.transcript import MAX_PLACES
 from parrot.observe.recorder import Recorder
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, ReadBegan, ReadEnded, SessionBegan

@@ -12,7 +12,7 @@ from parrot.protocol import answers
 from parrot.protocol.engine_api import NO_PARENT, EngineType, FinishReason
 from parrot.protocol.errors import EngineFailed, PromptTooLong
 from parrot.serve.config import CoreConfig
-from tests.gateway.prompts.test_transcript import HERMES
+from tests.gateway.test_transcript import HERMES
 from tests.gateway.vendors.conftest import MODEL, Site, payloads, serve
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.fake_engine import Script, fake_engine

@@ -9,7 +9,7 @@ import pytest
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import PromptTooLong
 from parrot.serve.config import CoreConfig
-from tests.gateway.prompts.test_transcript import HERMES
+from tests.gateway.test_transcript import HERMES
 from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.support.fake_engine import Script, fake_engine
 

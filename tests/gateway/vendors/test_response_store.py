@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from parrot.gateway.vendors.responses.items import Item, MessageItem
+from parrot.gateway.vendors.responses.fields import Item, MessageItem
 from parrot.gateway.vendors.responses.store import Once, Record, ResponseStore
 from parrot.protocol.errors import Conflict, NotFound
 

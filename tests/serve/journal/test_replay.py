@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.gateway.conversations.endings import ENDING
-from parrot.gateway.conversations.turn import Chain, TurnRequest
-from parrot.gateway.conversations.turns import Turns
+from parrot.gateway.endings import ENDING
+from parrot.gateway.turns import Chain, TurnRequest, Turns
 from parrot.journal import replay as restoring
 from parrot.journal.log import ENDED, Journal, Kind, Record
 from parrot.journal.replay import restore

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from parrot.gateway.vendors.anthropic_errors import anthropic_error
-from parrot.gateway.vendors.openai_errors import openai_error
+from parrot.gateway.vendors.errors import anthropic_error, openai_error
 from parrot.protocol.errors import Cancelled, ClusterFull, QueueFull, QuotaExceeded
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, SessionCreateRequest
 from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota

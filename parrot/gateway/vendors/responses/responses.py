@@ -7,29 +7,19 @@ from contextlib import aclosing
 
 import orjson
 
-from parrot.gateway.conversations.turn import Turn, TurnRequest
-from parrot.gateway.conversations.turns import Turns
-from parrot.gateway.prompts.answers import AnswerParser
-from parrot.gateway.vendors.choices import read_all
-from parrot.gateway.vendors.endpoint import Caller
-from parrot.gateway.vendors.openai_common import Json, chained, program_of
-from parrot.gateway.vendors.responses.background import (
-    Background,
-    answer_parts,
-    likelihoods,
-    when_served,
-)
+from parrot.gateway.answers import AnswerParser
+from parrot.gateway.turns import Turn, TurnRequest, Turns
+from parrot.gateway.vendors.endpoint import Caller, read_all
+from parrot.gateway.vendors.openai_fields import Json, chained, program_of
 from parrot.gateway.vendors.responses.fields import (
     Asked,
     CancelRequest,
-    ListRequest,
-    ResponseRequest,
-    RetrieveRequest,
-)
-from parrot.gateway.vendors.responses.items import (
     Item,
     ItemReference,
+    ListRequest,
     OtherItem,
+    ResponseRequest,
+    RetrieveRequest,
     output_items,
     template_messages,
 )
@@ -40,7 +30,15 @@ from parrot.gateway.vendors.responses.store import (
     Record,
     ResponseStore,
 )
-from parrot.gateway.vendors.responses.writer import Ended, ResponseWriter, told_again
+from parrot.gateway.vendors.responses.writer import (
+    Background,
+    Ended,
+    ResponseWriter,
+    answer_parts,
+    likelihoods,
+    told_again,
+    when_served,
+)
 from parrot.protocol.answers import Events
 from parrot.protocol.errors import (
     Cancelled,

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parrot.gateway.vendors.responses.background import Background
-from parrot.gateway.vendors.responses.items import Item, output_items
+from parrot.gateway.vendors.responses.fields import Item, output_items
+from parrot.gateway.vendors.responses.writer import Background
 from parrot.protocol.errors import Conflict, NotFound
 from parrot.serve.sessions import CommandLog
 from parrot.serve.tenants.quotas import num_bytes

@@ -1,4 +1,5 @@
-"""The fields that OpenAI's APIs share, and their answers' frame."""
+"""The fields that OpenAI's APIs share, and their answers' frame; and which of its tools an
+answer may or must call, in the words of all vendors."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -10,8 +11,9 @@ from pydantic import (
     Tag,
 )
 
-from parrot.gateway.conversations.turn import Chain, Turn
-from parrot.gateway.prompts.placeholders import MAX_PLACES
+from parrot.gateway.tool_calls import CallRules
+from parrot.gateway.transcript import MAX_PLACES
+from parrot.gateway.turns import Chain, Turn
 from parrot.gateway.vendors.endpoint import Caller, require_shallow
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -360,3 +362,38 @@ def usage_of(answers: Sequence[VarGetResponse], num_choices: int) -> Json | None
             "cached_tokens": sum(usage.cached_tokens for usage in known[::num_choices])
         },
     } | ({"completion_tokens_details": details} if drafted else {})
+
+
+def chosen_tool(choice: str | Json | None) -> str | None:
+    """The one function that OpenAI's `tool_choice` names. Raises `UnsupportedField`."""
+    match choice:
+        case None | "auto" | "none" | "required":
+            return None
+        case {"type": "function", "function": {"name": str(name)}} | {
+            "type": "function",
+            "name": str(name),
+        }:
+            return name
+    raise UnsupportedField("such a choice of tools is not supported", param="tool_choice")
+
+
+def call_rules(
+    functions: Sequence[Json], *, must_call: bool, name: str | None, may_call_many: bool
+) -> CallRules | None:
+    """`name`: of the only function that may, and must, be called. None if there are no tools.
+    Raises `InvalidRequest`."""
+    if name is not None:
+        functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            raise InvalidRequest(f"there is no tool `{name}`", param="tool_choice")
+    if not functions:
+        if must_call:
+            raise InvalidRequest("`tool_choice` needs a tool to call", param="tool_choice")
+        return None
+    return CallRules(functions, must_call or name is not None, may_call_many and name is None)
+
+
+def shown(function: dict[str, Any]) -> Json:
+    """A function as the chat template shows it to the model."""
+    described = {key: value for key, value in function.items() if key != "strict"}
+    return {"type": "function", "function": described}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.prompts.answers import (
+from parrot.gateway.answers import (
     Answer,
     AnswerParser,
     FirstCallParser,
@@ -16,7 +16,7 @@ from parrot.gateway.prompts.answers import (
     ToolCall,
     read_answer,
 )
-from parrot.gateway.prompts.call_families import tool_family
+from parrot.gateway.tool_calls import tool_family
 
 HERMES, LLAMA, MISTRAL = "<tool_call>", '{"name": f, "parameters": args}', "[TOOL_CALLS]"
 DEEPSEEK, FENCED = "<｜tool▁sep｜>", "<｜tool▁sep｜>...```json"

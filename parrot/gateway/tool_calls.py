@@ -1,6 +1,24 @@
-"""The calls in what models write, each family in its own markup.
+"""How families of models call tools, told from their chat templates.
 
-A reader gives None for whatever is not wholly calls: then it is text."""
+| family | a call |
+|---|---|
+| Hermes, Qwen | `<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>` |
+| Qwen3-Coder | `<tool_call><function=look><parameter=at>sky</parameter></function></tool_call>` |
+| GLM | `<tool_call>look<arg_key>at</arg_key><arg_value>sky</arg_value></tool_call>` |
+| Mistral | `[TOOL_CALLS] [{"name": "look", "arguments": {"at": "sky"}}]` |
+| DeepSeek | `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"at": "sky"}...` |
+| Llama 3 | `{"name": "look", "parameters": {"at": "sky"}}` |
+| Llama 3, 4, Gemma 3, pythonic | `[look(at="sky")]` |
+| FunctionGemma | `<start_function_call>call:look{at:<escape>sky<escape>}<end_function_call>` |
+| Gemma 4 | `<|tool_call>call:look{at:<|"|>sky<|"|>}<tool_call|>` |
+| Kimi K2 | `<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0...{"at": "sky"}...` |
+
+A reader finds the calls in what models write, each family in its own markup; None for whatever is
+not wholly calls: then it is text. Grammars (llguidance's Lark) make answers whose calls cannot be
+malformed:
+
+text <tool_call>\\n{"name": "look", "arguments": {"at": "sky"}}\\n</tool_call>
+     '-trigger-''open'---- object, of the tool's schema --------''close-----'"""
 
 import ast
 import json
@@ -8,17 +26,23 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import orjson
 
-from parrot.gateway.prompts.answers import ToolCall
-from parrot.gateway.prompts.call_grammars import Function
+from parrot.gateway.answers import AnswerParser, PlainParser, TaggedParser, ToolCall, WholeParser
+from parrot.protocol.errors import InvalidRequest
+from parrot.protocol.sampling import MAX_GRAMMAR
+from parrot.utils.json_schemas import exact_schema
 
+_MAX_NAME = 100
+
+Function = Mapping[str, Any]
+"""A function as vendors describe it to a model: `name`, `parameters`, which are a JSON schema."""
 _MAX_PYTHON = 2**14  # characters; a longer one is text
 _MAX_DEPTH = 64
-
 _DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[\s;]*")
 _DEEPSEEK_CALL = re.compile(
@@ -41,6 +65,101 @@ _GLM_CALL = re.compile(r"\s*([^\s<]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
 _GLM_ARGUMENT = re.compile(
     r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
 )
+_TAGS = "<tool_call>", "</tool_call>"
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _NAMED, _CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_KIMI_TAGS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class CallMarkup:
+    """How a family of models writes calls. With a `separator`, many calls stand between `open` and
+    `close`; without, each has its own, and `repeats` says whether there may be many. An empty
+    `trigger`: a call is the whole answer. A call is `before`, `label`, the name, `between`,
+    the arguments, `behind`."""
+
+    trigger: str
+    open: str = ""
+    close: str = ""
+    separator: str = ""
+    repeats: bool = False
+    before: str = "{"
+    label: str = '"name": '
+    between: str = ', "arguments": '
+    behind: str = "}"
+    quotes_names: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """The functions that an answer may call. Arguments of functions that are `strict` fit their
+    schemas, and those of others as far as the schemas can be enforced. `must_call`: it is nothing
+    but calls."""
+
+    functions: Sequence[Function]
+    must_call: bool
+    may_call_many: bool
+
+    @property
+    def constrains(self) -> bool:
+        """Whether there are answers that they forbid."""
+        return self.must_call or any(function.get("strict") for function in self.functions)
+
+
+def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> str:
+    """The grammar of answers. `schema`: of the JSON that an answer is if it is no call; None if it
+    may be any text. Raises `InvalidRequest` if it is too long, or a
+    schema cannot be enforced exactly."""
+    many = rules.may_call_many
+    more = f"({_text(markup.separator)} call)*" if markup.separator and many else ""
+    names = " | ".join(f"f{i}" for i in range(len(rules.functions)))
+    lines = [
+        f"body: {_text(markup.open)} call {more} {_text(markup.close)}",
+        f"call: {_text(markup.before)} ({names}) {_text(markup.behind)}",
+        *(_function(i, function, markup) for i, function in enumerate(rules.functions)),
+    ]
+    unit = f"{_text(markup.trigger)} body" if markup.trigger else "body"
+    calls = f'{unit} ("\\n" {unit})*' if markup.repeats and many else unit
+    if rules.must_call:
+        lines.insert(0, f"start: {calls}")
+    elif schema is not None:
+        lines.insert(0, f"start: {calls} | json")
+        lines.append(f"json: {_json(schema, 'the answer', 'response_format')}")
+    elif markup.trigger:
+        calls = "(head body)*" if markup.repeats else "(head body)?"
+        lines[:0] = [f"start: {calls} TEXT", f"head[lazy]: TEXT {_text(markup.trigger)}"]
+        lines.append("TEXT: /(.|\\n)*/")
+    else:
+        lines[:0] = ["start: body | TEXT?"]
+        lines.append("TEXT: /[^{](.|\\n)*/")
+    grammar = "\n".join(lines)
+    if len(grammar.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR:
+        text = f"the schemas of tools whose calls are enforced have more than {MAX_GRAMMAR} bytes"
+        raise InvalidRequest(text, param="tools")
+    return grammar
+
+
+def _function(index: int, function: Function, markup: CallMarkup) -> str:
+    """A rule for the name and the arguments of a call."""
+    given = function.get("parameters")
+    schema: dict[str, Any] = {"type": "object"} | (given if isinstance(given, dict) else {})
+    name = json.dumps(function["name"], ensure_ascii=False)
+    shown = name if markup.quotes_names else function["name"]
+    begin = _text(f"{markup.label}{shown}{markup.between}")
+    lenient = not function.get("strict")
+    return f"f{index}: {begin} {_json(schema, f'tool {name}', 'tools', lenient=lenient)}"
+
+
+def _json(schema: Mapping[str, Any], whose: str, param: str, *, lenient: bool = False) -> str:
+    try:
+        return f"%json {json.dumps(exact_schema(schema, MAX_GRAMMAR, lenient=lenient))}"
+    except ValueError as error:
+        text = f"the schema of {whose[:_MAX_NAME]} cannot be enforced: {error}"
+        raise InvalidRequest(text, param=param) from None
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def read_json(text: str) -> list[ToolCall] | None:
@@ -313,3 +432,90 @@ def _literal(node: ast.expr) -> Any:
             if all(isinstance(name, str) for name in names):
                 return dict(zip(names, map(_literal, values), strict=True))
     raise ValueError("no literal")
+
+
+class Family(NamedTuple):
+    """`marks`: texts that are all in their chat templates. `make_parser` takes the functions that
+    may be called. `markup` None: their calls cannot be enforced."""
+
+    marks: tuple[str, ...]
+    make_parser: Callable[[Sequence[Function]], AnswerParser]
+    markup: CallMarkup | None = None
+
+
+_DEEPSEEK = CallMarkup(
+    _BEGIN,
+    close=_END,
+    separator="\n",
+    before=_CALL,
+    label="",
+    between=_NAMED,
+    behind=_CALLED,
+    quotes_names=False,
+)
+_FENCED = replace(
+    _DEEPSEEK,
+    before=f"{_CALL}function{_NAMED}",
+    between="\n```json\n",
+    behind=f"\n```{_CALLED}",
+)
+
+
+def _deepseek(functions: Sequence[Function]) -> AnswerParser:
+    return TaggedParser(_BEGIN, _END, read_deepseek)
+
+
+def _gemma(begin: str, end: str, quote: str) -> "Family":
+    def make_parser(functions: Sequence[Function]) -> AnswerParser:
+        return TaggedParser(begin, end, partial(read_gemma, quote=quote, functions=functions))
+
+    return Family((begin, quote), make_parser)
+
+
+_FAMILIES = (
+    Family((_NAMED, "```json"), _deepseek, _FENCED),
+    Family((_NAMED,), _deepseek, _DEEPSEEK),
+    Family(
+        ("<tool_call>", "<function="),
+        lambda functions: TaggedParser(*_TAGS, partial(read_coder, functions=functions)),
+    ),
+    Family(
+        ("<tool_call>", "<arg_key>"),
+        lambda functions: TaggedParser(*_TAGS, partial(read_glm, functions=functions)),
+    ),
+    Family(
+        ("<tool_call>",),
+        lambda functions: TaggedParser(*_TAGS, read_json),
+        CallMarkup("<tool_call>", "\n", "\n</tool_call>", repeats=True),
+    ),
+    Family(
+        ("[TOOL_CALLS]",),
+        # Where the tag is a special token, it is not in the text of an answer.
+        lambda functions: WholeParser("[", read_json, TaggedParser("[TOOL_CALLS]", "", read_json)),
+        CallMarkup("[TOOL_CALLS]", "[", "]", separator=", "),
+    ),
+    Family(
+        ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+        lambda functions: TaggedParser(*_KIMI_TAGS, read_kimi),
+    ),
+    _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+    Family(
+        ("[func_name1(params_name1=params_value1",),
+        lambda functions: WholeParser("[", read_python, PlainParser()),
+    ),
+    Family(
+        ('"parameters": ',),
+        lambda functions: WholeParser("{", read_json, PlainParser()),
+        CallMarkup("", between=', "parameters": '),
+    ),
+)
+
+
+def tool_family(template: str) -> Family | None:
+    """The family of models with this chat template; None if it shows no tools in a form that is
+    known."""
+    if "[ARGS]" in template:  # Mistral's later form, of special tokens that answers do not have
+        return None
+    families = (f for f in _FAMILIES if all(mark in template for mark in f.marks))
+    return next(families, None)

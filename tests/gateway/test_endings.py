@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.conversations import endings
-from parrot.gateway.conversations.doctor import Prompt
-from parrot.gateway.conversations.endings import Endings
+from parrot.gateway import endings
+from parrot.gateway.endings import Endings, ShownPrompt
 
 SCOPE = {"tenant": "t", "model": "m", "options": {}}
 Json = dict[str, Any]
 
 
-def rendered(messages: list[Json], note: str = "") -> Prompt:
+def rendered(messages: list[Json], note: str = "") -> ShownPrompt:
     text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
-    return Prompt(messages, {}, f"{note}{text}<assistant>")
+    return ShownPrompt(messages, {}, f"{note}{text}<assistant>")
 
 
 def said(role: str, text: str) -> Json:
@@ -29,7 +28,7 @@ class Conversations:
 
     def __init__(self) -> None:
         self.endings = Endings()
-        self.kept: list[Prompt] = []
+        self.kept: list[ShownPrompt] = []
         self.num_turns = 0
 
     def turn(self, messages: list[Json], answer: str, *, is_kept: bool) -> int | None:
@@ -79,7 +78,7 @@ def test_a_text_that_is_shown_otherwise_is_not_continued(is_kept: bool) -> None:
     more = [*first, said("assistant", "x"), said("user", "b")]
     place = here.endings.find(rendered(more, "Today is Monday. "), SCOPE, lambda _: True)
     assert place.ending is None
-    shorter = Prompt(more, {}, "<user>a<assistant>")  # it leaves the answer out
+    shorter = ShownPrompt(more, {}, "<user>a<assistant>")  # it leaves the answer out
     assert here.endings.find(shorter, SCOPE, lambda _: True).ending is None
     found = here.endings.find(rendered(more), SCOPE, lambda _: True)
     assert (found.ending is not None, found.num_known) == (True, 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from parrot.gateway.conversations.turn import Turn
+from parrot.gateway.turns import Turn
 from parrot.protocol.sampling import Logprobs
 from parrot.serve.scored_tokens import SLICE, Scored, scored_tokens
 

@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.prompts.placeholders import mark_places, put_variables
-from parrot.gateway.prompts.transcript import render_transcript
+from parrot.gateway.transcript import mark_places, put_variables, render_transcript
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import parse_template, placeholder
 from parrot.serve.graph.nodes import PieceKind, TextPiece, VariablePiece
 from parrot.serve.prompts.chat import ChatTemplate
-from tests.gateway.prompts.test_transcript import HERMES
+from tests.gateway.test_transcript import HERMES
 from tests.serve.serve_fakes import make_graph
 
 NAMES = ("a", "b")

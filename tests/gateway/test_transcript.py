@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from parrot.gateway.prompts.transcript import render_transcript, with_system_first
+from parrot.gateway.transcript import render_transcript, with_system_first
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts.chat import ChatTemplate
 from tests.serve.prompts.test_chat_prompts import TEMPLATES

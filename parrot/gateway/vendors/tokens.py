@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, in OpenAI's format."""
+"""`POST /tokenize` and `/detokenize`, in vLLM's format, and `POST /v1/embeddings`, in OpenAI's."""
 
 import asyncio
 from base64 import b64decode
@@ -10,17 +10,68 @@ import orjson
 from pydantic import Discriminator, Field, Tag
 
 from parrot.gateway.direct import DirectRequests
+from parrot.gateway.turns import Turns
+from parrot.gateway.vendors.chat_completions import MAX_MESSAGES, ChatMessage, template_messages
 from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
-from parrot.gateway.vendors.openai_common import Ignored
-from parrot.protocol.errors import UnsupportedField
-from parrot.protocol.fields import MAX_TOKENS, Name, Text, Wire
+from parrot.gateway.vendors.openai_fields import Ignored
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.fields import MAX_TOKENS, Name, Text, TokenIds, Wire
+from parrot.serve.core import ServeCore
 
 MAX_INPUTS = 2048  # OpenAI's
-
 _TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _Ids = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
 _Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 _Lists = Annotated[list[_Ids], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+
+
+class TokenizeRequest(Wire):
+    """Has a `prompt` or `messages`."""
+
+    model: Name
+    prompt: Text | None = None
+    messages: list[ChatMessage] | None = Field(
+        None, fail_fast=True, min_length=1, max_length=MAX_MESSAGES
+    )
+
+
+class DetokenizeRequest(Wire):
+    model: Name
+    tokens: TokenIds
+
+
+class Tokens(VendorAnswer):
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+
+
+class DetokenizedText(VendorAnswer):
+    prompt: str
+
+
+class Tokenize:
+    def __init__(self, core: ServeCore, turns: Turns) -> None:
+        self._core = core
+        self._turns = turns
+
+    async def tokenize(self, request: TokenizeRequest, caller: Caller) -> bytes:
+        """The ids of a prompt, as a completion or a chat completion would have it."""
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give either a `prompt` or `messages`", param="prompt")
+        prompt: Any = request.prompt
+        if request.messages is not None:
+            prompt = template_messages(request.messages)
+        ids = await self._turns.tokens(request.model, prompt, {})
+        await asyncio.sleep(0)  # there may be millions
+        longest = {card.id: card.max_model_len for card in self._core.models().data}
+        return orjson.dumps(
+            {"count": len(ids), "max_model_len": longest.get(request.model), "tokens": ids}
+        )
+
+    async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> bytes:
+        text = await self._turns.text(request.model, request.tokens)
+        return orjson.dumps({"prompt": text})
 
 
 def _kind(value: Any) -> str:

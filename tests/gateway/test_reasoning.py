@@ -6,16 +6,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parrot.gateway.prompts.answers import (
+from parrot.gateway.answers import (
     Answer,
     AnswerParser,
     PlainParser,
     ReasoningDelta,
+    ReasoningParser,
     TextDelta,
     read_answer,
+    reasoning_options,
+    with_reasoning,
 )
-from parrot.gateway.prompts.call_families import tool_family
-from parrot.gateway.prompts.reasoning import ReasoningParser, reasoning_options, with_reasoning
+from parrot.gateway.tool_calls import tool_family
 
 TEMPLATE = "{% set content = content.split('</think>')[-1] %}"
 CALL = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parrot.gateway.shards import Load, homes
 from parrot.utils.shard import MAX_SHARDS
 from tests.e2e.programs import Program, program
-from tests.gateway.shards.test_shards import Served, free_ports, shard
+from tests.gateway.test_shards import Served, free_ports, shard
 
 CORES = [f"http://core-{index}:9000" for index in range(8)]
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.conversations.doctor import Prompt, diagnose, repaired
+from parrot.gateway.endings import ShownPrompt, diagnose, repaired
 
 
-def prompt(*texts: str, system: str = "You are a parrot.", **options: Any) -> Prompt:
+def prompt(*texts: str, system: str = "You are a parrot.", **options: Any) -> ShownPrompt:
     roles = ["user", "assistant"] * len(texts)
     spoken = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
     messages = [{"role": "system", "content": system}, *spoken]
     shown = "".join(f"<{m['role']}>{m['content']}" for m in messages)
-    return Prompt(messages, options, f"{options.get('tools', '')}{shown}")
+    return ShownPrompt(messages, options, f"{options.get('tools', '')}{shown}")
 
 
 LOOK = {"function": {"name": "look"}}
@@ -58,20 +58,22 @@ FLY = {"function": {"name": "fly"}}
         ),
         (prompt("Hi", "Yes", "So"), prompt("Summary: hi"), "history_changed", 1),
         (
-            Prompt(prompt("Hi").messages, {}, "[1 Jul] Hi"),
-            Prompt(prompt("Hi").messages, {}, "[2 Jul] Hi"),
+            ShownPrompt(prompt("Hi").messages, {}, "[1 Jul] Hi"),
+            ShownPrompt(prompt("Hi").messages, {}, "[2 Jul] Hi"),
             "date",
             None,
         ),
         (
-            Prompt(prompt("Hi").messages, {}, "a Hi"),
-            Prompt(prompt("Hi").messages, {}, "b Hi"),
+            ShownPrompt(prompt("Hi").messages, {}, "a Hi"),
+            ShownPrompt(prompt("Hi").messages, {}, "b Hi"),
             "template",
             None,
         ),
     ],
 )
-def test_reasons(earlier: Prompt, later: Prompt, reason: str, message: int | None) -> None:
+def test_reasons(
+    earlier: ShownPrompt, later: ShownPrompt, reason: str, message: int | None
+) -> None:
     found = diagnose(earlier, later)
     assert (found.reason, found.message) == (reason, message)
     assert reason in str(found)
@@ -80,7 +82,9 @@ def test_reasons(earlier: Prompt, later: Prompt, reason: str, message: int | Non
 @given(st.text(max_size=50), st.text(max_size=50), st.sampled_from([1, 65_530, 131_080]))
 def test_the_place_is_the_first_difference(one: str, other: str, repeat: int) -> None:
     common = "x" * repeat
-    found = diagnose(Prompt([], {}, common + "a" + one), Prompt([], {}, common + "b" + other))
+    found = diagnose(
+        ShownPrompt([], {}, common + "a" + one), ShownPrompt([], {}, common + "b" + other)
+    )
     assert found.at == repeat
     assert found.before.startswith("x" * min(repeat, 24) + "a")
 

@@ -1,8 +1,9 @@
 """Sessions of programs that begin none themselves, since the API that they speak has none."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from parrot.protocol.errors import QuotaExceeded, SessionGone
+from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.core import ServeCore
 from parrot.serve.sessions import Session
 from parrot.serve.tenants.quotas import TenantQuotaExceeded
@@ -16,10 +17,9 @@ class ProgramSessions:
     """Begins a session for each program, which ends like any other. Where there is no room for a
     new one, those end that are idle, the least recently used first."""
 
-    def __init__(self, core: ServeCore, on_begun: Callable[[Session], None]) -> None:
-        """`on_begun` is told of every session. The core's end of one includes `forget`."""
+    def __init__(self, core: ServeCore) -> None:
+        """The core's end of a session includes `forget`."""
         self._core = core
-        self._on_begun = on_begun
         self._programs: LruDict[int, Program] = LruDict()  # by session id
         self._by_name: dict[Program, int] = {}
 
@@ -72,7 +72,7 @@ class ProgramSessions:
             session = None
             try:
                 session = self._core.sessions.create(tenant, apps, on_demand=True, is_program=True)
-                self._on_begun(session)
+                self._core.session_begun(session, SessionCreateRequest(on_demand=True))
                 session.account.require(**usage)
             except QuotaExceeded as error:
                 if session is not None:

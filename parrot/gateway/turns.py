@@ -1,0 +1,529 @@
+"""Turns: prompts that come whole, as chat APIs send them, and the programs that they belong to.
+
+    request 1     system, user                              completion 1
+    request 2     system, user, assistant, tool             completion 2, which continues 1
+                  '-- how completion 1 ended --'
+
+A chat API has no sessions: a program sends its history again with every turn. A turn whose prompt
+begins with exactly the text of an earlier one, its answer included, continues it as a node of the
+same graph, on the same KV. Any other turn begins a program, or belongs to one that it names.
+
+    turn 1    "Summarize ..."            answer: variable a        nobody waits for it
+    turn 2    "Join: {{first}}"          first = a, which is not there yet
+
+Chained turns have variables of a session in their prompts, and answers that are variables. So a
+program that speaks a chat API submits its whole graph, and no text goes through it in between."""
+
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from parrot.gateway.answers import AnswerParser, FirstCallParser
+from parrot.gateway.conversation import (
+    Body,
+    TokenPrompt,
+    answer_parser,
+    constrained_calls,
+    prompt_of_tokens,
+    prompt_tokens,
+    reasoning_parser,
+    require_fits,
+    served_body,
+    served_parser,
+    served_transcript,
+    text_of_tokens,
+    transcript_of,
+)
+from parrot.gateway.endings import (
+    Endings,
+    Place,
+    PrefixDoctor,
+    ShownPrompt,
+)
+from parrot.gateway.programs import ProgramSessions
+from parrot.gateway.tool_calls import CallRules
+from parrot.gateway.transcript import Message, Transcript, mark_places, put_variables
+from parrot.protocol.errors import InvalidRequest, NotFound
+from parrot.protocol.fields import PerformanceCriteria
+from parrot.protocol.public import (
+    CallParameter,
+    CallResponse,
+    ParameterInfo,
+    ReadOptions,
+    SemanticCallRequest,
+    VarGetResponse,
+)
+from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.protocol.template import placeholder
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.build import Prompt
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    CompletionState,
+    Piece,
+    PieceKind,
+    Reader,
+    TextPiece,
+)
+from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.prompts.tokenizers import ModelTokenizer
+from parrot.serve.readers import Reads
+from parrot.serve.sessions import AddPrompt, Session
+from parrot.serve.tenants.quotas import num_bytes
+from parrot.serve.views import value_view
+
+PromptSource = Sequence[Message] | str
+
+_TOKEN_BYTES = 40  # of a token that a program chose itself
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """How a turn is tied to variables of a session: `session_id`, or the program's own.
+
+    `inputs`: var_ids by placeholder. `output`: the unset variable that the answer sets.
+    `is_deferred`: nobody waits for the answer; with `criteria` it is made at once, as if somebody
+    wanted it so, within `deadline` seconds."""
+
+    session_id: int | None = None
+    session_auth: str | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    output: str | None = None
+    is_deferred: bool = False
+    criteria: PerformanceCriteria | None = None
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A prompt and how to go on from it.
+
+    `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
+    may have special tokens in it; `tokens` are its tokens, where the text does not tell them. There
+    is an answer for each of `samplings`. `program` names the program that asks. `calls`: what
+    answers may call of the tools in `options`. `deadline`: in how many seconds the answers are
+    wanted. `prediction`: text that they may repeat. `traceparent`: the span of who asks.
+    `is_resumed`: it was accepted before a restart, so that the queue is full does not refuse it."""
+
+    tenant: str
+    model: str
+    prompt: PromptSource
+    samplings: Sequence[SamplingConfig]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    program: str | None = None
+    func_name: str = "chat"
+    criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
+    calls: CallRules | None = None
+    deadline: float | None = None
+    chain: Chain | None = None
+    tokens: TokenizedText | None = None
+    prediction: str = ""
+    traceparent: str = ""
+    is_resumed: bool = False
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether answers are not constrained from their first token on."""
+        is_constrained = any(sampling.constraint is not None for sampling in self.samplings)
+        must_call = self.calls is not None and self.calls.must_call
+        return not (isinstance(self.prompt, str) or is_constrained or must_call)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
+    closing a stream, withdraws it. `place`: where its prompt ends; None if nothing continues it.
+    `make_parser` makes a parser for each answer. `prefix` says in a line
+    whether the prompt shares what the program sent before. `is_kept`: what is not done stays in the
+    session, for whoever wants it."""
+
+    session: Session
+    request_id: int
+    completions: Sequence[Completion]
+    place: Place | None
+    reads: Reads
+    criteria: PerformanceCriteria
+    make_parser: Callable[[], AnswerParser]
+    prefix: str
+    deadline: float | None = None
+    is_kept: bool = False
+
+    def parser(self, *, may_call_many: bool = True) -> AnswerParser:
+        """For one answer. Unless it `may_call_many` tools, calls after the first are dropped."""
+        parser = self.make_parser()
+        return parser if may_call_many else FirstCallParser(parser)
+
+    async def read(self, choice: int) -> VarGetResponse:
+        """Raises the answer's error."""
+        output = self.completions[choice].output
+        async with self.session.published():
+            await self.reads.value(self.session, output, self._options)
+        return value_view(output)
+
+    def stream(self, choice: int) -> AsyncGenerator[str]:
+        """The answer's text in deltas. Raises as `read` does."""
+        return self.reads.stream(self.session, self.completions[choice].output, self._options)
+
+    def ended(self, choice: int) -> VarGetResponse:
+        """An answer that was streamed to its end."""
+        return value_view(self.completions[choice].output)
+
+    @property
+    def _options(self) -> ReadOptions:
+        return ReadOptions(
+            session_id=self.session.id, criteria=self.criteria, deadline=self.deadline
+        )
+
+    def logprobs(self, choice: int) -> Logprobs | None:
+        """How likely the answer's tokens so far were; None unless that is wanted."""
+        return self.completions[choice].stats.logprobs
+
+    def cancel(self) -> None:
+        """Stop whatever is not done, unless it is kept. Nothing is left of a session that has
+        ended."""
+        if not self.is_kept and self.request_id in self.session.graph.calls:
+            self.session.graph.cancel_call(self.request_id)
+
+
+class Rendered(NamedTuple):
+    """A prompt and the way of its answers; `conversation` is its server's to render."""
+
+    shown: Transcript
+    samplings: Sequence[SamplingConfig]
+    make_parser: Callable[[], AnswerParser]
+    conversation: Body | None = None
+
+
+class Turns:
+    """Stands on a core, whose sessions it begins for programs that begin none themselves."""
+
+    def __init__(self, core: ServeCore) -> None:
+        self._core = core
+        self._sessions = ProgramSessions(core)
+        self._doctor = PrefixDoctor(core.config.prefix_repair, core.prefix_broken)
+        self._aliases = core.config.model_aliases
+        self._endings = Endings()
+        core.attach(self)
+
+    def check_integrity(self) -> None:
+        self._sessions.check_integrity()
+
+    def submit(self, request: TurnRequest) -> Turn:
+        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`, and
+        if it is chained what `_submit_chained` raises."""
+        if request.model in self._aliases:
+            request = replace(request, model=self._aliases[request.model])
+        if request.chain is not None:
+            return self._submit_chained(request, request.chain)
+        if not request.is_resumed:
+            self._core.tasks.require_room(request.tenant)
+        request = replace(request, prompt=self._doctor.repaired(request.prompt))
+        shown, samplings, make_parser, conversation = self._rendered(request)
+        text = shown.text
+        limit = self._longest(request.model)
+        require_fits(text, self._core.fleet.tokenizer(request.model), limit)  # before it is kept
+        prompt = _prompt(request, text)
+        place = None
+        if not isinstance(request.prompt, str):  # which nothing continues
+            place = self._endings.find(prompt, _scope(request), self._sessions.is_live)
+        ending, num_known = (None, 0) if place is None else (place.ending, place.num_known)
+        fill = shown.pieces(0 if ending is None else ending.length, num_known)
+        if request.tokens is not None:
+            fill = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
+        usage = _usage_of(fill, len(request.samplings), request.prediction)
+        if ending is None:
+            quoted = self._doctor.program_of(request.tenant, prompt)
+            session = self._sessions.with_room(request.tenant, request.program, usage, quoted)
+        else:
+            session = self._sessions.use(ending.session_id)
+            session.account.require(**usage)
+        session.require_room()
+        left = self._doctor.examine(session.id, prompt, is_continued=ending is not None)
+        options = CallOptions(
+            func_name=request.func_name,
+            models=(request.model,),
+            cache_prefix=not isinstance(request.prompt, str),
+            tenant=request.tenant,
+            cache_salt=session.graph.cache_salt,
+            remark="" if left is None else f"prefix: {left}",
+            prediction=request.prediction,
+            traceparent=request.traceparent,
+        )
+        previous = None if ending is None else ending.completion
+        asked = Prompt(tuple(fill), samplings, options, previous, conversation=conversation)
+        request_id, completions = session.apply(AddPrompt(asked, usage, is_kept=False))
+        self._tell(session, completions)
+        prefix = "new" if ending is None else "continued"
+        return Turn(
+            session,
+            request_id,
+            completions,
+            place,
+            self._core.reads,
+            request.criteria,
+            make_parser,
+            prefix if left is None else left.summary,
+            request.deadline,
+        )
+
+    def _submit_chained(self, request: TurnRequest, chain: Chain) -> Turn:
+        """Raises as `submit` does, `AuthenticationFailed` and `SessionGone`, and for the
+        variable of the output `AlreadySet`, `Conflict` and `CyclicGraph`."""
+        if chain.output is not None and len(request.samplings) > 1:
+            raise InvalidRequest("there is one output, but many answers", param="parrot.output")
+        tokenizer = self._core.fleet.tokenizer(request.model)
+        marked = mark_places(request.prompt, list(chain.inputs))
+        shown, samplings, make_parser, _ = rendered(request, marked.prompt, tokenizer)
+        session = self._session_of(request, chain)
+        self._core.tasks.require_room(session.tenant)
+        inputs = {
+            name: _known(session, var_id, f"parrot.inputs.{name}")
+            for name, var_id in chain.inputs.items()
+        }
+        fill = tuple(put_variables(shown.pieces(), marked, inputs))
+        output = None
+        if chain.output is not None:
+            output = _known(session, chain.output, "parrot.output")
+        usage = _usage_of(fill, 0 if output else len(request.samplings), request.prediction)
+        session.require_room()
+        session.account.require(**usage)
+        options = CallOptions(
+            func_name=request.func_name,
+            models=(request.model,),
+            cache_prefix=not isinstance(request.prompt, str),
+            tenant=session.tenant,
+            cache_salt=session.graph.cache_salt,
+            prediction=request.prediction,
+            traceparent=request.traceparent,
+        )
+        is_own = self._sessions.is_live(session.id)
+        is_kept = not is_own or output is not None or chain.is_deferred
+        prompt = Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
+        request_id, completions = session.apply(AddPrompt(prompt, usage, is_kept))
+        self._tell(session, completions, is_bound=output is not None)
+        if chain.is_deferred:
+            self._begin_deferred(session, completions, chain)
+        return Turn(
+            session,
+            request_id,
+            completions,
+            None,
+            self._core.reads,
+            request.criteria,
+            make_parser,
+            "chained",
+            request.deadline,
+            is_kept=is_kept,
+        )
+
+    def _session_of(self, request: TurnRequest, chain: Chain) -> Session:
+        if chain.session_id is not None:
+            try:
+                return self._core.sessions.authenticate(chain.session_id, chain.session_auth)
+            except NotFound as error:
+                raise InvalidRequest(error.message, param="parrot.session_id") from None
+        if request.program is None:
+            raise InvalidRequest(
+                "a chained call names its session, or its program by `prompt_cache_key`",
+                param="parrot.session_id",
+            )
+        return self._sessions.with_room(request.tenant, request.program, {})
+
+    def _begin_deferred(
+        self, session: Session, completions: Sequence[Completion], chain: Chain
+    ) -> None:
+        """Nobody reads it yet: it runs when what the program holds does, or at once as wanted."""
+        self._core.wake_soon(session)
+        if chain.criteria is None:
+            return
+        deadline = None if chain.deadline is None else self._core.clock.now() + chain.deadline
+        for completion in completions:
+            if not completion.output.is_settled:
+                session.graph.activation.add_reader(
+                    Reader(completion.output, chain.criteria, deadline)
+                )
+
+    def _tell(
+        self, session: Session, completions: Sequence[Completion], *, is_bound: bool = False
+    ) -> None:
+        """Tell observers what was submitted. `is_bound`: the request named the variable of the
+        output."""
+        for completion in completions if self._core.observers else ():
+            call, response = _as_call(session, completion, is_bound=is_bound)
+            self._core.call_submitted(session, call, response)
+
+    def _longest(self, model: str) -> int | None:
+        """Tokens of the longest sequence that an engine of the model takes; None: there is none."""
+        fleet = self._core.fleet
+        return max([e.max_len for e in fleet if e.info.model == model], default=None)
+
+    def _takes_messages(self, model: str) -> bool:
+        """Whether a server behind an engine of the model renders conversations."""
+        fleet = self._core.fleet
+        able = [e.info.capabilities.features for e in fleet if e.info.model == model]
+        return any("messages" in (features or ()) for features in able)
+
+    def _rendered(self, request: TurnRequest) -> Rendered:
+        tokenizer = self._core.fleet.tokenizer(request.model)
+        is_text = tokenizer is None and not isinstance(request.prompt, str)
+        if is_text and self._takes_messages(request.model):
+            return served(request)
+        return rendered(request, request.prompt, tokenizer)
+
+    async def count_tokens(
+        self, model: str, prompt: PromptSource, options: Mapping[str, Any]
+    ) -> int:
+        """Raises as `tokens` does."""
+        return len(await self.tokens(model, prompt, options))
+
+    async def tokens(
+        self, model: str, prompt: PromptSource, options: Mapping[str, Any]
+    ) -> list[int]:
+        """The ids of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of
+        the model take text."""
+        model = self._aliases.get(model, model)
+        return await prompt_tokens(prompt, options, model, self._core.fleet.tokenizer(model))
+
+    async def prompt_of(self, model: str, ids: Sequence[int]) -> TokenPrompt:
+        """The `prompt` and `tokens` of a `TurnRequest` for a prompt of these tokens. Raises as
+        `tokens` does, and `InvalidRequest`."""
+        model = self._aliases.get(model, model)
+        return await prompt_of_tokens(ids, model, self._core.fleet.tokenizer(model))
+
+    async def text(self, model: str, ids: Sequence[int]) -> str:
+        """The text that the ids stand for. Raises as `tokens` does."""
+        model = self._aliases.get(model, model)
+        return await text_of_tokens(ids, model, self._core.fleet.tokenizer(model))
+
+    def remember(self, turn: Turn, choice: int, message: Mapping[str, Any]) -> None:
+        """The program will send `message` for this answer if it goes on, perhaps without the
+        reasoning."""
+        completion = turn.completions[choice]
+        if turn.place is None or completion.state is not CompletionState.DONE:
+            return
+        bare = {name: field for name, field in message.items() if name != "reasoning_content"}
+        for shown in (message, bare) if len(bare) < len(message) else (message,):
+            self._endings.put(turn.place, turn.session, completion, shown)
+            self._doctor.remember_answer(completion.options.tenant, turn.session.id, shown)
+
+    def restore_ending(self, session_id: str, fields: Mapping[str, Any]) -> None:
+        """Remember what a record of the journal tells of a session."""
+        session = self._core.sessions.find(int(session_id))
+        assert session is not None, session_id
+        self._endings.restore(session, fields)
+
+    def restored(self) -> None:
+        """The sessions are as they were before a restart."""
+        for session in self._core.sessions:
+            if session.is_program:
+                self._sessions.restore(session)
+
+    def forget(self, session: Session) -> None:
+        """A session has ended."""
+        self._doctor.forget(session.id)
+        self._endings.forget(session.id)
+        self._sessions.forget(session)
+
+
+def _prompt(request: TurnRequest, text: str) -> ShownPrompt:
+    messages = () if isinstance(request.prompt, str) else request.prompt
+    return ShownPrompt(messages, request.options, text)
+
+
+def _scope(request: TurnRequest) -> Mapping[str, Any]:
+    """The other things that are equal in conversations that go on."""
+    return {"tenant": request.tenant, "model": request.model, "options": request.options}
+
+
+def _usage_of(fill: Sequence[Piece], num_new: int, prediction: str) -> dict[str, int]:
+    """The amounts that a session keeps for a call with this prompt and its new variables."""
+    pieces = [piece for piece in fill if isinstance(piece, TextPiece)]
+    size = num_bytes([prediction, *(piece.text for piece in pieces)])
+    size += sum(_TOKEN_BYTES * len(p.tokenized.ids) for p in pieces if p.tokenized is not None)
+    return {"calls": 1, "variables": num_new, "text_bytes": size}
+
+
+def _known(session: Session, var_id: str, param: str) -> SemanticVariable:
+    variable = session.graph.variables.get(var_id)
+    if variable is None:
+        raise InvalidRequest(f"the session has no variable `{var_id:.80}`", param=param)
+    return variable
+
+
+def rendered(
+    request: TurnRequest, prompt: PromptSource, tokenizer: ModelTokenizer | None
+) -> Rendered:
+    """The request's turn with this prompt. Raises `UnsupportedField` and `InvalidRequest`."""
+    options, model = request.options, request.model
+    make_parser = answer_parser(options, model, tokenizer)
+    samplings = constrained_calls(request.samplings, request.calls, model, tokenizer)
+    shown = transcript_of(prompt, options, model, tokenizer)
+    if request.may_reason:
+        make_parser = reasoning_parser(make_parser, shown.text, tokenizer)
+    return Rendered(shown, samplings, make_parser)
+
+
+def served(request: TurnRequest) -> Rendered:
+    """The request's turn, whose prompt is messages, for a server that renders it."""
+    assert not isinstance(request.prompt, str), request
+    body = served_body(request.prompt, request.options, request.calls)
+    make_parser = served_parser(request.calls, may_reason=request.may_reason)
+    return Rendered(served_transcript(request.prompt, body), request.samplings, make_parser, body)
+
+
+def _as_call(
+    session: Session, completion: Completion, *, is_bound: bool
+) -> tuple[SemanticCallRequest, CallResponse]:
+    """The completion as a call that was submitted with its texts as values: a text in a template
+    might be taken for a placeholder."""
+    parameters: list[CallParameter] = []
+    described: list[ParameterInfo] = []
+
+    def add(name: str, var_id: str, parameter: CallParameter) -> None:
+        parameters.append(parameter)
+        described.append(
+            ParameterInfo(
+                parameter_name=name,
+                is_output=parameter.is_output,
+                var_name=name,
+                var_id=var_id,
+            )
+        )
+
+    for i, piece in enumerate(_merged(completion.fill)):
+        name = f"piece_{i}"
+        if isinstance(piece, TextPiece):
+            add(name, "", CallParameter(name=name, value=piece.text))
+        else:
+            var_id = piece.variable.id
+            add(name, var_id, CallParameter(name=name, var_id=var_id))
+    output = completion.output
+    bound_id = output.id if is_bound else None
+    sampling = completion.sampling
+    add(
+        "answer",
+        output.id,
+        CallParameter(name="answer", is_output=True, var_id=bound_id, sampling_config=sampling),
+    )
+    call = SemanticCallRequest(
+        session_id=session.id,
+        template="".join(placeholder(parameter.name) for parameter in parameters),
+        parameters=parameters,
+        func_name=completion.options.func_name,
+        models=list(completion.options.models),
+        cache_prefix=completion.options.cache_prefix,
+        on_demand=not completion.is_held,
+        successor_of=None if completion.previous is None else completion.previous.request_id,
+    )
+    return call, CallResponse(request_id=completion.request_id, param_info=described)
+
+
+def _merged(fill: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces with texts that follow each other as one."""
+    for is_text, pieces in groupby(fill, key=lambda piece: isinstance(piece, TextPiece)):
+        if is_text:
+            yield TextPiece("".join(p.text for p in pieces if isinstance(p, TextPiece)))
+        else:
+            yield from pieces
