@@ -14,6 +14,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source sample_configs/launch/bootstrap.sh
 bootstrap dev
+# Compiled modules are kept, whatever the environment says: hundreds of processes import the same
+# ones, and to compile those with tests takes longer than to collect them.
+unset PYTHONDONTWRITEBYTECODE
 # One compute thread per test process: with more, they fight over the few cores there are.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 workers=$("$PYTHON" -c 'import os; print(max(1, min(4, 3 * (os.cpu_count() or 1) // 2)))')

@@ -481,7 +481,7 @@ async def test_a_disk_that_is_only_slow_bounds_how_long_anything_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each write is soon done, but more comes than is written."""
-    monkeypatch.setattr("parrot.serve.journal.journal._BYTES_PER_WRITE", 8 * 2**10)
+    monkeypatch.setattr("parrot.journal.log._BYTES_PER_WRITE", 8 * 2**10)
     journal = await opened(tmp_path / "j", max_wait_s=0.1)
     write, num_refused = journal._file.write, 0
 
