@@ -27,9 +27,9 @@ async def scored_tokens(found: Logprobs, start: int = 0) -> AsyncIterator[Scored
             yield scored
 
 
-async def logprobs_view(found: Logprobs | None) -> list[TokenLogprob] | None:
+async def logprobs_view(found: Logprobs) -> list[TokenLogprob] | None:
     """The tokens as programs read them."""
-    if found is None or found.tokens is None:
+    if found.tokens is None:
         return None
     return [
         TokenLogprob(

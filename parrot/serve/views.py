@@ -173,7 +173,7 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
 async def read_view(variable: SemanticVariable) -> VarGetResponse:
     """The same, and how likely its tokens were, if that is wanted. Else it does not suspend."""
     value, stats = value_view(variable), variable.stats
-    if stats is not None:
+    if stats is not None and stats.logprobs is not None:
         value.logprobs = await logprobs_view(stats.logprobs)
     return value
 
