@@ -42,7 +42,7 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota,
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.metrics import CoreMetrics
-from parrot.serve.tenants.table import KeyEntry, TenantLimits
+from parrot.serve.tenants.table import KeyEntry, TenantLimits, TenantTable
 from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent
@@ -386,7 +386,8 @@ def _plain_table(head: list[str], rows: list[list[str]]) -> str:
 
 def _metrics_page(page: str) -> str:
     config = CoreConfig()
-    core = CoreMetrics(config).families([], Dispatcher(config, MonotonicClock()))
+    metrics = CoreMetrics(config, TenantTable(config), lambda session_id: None)
+    core = metrics.families([], Dispatcher(config, MonotonicClock()))
     host = engine_api.HostTierInfo(num_max_blocks=0, num_free_blocks=0)
     info = engine_api.RuntimeInfo(host_tier=host, server_load=engine_api.ServerLoad())
     engine = EngineMetrics("", "").families(info)

@@ -19,8 +19,9 @@ import argparse
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from unittest.mock import patch
 
 import aiohttp
@@ -42,9 +43,8 @@ from benchmark.serve.bench_page import summary
 from parrot.cli.bench.styles import Session as ProgramSession
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
-from parrot.serve.graph.nodes import Task
+from parrot.serve.events import Sink, TaskEnded
 from parrot.serve.metrics import CoreMetrics
-from parrot.serve.sessions import Session
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 CALLS_OF_SESSION = 10
@@ -122,13 +122,19 @@ async def scraping(
 
 def counted(num_calls: int) -> dict[str, object]:
     """The time of counting a call that has ended."""
-    count = CoreMetrics.task_finished
     spent_us: list[float] = []
 
-    def timed(metrics: CoreMetrics, task: Task, session: Session) -> None:
+    def timed(count: Callable[[TaskEnded], None], event: TaskEnded) -> None:
         began = time.thread_time_ns()
-        count(metrics, task, session)
+        count(event)
         spent_us.append(1e-3 * (time.thread_time_ns() - began))
+
+    made = CoreMetrics.sink.fget
+    assert made is not None
+
+    def sink(metrics: CoreMetrics) -> Sink:
+        handlers = made(metrics)
+        return {**handlers, TaskEnded: partial(timed, handlers[TaskEnded])}
 
     async def make_calls() -> None:
         async with SimCluster(1, core=PATIENT) as cluster:
@@ -136,7 +142,7 @@ def counted(num_calls: int) -> dict[str, object]:
             for number in range(num_calls):
                 await program.read(await program.call([f"what is {number}? "], 8))
 
-    with patch.object(CoreMetrics, "task_finished", timed):
+    with patch.object(CoreMetrics, "sink", property(sink)):
         run_virtual(make_calls())
     return {"what": "counted", "us_per_call": statistics.fmean(spent_us)}
 

@@ -21,7 +21,7 @@ from parrot.cli.console import OUT, fail
 from parrot.cli.graph_picture import draw_session
 from parrot.cli.page_feed import PageFeed, RequestFailed, Rows
 from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo
-from parrot.protocol.trace import CallSubmitted, NativeSubmitted
+from parrot.protocol.trace import CallLine, NativeLine
 from parrot.simulation.trace import TracedSession, load_trace
 from parrot.utils.config import ConfigError
 
@@ -221,7 +221,7 @@ def _edges(session: TracedSession) -> Iterator[GraphEdge]:
     for call in session.calls:
         of_request.setdefault(call.request_id, []).append(call)
     for event in session.events:
-        if not isinstance(event, CallSubmitted | NativeSubmitted):
+        if not isinstance(event, CallLine | NativeLine):
             continue
         calls = of_request.get(event.request_id, [])
         for before, after in pairwise(calls):

@@ -23,6 +23,7 @@ import orjson
 
 from parrot.gateway.transcript import Message
 from parrot.serve.config import PrefixRepair
+from parrot.serve.events import Events, PrefixBroken
 from parrot.serve.graph.nodes import Completion, TextPiece
 from parrot.serve.sessions import Session
 from parrot.utils.heaps import LruDict
@@ -97,9 +98,9 @@ class PrefixDoctor:
     """Keeps the last prompt of each program, the least recently used ones up to a bound, and knows
     programs by what was answered to them."""
 
-    def __init__(self, repair: PrefixRepair, on_break: Callable[[Reason], None]) -> None:
+    def __init__(self, repair: PrefixRepair, events: Events) -> None:
         self._repair = repair
-        self._on_break = on_break
+        self._events = events
         self._prompts: LruDict[int, ShownPrompt] = LruDict(_MAX_TEXT, weigh=lambda p: len(p.text))
         self._answers: LruDict[bytes, int] = LruDict(_MAX_ANSWERS)
 
@@ -126,7 +127,7 @@ class PrefixDoctor:
         if earlier is None or is_continued:
             return None
         found = diagnose(earlier, prompt)
-        self._on_break(found.reason)
+        self._events.emit(PrefixBroken, found.reason)
         return found
 
     def remember_answer(self, tenant: str, session_id: int, answer: Message) -> None:

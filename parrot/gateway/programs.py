@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from parrot.protocol.errors import QuotaExceeded, SessionGone
-from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.core import ServeCore
+from parrot.serve.events import SessionBegan
 from parrot.serve.sessions import Session
 from parrot.serve.tenants.quotas import TenantQuotaExceeded
 from parrot.utils.heaps import LruDict
@@ -72,7 +72,7 @@ class ProgramSessions:
             session = None
             try:
                 session = self._core.sessions.create(tenant, apps, on_demand=True, is_program=True)
-                self._core.session_begun(session, SessionCreateRequest(on_demand=True))
+                self._core.events.emit(SessionBegan, session, on_demand=True, traceparent=None)
                 session.account.require(**usage)
             except QuotaExceeded as error:
                 if session is not None:

@@ -14,9 +14,8 @@ same graph, on the same KV. Any other turn begins a program, or belongs to one t
 Chained turns have variables of a session in their prompts, and answers that are variables. So a
 program that speaks a chat API submits its whole graph, and no text goes through it in between."""
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from parrot.gateway.answers import AnswerParser, FirstCallParser
@@ -47,16 +46,12 @@ from parrot.gateway.transcript import Message, Transcript, mark_places, put_vari
 from parrot.protocol.errors import InvalidRequest, NotFound
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
-    CallParameter,
-    CallResponse,
-    ParameterInfo,
     ReadOptions,
-    SemanticCallRequest,
     VarGetResponse,
 )
 from parrot.protocol.sampling import Logprobs, SamplingConfig
-from parrot.protocol.template import placeholder
 from parrot.serve.core import ServeCore
+from parrot.serve.events import PromptAdded
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.nodes import (
     CallOptions,
@@ -202,7 +197,7 @@ class Turns:
     def __init__(self, core: ServeCore) -> None:
         self._core = core
         self._sessions = ProgramSessions(core)
-        self._doctor = PrefixDoctor(core.config.prefix_repair, core.prefix_broken)
+        self._doctor = PrefixDoctor(core.config.prefix_repair, core.events)
         self._aliases = core.config.model_aliases
         self._endings = Endings()
         core.attach(self)
@@ -254,7 +249,7 @@ class Turns:
         previous = None if ending is None else ending.completion
         asked = Prompt(tuple(fill), samplings, options, previous, conversation=conversation)
         request_id, completions = session.apply(AddPrompt(asked, usage, is_kept=False))
-        self._tell(session, completions)
+        self._core.events.emit(PromptAdded, session, completions, is_bound=False)
         prefix = "new" if ending is None else "continued"
         return Turn(
             session,
@@ -302,7 +297,7 @@ class Turns:
         is_kept = not is_own or output is not None or chain.is_deferred
         prompt = Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
         request_id, completions = session.apply(AddPrompt(prompt, usage, is_kept))
-        self._tell(session, completions, is_bound=output is not None)
+        self._core.events.emit(PromptAdded, session, completions, is_bound=output is not None)
         if chain.is_deferred:
             self._begin_deferred(session, completions, chain)
         return Turn(
@@ -344,15 +339,6 @@ class Turns:
                 session.graph.activation.add_reader(
                     Reader(completion.output, chain.criteria, deadline)
                 )
-
-    def _tell(
-        self, session: Session, completions: Sequence[Completion], *, is_bound: bool = False
-    ) -> None:
-        """Tell observers what was submitted. `is_bound`: the request named the variable of the
-        output."""
-        for completion in completions if self._core.observers else ():
-            call, response = _as_call(session, completion, is_bound=is_bound)
-            self._core.call_submitted(session, call, response)
 
     def _longest(self, model: str) -> int | None:
         """Tokens of the longest sequence that an engine of the model takes; None: there is none."""
@@ -471,59 +457,3 @@ def served(request: TurnRequest) -> Rendered:
     body = served_body(request.prompt, request.options, request.calls)
     make_parser = served_parser(request.calls, may_reason=request.may_reason)
     return Rendered(served_transcript(request.prompt, body), request.samplings, make_parser, body)
-
-
-def _as_call(
-    session: Session, completion: Completion, *, is_bound: bool
-) -> tuple[SemanticCallRequest, CallResponse]:
-    """The completion as a call that was submitted with its texts as values: a text in a template
-    might be taken for a placeholder."""
-    parameters: list[CallParameter] = []
-    described: list[ParameterInfo] = []
-
-    def add(name: str, var_id: str, parameter: CallParameter) -> None:
-        parameters.append(parameter)
-        described.append(
-            ParameterInfo(
-                parameter_name=name,
-                is_output=parameter.is_output,
-                var_name=name,
-                var_id=var_id,
-            )
-        )
-
-    for i, piece in enumerate(_merged(completion.fill)):
-        name = f"piece_{i}"
-        if isinstance(piece, TextPiece):
-            add(name, "", CallParameter(name=name, value=piece.text))
-        else:
-            var_id = piece.variable.id
-            add(name, var_id, CallParameter(name=name, var_id=var_id))
-    output = completion.output
-    bound_id = output.id if is_bound else None
-    sampling = completion.sampling
-    add(
-        "answer",
-        output.id,
-        CallParameter(name="answer", is_output=True, var_id=bound_id, sampling_config=sampling),
-    )
-    call = SemanticCallRequest(
-        session_id=session.id,
-        template="".join(placeholder(parameter.name) for parameter in parameters),
-        parameters=parameters,
-        func_name=completion.options.func_name,
-        models=list(completion.options.models),
-        cache_prefix=completion.options.cache_prefix,
-        on_demand=not completion.is_held,
-        successor_of=None if completion.previous is None else completion.previous.request_id,
-    )
-    return call, CallResponse(request_id=completion.request_id, param_info=described)
-
-
-def _merged(fill: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces with texts that follow each other as one."""
-    for is_text, pieces in groupby(fill, key=lambda piece: isinstance(piece, TextPiece)):
-        if is_text:
-            yield TextPiece("".join(p.text for p in pieces if isinstance(p, TextPiece)))
-        else:
-            yield from pieces

@@ -20,6 +20,7 @@ from parrot.journal.log import Journal, Kind, Payload, Record
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import SessionGone
 from parrot.serve.core import ServeCore
+from parrot.serve.events import CompletionPlaced
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import RESERVED, AddPrompt, Begin, CancelCall, Session
 from parrot.serve.tenants.quotas import num_bytes
@@ -50,7 +51,7 @@ def restore(
         restoring.end_broken()
         for _ in core.sessions.keys_changed():
             pass
-        core.dispatcher.on_placed = core.sessions.placed
+        core.events.add({CompletionPlaced: lambda event: core.sessions.placed(event.completion)})
         restoring.cancel_orphans()
     for session in core.sessions:
         core.wake_soon(session)

@@ -1,29 +1,34 @@
 """The log of calls: how each ended, without anything of what it said."""
 
-from parrot.protocol.public import SessionCreateRequest
-from parrot.serve.graph.nodes import Completion, Task
-from parrot.serve.observers import Observer
+from parrot.serve.events import SessionBegan, SessionEnded, Sink, TaskEnded
+from parrot.serve.graph.nodes import Completion
 from parrot.serve.sessions import Session
-from parrot.utils.clock import Clock
 from parrot.utils.logs import log_call
 
 
-class CallLog(Observer):
+class CallLog:
     """Logs the begin and the end of sessions, and the end of their tasks."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    @property
+    def sink(self) -> Sink:
+        return {
+            SessionBegan: self._session_began,
+            SessionEnded: self._session_ended,
+            TaskEnded: self._task_ended,
+        }
 
-    def session_created(self, session: Session, request: SessionCreateRequest) -> None:
+    def _session_began(self, event: SessionBegan) -> None:
+        session = event.session
         log_call("session began", **_scope(session), apps=list(session.apps))
 
-    def session_ended(self, session: Session) -> None:
-        seconds = self._clock.now() - session.created_at
+    def _session_ended(self, event: SessionEnded) -> None:
+        session, seconds = event
         log_call(
             "session ended", **_scope(session), seconds=seconds, calls=len(session.graph.calls)
         )
 
-    def task_finished(self, session: Session, task: Task) -> None:
+    def _task_ended(self, event: TaskEnded) -> None:
+        session, task = event
         times, error = task.times, task.outputs[0].error
         seconds = None
         if times.activated is not None and times.finished is not None:

@@ -4,27 +4,39 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import orjson
 
 from parrot.protocol import trace
-from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import (
     CallParameter,
     CallResponse,
-    NativeCallRequest,
+    ParameterInfo,
     SemanticCallRequest,
-    SessionCreateRequest,
     SessionScoped,
 )
-from parrot.protocol.template import Text, parse_template
-from parrot.serve.contexts.kv_log import KvCounts
-from parrot.serve.graph.nodes import NativeCall
+from parrot.protocol.template import Text, parse_template, placeholder
+from parrot.serve.events import (
+    CallAdded,
+    CancelAsked,
+    CoreClosed,
+    EngineJoined,
+    PromptAdded,
+    ReadBegan,
+    ReadEnded,
+    SessionBegan,
+    SessionDeleted,
+    SessionEnded,
+    Sink,
+    VariableCreated,
+    VariableSet,
+)
+from parrot.serve.graph.nodes import Completion, NativeCall, Piece, TextPiece
 from parrot.serve.graph.variable import VariableState
-from parrot.serve.observers import ObservedRead, Observer
 from parrot.serve.sessions import Session
 from parrot.serve.views import session_steps, session_view
 from parrot.utils.clock import Clock
@@ -51,7 +63,7 @@ class TraceFile:
         """Raises `OSError`, for example when the disk is full."""
         payload = event.model_dump(mode="json", exclude_defaults=True) | {"event": event.event}
         self._file.write(orjson.dumps(payload) + b"\n")
-        if isinstance(event, trace.SessionEnded | trace.TraceHeader):
+        if isinstance(event, trace.EndLine | trace.TraceHeader):
             self._file.flush()
 
     def close(self) -> None:
@@ -61,30 +73,49 @@ class TraceFile:
             logger.error("the end of the trace is lost: %s", error)
 
 
-class Recorder(Observer):
-    """Makes a trace event of whatever it is told. Texts become their lengths and
+class Recorder:
+    """Makes a trace event of each event of ServeCore. Texts become their lengths and
     salted hashes."""
 
     def __init__(self, sink: trace.TraceSink, clock: Clock) -> None:
-        self._sink = sink
+        self._write = sink
         self._clock = clock
         self._began = clock.now()
         self._salt = secrets.token_bytes(16)
         self._known: set[int] = set()  # the sessions that began while it records
         sink(trace.TraceHeader())
 
-    def engine_registered(self, info: EngineInfo) -> None:
-        self._sink(trace.EngineJoined(at=self._at(), engine=info))
+    @property
+    def sink(self) -> Sink:
+        return {
+            EngineJoined: self._engine_joined,
+            SessionBegan: self._session_began,
+            SessionDeleted: self._session_deleted,
+            SessionEnded: self._session_ended,
+            CallAdded: self._call_added,
+            PromptAdded: self._prompt_added,
+            VariableCreated: self._variable_created,
+            VariableSet: self._variable_set,
+            CancelAsked: self._cancel_asked,
+            ReadBegan: self._read_began,
+            ReadEnded: self._read_ended,
+            CoreClosed: self._core_closed,
+        }
 
-    def session_created(self, session: Session, request: SessionCreateRequest) -> None:
+    def _engine_joined(self, event: EngineJoined) -> None:
+        self._write(trace.EngineLine(at=self._at(), engine=event.info))
+
+    def _session_began(self, event: SessionBegan) -> None:
+        session = event.session
         self._known.add(session.id)
         tenant = self._text(session.tenant).ids[0]
-        self._note(trace.SessionBegan, session, tenant=tenant, on_demand=request.on_demand)
+        self._note(trace.SessionLine, session, tenant=tenant, on_demand=event.on_demand)
 
-    def session_deleted(self, session: Session) -> None:
-        self._note(trace.SessionDeleted, session)
+    def _session_deleted(self, event: SessionDeleted) -> None:
+        self._note(trace.DeleteLine, event.session)
 
-    def session_ended(self, session: Session) -> None:
+    def _session_ended(self, event: SessionEnded) -> None:
+        session = event.session
         native_outputs = [
             variable
             for call in session.graph.calls.values()
@@ -93,7 +124,7 @@ class Recorder(Observer):
             for variable in task.outputs
         ]
         self._note(
-            trace.SessionEnded,
+            trace.EndLine,
             session,
             calls=session_view(session_steps(session, self._clock.now(), 0.0)).calls,
             native_texts={
@@ -104,12 +135,13 @@ class Recorder(Observer):
         )
         self._known.discard(session.id)
 
-    def call_submitted(
-        self,
-        session: Session,
-        request: SemanticCallRequest | NativeCallRequest,
-        response: CallResponse,
-    ) -> None:
+    def _prompt_added(self, event: PromptAdded) -> None:
+        for completion in event.completions:
+            call = _as_call(event.session, completion, is_bound=event.is_bound)
+            self._call_added(CallAdded(event.session, *call))
+
+    def _call_added(self, event: CallAdded) -> None:
+        session, request, response = event
         fields: dict[str, Any] = {
             "request_id": response.request_id,
             "parameters": self._parameters(request.parameters, response),
@@ -117,54 +149,50 @@ class Recorder(Observer):
         if isinstance(request, SemanticCallRequest):
             options = _options(request, "template", "parameters", "system")
             pieces = self._pieces(request)
-            self._note(trace.CallSubmitted, session, **fields, pieces=pieces, options=options)
+            self._note(trace.CallLine, session, **fields, pieces=pieces, options=options)
         else:
             options = _options(request, "func_name", "func_source", "parameters")
             name = request.func_name
-            self._note(trace.NativeSubmitted, session, **fields, func_name=name, options=options)
+            self._note(trace.NativeLine, session, **fields, func_name=name, options=options)
 
-    def variable_created(
-        self, session: Session, var_id: str, name: str, content: str | None
-    ) -> None:
+    def _variable_created(self, event: VariableCreated) -> None:
+        session, var_id, name, content = event
         value = None if content is None else self._text(content)
-        self._note(trace.VariableCreated, session, var_id=var_id, name=name, value=value)
+        self._note(trace.VariableLine, session, var_id=var_id, name=name, value=value)
 
-    def variable_set(self, session: Session, var_id: str, content: str) -> None:
-        self._note(trace.VariableSet, session, var_id=var_id, value=self._text(content))
+    def _variable_set(self, event: VariableSet) -> None:
+        value = self._text(event.content)
+        self._note(trace.SetLine, event.session, var_id=event.var_id, value=value)
 
-    def cancel_asked(
-        self, session: Session, *, request_id: int | None = None, var_id: str | None = None
-    ) -> None:
-        self._note(trace.CancelAsked, session, request_id=request_id, var_id=var_id)
+    def _cancel_asked(self, event: CancelAsked) -> None:
+        session, request_id, var_id = event
+        self._note(trace.CancelLine, session, request_id=request_id, var_id=var_id)
 
-    def read_began(self, session: Session, read: ObservedRead) -> None:
+    def _read_began(self, event: ReadBegan) -> None:
         self._note(
-            trace.ReadBegan,
-            session,
-            read_id=read.id,
-            var_ids=list(read.var_ids),
-            k=read.k,
-            is_stream=read.is_stream,
-            options=_options(read.options, "var_ids", "k"),
+            trace.ReadLine,
+            event.session,
+            read_id=event.read_id,
+            var_ids=list(event.var_ids),
+            k=event.k,
+            is_stream=event.is_stream,
+            options=_options(event.options, "var_ids", "k"),
         )
 
-    def read_ended(self, session: Session, read: ObservedRead, error: BaseException | None) -> None:
-        outcome = None
+    def _read_ended(self, event: ReadEnded) -> None:
+        outcome, error = None, event.error
         if isinstance(error, ParrotError):
             outcome = error.type
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = trace.WITHDRAWN
-        self._note(trace.ReadEnded, session, read_id=read.id, error=outcome)
+        self._note(trace.AnswerLine, event.session, read_id=event.read_id, error=outcome)
 
-    def core_closed(self, kv: KvCounts) -> None:
-        recomputed = kv.recomputed.total()
-        self._sink(
-            trace.TraceEnded(at=self._at(), hit=kv.hit, recomputed=recomputed, evicted=kv.evicted)
-        )
+    def _core_closed(self, event: CoreClosed) -> None:
+        self._write(trace.TraceEnded(at=self._at(), **event._asdict()))
 
     def _note(self, kind: type[trace.SessionEvent], session: Session, **fields: Any) -> None:
         if session.id in self._known:
-            self._sink(kind(at=self._at(), session_id=session.id, **fields))
+            self._write(kind(at=self._at(), session_id=session.id, **fields))
 
     def _at(self) -> float:
         return self._clock.now() - self._began
@@ -207,3 +235,59 @@ class Recorder(Observer):
 def _options(request: SessionScoped, *apart: str) -> dict[str, Any]:
     """The fields that are not the default, without the session's and those kept `apart`."""
     return request.model_dump(mode="json", exclude_defaults=True, exclude=_SCOPE | set(apart))
+
+
+def _as_call(
+    session: Session, completion: Completion, *, is_bound: bool
+) -> tuple[SemanticCallRequest, CallResponse]:
+    """The completion as a call that was submitted with its texts as values: a text in a template
+    might be taken for a placeholder."""
+    parameters: list[CallParameter] = []
+    described: list[ParameterInfo] = []
+
+    def add(name: str, var_id: str, parameter: CallParameter) -> None:
+        parameters.append(parameter)
+        described.append(
+            ParameterInfo(
+                parameter_name=name,
+                is_output=parameter.is_output,
+                var_name=name,
+                var_id=var_id,
+            )
+        )
+
+    for i, piece in enumerate(_merged(completion.fill)):
+        name = f"piece_{i}"
+        if isinstance(piece, TextPiece):
+            add(name, "", CallParameter(name=name, value=piece.text))
+        else:
+            var_id = piece.variable.id
+            add(name, var_id, CallParameter(name=name, var_id=var_id))
+    output = completion.output
+    bound_id = output.id if is_bound else None
+    sampling = completion.sampling
+    add(
+        "answer",
+        output.id,
+        CallParameter(name="answer", is_output=True, var_id=bound_id, sampling_config=sampling),
+    )
+    call = SemanticCallRequest(
+        session_id=session.id,
+        template="".join(placeholder(parameter.name) for parameter in parameters),
+        parameters=parameters,
+        func_name=completion.options.func_name,
+        models=list(completion.options.models),
+        cache_prefix=completion.options.cache_prefix,
+        on_demand=not completion.is_held,
+        successor_of=None if completion.previous is None else completion.previous.request_id,
+    )
+    return call, CallResponse(request_id=completion.request_id, param_info=described)
+
+
+def _merged(fill: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces with texts that follow each other as one."""
+    for is_text, pieces in groupby(fill, key=lambda piece: isinstance(piece, TextPiece)):
+        if is_text:
+            yield TextPiece("".join(p.text for p in pieces if isinstance(p, TextPiece)))
+        else:
+            yield from pieces

@@ -15,18 +15,17 @@ import time
 from collections.abc import Iterator, Mapping
 
 from parrot.observe.spans import CompletionFacts, SessionFacts, TaskFacts
-from parrot.protocol.public import SessionCreateRequest
+from parrot.serve.events import SessionBegan, SessionEnded, Sink
 from parrot.serve.graph.graph import Call
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.metrics import app_of
-from parrot.serve.observers import Observer
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
 from parrot.utils.span_export import SpanExport
 from parrot.utils.traceparent import TraceParent
 
 
-class Tracer(Observer):
+class Tracer:
     """Exports the spans of sessions. Nothing of prompts and values is in them."""
 
     def __init__(self, export: SpanExport, clock: Clock) -> None:
@@ -35,11 +34,17 @@ class Tracer(Observer):
         self._epoch = time.time() - clock.now()
         self._parents: dict[int, TraceParent] = {}  # the callers' spans, by session
 
-    def session_created(self, session: Session, request: SessionCreateRequest) -> None:
-        if session.graph.spans.trace_id and (parent := TraceParent.parse(request.traceparent)):
+    @property
+    def sink(self) -> Sink:
+        return {SessionBegan: self._session_began, SessionEnded: self._session_ended}
+
+    def _session_began(self, event: SessionBegan) -> None:
+        session = event.session
+        if session.graph.spans.trace_id and (parent := TraceParent.parse(event.traceparent)):
             self._parents[session.id] = parent
 
-    def session_ended(self, session: Session) -> None:
+    def _session_ended(self, event: SessionEnded) -> None:
+        session = event.session
         parent = self._parents.pop(session.id, None)
         spans = session.graph.spans
         if spans.trace_id or spans.is_joined:

@@ -32,7 +32,7 @@ class TraceHeader(TraceEvent):
     at: float = 0.0
 
 
-class EngineJoined(TraceEvent):
+class EngineLine(TraceEvent):
     event: Literal["engine"] = "engine"
     engine: EngineInfo
 
@@ -41,7 +41,7 @@ class SessionEvent(TraceEvent):
     session_id: int
 
 
-class SessionBegan(SessionEvent):
+class SessionLine(SessionEvent):
     event: Literal["session"] = "session"
     tenant: str = Field(description="an id, as texts have")
     on_demand: bool = False
@@ -71,7 +71,7 @@ class TraceParameter(BaseModel):
     sampling_config: dict[str, Any] | None = None
 
 
-class CallSubmitted(SessionEvent):
+class CallLine(SessionEvent):
     """`pieces`: the template, with a name for each placeholder. `options`: the request's other
     fields that are not their defaults."""
 
@@ -82,7 +82,7 @@ class CallSubmitted(SessionEvent):
     options: dict[str, Any] = {}
 
 
-class NativeSubmitted(SessionEvent):
+class NativeLine(SessionEvent):
     event: Literal["native"] = "native"
     request_id: int
     func_name: str
@@ -90,20 +90,20 @@ class NativeSubmitted(SessionEvent):
     options: dict[str, Any] = {}
 
 
-class VariableCreated(SessionEvent):
+class VariableLine(SessionEvent):
     event: Literal["variable"] = "variable"
     var_id: str
     name: str
     value: TraceText | None = None
 
 
-class VariableSet(SessionEvent):
+class SetLine(SessionEvent):
     event: Literal["set"] = "set"
     var_id: str
     value: TraceText
 
 
-class ReadBegan(SessionEvent):
+class ReadLine(SessionEvent):
     """`k`: the first so many of the variables; null: the one."""
 
     event: Literal["read"] = "read"
@@ -114,7 +114,7 @@ class ReadBegan(SessionEvent):
     options: dict[str, Any] = {}
 
 
-class ReadEnded(SessionEvent):
+class AnswerLine(SessionEvent):
     """`error`: the type of error it ended with; `withdrawn` when the reader went away."""
 
     event: Literal["answer"] = "answer"
@@ -122,7 +122,7 @@ class ReadEnded(SessionEvent):
     error: str | None = None
 
 
-class CancelAsked(SessionEvent):
+class CancelLine(SessionEvent):
     """A program cancelled a variable or a whole call."""
 
     event: Literal["cancel"] = "cancel"
@@ -130,13 +130,13 @@ class CancelAsked(SessionEvent):
     request_id: int | None = None
 
 
-class SessionDeleted(SessionEvent):
+class DeleteLine(SessionEvent):
     """A program deleted its session."""
 
     event: Literal["delete"] = "delete"
 
 
-class SessionEnded(SessionEvent):
+class EndLine(SessionEvent):
     """In whatever way. `calls`: its graph with all times (since the session began) and tokens.
     `native_texts`: the outputs of native calls, by variable."""
 
@@ -157,17 +157,17 @@ class TraceEnded(TraceEvent):
 
 AnyTraceEvent = Annotated[
     TraceHeader
-    | EngineJoined
-    | SessionBegan
-    | CallSubmitted
-    | NativeSubmitted
-    | VariableCreated
-    | VariableSet
-    | ReadBegan
-    | ReadEnded
-    | CancelAsked
-    | SessionDeleted
-    | SessionEnded
+    | EngineLine
+    | SessionLine
+    | CallLine
+    | NativeLine
+    | VariableLine
+    | SetLine
+    | ReadLine
+    | AnswerLine
+    | CancelLine
+    | DeleteLine
+    | EndLine
     | TraceEnded,
     Field(discriminator="event"),
 ]

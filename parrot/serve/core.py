@@ -25,11 +25,22 @@ from parrot.protocol.public import (
     VarValue,
 )
 from parrot.serve.config import CoreConfig
+from parrot.serve.events import (
+    CallAdded,
+    CancelAsked,
+    CoreClosed,
+    SessionBegan,
+    SessionDeleted,
+    SessionEnded,
+    SessionExpired,
+    Sink,
+    VariableCreated,
+    VariableSet,
+)
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.metrics import CoreMetrics
-from parrot.serve.observers import Observer, Observers
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import (
     AddCall,
@@ -42,6 +53,7 @@ from parrot.serve.sessions import (
     SetVariable,
 )
 from parrot.serve.tasks import Sandbox, TaskRunner
+from parrot.serve.tenants.table import TenantTable
 from parrot.serve.views import (
     engine_view,
     read_view,
@@ -80,7 +92,7 @@ class ServeCore:
         clock: Clock | None = None,
         dispatcher: Dispatcher | None = None,
         sandbox: Sandbox | None = None,
-        observers: Sequence[Observer] = (),
+        sinks: Sequence[Sink] = (),
         first_session_id: int = 0,
     ) -> None:
         self.config = config
@@ -89,25 +101,22 @@ class ServeCore:
         self._timers = TimerQueue(self.clock)
         self.dispatcher = dispatcher or Dispatcher(config, self.clock)
         self.fleet = self.dispatcher.fleet
-        self._metrics = CoreMetrics(config)
-        self.accounts, self.tenants = self._metrics.accounts, self._metrics.tenants
+        self.events = self.dispatcher.events
+        self.tenants = TenantTable(config)
         self.dispatcher.shares.weigh = self.tenants.weigh
-        self.observers = Observers(observers)
         self._attached: list[Attached] = []
         self.sessions = SessionRegistry(
             config, self.tenants, self.clock, self._timers, first_session_id
         )
+        self._metrics = CoreMetrics(config, self.tenants, self.sessions.find_owner)
+        self.accounts = self._metrics.accounts
+        for sink in (self._metrics.sink, *sinks):
+            self.events.add(sink)
         self.tasks = TaskRunner(
-            config,
-            self.clock,
-            self.dispatcher,
-            sandbox,
-            self._metrics,
-            self.observers,
-            self.sessions,
+            config, self.clock, self.dispatcher, sandbox, self.tenants, self.sessions
         )
         self.sessions.connect(self.tasks, self.dispatcher.estimates, self._expire)
-        self.reads = Reads(self._timers, self.clock, self.observers)
+        self.reads = Reads(self._timers, self.clock, self.events)
 
     def attach(self, attached: Attached) -> None:
         self._attached.append(attached)
@@ -126,11 +135,8 @@ class ServeCore:
             on_demand=request.on_demand,
             traceparent=request.traceparent,
         )
-        self.session_begun(session, request)
+        self.events.emit(SessionBegan, session, request.on_demand, request.traceparent)
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
-
-    def session_begun(self, session: Session, request: SessionCreateRequest) -> None:
-        self.observers.tell(lambda one: one.session_created(session, request))
 
     def tenant(self, api_key: str | None) -> str:
         """The id of whose work a request with this key is. Raises `AuthenticationFailed`,
@@ -169,7 +175,7 @@ class ServeCore:
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
-        self.observers.tell(lambda one: one.session_deleted(session))
+        self.events.emit(SessionDeleted, session)
         self.end(session, SessionGone(f"session {session_id} was deleted"))
 
     # Calls, variables and reads
@@ -195,13 +201,12 @@ class ServeCore:
         session.account.require(**command.usage)
         response = session.apply(command)
         self.wake_soon(session)
-        self.call_submitted(session, request, response)
+        self.events.emit(CallAdded, session, request, response)
         return response
 
     def submit_graph(self, request: GraphRequest) -> GraphResponse:
-        """All of a graph for a session that is there, or nothing: then observers are told of its
-        variables with names, and of each call. Raises as `submit_call` does; the error names the
-        call and its field."""
+        """All of a graph for a session that is there, or nothing. Raises as `submit_call` does; the
+        error names the call and its field."""
         assert request.session_id is not None
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         if (answer := session.graph.replays.find(request, GraphResponse)) is not None:
@@ -219,27 +224,15 @@ class ServeCore:
         self.wake_soon(session)
         contents = {declared.name: declared.content for declared in request.variables}
         for name, variable in graph.variables.items():
-            self._created(session, variable, contents.get(name))
+            self.events.emit(VariableCreated, session, variable.id, name, contents.get(name))
         for call, response in zip(graph.calls, answer.calls, strict=True):
-            self.call_submitted(session, call, response)
+            self.events.emit(CallAdded, session, call, response)
         return answer
-
-    def _created(self, session: Session, variable: SemanticVariable, content: str | None) -> None:
-        var_id, name = variable.id, variable.name
-        self.observers.tell(lambda one: one.variable_created(session, var_id, name, content))
-
-    def call_submitted(
-        self,
-        session: Session,
-        request: SemanticCallRequest | NativeCallRequest,
-        response: CallResponse,
-    ) -> None:
-        self.observers.tell(lambda one: one.call_submitted(session, request, response))
 
     def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
         session.apply(CancelCall(request_id))
-        self.observers.tell(lambda one: one.cancel_asked(session, request_id=request_id))
+        self.events.emit(CancelAsked, session, request_id=request_id)
 
     def create_var(
         self, session_id: int, session_auth: str | None, var_name: str, content: str | None
@@ -250,7 +243,7 @@ class ServeCore:
         session.require_room()
         session.account.require(**command.usage)
         variable = session.apply(command)
-        self._created(session, variable, content)
+        self.events.emit(VariableCreated, session, variable.id, variable.name, content)
         return variable.id
 
     async def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
@@ -266,12 +259,12 @@ class ServeCore:
         session.require_room()
         session.account.require(**command.usage)
         session.apply(command)
-        self.observers.tell(lambda one: one.variable_set(session, var_id, content))
+        self.events.emit(VariableSet, session, var_id, content)
 
     def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
         session.apply(CancelVariable(var_id))
-        self.observers.tell(lambda one: one.cancel_asked(session, var_id=var_id))
+        self.events.emit(CancelAsked, session, var_id=var_id)
 
     def variable(self, request: VarGetRequest, var_id: str) -> SemanticVariable:
         session = self.sessions.authenticate(request.session_id, request.session_auth)
@@ -298,8 +291,7 @@ class ServeCore:
         if num_ready < request.k and any(variable.is_idle for variable in variables):
             self.tasks.require_room(session.tenant)
         async with session.published():
-            with self.observers.reading(session, request, request.var_ids, k=request.k):
-                winners = await self.reads.first(session, variables, request)
+            winners = await self.reads.first(session, variables, request)
         read = [(winner.id, await read_view(winner)) for winner in winners]
         return FirstVarsResponse(
             values=[VarValue(var_id=var_id, **dict(value)) for var_id, value in read]
@@ -331,7 +323,6 @@ class ServeCore:
     async def register_engine(self, request: RegisterRequest) -> RegisterResponse:
         self._require_open()
         engine_id = await self.fleet.register(request.engine_config)
-        self.observers.tell(lambda one: one.engine_registered(request.engine_config))
         core, lease_s = self.fleet.identity, self.fleet.lease_s
         return RegisterResponse(
             engine_id=engine_id, core=core.id, epoch=core.epoch, lease_s=lease_s
@@ -360,10 +351,6 @@ class ServeCore:
     def num_queued(self) -> int:
         return self.dispatcher.num_queued
 
-    def prefix_broken(self, reason: str) -> None:
-        """Count a prompt that left what its program had sent before."""
-        self._metrics.prefix_broken(reason)
-
     def metrics(self) -> Iterator[bytes]:
         """Yield one family after the other: all of them may take some ten milliseconds."""
         return self._metrics.render(self.sessions, self.dispatcher, self.sessions.journal)
@@ -388,7 +375,8 @@ class ServeCore:
         self.shut_down()
         await self.tasks.close()
         await self._timers.close()
-        self.observers.tell(lambda one: one.core_closed(self.dispatcher.kv_log.total))
+        kv = self.dispatcher.kv_log.total
+        self.events.emit(CoreClosed, kv.hit, kv.recomputed.total(), kv.evicted)
 
     def _require_open(self) -> None:
         if self.is_closing:
@@ -396,7 +384,7 @@ class ServeCore:
 
     def _expire(self, session: Session, reason: str) -> None:
         text = f"session {session.id} {reason}"
-        self.fleet.events.session_expired(text, session.id, session.tenant)
+        self.events.emit(SessionExpired, session, text)
         self.end(session, SessionGone(text))
 
     def end(self, session: Session, error: ParrotError) -> None:
@@ -413,6 +401,5 @@ class ServeCore:
         yield from session.graph.close(error)
         yield from self.dispatcher.release_session(session.id)
         self.sessions.remove(session)
-        self._metrics.session_ended(session, self.clock.now() - session.created_at)
-        self.observers.tell(lambda one: one.session_ended(session))
+        self.events.emit(SessionEnded, session, self.clock.now() - session.created_at)
         yield from session.graph.dissolve()

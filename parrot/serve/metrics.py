@@ -8,11 +8,11 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from parrot.serve.config import CoreConfig, TokenPrices
-from parrot.serve.contexts.index import Context
 from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.events import ContextEvicted, PrefixBroken, SessionEnded, Sink, TaskEnded
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
-from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, Task, given_name
+from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, given_name
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.sessions import CommandLog, Session
 from parrot.serve.tenants.table import TenantTable
@@ -81,11 +81,16 @@ class CoreMetrics:
     """Counts of what happens. Each tenant that has a key of the config has its own series, the
     others one; so have the functions and applications that are used most."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(
+        self,
+        config: CoreConfig,
+        tenants: TenantTable,
+        find_session: Callable[[int], Session | None],
+    ) -> None:
         max_names = config.max_metric_names
         self.prices = PriceTable(config.prices)
-        self.tenants = TenantTable(config)
-        self.accounts = Accounts(self.tenants, max_names)
+        self._find_session = find_session
+        self.accounts = Accounts(tenants, max_names)
         self._functions = SeriesByName(max_names, CallSeries)
         self._apps = SeriesByName(max_names, CallSeries)
         self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))
@@ -97,13 +102,23 @@ class CoreMetrics:
         self._tasks: Counter[tuple[str, ...]] = Counter()  # (kind, state)
         self._breaks: Counter[tuple[str, ...]] = Counter()  # (reason)
 
-    def prefix_broken(self, reason: str) -> None:
-        self._breaks[(reason,)] += 1
+    @property
+    def sink(self) -> Sink:
+        return {
+            ContextEvicted: self._evicted,
+            PrefixBroken: self._prefix_broken,
+            SessionEnded: self._session_ended,
+            TaskEnded: self._task_ended,
+        }
 
-    def session_ended(self, session: Session, seconds: float) -> None:
-        self._sessions.use(app_of(session)).seconds.observe(seconds)
+    def _prefix_broken(self, event: PrefixBroken) -> None:
+        self._breaks[(event.reason,)] += 1
 
-    def task_finished(self, task: Task, session: Session) -> None:
+    def _session_ended(self, event: SessionEnded) -> None:
+        self._sessions.use(app_of(event.session)).seconds.observe(event.lasted_s)
+
+    def _task_ended(self, event: TaskEnded) -> None:
+        task, session = event.task, event.session
         if not isinstance(task, Completion):
             self._tasks["native", task.state.value] += 1
             times = task.times
@@ -123,11 +138,13 @@ class CoreMetrics:
         if len(self._uncounted) >= _COUNTED_AT_ONCE:
             self._count()
 
-    def evicted(self, context: Context, num_tokens: int, session: Session | None) -> None:
-        """`session`: whose it was; None: it was kept for a whole tenant."""
+    def _evicted(self, event: ContextEvicted) -> None:
+        """A context that was kept for a whole tenant is no application's."""
+        owner = event.owner
+        session = self._find_session(owner) if isinstance(owner, int) else None
         app = OTHER if session is None else app_of(session)
-        self._functions.use(context.function or UNNAMED, 0).num_evicted += num_tokens
-        self._apps.use(app, 0).num_evicted += num_tokens
+        self._functions.use(event.function or UNNAMED, 0).num_evicted += event.num_tokens
+        self._apps.use(app, 0).num_evicted += event.num_tokens
 
     def _count(self) -> None:
         """Many at once take half of the time: most are of few functions and engines."""

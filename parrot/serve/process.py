@@ -20,7 +20,7 @@ from parrot.protocol.server_config import settled_token
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.serve.core import ServeCore
-from parrot.serve.observers import Observer
+from parrot.serve.events import Sink
 from parrot.utils.addresses import is_loopback
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.collector import bounded_collections
@@ -100,16 +100,14 @@ async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIt
         if storage is not None:
             journal = Journal(storage, clock, config.journal_timeout)
             clock = journal.clock
-        observers: list[Observer] = [] if trace is None else [Recorder(trace, clock)]
+        sinks: list[Sink] = [] if trace is None else [Recorder(trace, clock).sink]
         if config.otlp_endpoint is not None:
             export = span_export(config.otlp_endpoint, "parrot", "parrot.observe.spans")
             stack.callback(export.close)
-            observers.append(Tracer(export, clock))
+            sinks.append(Tracer(export, clock).sink)
         if CALLS.isEnabledFor(logging.INFO):
-            observers.append(CallLog(clock))
-        core = ServeCore(
-            config, clock=clock, observers=observers, first_session_id=_first_session_id()
-        )
+            sinks.append(CallLog().sink)
+        core = ServeCore(config, clock=clock, sinks=sinks, first_session_id=_first_session_id())
         try:
             yield Serving(core, create_app(core, journal))
         finally:

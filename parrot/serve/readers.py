@@ -7,11 +7,12 @@ from math import inf
 
 from parrot.protocol.errors import ParrotError, TimedOut
 from parrot.protocol.public import FirstVarsRequest, ReadOptions
+from parrot.serve.events import Events, ReadBegan, ReadEnded
 from parrot.serve.graph.nodes import Reader
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.observers import Observers
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
+from parrot.utils.ids import IdCounter
 from parrot.utils.timers import TimerQueue
 
 # After a read has timed out, its work goes on for this long: a program that reads again and again
@@ -27,10 +28,11 @@ class Reads:
     """Cancelling a read, or closing its iterator, withdraws it: what nobody else wants stops. Each
     raises `TimedOut` at its timeout, and the error of what it reads."""
 
-    def __init__(self, timers: TimerQueue, clock: Clock, observers: Observers) -> None:
+    def __init__(self, timers: TimerQueue, clock: Clock, events: Events) -> None:
         self._timers = timers
         self._clock = clock
-        self._observers = observers
+        self._events = events
+        self._ids = IdCounter()
 
     def wake_soon(self, session: Session) -> None:
         """The session was read, or a call was submitted: wake in time what its program holds, if
@@ -43,31 +45,38 @@ class Reads:
     async def value(
         self, session: Session, variable: SemanticVariable, options: ReadOptions
     ) -> str:
-        with self._observers.reading(session, options, [variable.id]):
-            if variable.is_settled:
-                return variable.result()
-            with self._open(session, options) as read:
-                read.want(variable)
-                async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
-                    return await variable.wait()
+        if not self._events.wants(ReadBegan, ReadEnded):
+            return await self._value(session, variable, options)
+        with self._told(session, options, [variable.id]):
+            return await self._value(session, variable, options)
+
+    async def _value(
+        self, session: Session, variable: SemanticVariable, options: ReadOptions
+    ) -> str:
+        if variable.is_settled:
+            return variable.result()
+        with self._open(session, options) as read:
+            read.want(variable)
+            async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
+                return await variable.wait()
 
     def stream(
         self, session: Session, variable: SemanticVariable, options: ReadOptions
     ) -> AsyncGenerator[str]:
         """All the text in deltas, the past ones first."""
         deltas = self._stream(session, variable, options)
-        if not self._observers:
+        if not self._events.wants(ReadBegan, ReadEnded):
             return deltas
-        return self._observed(deltas, session, variable, options)
+        return self._told_stream(session, variable, options, deltas)
 
-    async def _observed(
+    async def _told_stream(
         self,
-        deltas: AsyncGenerator[str],
         session: Session,
         variable: SemanticVariable,
         options: ReadOptions,
+        deltas: AsyncGenerator[str],
     ) -> AsyncGenerator[str]:
-        with self._observers.reading(session, options, [variable.id], is_stream=True):
+        with self._told(session, options, [variable.id], is_stream=True):
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta
@@ -99,6 +108,14 @@ class Reads:
         """The first `request.k` of different variables to be ready, in the order in which they
         were. Raises as soon as too many have failed. The others lose this reader the moment that
         the last winner is there, before anything else runs."""
+        if not self._events.wants(ReadBegan, ReadEnded):
+            return await self._first(session, variables, request)
+        with self._told(session, request, request.var_ids, k=request.k):
+            return await self._first(session, variables, request)
+
+    async def _first(
+        self, session: Session, variables: Sequence[SemanticVariable], request: FirstVarsRequest
+    ) -> list[SemanticVariable]:
         with self._open(session, request) as read:
             read.candidates = variables
             race = _Race(request.k, len(variables), read)
@@ -110,6 +127,28 @@ class Reads:
             finally:
                 race.close()
         return race.result()
+
+    @contextmanager
+    def _told(
+        self,
+        session: Session,
+        options: ReadOptions,
+        var_ids: Sequence[str],
+        *,
+        k: int | None = None,
+        is_stream: bool = False,
+    ) -> Iterator[None]:
+        """Tell of the beginning and the end of the read that is made in the block."""
+        read_id = self._ids.next()
+        self._events.emit(ReadBegan, session, read_id, options, var_ids, k, is_stream)
+        failure: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            self._events.emit(ReadEnded, session, read_id, failure)
 
     def _wake(self, session: Session) -> None:
         session.is_wake_due = False

@@ -21,13 +21,12 @@ from parrot.protocol.fields import MAX_TEXT
 from parrot.protocol.public import NativeCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
-from parrot.serve.contexts.index import Context
+from parrot.serve.events import TaskEnded
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
-from parrot.serve.metrics import CoreMetrics
-from parrot.serve.observers import Observers
 from parrot.serve.sessions import SessionRegistry
 from parrot.serve.tenants.quotas import Meters, QueuedByTenant, require_share
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.slots import FairSlots
 from parrot.utils.tasks import TaskSet
@@ -90,8 +89,7 @@ class TaskRunner:
         clock: Clock,
         dispatcher: Dispatcher,
         sandbox: Sandbox | None,
-        metrics: CoreMetrics,
-        observers: Observers,
+        tenants: TenantTable,
         sessions: SessionRegistry,
     ) -> None:
         self._max_queue_size = config.global_scheduler.max_queue_size
@@ -99,11 +97,8 @@ class TaskRunner:
         self._dispatcher = dispatcher
         self._native = NativeRunner(config, clock, sandbox, sessions)
         self._max_native_timeout_s = config.native_timeout
-        self._metrics = metrics
-        self._weigh = metrics.tenants.weigh
-        self.meters = Meters(metrics.tenants, clock)
-        self._observers = observers
-        dispatcher.kv_log.on_evicted = self._on_evicted
+        self._tenants = tenants
+        self.meters = Meters(tenants, clock)
         self._is_traced = config.otlp_endpoint is not None
         self._sessions = sessions
         self.expect = dispatcher.expect
@@ -119,7 +114,7 @@ class TaskRunner:
         limit = self._max_queue_size
         if self._dispatcher.num_queued + self._native.num_waiting >= limit:
             queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
-            require_share(tenant, limit, self._weigh, self._wait_s(), *queues)
+            require_share(tenant, limit, self._tenants.weigh, self._wait_s(), *queues)
         self.meters.admit(tenant)
 
     def _wait_s(self) -> float:
@@ -167,11 +162,6 @@ class TaskRunner:
         if session is not None:
             task.traceparent = session.graph.spans.told(task.traceparent, task.id)
 
-    def _on_evicted(self, context: Context, num_tokens: int) -> None:
-        owner = context.owner
-        session = self._sessions.find_owner(owner) if isinstance(owner, int) else None
-        self._metrics.evicted(context, num_tokens, session)
-
     def withdraw(self, task: Task) -> None:
         if self._held is not None:
             self._held.pop(task.id, None)
@@ -203,8 +193,7 @@ class TaskRunner:
                 if self._held.pop(task.id, None) and isinstance(task, Completion):
                     self._dispatcher.unexpect(task)
                 return
-            self._metrics.task_finished(task, session)
-            self._observers.tell(lambda one: one.task_finished(session, task))
+            self._dispatcher.events.emit(TaskEnded, session, task)
 
     def _ended(self, task: Task) -> None:
         self.meters.ended(task.id, task.stats.used_tokens if isinstance(task, Completion) else 0)

@@ -73,7 +73,7 @@ class SimCluster:
                 config, self.clock, lambda info: self.engines[info.engine_name].client
             ),
             sandbox=sandbox or BlockingSandbox(),
-            observers=() if trace is None else (Recorder(trace, self.clock),),
+            sinks=() if trace is None else (Recorder(trace, self.clock).sink,),
         )
         self._clients: list[ServeClient] = []
         self._tasks = TaskSet()

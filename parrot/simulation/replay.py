@@ -23,17 +23,17 @@ from parrot.protocol.public import (
 from parrot.protocol.template import placeholder
 from parrot.protocol.trace import (
     WITHDRAWN,
-    CallSubmitted,
-    CancelAsked,
-    NativeSubmitted,
-    ReadBegan,
-    ReadEnded,
-    SessionDeleted,
+    AnswerLine,
+    CallLine,
+    CancelLine,
+    DeleteLine,
+    NativeLine,
+    ReadLine,
     SessionEvent,
+    SetLine,
     TraceParameter,
     TraceText,
-    VariableCreated,
-    VariableSet,
+    VariableLine,
 )
 from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
@@ -152,8 +152,8 @@ class _Player:
         request = SessionCreateRequest(on_demand=self._session.began.on_demand)
         self._scope = self._core.create_session(request).model_dump()
         for event in self._session.events:
-            read = self._reads.get(event.read_id) if isinstance(event, ReadEnded) else None
-            if read is not None and isinstance(event, ReadEnded) and event.error != WITHDRAWN:
+            read = self._reads.get(event.read_id) if isinstance(event, AnswerLine) else None
+            if read is not None and isinstance(event, AnswerLine) and event.error != WITHDRAWN:
                 now = max(now, await read)
                 recorded = event.at
                 continue
@@ -167,32 +167,32 @@ class _Player:
 
     def _do(self, event: SessionEvent) -> None:
         match event:
-            case CallSubmitted():
+            case CallLine():
                 self._submit(event)
-            case NativeSubmitted():
+            case NativeLine():
                 self._submit_native(event)
-            case VariableCreated():
+            case VariableLine():
                 content = None if event.value is None else self._texts.of(event.value)
                 self._vars[event.var_id] = self._core.create_var(
                     **self._scope, var_name=event.name, content=content
                 )
-            case VariableSet():
+            case SetLine():
                 var_id, text = self._vars[event.var_id], self._texts.of(event.value)
                 self._core.set_var(**self._scope, var_id=var_id, content=text)
-            case ReadBegan():
+            case ReadLine():
                 self._reads[event.read_id] = asyncio.create_task(
                     self._read(event), name=f"read {event.read_id}"
                 )
-            case CancelAsked(var_id=str(var_id)):
+            case CancelLine(var_id=str(var_id)):
                 self._core.cancel_var(**self._scope, var_id=self._vars[var_id])
-            case CancelAsked(request_id=int(request_id)):
+            case CancelLine(request_id=int(request_id)):
                 self._core.cancel_call(**self._scope, request_id=self._requests[request_id])
-            case SessionDeleted():
+            case DeleteLine():
                 self._core.delete_session(**self._scope)
             case _:
                 pass
 
-    def _submit(self, event: CallSubmitted) -> None:
+    def _submit(self, event: CallLine) -> None:
         pieces = (
             placeholder(piece) if isinstance(piece, str) else self._texts.of(piece)
             for piece in event.pieces
@@ -206,7 +206,7 @@ class _Player:
         request = SemanticCallRequest.model_validate(fields)
         self._note_ids(event, self._core.submit_call(request))
 
-    def _submit_native(self, event: NativeSubmitted) -> None:
+    def _submit_native(self, event: NativeLine) -> None:
         fields = self._scope | event.options
         fields["func_name"] = event.func_name
         fields["func_source"] = "def recorded(): pass"
@@ -222,7 +222,7 @@ class _Player:
         texts = [self._texts.of(made[var_id]) if var_id in made else "" for var_id in outputs]
         self._sandbox.expect(response.request_id, seconds, texts)
 
-    def _note_ids(self, event: CallSubmitted | NativeSubmitted, response: CallResponse) -> None:
+    def _note_ids(self, event: CallLine | NativeLine, response: CallResponse) -> None:
         self._requests[event.request_id] = response.request_id
         new_ids = {info.parameter_name: info.var_id for info in response.param_info}
         self._vars |= {old.var_id: new_ids[old.name] for old in event.parameters}
@@ -246,7 +246,7 @@ class _Player:
             sampling["max_gen_length"] = row.output_tokens
         return sampling
 
-    async def _read(self, event: ReadBegan) -> float:
+    async def _read(self, event: ReadLine) -> float:
         """Returns when it was answered."""
         var_ids = [self._vars[var_id] for var_id in event.var_ids]
         fields = self._scope | event.options

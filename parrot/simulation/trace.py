@@ -12,19 +12,19 @@ from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.public import CompletionInfo
 from parrot.protocol.trace import (
     TRACE_VERSION,
+    AnswerLine,
     AnyTraceEvent,
-    CallSubmitted,
-    EngineJoined,
-    ReadEnded,
-    SessionBegan,
-    SessionEnded,
+    CallLine,
+    EndLine,
+    EngineLine,
     SessionEvent,
+    SessionLine,
+    SetLine,
     TraceEnded,
     TraceEvent,
     TraceHeader,
     TraceText,
-    VariableCreated,
-    VariableSet,
+    VariableLine,
 )
 from parrot.utils.config import ConfigError
 
@@ -36,20 +36,20 @@ _TOKENS_PER_CHAR = 0.25  # where a trace does not tell
 class TracedSession:
     """Requests of one session in order. `calls`: their results, empty if it has not ended."""
 
-    began: SessionBegan
+    began: SessionLine
     events: list[SessionEvent] = field(default_factory=list)
     calls: list[CompletionInfo] = field(default_factory=list)
     native_texts: dict[str, TraceText] = field(default_factory=dict)
 
     def add(self, event: SessionEvent) -> None:
-        if isinstance(event, SessionEnded):
+        if isinstance(event, EndLine):
             self.calls, self.native_texts = event.calls, event.native_texts
         else:
             self.events.append(event)
 
     @property
-    def answers(self) -> list[ReadEnded]:
-        return [event for event in self.events if isinstance(event, ReadEnded)]
+    def answers(self) -> list[AnswerLine]:
+        return [event for event in self.events if isinstance(event, AnswerLine)]
 
     @property
     def jct_s(self) -> float | None:
@@ -72,10 +72,10 @@ class Trace:
                 pass
             case TraceEnded():
                 self.ended = event
-            case EngineJoined(engine=new):
+            case EngineLine(engine=new):
                 others = [e for e in self.engines if e.engine_name != new.engine_name]
                 self.engines = [*others, new]
-            case SessionBegan():
+            case SessionLine():
                 session = self._by_id[event.session_id] = TracedSession(event)
                 self.sessions.append(session)
             case SessionEvent():
@@ -136,7 +136,7 @@ class TokenCounts:
         }
         given = _given_chars(session)
         for event in session.events:
-            if not isinstance(event, CallSubmitted) or event.request_id not in first_row:
+            if not isinstance(event, CallLine) or event.request_id not in first_row:
                 continue
             ratio = _ratio(event, first_row[event.request_id], generated, given)
             if ratio is not None:
@@ -149,13 +149,13 @@ def _given_chars(session: TracedSession) -> dict[str, int]:
     """Number of characters, by variable, of those that no model made."""
     given = {var_id: text.chars for var_id, text in session.native_texts.items()}
     for event in session.events:
-        if isinstance(event, VariableCreated | VariableSet) and event.value is not None:
+        if isinstance(event, VariableLine | SetLine) and event.value is not None:
             given[event.var_id] = event.value.chars
     return given
 
 
 def _ratio(
-    call: CallSubmitted, row: CompletionInfo, generated: dict[str, int], given: dict[str, int]
+    call: CallLine, row: CompletionInfo, generated: dict[str, int], given: dict[str, int]
 ) -> float | None:
     """Tokens per character of a call's texts, by its first completion."""
     num_tokens = row.cached_tokens + row.computed_tokens
@@ -171,7 +171,7 @@ def _ratio(
     return num_tokens / num_chars if num_chars and num_tokens > 0 else None
 
 
-def _first_pieces(call: CallSubmitted) -> Iterator[TraceText | str]:
+def _first_pieces(call: CallLine) -> Iterator[TraceText | str]:
     """Yield the pieces before the first output."""
     outputs = {parameter.name for parameter in call.parameters if parameter.is_output}
     for piece in call.pieces:
@@ -180,7 +180,7 @@ def _first_pieces(call: CallSubmitted) -> Iterator[TraceText | str]:
         yield piece
 
 
-def _first_texts(call: CallSubmitted) -> Iterator[TraceText]:
+def _first_texts(call: CallLine) -> Iterator[TraceText]:
     values = {parameter.name: parameter.value for parameter in call.parameters}
     for piece in _first_pieces(call):
         text = values.get(piece) if isinstance(piece, str) else piece

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from axe_playwright_python.async_playwright import Axe
 
-from parrot.serve.execution.events import EventKind
+from parrot.serve.events import CompletionRetried, EngineJoined
+from parrot.serve.graph.nodes import Completion
 from tests.page.conftest import TOKEN, Visit
 from tests.serve.test_serve_http import ENGINE
+from tests.support.fake_engine import fake_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
 
@@ -234,16 +236,13 @@ async def test_engines_show_what_their_servers_do_for_others(visit: Visit) -> No
 async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
     scope = await visit.site.session()
     output = await visit.site.call(scope, "out")
-    events = visit.site.core.fleet.events
-    events.add(EventKind.ENGINE_JOINED, "tiny", engine_name="e0")
-    events.add(
-        EventKind.CALL_RETRIED,
-        ATTACKS[0],
-        engine_name="e0",
-        session_id=scope["session_id"],
-        var_id=output,
-        tenant="public",
-    )
+    events = visit.site.core.events
+    events.emit(EngineJoined, fake_engine("e0").info)
+    session = visit.site.core.sessions.find(scope["session_id"])
+    assert session is not None
+    completion = session.graph.variable(output).producer
+    assert isinstance(completion, Completion)
+    events.emit(CompletionRetried, completion, ATTACKS[0])
     await visit.open("events")
     await visit.wait_text("td", "engine joined")
     assert await visit.page.locator("tbody tr").first.locator(".words").inner_text() == ATTACKS[0]

@@ -22,7 +22,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.contexts.index import Context, PrefixIndex
 from parrot.serve.contexts.kv_log import KvCounts, KvLog
-from parrot.serve.execution.events import EventLog
+from parrot.serve.events import Events
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.serve.graph.graph import SessionGraph, SessionIds, Shared
@@ -41,7 +41,6 @@ from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.task import Decision
 from parrot.serve.tenants.quotas import QueuedByTenant
-from parrot.utils.clock import MonotonicClock
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import Backlog
 from tests.support.manual_clock import ManualClock
@@ -222,7 +221,6 @@ class FakeFleet:
     def __init__(self) -> None:
         self.identity, self.lease_s = CoreIdentity.new(), 30.0
         self._views: list[EngineView] = []
-        self.events = EventLog(MonotonicClock())
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -258,7 +256,8 @@ class FakeDispatcher(FakeRunner):
         self.estimates = Estimates(LoadIndex().pace)
         self.released: list[int] = []
         self.fleet = FakeFleet()
-        self.kv_log, self.prefetch_counts = KvLog(PrefixIndex()), PrefetchCounts()
+        self.events = Events()
+        self.kv_log, self.prefetch_counts = KvLog(PrefixIndex(), self.events), PrefetchCounts()
         self.shares = Counters(lambda tenant: 1.0)
         self.decisions: list[Decision] = []
         self.contexts: Callable[[], list[Context]] = list

@@ -9,7 +9,7 @@ import pytest
 
 from parrot.observe.recorder import Recorder
 from parrot.protocol.public import MAX_BINDINGS, MAX_CALLS, GraphRequest
-from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, VariableCreated
+from parrot.protocol.trace import AnyTraceEvent, CallLine, VariableLine
 from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.utils.clock import MonotonicClock
 from tests.serve.test_serve_core import World
@@ -263,16 +263,16 @@ class TestWhatIsRefused:
 
 async def test_the_recorder_sees_single_calls() -> None:
     events: list[AnyTraceEvent] = []
-    world = World(observers=[Recorder(events.append, MonotonicClock())])
+    world = World(sinks=[Recorder(events.append, MonotonicClock()).sink])
     body = {
         "variables": [{"name": "text", "content": "hello"}],
         "calls": [call("b", "a"), call("a", "text")],
     }
     answer = world.core.submit_graph(GraphRequest.model_validate(world.scope | body))
-    created = [event for event in events if isinstance(event, VariableCreated)]
+    created = [event for event in events if isinstance(event, VariableLine)]
     assert [event.var_id for event in created] == list(answer.variables.values())
     assert [event.value is not None for event in created] == [True, False, False]
-    submitted = [event for event in events if isinstance(event, CallSubmitted)]
+    submitted = [event for event in events if isinstance(event, CallLine)]
     assert [event.request_id for event in submitted] == [c.request_id for c in answer.calls]
     assert all(parameter.was_bound for event in submitted for parameter in event.parameters)
     await world.core.close()

@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parrot.observe.recorder import Recorder, TraceFile
-from parrot.protocol.trace import AnyTraceEvent, TraceText, VariableSet
+from parrot.protocol.trace import AnyTraceEvent, SetLine, TraceText
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -21,7 +21,7 @@ async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings
     sink = TraceFile(str(path))
     clock = MonotonicClock()
     config = CoreConfig(api_keys=("secret", "other"))
-    core = ServeCore(config, clock=clock, observers=[Recorder(sink, clock)])
+    core = ServeCore(config, clock=clock, sinks=[Recorder(sink, clock).sink])
     with TestClient(create_app(core), base_url="http://localhost") as client:
         scope = client.post("/v1/session", json={"api_key": "secret"}).json()
         ids = []
@@ -72,7 +72,7 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog)
             super().__call__(event)
 
     sink = FullDisk(str(tmp_path / "trace.jsonl"))
-    world = World(observers=[Recorder(sink, MonotonicClock())])
+    world = World(sinks=[Recorder(sink, MonotonicClock()).sink])
     x = world.variable("x", "text")
     y = world.call("y", x)
     reading = world.read(y)
@@ -86,12 +86,12 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog)
     await world.core.close()
     sink.close()
     assert len(caplog.records) == 1
-    assert "Recorder failed, and stops" in caplog.text
+    assert "Recorder._variable_created failed, and its sink stops" in caplog.text
     assert "No space left" in caplog.text
 
 
 def test_a_trace_whose_end_cannot_be_written_is_closed_all_the_same(caplog):
     sink = TraceFile("/dev/full")
-    sink(VariableSet(at=0.0, session_id=1, var_id="x", value=TraceText(chars=0, ids=[])))
+    sink(SetLine(at=0.0, session_id=1, var_id="x", value=TraceText(chars=0, ids=[])))
     sink.close()
     assert "the end of the trace is lost" in caplog.text

@@ -28,7 +28,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.observers import Observer
+from parrot.serve.events import Sink
 from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
 from parrot.utils.tasks import at_once
 from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
@@ -38,14 +38,14 @@ from tests.support.manual_clock import ManualClock
 class World:
     """A core, one session in it, and shorthands for its requests."""
 
-    def __init__(self, *, observers: Sequence[Observer] = (), **config: Any) -> None:
+    def __init__(self, *, sinks: Sequence[Sink] = (), **config: Any) -> None:
         self.clock = ManualClock(start=1000)
         self.dispatcher = FakeDispatcher()
         self.core = ServeCore(
             CoreConfig(**({"session_life_span": 60.0} | config)),
             clock=self.clock,
             dispatcher=self.dispatcher,  # type: ignore[arg-type]
-            observers=observers,
+            sinks=sinks,
         )
         api_key = config["api_keys"][0] if "api_keys" in config else None
         session = self.core.create_session(SessionCreateRequest(api_key=api_key))

@@ -27,14 +27,13 @@ from parrot.protocol.engine_api import (
     Usage,
 )
 from parrot.protocol.errors import EngineFailed, ParrotError
-from parrot.protocol.public import CallResponse, NativeCallRequest, SemanticCallRequest
+from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.serve.events import CallAdded, ReadBegan, ReadEnded, SessionDeleted, Sink
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import NativeCall
-from parrot.serve.observers import Observer
-from parrot.serve.sessions import Session
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import FakeEngine, fake_engine, register
@@ -86,7 +85,7 @@ class SourceTeller:
     async def close(self) -> None: ...
 
 
-class FakeServe(Observer):
+class FakeServe:
     """Public fields are what the program sent, for tests to look at. `errors`: answered, one after
     the other, to the next requests of that name (see `_ROUTES`)."""
 
@@ -103,24 +102,17 @@ class FakeServe(Observer):
         self.withdrawn = threading.Event()  # a read has ended without a value
         self.ignores_timeouts = False
 
-    # What ServeCore tells its observers
+    @property
+    def sink(self) -> Sink:
+        return {
+            CallAdded: lambda event: self.calls.append(event.request),
+            SessionDeleted: lambda event: self.ended.append(event.session.id),
+            ReadBegan: lambda event: self.reading.set(),
+            ReadEnded: self._read_ended,
+        }
 
-    def call_submitted(
-        self,
-        session: Session,
-        request: SemanticCallRequest | NativeCallRequest,
-        response: CallResponse,
-    ) -> None:
-        self.calls.append(request)
-
-    def session_deleted(self, session: Session) -> None:
-        self.ended.append(session.id)
-
-    def read_began(self, *about: object) -> None:
-        self.reading.set()
-
-    def read_ended(self, session: Session, read: object, error: BaseException | None) -> None:
-        if error is not None:
+    def _read_ended(self, event: ReadEnded) -> None:
+        if event.error is not None:
             self.withdrawn.set()
 
     # What happens to requests on their way
@@ -155,7 +147,7 @@ def running_fake_serve() -> Iterator[tuple[FakeServe, str]]:
         clock=clock,
         dispatcher=Dispatcher(config, clock, lambda _: engine),
         sandbox=SourceTeller(),
-        observers=[serve],
+        sinks=[serve.sink],
     )
     with running_in_thread(serve.disturbed(create_app(core))) as url:
         asyncio.run(register(url, engine))

@@ -20,10 +20,9 @@ from parrot.protocol.engine_api import EngineInfo, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, TenantQuota
 from parrot.serve.core import ServeCore
+from parrot.serve.events import Sink, TaskEnded
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.graph.nodes import Completion, CompletionState, Task
-from parrot.serve.observers import Observer
-from parrot.serve.sessions import Session
+from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.simulation import PATIENT, LoopClock, run_virtual
 from parrot.utils.clock import Clock
 from parrot.utils.collector import bounded_collections
@@ -83,13 +82,18 @@ class Outcome:
     ends: list[State] = field(default_factory=list)
 
 
-class _Ends(Observer):
+class _Ends:
     """Notes the end of each call, unless it goes on elsewhere."""
 
     def __init__(self, shard: "Shard") -> None:
         self._shard = shard
 
-    def task_finished(self, session: Session, task: Task) -> None:
+    @property
+    def sink(self) -> Sink:
+        return {TaskEnded: self._ended}
+
+    def _ended(self, event: TaskEnded) -> None:
+        session, task = event
         if not self._shard.client.serves.is_set():
             return
         call = self._shard.client.calls.get((session.id, task.request_id))
@@ -129,7 +133,7 @@ class Shard:
             CORE,
             clock=clock,
             dispatcher=Dispatcher(CORE, clock, self._connect),
-            observers=[_Ends(self)],
+            sinks=[_Ends(self).sink],
             first_session_id=first_session_id,
         )
         if self._storage is not None:

@@ -5,11 +5,12 @@ A row is small and says nothing that changes by itself, as an age does, so that 
 only when something has happened."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from heapq import nlargest
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from parrot.gateway.page.feed import Rows
 from parrot.gateway.page.visitors import Visitor
@@ -17,6 +18,14 @@ from parrot.protocol.engine_api import ServerLoad
 from parrot.protocol.errors import ParrotError
 from parrot.serve.contexts.index import Context
 from parrot.serve.core import ServeCore
+from parrot.serve.events import (
+    CompletionRetried,
+    EngineDrained,
+    EngineJoined,
+    EngineLost,
+    SessionExpired,
+    Sink,
+)
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import (
     Completion,
@@ -29,11 +38,14 @@ from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.task import Decision
 from parrot.serve.sessions import Session
 from parrot.serve.views import engine_view, session_counts, task_view
+from parrot.utils.clock import Clock
 
 _MAX_CONTEXTS = 512  # shown, the largest ones, with those that they were forked from
 _PIECE_CHARS = 4096
 _MAX_CHARS = 2**20  # of one value that is shown
 _MAX_CAUSES = 16
+_MAX_EVENTS = 256
+_MAX_EVENT_CHARS = 400
 _MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # of a session, the last ones
 Row = dict[str, Any]
 
@@ -97,6 +109,72 @@ def _name(engine_id: int, names: Mapping[int, str]) -> str:
     return names.get(engine_id, f"lost engine {engine_id}")
 
 
+class Noted(NamedTuple):
+    """An event that an operator may wonder about."""
+
+    number: int
+    at: float  # on the clock's scale
+    kind: str
+    text: str
+    engine_name: str = ""
+    session_id: int | None = None
+    var_id: str = ""  # the output of the call
+    tenant: str | None = None  # whose it is; None: everybody's
+
+
+class EventLog:
+    """Keeps the last events of engines, calls and sessions, the oldest first."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._noted: deque[Noted] = deque(maxlen=_MAX_EVENTS)
+        self._num_noted = 0
+
+    def __iter__(self) -> Iterator[Noted]:
+        return iter(self._noted)
+
+    @property
+    def sink(self) -> Sink:
+        return {
+            EngineJoined: self._engine_joined,
+            EngineLost: self._engine_lost,
+            EngineDrained: self._engine_drained,
+            CompletionRetried: self._retried,
+            SessionExpired: self._expired,
+        }
+
+    def _note(self, kind: str, text: str, engine_name: str = "", **about: Any) -> None:
+        self._num_noted += 1
+        known = (self._num_noted, self._clock.now(), kind, text[:_MAX_EVENT_CHARS], engine_name)
+        self._noted.append(Noted(*known, **about))
+
+    def _engine_joined(self, event: EngineJoined) -> None:
+        self._note("engine joined", event.info.model, event.info.engine_name)
+
+    def _engine_lost(self, event: EngineLost) -> None:
+        self._note("engine lost", event.why, event.info.engine_name)
+
+    def _engine_drained(self, event: EngineDrained) -> None:
+        kind = "engine drains" if event.is_draining else "engine resumed"
+        text = f"{event.num_calls} {'call' if event.num_calls == 1 else 'calls'} there"
+        self._note(kind, text, event.info.engine_name)
+
+    def _retried(self, event: CompletionRetried) -> None:
+        completion = event.completion
+        self._note(
+            "call retried",
+            f"{completion.func_name}: {event.why}",
+            completion.stats.engine_name or "",
+            session_id=completion.session_id,
+            var_id=completion.output.id,
+            tenant=completion.options.tenant,
+        )
+
+    def _expired(self, event: SessionExpired) -> None:
+        session = event.session
+        self._note("session expired", event.why, session_id=session.id, tenant=session.tenant)
+
+
 def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
     """The calls, tokens and costs of the visitor's functions; of everybody's for the operator."""
     rows: dict[str, Row] = {}
@@ -107,16 +185,16 @@ def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
     return rows
 
 
-def event_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
+def event_rows(core: ServeCore, log: EventLog, visitor: Visitor, epoch: float) -> Rows:
     """Events of engines, and of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
     rows: dict[str, Row] = {}
-    for event in core.fleet.events:
+    for event in log:
         if event.tenant is not None and visitor.tenant not in (None, event.tenant):
             continue
         is_live = event.session_id is not None and core.sessions.find(event.session_id) is not None
         rows[f"event:{event.number}"] = {
             "at": round(epoch + event.at, 3),
-            "kind": event.kind.value,
+            "kind": event.kind,
             "text": event.text,
             "engine": event.engine_name,
             "session": event.session_id,
@@ -131,6 +209,8 @@ class PageRows:
 
     def __init__(self, core: ServeCore) -> None:
         self._core = core
+        self._log = EventLog(core.clock)
+        core.events.add(self._log.sink)
         self._epoch = time.time() - core.clock.now()
         self._sessions: dict[int, tuple[object, Row]] = {}  # what each was made of, and its row
 
@@ -165,7 +245,7 @@ class PageRows:
 
     def events(self, visitor: Visitor) -> Rows:
         """The rows of what happened to engines, calls and sessions."""
-        return event_rows(self._core, visitor, self._epoch)
+        return event_rows(self._core, self._log, visitor, self._epoch)
 
     def session(self, session: Session) -> Rows:
         """A session's head, its last calls, and its last variables without their values."""

@@ -1,11 +1,12 @@
 """Counts of computed tokens: found again, computed again, or freed, and why."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from parrot.serve.contexts.index import Context, FreeReason, PrefixIndex
+from parrot.serve.events import ContextEvicted, Events
 from parrot.utils.heaps import LruDict
 
 EVICTIONS = frozenset({FreeReason.ROOM, FreeReason.MEMORY})
@@ -39,12 +40,10 @@ class KvCounts:
 
 
 class KvLog:
-    """Counts per engine and in all, lost engines included. `on_evicted` hears of each context that
-    is freed for want of room, and of its tokens."""
+    """Counts per engine and in all, lost engines included."""
 
-    on_evicted: Callable[[Context, int], None] | None = None
-
-    def __init__(self, index: PrefixIndex) -> None:
+    def __init__(self, index: PrefixIndex, events: Events) -> None:
+        self._events = events
         self.total = KvCounts()
         self._index = index
         self._engines: defaultdict[int, KvCounts] = defaultdict(KvCounts)
@@ -63,8 +62,8 @@ class KvLog:
         num_tokens = context.length + context.reserved - context.parent_len
         for counts in (self.total, self._engines[context.engine_id]):
             counts.freed[reason] += num_tokens
-        if reason in EVICTIONS and self.on_evicted is not None:
-            self.on_evicted(context, num_tokens)
+        if reason in EVICTIONS:
+            self._events.emit(ContextEvicted, context.owner, context.function, num_tokens)
 
     def used(
         self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]

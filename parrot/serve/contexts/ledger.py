@@ -37,6 +37,7 @@ from parrot.serve.contexts.index import (
 from parrot.serve.contexts.kv_log import KvLog
 from parrot.serve.contexts.owners import Owners
 from parrot.serve.contexts.think_time import Source, ThinkTimes
+from parrot.serve.events import Events
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter
 
@@ -51,6 +52,7 @@ class ContextLedger:
         config: CoreConfig,
         clock: Clock,
         on_free: Callable[[int, int], None],
+        events: Events,
     ) -> None:
         """`on_free` is called with the ids of engine and context when a live engine may forget a
         context."""
@@ -63,7 +65,7 @@ class ContextLedger:
         self._accounts: dict[int, Account] = {}
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
-        self.log = KvLog(self.index)
+        self.log = KvLog(self.index, events)
         self.owners = Owners(self.index.rooms)
         self.expectations = Expectations()
         self.prefixes = ReadyPrefixes(self.expectations)

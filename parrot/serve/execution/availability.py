@@ -8,7 +8,7 @@ from functools import partial
 from parrot.protocol.engine_api import LeaveRequest, LeaveResponse
 from parrot.protocol.errors import NotFound
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.execution.events import EventKind
+from parrot.serve.events import EngineDrained, Events
 from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import Run, RunState
 from parrot.serve.graph.nodes import Completion
@@ -165,8 +165,10 @@ class Drains:
         scheduler: Scheduler,
         grace: Grace,
         wake: Callable[[], None],
+        events: Events,
     ) -> None:
         self._clock = clock
+        self._events = events
         self._timers = timers
         self._leaving: dict[int, asyncio.Future[None]] = {}
         self._fleet = fleet
@@ -186,9 +188,7 @@ class Drains:
             self._grace.engine_lost(self._clock.now())
         else:
             self._grace.engine_joined()
-        kind = EventKind.ENGINE_DRAINS if is_wanted else EventKind.ENGINE_RESUMED
-        text = f"{load.num_tasks} {'call' if load.num_tasks == 1 else 'calls'} there"
-        self._fleet.events.add(kind, text, engine_name=engine.info.engine_name)
+        self._events.emit(EngineDrained, engine.info, is_wanted, load.num_tasks)
         self._wake()
 
     async def engine_leaves(self, request: LeaveRequest) -> LeaveResponse:

@@ -20,6 +20,7 @@ from parrot.protocol.errors import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.events import CompletionPlaced, CompletionRetried, Events
 from parrot.serve.execution.availability import Drains, Grace, Returns
 from parrot.serve.execution.fleet import Connect, Engine, Fleet
 from parrot.serve.execution.prefetch import Prefetcher
@@ -40,10 +41,7 @@ _DEFECT = InternalError("internal error of the scheduler")
 
 class Dispatcher:
     """Owns a completion from `submit` until it has settled its output. All methods are for the
-    event loop's thread; an output's callbacks run in it too, when the books are done. `on_placed`
-    hears of each completion that is sent to an engine."""
-
-    on_placed: Callable[[Completion], None] | None = None
+    event loop's thread; an output's callbacks run in it too, when the books are done."""
 
     def __init__(
         self,
@@ -57,10 +55,10 @@ class Dispatcher:
         """`order` and `placer` replace the scheduler's configured ones."""
         self._clock = clock
         self._timers = TimerQueue(clock)
-        self._ledger = ContextLedger(config, clock, self._on_freed)
-        self._scheduler = Scheduler(
-            config.global_scheduler, clock, self._ledger.index, order, placer
-        )
+        self.events = Events()
+        self._ledger = ContextLedger(config, clock, self._on_freed, self.events)
+        settings = config.global_scheduler
+        self._scheduler = Scheduler(settings, clock, self._ledger.index, order, placer)
         self.shares = self._scheduler.counters
         self._ledger.weigh = self.shares.weight
         self.fleet = Fleet(
@@ -70,6 +68,7 @@ class Dispatcher:
             connect,
             self._scheduler,
             self._ledger,
+            self.events,
             self._on_joined,
             self._on_reported,
             self._on_lost,
@@ -78,7 +77,7 @@ class Dispatcher:
         self._prefetch = Prefetcher(
             clock, self._ledger, self._scheduler, self.fleet, self.estimates, self._wake
         )
-        self._fills_eagerly = config.global_scheduler.eager_fill
+        self._fills_eagerly = settings.eager_fill
         self._runs = RunTable(
             clock,
             self._ledger,
@@ -91,7 +90,7 @@ class Dispatcher:
         self.queued_by_tenant = self._runs.queued_by_tenant
         self.kv_log, self.prefetch_counts = self._ledger.log, self._prefetch.counts
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
-        self._results = ResultCache(config.global_scheduler, clock)
+        self._results = ResultCache(settings, clock)
         self._grace = Grace(
             self._timers,
             config.unserved_timeout_s,
@@ -100,7 +99,7 @@ class Dispatcher:
         )
         self._returns = Returns(clock, self._ledger.index)
         self.drains = Drains(
-            clock, self._timers, self.fleet, self._scheduler, self._grace, self._wake
+            clock, self._timers, self.fleet, self._scheduler, self._grace, self._wake, self.events
         )
         self._alarm: Timer | None = None  # wakes the pump when time alone changes something
         self._is_pump_due = False
@@ -249,13 +248,13 @@ class Dispatcher:
         if run.state is RunState.QUEUED:
             self._grace.queued(run.models, self._clock.now())
             if run.trouble:
-                self.fleet.events.call_retried(run.completion, run.trouble)
+                self.events.emit(CompletionRetried, run.completion, run.trouble)
                 run.trouble = ""
         if run.state is not RunState.PLACED:  # which is the pump's own doing
             self._wake()
-        elif self.on_placed is not None:
+        elif self.events.wants(CompletionPlaced):
             for waiter in run.waiters:
-                self.on_placed(waiter)
+                self.events.emit(CompletionPlaced, waiter)
 
     def _on_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
         """Learn from its result, and keep it for those to come."""

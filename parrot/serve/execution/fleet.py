@@ -30,7 +30,7 @@ from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.events import EventKind, EventLog
+from parrot.serve.events import EngineJoined, EngineLost, Events
 from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
 from parrot.utils.clock import Clock
@@ -169,6 +169,7 @@ class Fleet:
         connect: Connect | None,
         scheduler: Scheduler,
         ledger: ContextLedger,
+        events: Events,
         on_joined: Callable[[Engine], None],
         on_reported: Callable[[Engine], None],
         on_lost: Callable[[Engine], None],
@@ -181,6 +182,7 @@ class Fleet:
         self._connect = connect or http_connect(config.cluster_token, lambda: self.identity)
         self._scheduler = scheduler
         self._ledger = ledger
+        self._events = events
         self._on_joined = on_joined
         self._on_reported = on_reported
         self._on_lost = on_lost
@@ -192,7 +194,7 @@ class Fleet:
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
         self._pings, self._closing = TaskSet(), TaskSet()
-        self._frees, self.events = FreeSender(clock), EventLog(clock)
+        self._frees = FreeSender(clock)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(tuple(self._engines.values()))
@@ -226,7 +228,7 @@ class Fleet:
         self._joined.set()
         self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
-        self.events.add(EventKind.ENGINE_JOINED, info.model, engine_name=info.engine_name)
+        self._events.emit(EngineJoined, info)
         return engine.id
 
     async def joined(self) -> None:
@@ -262,7 +264,7 @@ class Fleet:
         if not engine.is_alive:
             return
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
-        self.events.add(EventKind.ENGINE_LOST, reason, engine_name=engine.info.engine_name)
+        self._events.emit(EngineLost, engine.info, reason)
         engine.is_alive = False
         self._note_lateness(engine)
         del self._engines[engine.id], self._by_address[_address(engine.info)]

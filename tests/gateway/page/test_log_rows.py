@@ -29,6 +29,7 @@ async def test_usage_is_told_by_tenant_and_function() -> None:
 
 async def test_events_name_engines_calls_and_sessions() -> None:
     world = World()
+    page = PageRows(world.core)  # another may round the time of an event differently
     await world.join("e0")
     engine = world.engines["e0"]
     engine.scripts = [Script(error=EngineFailed("a kernel failed"))]
@@ -41,7 +42,6 @@ async def test_events_name_engines_calls_and_sessions() -> None:
     assert lost is not None
     world.core.fleet.lose(lost, "no heartbeat for 30 s")
     other.end()
-    page = PageRows(world.core)  # a later one may round the time of an event differently
     rows = page.events(OPERATOR)
     assert [row["kind"] for row in rows.values()] == [
         "engine joined",

@@ -13,7 +13,7 @@ import pytest
 from parrot.gateway.transcript import MAX_PLACES
 from parrot.observe.recorder import Recorder
 from parrot.protocol.engine_api import RegisterRequest
-from parrot.protocol.trace import AnyTraceEvent, CallSubmitted, ReadBegan, ReadEnded, SessionBegan
+from parrot.protocol.trace import AnswerLine, AnyTraceEvent, CallLine, ReadLine, SessionLine
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -390,7 +390,7 @@ async def recorded(events: list[AnyTraceEvent]) -> AsyncIterator[Site]:
         config,
         clock=clock,
         dispatcher=Dispatcher(config, clock, lambda info: engine),
-        observers=[Recorder(events.append, clock)],
+        sinks=[Recorder(events.append, clock).sink],
     )
     async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
         await core.register_engine(RegisterRequest(engine_config=engine.info))
@@ -405,14 +405,14 @@ async def test_the_recorder_sees_calls_and_reads_in_all_sessions() -> None:
         await site.post(CHAT, chat("a {{x}} b", inputs={"x": first}, **scope))
         own = chat("x", defer=True) | {"prompt_cache_key": "own"}
         await site.post(CHAT, own)
-    one, two, own_call = [event for event in events if isinstance(event, CallSubmitted)]
+    one, two, own_call = [event for event in events if isinstance(event, CallLine)]
     assert one.session_id == two.session_id != own_call.session_id
-    sessions = [event.session_id for event in events if isinstance(event, SessionBegan)]
+    sessions = [event.session_id for event in events if isinstance(event, SessionLine)]
     assert sessions == [two.session_id, own_call.session_id]
     assert [len(one.parameters), len(two.parameters)] == [2, 4]
     assert one.parameters[-1].var_id == two.parameters[1].var_id == first
     assert two.parameters[1].was_bound
-    (began,) = [event for event in events if isinstance(event, ReadBegan)]
+    (began,) = [event for event in events if isinstance(event, ReadLine)]
     assert began.var_ids == [two.parameters[-1].var_id]
-    (ended,) = [event for event in events if isinstance(event, ReadEnded)]
+    (ended,) = [event for event in events if isinstance(event, AnswerLine)]
     assert ended.error is None

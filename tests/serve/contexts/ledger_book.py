@@ -3,6 +3,7 @@
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, KvEviction
 from parrot.serve.contexts.index import Boundary, Context, Owner
 from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.events import Events
 from tests.support.manual_clock import ManualClock
 
 
@@ -17,7 +18,7 @@ class Book(ContextLedger):
             constant_prefix_var_timeout=timeout_s,
             global_scheduler=GlobalSchedulerConfig(kv_eviction=eviction),
         )
-        super().__init__(config, self.clock, self._note)
+        super().__init__(config, self.clock, self._note, Events())
 
     def _note(self, engine_id: int, context_id: int) -> None:
         self.notices += 1

@@ -6,11 +6,12 @@ from collections import Counter
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.index import Boundary, Context
 from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.events import Events
 from tests.support.manual_clock import ManualClock
 
 
 def make(capacity: int = 100, host_capacity: int = 200) -> ContextLedger:
-    ledger = ContextLedger(CoreConfig(), ManualClock(), lambda engine_id, context_id: None)
+    ledger = ContextLedger(CoreConfig(), ManualClock(), lambda engine, context: None, Events())
     ledger.add_engine(1, capacity, 10, host_capacity)
     return ledger
 

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from parrot.gateway.page.rows import EventLog
 from parrot.protocol.engine_api import HeartbeatRequest, LeaveRequest, RuntimeInfo
 from parrot.protocol.errors import NoEngine, NotFound
 from parrot.serve.config import CoreConfig
@@ -13,6 +14,8 @@ from tests.support.fake_engine import Script, fake_engine
 
 
 async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: World) -> None:
+    log = EventLog(world.clock)
+    world.dispatcher.events.add(log.sink)
     slow = fake_engine("slow", script=Script(text=lambda _: "abc", hang_after=0))
     slow_id = await world.join(slow)
     before = world.submit("One")
@@ -35,7 +38,7 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
     slow.script = Script()
     await world.submit("Three").output.wait()
     assert len(slow.requests) == 2
-    kinds = [(event.kind.value, event.engine_name) for event in world.dispatcher.fleet.events]
+    kinds = [(event.kind, event.engine_name) for event in log]
     assert kinds == [
         ("engine joined", "slow"),
         ("engine joined", "other"),

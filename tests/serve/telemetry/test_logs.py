@@ -42,7 +42,7 @@ def lines() -> Iterator[Lines]:
 
 async def test_calls_are_logged_with_their_ids_and_without_their_texts(lines: Lines) -> None:
     clock = MonotonicClock()
-    core = ServeCore(CoreConfig(), clock=clock, observers=[CallLog(clock)])
+    core = ServeCore(CoreConfig(), clock=clock, sinks=[CallLog().sink])
     async with over_http(core) as client:
         scope = await write_and_review(client, ["essay"])
         info = await client.session_info(**scope)
@@ -66,7 +66,7 @@ async def test_calls_are_logged_with_their_ids_and_without_their_texts(lines: Li
 
 async def test_a_call_that_fails_is_logged_with_the_type_of_its_error(lines: Lines) -> None:
     clock = MonotonicClock()
-    core = ServeCore(CoreConfig(), clock=clock, observers=[CallLog(clock)])
+    core = ServeCore(CoreConfig(), clock=clock, sinks=[CallLog().sink])
     async with over_http(core) as client:
         scope = await write_and_review(client, [])
         await client.semantic_call(unread(scope))

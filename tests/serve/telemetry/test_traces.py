@@ -66,7 +66,7 @@ class Traced:
     async def run(self, caller: str | None = None) -> dict[str, Any]:
         """Run the program; returns what its session shows."""
         clock = MonotonicClock()
-        core = ServeCore(self.core_config, clock=clock, observers=[Tracer(self.export, clock)])
+        core = ServeCore(self.core_config, clock=clock, sinks=[Tracer(self.export, clock).sink])
         headers = {"traceparent": caller} if caller else {}
         async with over_http(core, EngineTracer(self.engine_export, "e", "m"), headers) as client:
             scope = await write_and_review(client, ["essay"])
@@ -192,7 +192,7 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(
 ) -> None:
     """In traces of their own, though they belong to one program, and so to one session."""
     clock, traced = MonotonicClock(), Traced(otlp_sample_ratio=ratio)
-    core = ServeCore(traced.core_config, clock=clock, observers=[Tracer(traced.export, clock)])
+    core = ServeCore(traced.core_config, clock=clock, sinks=[Tracer(traced.export, clock).sink])
     callers = [f"00-{n:032x}-{'cd' * 8}-0{is_sampled:d}" for n in (1, 2)]
     async with over_http(core, EngineTracer(traced.engine_export, "e", "m")) as client:
         for caller in callers:

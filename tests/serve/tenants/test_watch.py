@@ -14,9 +14,11 @@ from parrot.protocol.errors import AuthenticationFailed, PermissionDenied, Sessi
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.serve.events import EngineLost
 from parrot.serve.tenants.keys_file import PERIOD_S, KeysWatch
 from parrot.serve.tenants.table import KeysChange
 from tests.serve.tenants.keys import entry, write_keys
+from tests.support.fake_engine import fake_engine
 from tests.support.manual_clock import ManualClock
 
 
@@ -166,7 +168,7 @@ async def test_who_looks_at_the_page_sees_no_more_when_the_key_is_gone(world: Wo
     await anext(feed)
     world.write("b", scopes=["user"])
     await next_change(world)
-    world.core.fleet.events.session_expired("secret", 1, "a")
+    world.core.events.emit(EngineLost, fake_engine("e0").info, "secret")
     news = asyncio.ensure_future(anext(feed))
     while not news.done():
         await world.clock.advance(1.0)
