@@ -81,13 +81,16 @@ async def json_in_turns(model: BaseModel) -> bytes:
     """The same for a model without aliases; others may go on while its long lists are encoded."""
     fields: list[bytes] = []
     for name, value in model:
+        if not isinstance(value, list) or len(value) <= _TURN_ITEMS:
+            # The model's own serializer, which knows how the fields of its classes are written.
+            field = model.__pydantic_serializer__.to_json(model, include={name})
+            fields.append(field[1:-1])
+            continue
         items: list[bytes] = []
-        long = value if isinstance(value, list) else []
-        for start in range(0, len(long), _TURN_ITEMS):
-            items.append(to_json(long[start : start + _TURN_ITEMS], inf_nan_mode="null")[1:-1])
+        for start in range(0, len(value), _TURN_ITEMS):
+            items.append(to_json(value[start : start + _TURN_ITEMS], inf_nan_mode="null")[1:-1])
             await asyncio.sleep(0)
-        text = b"[%b]" % b",".join(items) if items else to_json(value, inf_nan_mode="null")
-        fields.append(b"%b:%b" % (to_json(name), text))
+        fields.append(b"%b:[%b]" % (to_json(name), b",".join(items)))
     return b"{%b}" % b",".join(fields)
 
 

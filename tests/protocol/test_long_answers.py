@@ -3,7 +3,9 @@
 import asyncio
 
 from parrot.protocol.answers import has_long_list, json_bytes, json_in_turns
+from parrot.protocol.engine_api import FinishReason, GenerateResponse, Usage
 from parrot.protocol.public import VarInfo, VarListResponse
+from parrot.protocol.sampling import Logprobs
 
 
 def listed(count: int) -> VarListResponse:
@@ -28,3 +30,16 @@ async def test_the_bytes_are_those_of_the_whole_and_others_go_on_meanwhile() -> 
         turns += 1
         await asyncio.sleep(0)
     assert turns >= 3
+
+
+async def test_a_field_beside_a_long_list_is_written_as_its_model_says() -> None:
+    ids = list(range(5000))
+    answer = GenerateResponse(
+        generated_text="é",
+        generated_ids=ids,
+        finish_reason=FinishReason.LENGTH,
+        usage=Usage(),
+        logprobs=Logprobs(1, ids, [-0.5] * len(ids)),
+    )
+    assert has_long_list(answer)
+    assert await json_in_turns(answer) == json_bytes(answer)

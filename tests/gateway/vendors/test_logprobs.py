@@ -1,5 +1,6 @@
 """Log probabilities of answers, as OpenAI's APIs show them."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from parrot.protocol.errors import Unavailable
 from parrot.serve.config import CoreConfig
 from tests.gateway.test_transcript import HERMES
 from tests.gateway.vendors.conftest import MODEL, Site, payloads, serve
+from tests.serve.journal.replayed import MemoryFile
+from tests.serve.journal.test_over_http import serving
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -258,3 +261,38 @@ async def test_an_engine_of_text_says_what_its_tokens_are(core_config: CoreConfi
     assert [
         e for c in chunks for e in (c["choices"][0]["logprobs"] or {}).get("content", ())
     ] == want
+
+
+@pytest.mark.parametrize("asked", [{}, {"stream": True}, {"background": True}])
+async def test_they_are_kept_over_a_restart(asked: dict[str, Any]) -> None:
+    """A stored response is told as it was, can be continued, and its items referred to."""
+    file, fields = MemoryFile(), response(stream=False, top_logprobs=1) | asked
+    async with serving(file, fake_engine("e0", model=MODEL, script=says("ab"))) as site:
+        async with site.http.post(RESPONSES, json=fields) as answer:
+            assert answer.status == 200, await answer.text()
+            told = await answer.text()
+        made = [json.loads(line.removeprefix("data: ")) for line in told.split("\n") if "{" in line]
+        response_id = made[0].get("response", made[0])["id"]
+        ended = await ended_response(site, response_id)
+        want = [entry(byte, 1) for byte in b"ab"]
+        assert ended["output"][0]["content"][0]["logprobs"] == want
+        reference = {"type": "item_reference", "id": ended["output"][0]["id"]}
+        again = await site.post(
+            RESPONSES, {"model": MODEL, "input": [reference, {"role": "user", "content": "x"}]}
+        )
+        assert again["status"] == "completed"
+    async with serving(file) as site:
+        assert await ended_response(site, response_id) == ended
+        await site.post(
+            RESPONSES, {"model": MODEL, "input": "x", "previous_response_id": response_id}
+        )
+
+
+async def ended_response(site: Site, response_id: str) -> Any:
+    while True:
+        async with site.http.get(f"{RESPONSES}/{response_id}") as answer:
+            assert answer.status == 200, await answer.text()
+            found = await answer.json()
+        if found["status"] not in ("queued", "in_progress"):
+            return found
+        await asyncio.sleep(0.01)

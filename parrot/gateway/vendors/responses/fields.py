@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
+import orjson
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -76,7 +77,7 @@ class Item(ListItem):
     @property
     def written(self) -> str:
         """All texts that it keeps."""
-        return self.model_dump_json()
+        return orjson.dumps(self.model_dump()).decode()
 
     def listed(self) -> Json:
         """The item as clients read it."""

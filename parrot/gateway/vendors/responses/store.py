@@ -341,4 +341,5 @@ class KeptResponses:
 
 
 def _item_fields(item: Item) -> dict[str, Any]:
-    return item.model_dump(mode="json", exclude_none=True)
+    # Not by pydantic as JSON: log probabilities are written already, as the journal takes them.
+    return item.model_dump(exclude_none=True)
