@@ -22,7 +22,6 @@ from weakref import ref
 import orjson
 
 from parrot.gateway.transcript import Message
-from parrot.serve.config import PrefixRepair
 from parrot.serve.events import Events, PrefixBroken
 from parrot.serve.graph.nodes import Completion, TextPiece
 from parrot.serve.sessions import Session
@@ -53,8 +52,6 @@ _DATE = re.compile(
     re.IGNORECASE,
 )
 _NONCE = re.compile(r"(?=[^\d]*\d)[\w-]{6,}")
-# A line that Claude Code puts before its system prompt, with a new value in each request.
-_VOLATILE = re.compile(r"^x-anthropic-billing-header:.*(?:\n|$)", re.MULTILINE)
 ENDING = "ending"
 """The kind of a record that tells where a turn of a session can be continued."""
 _MAX_ENDINGS = 65_536  # turns that can be continued
@@ -98,17 +95,10 @@ class PrefixDoctor:
     """Keeps the last prompt of each program, the least recently used ones up to a bound, and knows
     programs by what was answered to them."""
 
-    def __init__(self, repair: PrefixRepair, events: Events) -> None:
-        self._repair = repair
+    def __init__(self, events: Events) -> None:
         self._events = events
         self._prompts: LruDict[int, ShownPrompt] = LruDict(_MAX_TEXT, weigh=lambda p: len(p.text))
         self._answers: LruDict[bytes, int] = LruDict(_MAX_ANSWERS)
-
-    def repaired(self, prompt: Sequence[Message] | str) -> Sequence[Message] | str:
-        """The prompt as it is to be shown to the model."""
-        if self._repair == "on" and not isinstance(prompt, str):
-            return repaired(prompt)
-        return prompt
 
     def program_of(self, tenant: str, prompt: ShownPrompt) -> int | None:
         """The session in which one of the last answers that the prompt quotes was given."""
@@ -120,8 +110,6 @@ class PrefixDoctor:
         self, session_id: int, prompt: ShownPrompt, *, is_continued: bool
     ) -> PrefixBreak | None:
         """Where the prompt left the last one of its session, if it continues none of its turns."""
-        if self._repair == "off":
-            return None
         earlier = self._prompts.get(session_id)
         self._prompts.put(session_id, prompt)
         if earlier is None or is_continued:
@@ -146,17 +134,6 @@ def diagnose(earlier: ShownPrompt, later: ShownPrompt) -> PrefixBreak:
     message = _first_difference(earlier.messages, later.messages)
     before, after = _around(earlier.text, at), _around(later.text, at)
     return PrefixBreak(_reason(earlier, later, message, before, after), at, message, before, after)
-
-
-def repaired(messages: Sequence[Message]) -> list[Message]:
-    """The messages without what is known to differ with every request and to mean nothing to the
-    model: the system prompt's lines that begin with `x-anthropic-billing-header:`."""
-    return [
-        {**message, "content": _VOLATILE.sub("", message["content"])}
-        if message["role"] == "system" and _VOLATILE.search(message["content"])
-        else message
-        for message in messages
-    ]
 
 
 def _answer_key(tenant: str, answer: Message) -> bytes:

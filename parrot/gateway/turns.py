@@ -197,7 +197,8 @@ class Turns:
     def __init__(self, core: ServeCore) -> None:
         self._core = core
         self._sessions = ProgramSessions(core)
-        self._doctor = PrefixDoctor(core.config.prefix_repair, core.events)
+        self._doctor = PrefixDoctor(core.events)
+        self._compares = core.config.prefix_repair == "report"
         self._aliases = core.config.model_aliases
         self._endings = Endings()
         core.attach(self)
@@ -214,7 +215,6 @@ class Turns:
             return self._submit_chained(request, request.chain)
         if not request.is_resumed:
             self._core.tasks.require_room(request.tenant)
-        request = replace(request, prompt=self._doctor.repaired(request.prompt))
         shown, samplings, make_parser, conversation = self._rendered(request)
         text = shown.text
         limit = self._longest(request.model)
@@ -235,7 +235,9 @@ class Turns:
             session = self._sessions.use(ending.session_id)
             session.account.require(**usage)
         session.require_room()
-        left = self._doctor.examine(session.id, prompt, is_continued=ending is not None)
+        left = None
+        if self._compares:
+            left = self._doctor.examine(session.id, prompt, is_continued=ending is not None)
         options = CallOptions(
             func_name=request.func_name,
             models=(request.model,),

@@ -17,7 +17,7 @@ Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 KvEviction = Literal["next_use", "lru"]
 PlacementName = Literal["predicted", "round_robin", "prefix_aware"]
-PrefixRepair = Literal["off", "report", "on"]
+PrefixDiagnosis = Literal["off", "report"]
 OrderName = Literal["critical_path", "las", "app_fifo", "fcfs"]
 
 
@@ -245,11 +245,10 @@ class CoreConfig(ConfigModel):
         le=2**40,
         description="Bytes of `/v1/responses` that are kept, to be asked for and continued.",
     )
-    prefix_repair: PrefixRepair = Field(
+    prefix_repair: PrefixDiagnosis = Field(
         "report",
         description="Of programs that resend their history: say where a prompt left the one before "
-        "it (`report`), and take out the lines `x-anthropic-billing-header:` of system prompts, "
-        "which differ with each request (`on`).",
+        "it (`report`), or compare nothing (`off`).",
     )
     prices: dict[str, TokenPrices] = Field(
         {},
@@ -323,6 +322,16 @@ class CoreConfig(ConfigModel):
         "span above it is sent if that is. null: as `OTEL_TRACES_SAMPLER` says in the environment, "
         "else all.",
     )
+
+    @field_validator("prefix_repair", mode="before")
+    @classmethod
+    def _edits_no_prompts(cls, value: object) -> object:
+        if value == "on":
+            raise ValueError(
+                "prompts are not edited any more: with `report` the header `x-parrot-prefix` says "
+                "what differs with each request, which its program has to leave out"
+            )
+        return value
 
     @property
     def shard(self) -> Shard:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.endings import ShownPrompt, diagnose, repaired
+from parrot.gateway.endings import ShownPrompt, diagnose
 
 
 def prompt(*texts: str, system: str = "You are a parrot.", **options: Any) -> ShownPrompt:
@@ -87,13 +87,3 @@ def test_the_place_is_the_first_difference(one: str, other: str, repeat: int) ->
     )
     assert found.at == repeat
     assert found.before.startswith("x" * min(repeat, 24) + "a")
-
-
-def test_known_volatile_lines_are_taken_out() -> None:
-    volatile = "x-anthropic-billing-header: cc_version=2.1; cch=a1b2c;\n"
-    messages = [
-        {"role": "system", "content": f"{volatile}You are a parrot."},
-        {"role": "user", "content": volatile},
-    ]
-    assert [m["content"] for m in repaired(messages)] == ["You are a parrot.", volatile]
-    assert messages[0]["content"].startswith("x-anthropic")

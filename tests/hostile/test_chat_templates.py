@@ -68,6 +68,7 @@ HOSTILE = [
     "{% for i in range(99999) %}{{ messages|string }}{% endfor %}" * 4,
     "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "{{ x }}" * 100_000,
+    "{{ '\\ud800' }}",
     "{% include 'x' %}",
     "{% import 'x' as y %}",
     "{% extends 'x' %}",

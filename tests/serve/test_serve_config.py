@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from parrot.serve.config import CoreConfig
-from parrot.utils.config import ConfigError, load_config
+from parrot.utils.config import ConfigError, load_config, parse_config
 
 
 def write(path: Path, content: object) -> Path:
@@ -98,3 +98,9 @@ def test_secrets_are_not_printed() -> None:
     config = CoreConfig(api_keys=("s3cret",), cluster_token="t0ken")
     assert "s3cret" not in repr(config)
     assert "t0ken" not in repr(config)
+
+
+def test_what_edited_prompts_says_what_to_do_instead() -> None:
+    with pytest.raises(ConfigError, match=r"prefix_repair.*x-parrot-prefix"):
+        parse_config(CoreConfig, {"prefix_repair": "on"}, "core.json")
+    assert parse_config(CoreConfig, {"prefix_repair": "off"}, "core.json").prefix_repair == "off"

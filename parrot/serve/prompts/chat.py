@@ -105,12 +105,14 @@ class ChatTemplate:
                 num_chars += sum(map(len, some))
                 if num_chars > MAX_CHARS:
                     raise TemplateError("it makes too long a text")
+            text = "".join(parts)
+            text.encode()  # half a character (`'\ud800'`) is none that an engine could be sent
         except Exception as error:  # noqa: BLE001 - it may divide by zero, call itself, and so on
             raise InvalidRequest(
                 f"the model's chat template failed: {str(error) or type(error).__name__:.500}",
                 param="chat",
             ) from None
-        return "".join(parts)
+        return text
 
 
 def _message(role: str, content: str) -> dict[str, str]:

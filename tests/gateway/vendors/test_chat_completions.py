@@ -396,17 +396,6 @@ class TestPrefix:
             told = await self.told(site, body(user(text), prompt_cache_key="p"))
             assert told.startswith(expected)
 
-    async def test_volatile_lines_stay_unless_they_are_to_go(self, site: Site) -> None:
+    async def test_what_differs_with_each_request_stays(self, site: Site) -> None:
         await site.post(PATH, body(self.system("x-anthropic-billing-header: a\nB"), user("Hi")))
         assert "billing" in site.engine.prompts[0]
-
-
-class TestPrefixRepair:
-    @pytest.fixture
-    def core_config(self) -> CoreConfig:
-        return CoreConfig(prefix_repair="on")
-
-    async def test_volatile_lines_go(self, site: Site) -> None:
-        system = {"role": "system", "content": "x-anthropic-billing-header: a\nB"}
-        await site.post(PATH, body(system, user("Hi")))
-        assert site.engine.prompts[0].startswith("<|im_start|>system\nB<|im_end|>")
