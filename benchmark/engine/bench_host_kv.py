@@ -28,7 +28,7 @@ from parrot.engine.core.jobs import EngineRequest, Outcome, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Transfer
 from parrot.engine.runner.cuda import CudaRunner
-from parrot.engine.runner.host.memory import GIB, HostMemory, block_parts
+from parrot.engine.runner.host.copies import GIB, HostMemory, block_parts
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig

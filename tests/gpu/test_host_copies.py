@@ -20,8 +20,8 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.plan import SequenceStep, StepPlan, Transfer
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.host.copies import GIB
 from parrot.engine.runner.host.cuda import CudaCopies
-from parrot.engine.runner.host.memory import GIB
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.utils.clock import MonotonicClock

@@ -27,7 +27,7 @@ from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cuda import CudaRunner
-from parrot.engine.runner.host.memory import GIB
+from parrot.engine.runner.host.copies import GIB
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_rank, load_runner
 from parrot.engine.runner.ranks import RankProcesses, processes, unit

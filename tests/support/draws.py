@@ -12,7 +12,7 @@ from parrot.engine.core.plan import SampleSpec
 from parrot.engine.kernels.noise import noise_keys
 from parrot.engine.kernels.sampling import adjust_logits
 from parrot.engine.kernels.sampling_layout import KEY_0, KEY_1
-from parrot.engine.runner.draws import (
+from parrot.engine.runner.inputs import (
     AdjustedRow,
     AdjustedTokens,
     Adjustments,

@@ -20,9 +20,8 @@ from parrot.engine.core.plan import (
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
 from parrot.engine.runner.device import Landing, Mark, Reads, noticing_loss
-from parrot.engine.runner.draws import NO_DRAWS, DrawBuilder, Scored
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
-from parrot.engine.runner.inputs import InputBuilder, StepInputs
+from parrot.engine.runner.inputs import NO_DRAWS, DrawBuilder, InputBuilder, Scored, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results
@@ -31,9 +30,9 @@ from parrot.engine.runner.step_computer import (
     Report,
     Sources,
     StepComputer,
+    SyntheticPlans,
     WatchedAttention,
 )
-from parrot.engine.runner.warm_up import SyntheticPlans
 from parrot.protocol.errors import OutOfMemory
 
 

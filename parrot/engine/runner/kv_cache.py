@@ -27,8 +27,7 @@ from parrot.engine.core.plan import BlockCopy, RunnerInfo
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.device import make_of
-from parrot.engine.runner.host.available import available_memory
-from parrot.engine.runner.host.copies import HostCopies, PlainCopies
+from parrot.engine.runner.host.copies import HostCopies, PlainCopies, available_memory
 
 MIB = 1 << 20
 _CPU_CACHE_LIMIT = 2048 * MIB

@@ -24,9 +24,10 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.parallel import Shard, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import MakeLayers, ModelRunner
-from parrot.engine.runner.kv_cache import KVLayout
+from parrot.engine.runner.host.copies import available_memory, host_slots
+from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
-from parrot.engine.runner.ranks.room import blocks_for_all, host_blocks_for_all
+from parrot.engine.runner.ranks.group import RankGroup
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 
@@ -113,6 +114,30 @@ def load_rank(
     report(None)
     _log(runner)
     return runner, tokenizer
+
+
+def blocks_for_all(layout: KVLayout, device: torch.device, group: RankGroup | None) -> int:
+    """The number of blocks of the device."""
+    own = blocks_in_free_memory(layout, device, 1 if group is None else group.size)
+    found = own if group is None else group.least(own)
+    if not found:
+        which = str(device) if not own else "another rank's device"
+        raise ConfigError(
+            f"the weights leave too little of the memory of {which} free for KV; use a smaller "
+            "model, or a device with more memory"
+        )
+    return found
+
+
+def host_blocks_for_all(
+    host_kv_gb: float | None, layout: KVLayout, num_blocks: int, group: RankGroup | None
+) -> int:
+    """The number of blocks of the host tier, which the ranks share out: each has its part of every
+    block."""
+    ranks, free = 1, available_memory()
+    if group is not None:
+        ranks, free = group.size, group.least(free)  # before any of them takes some
+    return host_slots(host_kv_gb, ranks * layout.block_bytes, num_blocks, free)
 
 
 def _say_nothing(_: str | None) -> None:

@@ -13,12 +13,10 @@ import torch
 
 from parrot.engine.core.plan import SampleSpec, StepResult
 from parrot.engine.kernels.noise import gumbel_noise, noise_keys
+from parrot.engine.runner.inputs import MIN_TEMPERATURE, masked_rows, masks_of
 from parrot.engine.runner.log_probabilities import score_tokens, scores_of
-from parrot.engine.runner.masks import masked_rows, masks_of
 from parrot.protocol.errors import ModelNumerics, ParrotError
 from parrot.protocol.sampling import SamplingConfig
-
-MIN_TEMPERATURE = 1e-6
 
 # Most of the probability is nearly always in this many tokens; if not, all are sorted.
 _TOP_CANDIDATES = 1024

@@ -3,27 +3,186 @@
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from parrot.engine.attention.context_tree import IntArray
+from parrot.engine.attention.context_tree import GateConfig, IntArray
 from parrot.engine.attention.plan_buffers import PlanBuffers
+from parrot.engine.attention.tree_attention import config_for
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
-from parrot.engine.attention.work_list import WorkList
+from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
+from parrot.engine.core.plan import SampleSpec
+from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import MATRIX_RATE
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
-from parrot.engine.kernels.sampling import best_tokens
-from parrot.engine.kernels.sampling_layout import NUM_SETTINGS
+from parrot.engine.kernels.sampling import (
+    adjust_logits,
+    best_tokens,
+    draw_tokens,
+    mask_logits,
+)
+from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 from parrot.engine.models.fused import Forward
 from parrot.engine.runner.device import Landing, Mark, Reads, Stage
-from parrot.engine.runner.draws import Draws
 from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
-from parrot.engine.runner.inputs import StepInputs
-from parrot.engine.runner.token_choice import SentAdjustments, TokenChooser
-from parrot.engine.runner.warm_up import SyntheticPlans
+from parrot.engine.runner.inputs import (
+    DRAWN,
+    LIMITED,
+    AdjustedRow,
+    AdjustedTokens,
+    Adjustments,
+    Draws,
+    Masks,
+    StepInputs,
+    adjustments_of,
+    draw_settings,
+)
+from parrot.engine.runner.log_probabilities import score_tokens
+from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig
+
+_NUM_NUMBERS = 2**16
+
+SentAdjustments = tuple[torch.Tensor, torch.Tensor]
+"""The rows and entries of `Adjustments`, on the device."""
+
+
+class TokenChooser:
+    """Adjusts logits, draws tokens, and says how likely they were.
+
+    There may be any number of adjustments, so they have a pinned buffer of their own, which grows,
+    and a copy of their own: only steps with such requests pay for it. So have masks, whose copies
+    come later, behind the step's other kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stage = Stage(_NUM_NUMBERS, device)
+        self._mask_stage = Stage(_NUM_NUMBERS, device)
+
+    def send(self, adjustments: Adjustments) -> SentAdjustments:
+        """Valid on the current stream until the next `send`."""
+        parts = (adjustments.rows.reshape(-1), adjustments.entries.reshape(-1))
+        self._stage.make_room([len(part) for part in parts])
+        rows, entries = self._stage.send(parts)
+        self._stage.sent()
+        return rows.view(-1, NUM_COLUMNS), entries.view(-1, NUM_FIELDS)
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        best: torch.Tensor,
+        token_ids: torch.Tensor,
+        choice: int,
+        settings: torch.Tensor,
+        adjustments: SentAdjustments | None,
+        masks: Masks | None = None,
+        scored: torch.Tensor | None = None,
+        num_top: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int32 [rows]: a token for each row of `logits`, or -1 if they are not finite. And what
+        `score_tokens` gives for the rows that are `scored`; None if none is.
+
+        `best`: `best_tokens(logits)`; both may be changed. `token_ids`: the step's, none of them
+        pending. `choice` and `settings`: of `Draws`."""
+        # A copy, since logits may be changed in place; the other rows cost nothing.
+        plain = None if scored is None or not len(scored) else logits[scored]
+        if adjustments is not None:
+            logits = logits.float()
+            adjust_logits(logits, token_ids, *adjustments)
+        if masks is not None:
+            logits = logits.float()
+            mask_logits(logits, *self._send_masks(masks))
+        if adjustments is not None or masks is not None:
+            best = best_tokens(logits)
+        if choice & DRAWN:
+            limited = bool(choice & LIMITED)
+            draw_tokens(logits, best, settings.view(-1, NUM_SETTINGS), limited=limited)
+        return best, None if plain is None else score_tokens(plain, best[scored], num_top)
+
+    def _send_masks(self, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = (masks.rows, masks.words.reshape(-1))
+        self._mask_stage.make_room([len(part) for part in parts])
+        rows, words = self._mask_stage.send(parts)
+        self._mask_stage.sent()
+        return rows, words.view(masks.words.shape)
+
+    def warm_up(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Compile all kernels for `logits` [1, vocab], as they are and adjusted."""
+        row = draw_settings(SamplingConfig(top_k=4, top_p=0.9))
+        for choice in (DRAWN | LIMITED, DRAWN):
+            for scores in (logits, logits.float()):
+                (settings,) = self._stage.send([row])
+                self.choose(scores, best_tokens(scores), token_ids, choice, settings, None)
+                self._stage.sent()
+        config = SamplingConfig(presence_penalty=1.0)
+        adjusted = AdjustedRow(0, -1, AdjustedTokens(0, config), SampleSpec(0, config, 0, 0))
+        sent = self.send(adjustments_of([adjusted]))
+        self.choose(logits, best_tokens(logits), token_ids, 0, settings, sent)
+        num_words = -(-logits.shape[1] // 32)
+        masks = Masks(np.zeros(1, dtype=np.int32), np.full((1, num_words), -1, dtype=np.int32))
+        first = torch.zeros(1, dtype=torch.int32, device=logits.device)
+        best = best_tokens(logits)
+        self.choose(logits, best, token_ids, 0, settings, None, masks, first, MAX_LOGPROBS)
+
+
+_CONTEXTS = (64, 2048)
+# Products of few rows have kernels by the next power of two, and others for multiples of 16; small
+# ones have theirs for one row and for two.
+_PROMPTS = (1, 2, 8, 16, 24, 32, 40, 64, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticPlans:
+    """Plans of all kinds of steps. Their contexts are the same block again and again."""
+
+    shape: AttentionShape
+    gate: GateConfig | None
+    split: SplitConfig
+    max_tokens: int
+    max_seq_len: int
+
+    def for_kernels(self) -> list[WorkList]:
+        """Steps without a graph that together launch every kernel: prompts; and decodes, alone and
+        beside a prompt, few of them, and enough for even ones to take the lighter tiles."""
+        short = min(_CONTEXTS[0], self.max_seq_len)
+        plans = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
+        for q_lens in ([1], [1, short]):
+            few = self._plan(q_lens, short)
+            enough = config_for(self.shape).deep_resident // self.shape.num_kv_heads + 1
+            plans += [few, replace(few, narrow=np.repeat(few.narrow, enough, axis=0))]
+        return plans
+
+    def for_graphs(self, size: StepSize) -> list[WorkList]:
+        """A prompt, with pages to convert and without; or decodes with short contexts, long ones,
+        and a shared prefix."""
+        rows = size.rows
+        if size.logits is not None:
+            length = min(rows, self.max_seq_len)
+            work = self._plan([length] * (rows // length), length)
+            work = work.with_table_rows(np.zeros(rows, dtype=np.int32))  # any row will do
+            none = work.converted_fills[:0]
+            return [work, replace(work, converted_fills=none, converted_pages=none[:, 0])]
+        lengths = [min(n, self.max_seq_len - 1) for n in _CONTEXTS]
+        plans = [self._plan([1] * rows, n) for n in lengths]
+        if self.gate is not None and rows > 1:
+            plans.append(self._plan([1] * rows, lengths[-1], self.gate))
+        # Most real ones are uneven, and have other tiles in some sizes.
+        return plans + [replace(plan, narrow_is_even=False) for plan in plans]
+
+    def dense_lengths(self) -> range:
+        """Lengths of the beginnings of prompts that one step may leave to the library."""
+        if self.split.dense is None:
+            return range(0)
+        return range(self.split.dense_min, self.max_tokens + 1, self.split.dense)
+
+    def _plan(self, q_lens: Sequence[int], length: int, gate: GateConfig | None = None) -> WorkList:
+        """Contexts of `length` tokens, of which the last `q_lens` are computed."""
+        num_blocks = -(-length // self.shape.page_size)
+        tables = np.zeros((len(q_lens), num_blocks + 1), dtype=np.int32)
+        counts = np.array(q_lens, dtype=np.int32)
+        return plan_work(StepRows(tables, length - counts, counts), self.shape, gate, self.split)
+
 
 _LEAD_S = 1e-3
 

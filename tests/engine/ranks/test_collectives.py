@@ -59,8 +59,7 @@ def test_the_best_of_all_tokens_is_that_of_the_whole(vocab_size: int) -> None:
 
 def test_a_rank_is_connected_once_all_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store may be gone then, and the slowest has still read it."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from parrot.engine.runner.ranks import group, symmetric
+    from parrot.engine.runner.ranks import group
 
     read: list[int] = []
 
@@ -69,6 +68,6 @@ def test_a_rank_is_connected_once_all_others_are(monkeypatch: pytest.MonkeyPatch
         read.append(rank)
 
     monkeypatch.setattr(group, "reaches_all", lambda *_: True)
-    monkeypatch.setattr(symmetric, "share_memory", share)
+    monkeypatch.setattr(group, "_share_memory", share)
     layout = MemoryLayout.of(3, 8, 1)
     assert on_ranks(3, lambda _: len(read), layout) == [3, 3, 3]

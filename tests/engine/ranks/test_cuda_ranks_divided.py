@@ -31,8 +31,7 @@ from parrot.engine.models.parallel import Shard
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.host.cuda import CudaCopies
 from parrot.engine.runner.kv_cache import KVCache
-from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit
 from parrot.protocol.sampling import SamplingConfig

@@ -19,8 +19,7 @@ from parrot.engine.core.plan import DeviceLost, PoolSpec, ScoreSpec
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.parallel import Shard
 from parrot.engine.runner.cpu import ModelRunner
-from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit, _Task
 from parrot.protocol.sampling import SamplingConfig

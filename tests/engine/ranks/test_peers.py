@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from parrot.engine.runner.ranks.peers import device_kind, reaches_all
+from parrot.engine.runner.ranks.group import device_kind, reaches_all
 
 
 class Driver:

@@ -16,12 +16,12 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import DeviceLost, Transfer
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.runner import load as room
 from parrot.engine.runner.cpu import ModelRunner
-from parrot.engine.runner.host.copies import ToldTransfers
-from parrot.engine.runner.host.memory import GIB
+from parrot.engine.runner.host.copies import GIB, ToldTransfers
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
-from parrot.engine.runner.ranks import RankStep, processes, room
+from parrot.engine.runner.ranks import RankStep, processes
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState

@@ -14,8 +14,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import group, processes, unit
-from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.ranks.link import Link
+from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.unit import Unit
 from tests.support import stopped_rank
 from tests.support.processes import children, needs_proc

@@ -24,7 +24,7 @@ from parrot.engine.kernels.sampling_layout import (
     ROW,
     TOKEN,
 )
-from parrot.engine.runner.draws import (
+from parrot.engine.runner.inputs import (
     AdjustedRow,
     AdjustedTokens,
     adjustments_of,

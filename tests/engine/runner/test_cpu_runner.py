@@ -10,9 +10,9 @@ import torch
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.runner import load as room
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.load import load_runner
-from parrot.engine.runner.ranks import room
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.config import ConfigError

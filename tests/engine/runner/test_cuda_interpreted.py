@@ -37,7 +37,8 @@ from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import PlainLinear
-from parrot.engine.runner import token_choice, warm_up
+from parrot.engine.runner import step_computer as token_choice
+from parrot.engine.runner import step_computer as warm_up
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.inputs import StepInputs

@@ -15,8 +15,7 @@ from parrot.engine.kernels.sampling_layout import (
     TOKEN,
     TOP_K,
 )
-from parrot.engine.runner.draws import ADJUSTED, DRAWN, LIMITED, DrawBuilder, Draws
-from parrot.engine.runner.inputs import InputBuilder
+from parrot.engine.runner.inputs import ADJUSTED, DRAWN, LIMITED, DrawBuilder, Draws, InputBuilder
 from parrot.protocol.sampling import SamplingConfig
 
 GREEDY = SamplingConfig(temperature=0)

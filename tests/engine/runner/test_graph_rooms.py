@@ -14,7 +14,7 @@ from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.graphs import Rooms, StepSize
-from parrot.engine.runner.warm_up import SyntheticPlans
+from parrot.engine.runner.step_computer import SyntheticPlans
 
 SHAPE = AttentionShape(32, 32, 64, 64)
 SPLIT = SplitConfig()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.engine.runner.threads import ThreadPolicy
+from parrot.engine.runner.cpu import ThreadPolicy
 
 Machine = Callable[[int, int], float]
 """Seconds of a step by its rows and its threads."""

@@ -33,8 +33,7 @@ import torch
 from parrot.engine.core.plan import Landed, StepPlan, Transfer
 from parrot.engine.kernels.block_copies import gather_blocks, scatter_blocks
 from parrot.engine.runner.device import noticing_loss
-from parrot.engine.runner.host.copies import ToldTransfers
-from parrot.engine.runner.host.memory import HostMemory, block_parts
+from parrot.engine.runner.host.copies import HostMemory, ToldTransfers, block_parts
 
 logger = logging.getLogger(__name__)
 

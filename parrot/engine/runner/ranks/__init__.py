@@ -4,9 +4,8 @@ Rank 0 is the engine's process, with the block pool, the scheduler and the sampl
 what it tells them of each step. If one of them ends, all do."""
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
-from parrot.engine.runner.ranks.copies import RankCopies
 from parrot.engine.runner.ranks.processes import RankProcesses
 from parrot.engine.runner.ranks.steps import RankStep
-from parrot.engine.runner.ranks.unit import Seat, Unit, together
+from parrot.engine.runner.ranks.unit import RankCopies, Seat, Unit, together
 
 __all__ = ["MemoryLayout", "RankCopies", "RankProcesses", "RankStep", "Seat", "Unit", "together"]

@@ -18,9 +18,7 @@ import torch
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.load import load_rank
-from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.ranks.link import Link
-from parrot.engine.runner.ranks.peers import device_kind
+from parrot.engine.runner.ranks.group import Link, RankGroup, device_kind
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.utils.config import ConfigError
 

@@ -15,9 +15,7 @@ import torch
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.kernels.ranks.memory import MemoryLayout
-from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.ranks.link import Link
-from parrot.engine.runner.ranks.peers import device_kind
+from parrot.engine.runner.ranks.group import Link, RankGroup, device_kind
 from parrot.engine.runner.ranks.unit import NOTICE_S, Unit
 from parrot.utils.config import ConfigError
 

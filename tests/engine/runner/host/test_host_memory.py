@@ -8,9 +8,8 @@ import torch  # isort: skip
 
 from parrot.engine.config import BuiltinConfig, parse_engine_config
 from parrot.engine.core.plan import Transfer
-from parrot.engine.runner.host import available
-from parrot.engine.runner.host.copies import PlainCopies
-from parrot.engine.runner.host.memory import GIB, HostMemory, block_parts, host_slots
+from parrot.engine.runner.host import copies as available
+from parrot.engine.runner.host.copies import GIB, HostMemory, PlainCopies, block_parts, host_slots
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from parrot.utils.config import ConfigError
 

@@ -14,7 +14,7 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.plan import Landed, Transfer
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner
-from parrot.engine.runner.host.memory import GIB
+from parrot.engine.runner.host.copies import GIB
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.utils.clock import MonotonicClock
