@@ -40,7 +40,7 @@ from benchmark.scale.simulated.traffic import (
     applications,
     starts,
 )
-from parrot.serve.execution.availability import Returns
+from parrot.serve.execution.dispatcher import Returns
 from parrot.simulation.report import percentile
 
 PARTS = ("hours", "division", "takeover")

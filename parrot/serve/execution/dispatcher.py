@@ -1,4 +1,5 @@
-"""From ready completions to settled outputs.
+"""From ready completions to settled outputs, and whether anybody serves them: engines that leave,
+that come back, or that calls wait for.
 
 submit -> RunTable.add -> Scheduler ... pump: Scheduler.schedule -> RunTable.place ... done / failed
                               ^                                        |                   |
@@ -10,33 +11,246 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
+from parrot.protocol.engine_api import LeaveRequest, LeaveResponse
 from parrot.protocol.errors import (
     EngineFailed,
     InternalError,
+    NotFound,
     ParrotError,
     Unavailable,
     UnsupportedField,
 )
 from parrot.serve.config import CoreConfig
+from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.events import CompletionPlaced, CompletionRetried, Events
-from parrot.serve.execution.availability import Drains, Grace, Returns
+from parrot.serve.events import CompletionPlaced, CompletionRetried, EngineDrained, Events
 from parrot.serve.execution.fleet import Connect, Engine, Fleet
-from parrot.serve.execution.prefetch import Prefetcher
+from parrot.serve.execution.prefetch import PrefetchCounts, Prefetcher
 from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
 from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.nodes import Completion
+from parrot.serve.scheduling.load import Models
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.utils.clock import Clock
+from parrot.utils.heaps import LruDict
+from parrot.utils.tasks import Backlog
 from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 
 _DEFECT = InternalError("internal error of the scheduler")
+_GATHER_S = 3.0  # a heartbeat
+_MAX_KEYS = 8192  # of an engine: some milliseconds
+_MAX_LEFT = 65_536  # of all
+
+
+class Grace:
+    """Calls `give_up` with every queued run whose models nobody has served for `grace_s` seconds,
+    since it was queued and since the last engine with them was lost, which may be back soon."""
+
+    def __init__(
+        self,
+        timers: TimerQueue,
+        grace_s: float,
+        scheduler: Scheduler,
+        give_up: Callable[[Run], None],
+    ) -> None:
+        self._timers = timers
+        self._grace_s = grace_s
+        self._scheduler = scheduler
+        self._give_up = give_up
+        self._backlog = Backlog()
+        self._pending: dict[Models, Timer] = {}
+
+    def queued(self, models: Models, now: float) -> None:
+        """A run with these models was queued."""
+        if not self._scheduler.engines.num_members(models):
+            self._give(models, now)
+
+    def engine_joined(self) -> None:
+        for models in [m for m in self._pending if self._scheduler.engines.num_members(m)]:
+            self._pending.pop(models).cancel()
+
+    def engine_lost(self, now: float) -> None:
+        for models in self._scheduler.queues:
+            if not self._scheduler.engines.num_members(models):
+                self._give(models, now)
+
+    def _give(self, models: Models, since: float) -> None:
+        """Nobody has served these models since then. No effect if that is known."""
+        if models not in self._pending:
+            self._pending[models] = self._timers.call_at(
+                since + self._grace_s, lambda: self._end(models, since)
+            )
+
+    def _end(self, models: Models, since: float) -> None:
+        del self._pending[models]
+        self._backlog.add(models, self._ending(models, since))
+
+    def _ending(self, models: Models, since: float) -> Iterator[int]:
+        later: list[float] = []
+        for run in self._scheduler.queued(models):
+            assert isinstance(run, Run), run
+            if self._scheduler.engines.num_members(models):
+                return  # an engine has joined meanwhile
+            if run.state is not RunState.QUEUED:
+                continue  # withdrawn when one before it failed
+            if run.arrived > since:
+                later.append(run.arrived)
+            else:
+                size = len(run.waiters)
+                self._give_up(run)
+                yield size
+        if later:
+            self._give(models, min(later))
+
+
+class Returns:
+    """Engines that come back: they have freed their contexts, but are believed to have cached what
+    was in them. So calls are placed there.
+
+    After a restart of ServeCore, calls wait for the engines that they ran on, since all would go to
+    the first that joins; but not for long after that."""
+
+    def __init__(self, clock: Clock, index: PrefixIndex) -> None:
+        self._clock = clock
+        self._index = index
+        self._engines: dict[str, Engine] = {}  # by name
+        self._live: set[int] = set()  # the ids of all
+        self._left: LruDict[str, list[bytes]] = LruDict(_MAX_LEFT, weigh=len)  # by incarnation
+        self._awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
+        self._end: float | None = None  # of waiting
+        self._begin = clock.now()
+
+    def lost(self, engine: Engine, keys: Sequence[bytes]) -> None:
+        """An engine is gone whose contexts had the prompts of these keys, the latest last."""
+        self._live.discard(engine.id)
+        name, incarnation = engine.info.engine_name, engine.info.incarnation
+        before = self._left.peek(incarnation) or []
+        self._left.put(incarnation, list(dict.fromkeys([*before, *keys]))[-_MAX_KEYS:])
+        if self._engines.get(name) is engine:
+            del self._engines[name]
+
+    def joined(self, engine: Engine) -> None:
+        if self._end is None:
+            self._end = self._clock.now() + _GATHER_S
+        self._engines[engine.info.engine_name] = engine
+        self._live.add(engine.id)
+        had = self._left.get(engine.info.incarnation) or []
+        had = had + self._awaited.pop(engine.info.engine_name, [])
+        self._index.remember(engine.id, had, self._live)
+
+    def queued(self, run: Run) -> None:
+        """A run is queued. Before a restart its call may have been placed, or the one that it goes
+        on from: so an agent that thought meanwhile finds its KV."""
+        name = run.stats.engine_name or self._placed_before(run.completion)
+        if name is None:
+            return
+        if (engine := self._engines.get(name)) is not None:
+            self._index.remember(engine.id, run.keys, self._live)
+        elif self._end is None or self._clock.now() < self._end:
+            awaited = self._awaited.setdefault(name, [])
+            awaited += run.keys[: _MAX_KEYS - len(awaited)]
+
+    def _placed_before(self, completion: Completion) -> str | None:
+        """The engine of the last call whose output is in the prompt, if it was before a restart:
+        what has run since is in the ledger."""
+        for variable in reversed(completion.inputs):
+            if isinstance(made_by := variable.producer, Completion):
+                started = made_by.times.started
+                is_before = started is not None and started <= self._begin
+                return made_by.stats.engine_name if is_before else None
+        return None
+
+    def awaited_until(self) -> float | None:
+        """When the calls will wait no longer; None: they do not wait now."""
+        if self._end is None or not self._awaited:
+            return None
+        if self._clock.now() < self._end:
+            return self._end
+        self._awaited.clear()
+        return None
+
+
+class Drains:
+    """Takes engines out of service and back. An engine that drains goes on with the calls that it
+    has; for others it is as if it were not there. One that leaves drains, and is lost when it has
+    no call left: who has taken one from it tells `review`."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        timers: TimerQueue,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        grace: Grace,
+        wake: Callable[[], None],
+        events: Events,
+    ) -> None:
+        self._clock = clock
+        self._events = events
+        self._timers = timers
+        self._leaving: dict[int, asyncio.Future[None]] = {}
+        self._fleet = fleet
+        self._scheduler = scheduler
+        self._grace = grace
+        self._wake = wake
+
+    def drain(self, engine_id: int, *, is_wanted: bool) -> None:
+        """Not `is_wanted`: give it calls again. Raises `NotFound`."""
+        engine, load = self._fleet.get(engine_id), self._scheduler.engines.get(engine_id)
+        if engine is None or load is None:
+            raise NotFound(f"no live engine {engine_id}")
+        if load.is_draining == is_wanted:
+            return
+        self._scheduler.engines.set_draining(load, is_wanted)
+        if is_wanted:
+            self._grace.engine_lost(self._clock.now())
+        else:
+            self._grace.engine_joined()
+        self._events.emit(EngineDrained, engine.info, is_wanted, load.num_tasks)
+        self._wake()
+
+    async def engine_leaves(self, request: LeaveRequest) -> LeaveResponse:
+        """Drain an engine that is about to end, and give it up when its last call has ended, or
+        after the timeout: then those that it has run elsewhere. Raises `NotFound`."""
+        engine_id = request.engine_id
+        if request.core != self._fleet.identity.id:  # ids are another's
+            raise NotFound(f"no live engine {engine_id}")
+        self.drain(engine_id, is_wanted=True)
+        engine = self._fleet.get(engine_id)
+        assert engine is not None, request
+        loop = asyncio.get_running_loop()
+        over, left = loop.create_future(), self._leaving.setdefault(engine_id, loop.create_future())
+        when = self._clock.now() + request.timeout_s
+        timer = self._timers.call_at(when, partial(_settle, over))
+        self.review()
+        try:
+            await asyncio.wait((left, over), return_when=asyncio.FIRST_COMPLETED)
+            while engine.direct and not over.done():
+                await asyncio.wait((*engine.direct, over), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+        num_calls = self._fleet.load(engine) if engine.is_alive else 0
+        engine.is_unharmed = True
+        self._fleet.lose(engine, "it ends")
+        return LeaveResponse(num_calls=num_calls)
+
+    def review(self) -> None:
+        """Calls may have ended."""
+        for engine_id in list(self._leaving):
+            if not self._scheduler.engines.num_placed(engine_id):
+                _settle(self._leaving.pop(engine_id))
+
+
+def _settle(left: asyncio.Future[None]) -> None:
+    if not left.done():
+        left.set_result(None)
 
 
 class Dispatcher:
@@ -74,23 +288,15 @@ class Dispatcher:
             self._on_lost,
         )
         self.estimates = Estimates(self._scheduler.engines.pace)
-        self._prefetch = Prefetcher(
-            clock, self._ledger, self._scheduler, self.fleet, self.estimates, self._wake
-        )
         self._fills_eagerly = settings.eager_fill
+        self._prefetch: Prefetcher | None = None  # there is none before it has something to do
         self._runs = RunTable(
-            clock,
-            self._ledger,
-            self._scheduler,
-            self.fleet,
-            self._prefetch,
-            self._on_change,
-            self._on_done,
+            clock, self._ledger, self._scheduler, self.fleet, self._on_change, self._on_done
         )
         self.queued_by_tenant = self._runs.queued_by_tenant
-        self.kv_log, self.prefetch_counts = self._ledger.log, self._prefetch.counts
+        self.kv_log = self._ledger.log
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
-        self._results = ResultCache(settings, clock)
+        self._results = ResultCache(settings, clock) if settings.reuse_results else None
         self._grace = Grace(
             self._timers,
             config.unserved_timeout_s,
@@ -115,10 +321,12 @@ class Dispatcher:
         and its objective is set."""
         self._ledger.think_times.submitted(completion, self._clock.now())
         segments, keys = self._ledger.prefixes.prompt(completion)
-        result_key = self._results.key(completion, keys)
-        if result_key is not None:
+        result_key = None
+        if self._results is not None and keys and completion.is_repeatable:
+            result_key = self._results.key(completion, keys)
             result = self._results.get(completion.options.cache_salt, result_key)
             if result is not None:
+                self._give_up_fill(completion)
                 self._runs.answer(completion, result)
                 return
         if self._runs.join(completion, result_key):
@@ -142,12 +350,22 @@ class Dispatcher:
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """It will be submitted when its inputs are there, unless `unexpect` comes first."""
         prefix = self._ledger.prefixes.expect(completion, forecast)
-        if prefix is not None and self._fills_eagerly:
-            self._prefetch.grew(completion, prefix)
+        if prefix is None or not self._fills_eagerly:
+            return
+        if self._prefetch is None:
+            self._prefetch = Prefetcher(
+                self._clock,
+                self._ledger,
+                self._scheduler,
+                self.fleet,
+                self.estimates,
+                self._wake,
+            )
+        self._prefetch.grew(completion, prefix)
 
     def unexpect(self, completion: Completion) -> None:
         self._ledger.prefixes.drop(completion)
-        self._prefetch.give_up(completion)
+        self._give_up_fill(completion)
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened, or its readers want something else."""
@@ -159,12 +377,23 @@ class Dispatcher:
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
+        self._give_up_fill(completion)
         self._runs.cancel(completion, error)
 
     def withdraw(self, completion: Completion) -> None:
         """Stop it without settling its output: nobody reads that any more. If it is submitted
         again it goes on behind the text that it has, or begins anew. Safe in any state."""
+        self._give_up_fill(completion)
         self._runs.withdraw(completion)
+
+    def _give_up_fill(self, completion: Completion) -> None:
+        """It will not run where its prefix is computed ahead, if that is."""
+        if self._prefetch is not None:
+            self._prefetch.give_up(completion)
+
+    @property
+    def prefetch_counts(self) -> PrefetchCounts:
+        return PrefetchCounts() if self._prefetch is None else self._prefetch.counts
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         self._scheduler.progressed(session_id, remaining_s)
@@ -181,10 +410,14 @@ class Dispatcher:
     def check_integrity(self) -> None:
         """Recount contexts, users and loads. Raises AssertionError with what differs."""
         self._runs.check_integrity()
-        self._prefetch.check_integrity()
-        self._results.check_integrity()
+        if self._results is not None:
+            self._results.check_integrity()
         keys = [key for run in self._runs if run.state is RunState.QUEUED for key in run.keys]
-        self._ledger.check_integrity(self._runs.users() + self._prefetch.users(), Counter(keys))
+        users = self._runs.users()
+        if self._prefetch is not None:
+            self._prefetch.check_integrity()
+            users += self._prefetch.users()
+        self._ledger.check_integrity(users, Counter(keys))
         self._scheduler.check_integrity()
 
     async def close(self) -> None:
@@ -193,7 +426,8 @@ class Dispatcher:
         for run in self._runs:
             for completion in list(run.waiters):
                 self.cancel(completion, error)
-        await self._prefetch.close()
+        if self._prefetch is not None:
+            await self._prefetch.close()
         await self._runs.close()
         await self._timers.close()
         await self.fleet.close()
@@ -226,7 +460,8 @@ class Dispatcher:
             assert isinstance(task, Run), task
             self._runs.fail(task, _DEFECT, is_scheduled=False)
         expiry = self._ledger.expire()
-        self._prefetch.pump()
+        if self._prefetch is not None:
+            self._prefetch.pump()
         self.drains.review()
         next_change = self._scheduler.next_change() if waits_until is None else waits_until
         for when in (expiry, next_change):
@@ -250,9 +485,19 @@ class Dispatcher:
             if run.trouble:
                 self.events.emit(CompletionRetried, run.completion, run.trouble)
                 run.trouble = ""
-        if run.state is not RunState.PLACED:  # which is the pump's own doing
+        if run.state is RunState.PLACED:  # by the pump, which needs no waking
+            self._on_placed(run)
+        else:
             self._wake()
-        elif self.events.wants(CompletionPlaced):
+        if run.state is RunState.ENDED and self._prefetch is not None:
+            for waiter in run.waiters:
+                self._prefetch.give_up(waiter)
+
+    def _on_placed(self, run: Run) -> None:
+        if self._prefetch is not None and run.attempt is not None:
+            for waiter in run.waiters:
+                self._prefetch.started(waiter, run.attempt.engine.id)
+        if self.events.wants(CompletionPlaced):
             for waiter in run.waiters:
                 self.events.emit(CompletionPlaced, waiter)
 
@@ -260,7 +505,7 @@ class Dispatcher:
         """Learn from its result, and keep it for those to come."""
         if not attempt.resumed:
             self.estimates.learn(run.completion, run.num_chars, outcome.response.usage)
-        if run.result_key is not None:
+        if self._results is not None and run.result_key is not None:
             salt = run.completion.options.cache_salt
             self._results.put(salt, run.result_key, outcome.text, outcome.tokenized, run.stats)
 
@@ -300,7 +545,8 @@ class Dispatcher:
 
     def _on_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)
-        self._prefetch.forget_engine(engine.id)
+        if self._prefetch is not None:
+            self._prefetch.forget_engine(engine.id)
         self._returns.lost(engine, self._ledger.forget_engine(engine.id))
         self._scheduler.engines.remove(engine.id)
         self._grace.engine_lost(self._clock.now())

@@ -45,18 +45,15 @@ class ResultCache:
 
     def __init__(self, config: GlobalSchedulerConfig, clock: Clock) -> None:
         self.num_bytes = 0
-        self._is_on = config.reuse_results
         self._max_bytes = config.reuse_cache_size
         self._time_to_live_s = config.reuse_timeout
         self._clock = clock
         self._by_salt: dict[str, LruDict[bytes, Result]] = {}
 
-    def key(self, completion: Completion, prompt_keys: Sequence[bytes]) -> bytes | None:
-        """Equal for identical calls; None if the call is not one to be shared. The last prompt key
-        stands for salt, chat flag and prompt, and cannot be made by anybody else."""
+    def key(self, completion: Completion, prompt_keys: Sequence[bytes]) -> bytes:
+        """Equal for identical calls. The last prompt key stands for salt, chat flag and prompt, and
+        cannot be made by anybody else."""
         options, sampling = completion.options, completion.sampling
-        if not (self._is_on and options.reuse and prompt_keys and sampling.is_deterministic):
-            return None
         fields = sampling.__dict__
         values = [fields[name] for name in _SAMPLING_FIELDS]
         rest = repr((options.models, values)).encode("utf-8", "surrogatepass")

@@ -15,7 +15,6 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.exchange import Exchange, delivered
 from parrot.serve.execution.fleet import Engine, Fleet
-from parrot.serve.execution.prefetch import Prefetcher
 from parrot.serve.execution.result_cache import Result, reused
 from parrot.serve.execution.run import (
     Attempt,
@@ -52,7 +51,6 @@ class RunTable:
         ledger: ContextLedger,
         scheduler: Scheduler,
         fleet: Fleet,
-        prefetch: Prefetcher,
         on_change: Callable[[Run], None],
         on_done: Callable[[Run, Attempt, Outcome], None],
     ) -> None:
@@ -62,7 +60,6 @@ class RunTable:
         self._ledger = ledger
         self._scheduler = scheduler
         self._fleet = fleet
-        self._prefetch = prefetch
         self._on_change = on_change
         self._on_done = on_done
         self._exchange = Exchange(ledger)
@@ -111,7 +108,6 @@ class RunTable:
     def answer(self, completion: Completion, result: Result) -> None:
         """Settle it with the result of an earlier run."""
         self._forget(completion)
-        self._prefetch.give_up(completion)
         self._set_output(completion, result.text, result.tokenized, reused(result.made))
 
     def reprioritise(self, completion: Completion) -> None:
@@ -126,14 +122,12 @@ class RunTable:
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
-        self._prefetch.give_up(completion)
         if self._leave(completion) or not completion.state.is_final:
             self._settle(completion, CompletionState.CANCELLED, error)
 
     def withdraw(self, completion: Completion) -> None:
         """Stop it without settling its output: nobody reads that any more. If it is submitted
         again it goes on behind the text that it has, or begins anew. Safe in any state."""
-        self._prefetch.give_up(completion)
         if self._leave(completion, comes_back=True):
             completion.state = CompletionState.IDLE
 
@@ -189,7 +183,6 @@ class RunTable:
         if run.state is not RunState.ENDED:
             self._set_state(run, RunState.ENDED, is_scheduled=is_scheduled)
         for waiter in self._take_waiters(run):
-            self._prefetch.give_up(waiter)
             self._settle(waiter, CompletionState.FAILED, error)
 
     def users(self) -> Counter[int]:
@@ -231,9 +224,8 @@ class RunTable:
 
     def _set_state(self, run: Run, state: RunState, *, is_scheduled: bool = True) -> None:
         """The only place where a run's state changes. Tells, in this order, the scheduler, the
-        ledger, those who compute ahead, and the waiters."""
+        ledger, the waiters, and `on_change`."""
         before, run.state = run.state, state
-        attempt = run.attempt
         if state is not RunState.PLACED and is_scheduled:
             self._reschedule(run, before)
         if before is RunState.QUEUED:
@@ -242,9 +234,6 @@ class RunTable:
         if state is RunState.QUEUED:
             self._ledger.expectations.add_queued(run.keys)
             self.queued_by_tenant.enter(run.completion.options.tenant)
-        if state is RunState.PLACED and attempt is not None:
-            for waiter in run.waiters:
-                self._prefetch.started(waiter, attempt.engine.id)
         if before is RunState.PLACED:
             run.attempt = None
             run.stats.service_s = run.service_s

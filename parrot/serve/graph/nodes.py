@@ -253,6 +253,11 @@ class Completion(Node):
         self.inputs = tuple(dict.fromkeys(before + taken))
         self.outputs = (self.output,)
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether an identical one may take its result."""
+        return self.options.reuse and self.sampling.is_deterministic
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class NativeCall(Node):
