@@ -170,31 +170,6 @@ def mixed_steps() -> str:
     return table(["prompt tokens beside 25 decodes, Llama-2-13B", "ms"], rows)
 
 
-KERNELS = {  # names of kernels, or of their beginnings
-    "matrix products": ("one_row_linear", "nvjet", "few_rows", "gemm", "cutlass"),
-    "attention": ("attend", "merge", "cudnn", "flash"),
-}
-
-
-def profile() -> str:
-    """Where a step's time goes: the twelve longest kernels, by what they do."""
-    found = load("profile_gpu_llama-3.1-8b.json")
-    cases = {
-        key: value for key, value in found.items() if isinstance(value, dict) and "top" in value
-    }
-    rows: list[list[str | float]] = []
-    for what, names in KERNELS.items():
-        rows.append([what, *(_sum(case["top"], names) for case in cases.values())])
-    named = tuple(name for names in KERNELS.values() for name in names)
-    others = [case["kernels_ms"] - _sum(case["top"], named) for case in cases.values()]
-    rows += [["all others", *others], ["all kernels", *(c["kernels_ms"] for c in cases.values())]]
-    return table(["ms per step", *cases], rows)
-
-
-def _sum(top: list[Row], names: tuple[str, ...]) -> float:
-    return sum(row["ms"] for row in top if row["kernel"].startswith(names))
-
-
 def cpu() -> str:
     """Decode on two CPU cores: tokens a second, the median of the rounds and their spread."""
     found = load("engine_cpu.json")
