@@ -63,4 +63,4 @@ def test_a_tiny_run_gives_a_report(module, command, tmp_path):
 
 def test_a_takeover_is_measured(postgres: Server, tmp_path):
     command = f"--journal {postgres.database()} --how killed --rounds 1 --sessions 1"
-    test_a_tiny_run_gives_a_report("nemesis.bench_takeover", command, tmp_path)
+    test_a_tiny_run_gives_a_report("bench_takeover", command, tmp_path)

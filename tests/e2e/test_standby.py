@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmark.nemesis.link import Link
 from parrot import P
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
@@ -21,9 +20,10 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
 from tests.e2e.programs import Program
 from tests.e2e.test_journal import HANGS_S, SIM, begin_reads, map_reduce
+from tests.nemesis.link import Link
 from tests.support.postgres import Server
 
-TAKEOVER_S = 30.0  # on a machine that is busy; benchmark/nemesis/bench_takeover.py measures it
+TAKEOVER_S = 30.0  # on a machine that is busy; benchmark/serve/bench_takeover.py measures it
 
 
 @contextmanager

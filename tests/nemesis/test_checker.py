@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmark.nemesis.checker import check
-from benchmark.nemesis.history import (
+from tests.nemesis.checker import check
+from tests.nemesis.history import (
     CLOCK_STEP,
     DISK_FULL,
     Account,

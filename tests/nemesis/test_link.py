@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from benchmark.nemesis.link import Link
+from tests.nemesis.link import Link
 
 PATIENCE_S = 20
 SOON_S = 0.1  # in which nothing comes

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.nemesis.client import Client
-from benchmark.nemesis.faults import FAULTS, Layout
-from benchmark.nemesis.history import History, SetValue, digest_of
-from benchmark.nemesis.programs import PROGRAMS
-from benchmark.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
-from benchmark.nemesis.service import DIVIDED, SIM
 from benchmark.results import run
+from tests.nemesis.client import Client
+from tests.nemesis.faults import FAULTS, Layout
+from tests.nemesis.history import History, SetValue, digest_of
+from tests.nemesis.programs import PROGRAMS
+from tests.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
+from tests.nemesis.service import DIVIDED, SIM
 from tests.support.postgres import Server
 
 KINDS = ("agent", "leaver", "map_reduce", "probe", "responses")
@@ -102,7 +102,7 @@ def test_a_fault_decides_which_servers_there_are() -> None:
 def test_the_command_gives_a_report(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     options = "--rounds 1 --round-s 1 --faults kill-engine --concurrency 2 --programs chain"
-    name = "benchmark.nemesis.__main__"
+    name = "tests.nemesis.__main__"
     importlib.import_module(name)
     run(name, [*options.split(), "--output", str(path)])
     report = json.loads(path.read_text())

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from benchmark.nemesis.database import PASSWORD, running_database
-from benchmark.nemesis.database import Database as Server
+from tests.nemesis.database import PASSWORD, running_database
+from tests.nemesis.database import Database as Server
 
 __all__ = ["PASSWORD", "Server", "running_server"]
 

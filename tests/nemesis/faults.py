@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
-from benchmark.nemesis.history import CLOCK_STEP, DISK_FULL
-from benchmark.nemesis.link import Link
-from benchmark.nemesis.servers import Server
-from benchmark.nemesis.service import CORES, DIVIDED, Service
+from tests.nemesis.history import CLOCK_STEP, DISK_FULL
+from tests.nemesis.link import Link
+from tests.nemesis.servers import Server
+from tests.nemesis.service import CORES, DIVIDED, Service
 
 DATABASE = "database"
 

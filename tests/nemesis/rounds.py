@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmark.nemesis.checker import Violation, check
-from benchmark.nemesis.client import Client
-from benchmark.nemesis.database import Database, running_database
-from benchmark.nemesis.faults import FAULTS, Layout
-from benchmark.nemesis.history import Disturbance, History, Life
-from benchmark.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
-from benchmark.nemesis.service import CORES, DIVIDED, ENGINES, QUEUE, TENANTS, Service
 from parrot.protocol.errors import ParrotError
+from tests.nemesis.checker import Violation, check
+from tests.nemesis.client import Client
+from tests.nemesis.database import Database, running_database
+from tests.nemesis.faults import FAULTS, Layout
+from tests.nemesis.history import Disturbance, History, Life
+from tests.nemesis.programs import NUM_VARIANTS, PROGRAMS, UNSHOWN, WITHOUT_SESSION, Program
+from tests.nemesis.service import CORES, DIVIDED, ENGINES, QUEUE, TENANTS, Service
 
 LIMIT_S = 60.0
 MIXED = "mixed"

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmark.nemesis.database import Database
-from benchmark.nemesis.history import Account
-from benchmark.nemesis.link import Link
-from benchmark.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
 from parrot.cluster.ports import ask, free_port
+from tests.nemesis.database import Database
+from tests.nemesis.history import Account
+from tests.nemesis.link import Link
+from tests.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
 
 CORES = "serve-core"
 """The lock of the ServeCores, and the name of the first."""

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from benchmark.nemesis import set_values
-from benchmark.nemesis.history import (
+from tests.nemesis import set_values
+from tests.nemesis.history import (
     CLOCK_STEP,
     GIVEN_UP,
     GONE,

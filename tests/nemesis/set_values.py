@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from benchmark.nemesis.history import History, Read, SetValue, digest_of
+from tests.nemesis.history import History, Read, SetValue, digest_of
 
 
 def lost(history: History) -> Iterator[str]:

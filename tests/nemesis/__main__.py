@@ -1,7 +1,15 @@
-"""Kill, stop and cut off the processes of a service for as long as it takes, and check what its
-programs were told.
+"""The nemesis: a service of real processes, to which everything happens that can, while programs
+with known answers run, and a checker that reads afterwards what they were told.
 
-    python -m benchmark.nemesis --minutes 30 --parallel 2
+    programs --client--> link --> ServeCore --> link --> engines    each killed, stopped, cut off,
+        |                           ^------------ link ----'        out of disk, ...
+        v
+    history --> check --> what was promised and not kept
+
+It asks the service what any program may ask; of the servers' own books it sees only the account
+that they give in the end. The checker is pure: tests check it, too.
+
+    python -m tests.nemesis --minutes 30 --parallel 2
 
 Rounds are numbered, from `--seed` on; a round's number decides its faults, its programs and its
 engines. Times are those of the machine, so a round that is played again does not go the same way
@@ -22,12 +30,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmark.nemesis.faults import FAULTS
-from benchmark.nemesis.programs import PROGRAMS
-from benchmark.nemesis.rounds import MIXED, PROBE, Answers, Outcome, Plan, play_alone, undisturbed
-from benchmark.nemesis.service import CORE, DIVIDED, ENGINES
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
+from tests.nemesis.faults import FAULTS
+from tests.nemesis.programs import PROGRAMS
+from tests.nemesis.rounds import MIXED, PROBE, Answers, Outcome, Plan, play_alone, undisturbed
+from tests.nemesis.service import CORE, DIVIDED, ENGINES
 
 COLUMNS = {"C2": "lost", "C1": "doubled", "C6": "doubled", "C4": "hung"}
 """How violations are called in the table; those of other promises are `other`."""
@@ -137,7 +145,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 def _again(args: argparse.Namespace, plan: Plan) -> str:
     """The command of one round."""
-    words = ["python", "-m", "benchmark.nemesis", "--seed", str(plan.seed), "--rounds", "1"]
+    words = ["python", "-m", "tests.nemesis", "--seed", str(plan.seed), "--rounds", "1"]
     words += ["--round-s", f"{args.round_s:g}", "--concurrency", str(args.concurrency)]
     words += ["--embedded", f"{args.embedded:g}", "--divided", f"{args.divided:g}"]
     words += ["--standby", f"{args.standby:g}"]

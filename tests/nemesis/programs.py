@@ -5,9 +5,9 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from benchmark.nemesis.caller import PAUSE_S, texts
-from benchmark.nemesis.client import Client
 from parrot.protocol.errors import CallFailed
+from tests.nemesis.caller import PAUSE_S, texts
+from tests.nemesis.client import Client
 
 NUM_VARIANTS = 6
 _FAILS = "def f(text, out):\n    raise ValueError(text)"

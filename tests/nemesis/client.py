@@ -7,19 +7,6 @@ from contextlib import aclosing, suppress
 from itertools import count
 from typing import Any
 
-from benchmark.nemesis.caller import PAUSE_S, Caller, fields_of
-from benchmark.nemesis.history import (
-    Asked,
-    Cancel,
-    Close,
-    History,
-    Read,
-    Seen,
-    SeenCall,
-    SetValue,
-    Submit,
-    digest_of,
-)
 from parrot.protocol.errors import AlreadySet, Cancelled, ParrotError, SessionGone
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
@@ -31,6 +18,19 @@ from parrot.protocol.public import (
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import ServeClient
+from tests.nemesis.caller import PAUSE_S, Caller, fields_of
+from tests.nemesis.history import (
+    Asked,
+    Cancel,
+    Close,
+    History,
+    Read,
+    Seen,
+    SeenCall,
+    SetValue,
+    Submit,
+    digest_of,
+)
 
 READ_S = 4.0  # that a read may take before it is asked anew
 FINAL = frozenset({"done", "failed", "cancelled"})

@@ -1,6 +1,6 @@
 """How soon a standby serves when the ServeCore that served is killed, hangs, or is stopped.
 
-    python -m benchmark.nemesis.bench_takeover --journal postgresql://USER:PASSWORD@HOST/DATABASE
+    python -m benchmark.serve.bench_takeover --journal postgresql://USER:PASSWORD@HOST/DATABASE
 
 Two ServeCores share the journal, in a database that is not used for anything else, and a `sim`
 engine that costs nothing knows both. In each round the one that serves is ended in one of three

@@ -5,10 +5,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from benchmark.nemesis.history import TRANSIENT, Asked, History, Read, Submit
 from parrot.protocol.errors import Cancelled, ParrotError
 from parrot.protocol.failover_client import client_of
 from parrot.protocol.transport import TIMEOUT_S
+from tests.nemesis.history import TRANSIENT, Asked, History, Read, Submit
 
 T = TypeVar("T")
 PAUSE_S = 0.03  # between attempts
