@@ -9,10 +9,14 @@ import torch
 from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from benchmark.kernels.timing import time_graph
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.converted_pages import ConvertedPages
-from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.quantised import dequantise, quantise
-from parrot.engine.attention.tree_attention import KernelConfig, TreeAttention, split_for
+from parrot.engine.attention.tree_attention import (
+    ConvertedPages,
+    KernelConfig,
+    PlanBuffers,
+    TreeAttention,
+    split_for,
+)
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView

@@ -87,6 +87,6 @@ def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Tok
         from parrot.engine.runner.load import load_runner
 
         return load_runner(config)
-    from parrot.engine.huggingface.loader import load_runner as load_huggingface_runner
+    from parrot.engine.huggingface import load_runner as load_huggingface_runner
 
     return load_huggingface_runner(config)

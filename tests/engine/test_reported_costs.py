@@ -9,7 +9,7 @@ from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo
-from parrot.engine.openai.step_costs import AnswerCosts
+from parrot.engine.openai.service import AnswerCosts
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.sim.driver import SimDriver
 from parrot.engine.sim.engine import SimService

@@ -10,9 +10,12 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.converted_pages import ConvertedPages
-from parrot.engine.attention.plan_buffers import Capacity, PlanBuffers
-from parrot.engine.attention.tree_attention import TreeAttention
+from parrot.engine.attention.tree_attention import (
+    Capacity,
+    ConvertedPages,
+    PlanBuffers,
+    TreeAttention,
+)
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import NewKV

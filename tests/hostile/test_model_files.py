@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import HuggingFaceConfig
-from parrot.engine.huggingface.loader import load_runner
+from parrot.engine.huggingface import load_runner
 from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
 from parrot.utils.config import ConfigError
 from tests.support.tiny_model import make_tiny_model

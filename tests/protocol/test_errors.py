@@ -1,6 +1,6 @@
 import pytest
 
-from parrot.engine.openai.errors import Overloaded
+from parrot.engine.openai.upstream import Overloaded
 from parrot.protocol import errors
 from parrot.protocol.errors import ParrotError, error_from_payload
 

@@ -4,19 +4,166 @@ import contextlib
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from parrot.engine.attention.converted_pages import ConvertedPages
-from parrot.engine.attention.plan_buffers import PlanBuffers
-from parrot.engine.attention.work_list import ITEM_FIELDS, SplitConfig
+from parrot.engine.attention.work_list import (
+    CONVERTED_FIRST,
+    ITEM_FIELDS,
+    TABLE_ROW,
+    SplitConfig,
+    WorkList,
+)
 from parrot.engine.kernels.attention_kernels import attend_items, merge_partials
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
-from parrot.engine.kernels.quantised_kernels import attend_quantised_items
+from parrot.engine.kernels.quantised_kernels import attend_quantised_items, convert_pages_kernel
 from parrot.engine.kernels.tile_kernels import attend_tiles
+
+_MAX_BYTES = 512 << 20
+_SHARE_OF_POOL = 4
+_BLOCK_ROWS = 32
+
+
+class ConvertedPages:
+    """Owns room for `num_pages` converted pages of one layer, which all layers use in turn."""
+
+    def __init__(self, num_pages: int, page: torch.Size, like: torch.Tensor) -> None:
+        """`page`: [kv_heads, page_size, head_dim]; `like`: of the type and device of q."""
+        self.k, self.v = (like.new_empty((num_pages, *page)) for _ in "kv")
+        # Row r of this table has the pages from r on. The last entry is read ahead, never used.
+        self._table = torch.arange(num_pages + 1, dtype=torch.int32, device=like.device)[:, None]
+
+    @classmethod
+    def of(cls, codes: torch.Tensor, dtype: torch.dtype) -> "ConvertedPages":
+        """Room that is small beside a pool [layers, 2, pages, kv_heads, page_size, head_dim]."""
+        _, _, num_pages, *page = codes.shape
+        like = torch.empty(0, dtype=dtype, device=codes.device)
+        page_bytes = 2 * torch.Size(page).numel() * like.element_size()
+        num_converted = min(num_pages // _SHARE_OF_POOL, _MAX_BYTES // page_bytes)
+        return cls(num_converted, torch.Size(page), like)
+
+    def __len__(self) -> int:
+        return len(self.k)
+
+    def convert(self, kv: KVView, pages: torch.Tensor) -> KVView:
+        """Convert these pages of a quantised layer (int32; -1: none), in order. Row r of the
+        result's block table begins with the r-th of them."""
+        assert len(pages) <= len(self), (len(pages), len(self))
+        num_rows = self.k[0, ..., 0].numel()
+        convert_pages_kernel[(len(pages), triton.cdiv(num_rows, _BLOCK_ROWS))](
+            kv.k,
+            kv.v,
+            kv.k_exponents,
+            kv.v_exponents,
+            pages,
+            self.k,
+            self.v,
+            ROWS=num_rows,
+            D=self.k.shape[-1],
+            BLOCK=_BLOCK_ROWS,
+            num_warps=4,
+        )
+        return KVView(self.k, self.v, self._table, kv.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Room for a plan in fixed buffers; a captured graph always launches all of it. It has tiles
+    for narrow items that are even or not, and holds both."""
+
+    num_tokens: int
+    narrow: int
+    shared: int
+    fills: int
+    slots: int
+    is_even: bool = False
+    converted_fills: int = 0
+    converted_pages: int = 0
+
+    @classmethod
+    def of(cls, work: WorkList) -> "Capacity":
+        return cls(
+            len(work.token_order),
+            len(work.narrow),
+            len(work.shared),
+            len(work.fills),
+            work.num_slots,
+            work.narrow_is_even,
+            len(work.converted_fills),
+            len(work.converted_pages),
+        )
+
+    def holds(self, work: WorkList) -> bool:
+        need = Capacity.of(work)
+        return (
+            need.num_tokens <= self.num_tokens
+            and need.narrow <= self.narrow
+            and need.shared <= self.shared
+            and need.fills <= self.fills
+            and need.slots <= self.slots
+            and need.converted_fills <= self.converted_fills
+            and need.converted_pages <= self.converted_pages
+        )
+
+
+class PlanBuffers:
+    """`work` on the device, at fixed addresses: one int32 buffer, one copy per plan.
+
+        [ narrow | shared | fills | converted_fills | token_order | slot_indptr | slot_of |
+          converted_pages ]
+
+    A smaller plan leaves zeros behind: items without tokens, tokens without slots; and pages -1.
+    TABLE_ROW of converted fills is CONVERTED_FIRST here: a row of a table of converted pages."""
+
+    def __init__(
+        self, work: WorkList, device: torch.device, capacity: Capacity | None = None
+    ) -> None:
+        """`capacity`: by default just enough for this plan."""
+        capacity = capacity or Capacity.of(work)
+        sizes = (
+            capacity.narrow * ITEM_FIELDS,
+            capacity.shared * ITEM_FIELDS,
+            capacity.fills * ITEM_FIELDS,
+            capacity.converted_fills * ITEM_FIELDS,
+            capacity.num_tokens,
+            capacity.num_tokens + 1,
+            capacity.slots,
+            capacity.converted_pages,
+        )
+        # Items are read as 32-byte rows: keep every part aligned.
+        starts = np.cumsum([0, *(-(-size // 32) * 32 for size in sizes)]).tolist()
+        self.capacity = capacity
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(starts[-1], dtype=torch.int32, pin_memory=pinned)
+        self._device = torch.empty(starts[-1], dtype=torch.int32, device=device)
+        parts = list(zip(starts, sizes, strict=False))
+        self._host_parts = [self._host[a : a + n].numpy() for a, n in parts]
+        views = [self._device[a : a + n] for a, n in parts]
+        self.narrow, self.shared, self.fills, self.converted_fills = views[:4]
+        self.token_order, self.slot_indptr, self.slot_of, self.converted_pages = views[4:]
+        self.upload(work)
+
+    def upload(self, work: WorkList) -> None:
+        """Replace the plan, on the current stream. The previous copy must have been done."""
+        assert self.capacity.holds(work), (self.capacity, Capacity.of(work))
+        converted_fills = work.converted_fills.copy()
+        converted_fills[:, TABLE_ROW] = converted_fills[:, CONVERTED_FIRST]
+        items = (work.narrow, work.shared, work.fills, converted_fills)
+        sources = (*items, work.token_order, work.slot_indptr, work.slot_of, work.converted_pages)
+        for target, source in zip(self._host_parts, sources, strict=True):
+            flat = source.reshape(-1)
+            target[: len(flat)] = flat
+            target[len(flat) :] = 0
+        self._host_parts[5][len(work.slot_indptr) :] = work.num_slots
+        self._host_parts[7][len(work.converted_pages) :] = -1
+        self._device.copy_(self._host, non_blocking=True)
+        self.work = work
+
 
 _HOPPER = 9
 _DENSE_TOKENS = 1024

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from parrot.engine.attention.converted_pages import ConvertedPages
-from parrot.engine.attention.plan_buffers import PlanBuffers
 from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
-from parrot.engine.attention.tree_attention import TreeAttention, dense_attention, split_for
+from parrot.engine.attention.tree_attention import (
+    ConvertedPages,
+    PlanBuffers,
+    TreeAttention,
+    dense_attention,
+    split_for,
+)
 from parrot.engine.attention.work_list import SplitConfig
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, NewKV

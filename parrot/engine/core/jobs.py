@@ -20,7 +20,7 @@ from parrot.engine.core.plan import (
 )
 from parrot.engine.core.shares import ALONE, TenantShare
 from parrot.engine.core.step_costs import StepTotals
-from parrot.engine.drafts.output_drafts import OutputDrafts
+from parrot.engine.drafts.drafter import OutputDrafts
 from parrot.engine.drafts.pace import Acceptance
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import (

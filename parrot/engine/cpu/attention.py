@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.attention.attend import Partial
 from parrot.engine.attention.quantised import PooledKV
+from parrot.engine.attention.torch_attention import Partial
 from parrot.engine.attention.work_list import StepRows
 from parrot.engine.cpu import layout, prompt_layout
 from parrot.engine.cpu.native import Kernels

@@ -1,31 +1,34 @@
 """The openai engine: contexts are text, a Generate is one request to a foreign server."""
 
 import asyncio
+import heapq
 import math
 import os
 from base64 import b64encode
 from collections.abc import (
     AsyncGenerator,
+    AsyncIterator,
     Callable,
     Collection,
     Coroutine,
     Iterable,
+    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import count
 from struct import pack
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.calls import AnswerWriter
-from parrot.engine.openai.contexts import TextContext, TextContexts
-from parrot.engine.openai.jobs import Job, PriorityGate
+from parrot.engine.core.step_costs import StepCostFit
+from parrot.engine.openai.contexts import TextContext, TextContexts, Turn
 from parrot.engine.openai.logprobs import AnswerLogprobs
-from parrot.engine.openai.server_load import LoadWatch
-from parrot.engine.openai.step_costs import AnswerCosts
+from parrot.engine.openai.probe import LoadWatch
 from parrot.engine.openai.upstream import Upstream
-from parrot.engine.openai.wire import Question, WireUsage
+from parrot.engine.openai.wire import AnswerWriter, Question, WireUsage
 from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     CHARS_PER_TOKEN,
@@ -42,6 +45,8 @@ from parrot.protocol.engine_api import (
     RuntimeInfo,
     ScoreRequest,
     ScoreResponse,
+    ServerLoad,
+    StepCosts,
     StreamChunk,
     TokenizerResponse,
     Usage,
@@ -57,7 +62,151 @@ from parrot.protocol.errors import (
 )
 from parrot.utils.clock import Clock, MonotonicClock
 
-R = TypeVar("R")
+_R = TypeVar("_R")
+_LATENCY_SMOOTHING = 0.1
+
+
+@dataclass(eq=False)
+class _Asked(Generic[_R]):
+    """One request. `error` is why it was aborted, if it was. The last of `chunks` is None."""
+
+    turns: dict[int, Turn]
+    chunks: "asyncio.Queue[StreamChunk | None]"
+    task: "asyncio.Task[_R]" = field(init=False)
+    error: ParrotError | None = None
+
+    async def result(self) -> _R:
+        try:
+            return await self.task
+        except asyncio.CancelledError:
+            if self.error is not None:
+                raise self.error from None
+            raise
+
+
+class PriorityGate:
+    """At most `limit` are inside. Who waits enters by priority (lower first), then by arrival. The
+    limit may be lowered: who is inside stays."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._arrivals = count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self.num_inside = 0
+
+    @asynccontextmanager
+    async def pass_through(self, priority: int) -> AsyncIterator[None]:
+        if self.num_inside < self.limit:
+            self.num_inside += 1
+        else:
+            await self._wait(priority)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _wait(self, priority: int) -> None:
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._arrivals), admitted))
+        try:
+            await admitted
+        except asyncio.CancelledError:
+            if admitted.done() and not admitted.cancelled():
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        """Give the place to the first who still waits for one, unless there are too many."""
+        while self._waiting and self.num_inside <= self.limit:
+            _, _, admitted = heapq.heappop(self._waiting)
+            if not admitted.done():
+                admitted.set_result(None)
+                return
+        self.num_inside -= 1
+
+
+class _Totals(NamedTuple):
+    """Sums of the server's work so far: answers and their tokens of context, times seconds, and
+    prompt tokens computed."""
+
+    answer_s: float = 0.0
+    token_s: float = 0.0
+    prompt_tokens: float = 0.0
+
+
+@dataclass(slots=True)
+class TimedAnswer:
+    """One answer under way; `usage` is set when it is there."""
+
+    usage: Usage | None = None
+
+
+class AnswerCosts:
+    """Takes the server to make one step for each token of an answer, beside all other answers that
+    are under way: this engine's, and others' as far as `heed` tells. What is not told makes steps
+    look slower, as they are. `latency_s`: seconds that an answer took of late, of `num_answered` so
+    far."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.num_answered = 0
+        self.latency_s = 0.0
+        self._clock = clock
+        self._fit = StepCostFit()
+        self._totals = _Totals()
+        self._since = clock.now()
+        self._num_answers = 0
+        self._num_tokens = 0.0
+        self._others = ServerLoad()
+
+    def heed(self, load: ServerLoad | None) -> None:
+        """Count from now on what others have the server do; None: not known."""
+        self._advance()
+        self._others = load or ServerLoad()
+
+    def costs(self) -> StepCosts | None:
+        """The costs; None before the first answer that counts its tokens."""
+        return self._fit.costs()
+
+    @contextmanager
+    def answering(self, num_tokens: float) -> Iterator[TimedAnswer]:
+        """An answer is under way inside; its prompt has about `num_tokens`."""
+        before, began = self._advance(), self._since
+        self._num_answers += 1
+        self._num_tokens += num_tokens
+        answer = TimedAnswer()
+        try:
+            yield answer
+        finally:
+            after = self._advance()
+            self._num_answers -= 1
+            self._num_tokens -= num_tokens
+        if answer.usage is not None:
+            self._learn(before, after, self._since - began, answer.usage)
+
+    def _learn(self, before: _Totals, after: _Totals, seconds: float, usage: Usage) -> None:
+        weight = _LATENCY_SMOOTHING if self.num_answered else 1.0
+        self.latency_s += weight * (seconds - self.latency_s)
+        self.num_answered += 1
+        self._totals = after._replace(prompt_tokens=after.prompt_tokens + usage.computed_tokens)
+        if usage.output_tokens <= 0 or seconds <= 0:
+            return
+        steps_per_s = usage.output_tokens / seconds
+        self._fit.observe(
+            seconds,
+            num_steps=usage.output_tokens,
+            num_sequences=(after.answer_s - before.answer_s) * steps_per_s,
+            num_tokens=(after.token_s - before.token_s) * steps_per_s,
+            num_prompt_tokens=self._totals.prompt_tokens - before.prompt_tokens,
+        )
+
+    def _advance(self) -> _Totals:
+        now, totals, others = self._clock.now(), self._totals, self._others
+        elapsed_s, self._since = now - self._since, now
+        self._totals = totals._replace(
+            answer_s=totals.answer_s + (self._num_answers + others.num_others) * elapsed_s,
+            token_s=totals.token_s + (self._num_tokens + others.other_tokens) * elapsed_s,
+        )
+        return self._totals
 
 
 class OpenAIService:
@@ -79,7 +228,7 @@ class OpenAIService:
         self._by_priority = config.scheduler.policy == "priority"
         default_capacity = config.tasks_capacity * config.instance.max_seq_len * CHARS_PER_TOKEN
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
-        self._jobs: set[Job[Any]] = set()
+        self._jobs: set[_Asked[Any]] = set()
         self._costs = AnswerCosts(self._clock)
         self._watch = LoadWatch(self._upstream, lambda: self._gate.num_inside, self._costs.heed)
         self._state = ServiceState.LOADING
@@ -225,7 +374,9 @@ class OpenAIService:
 
     # Jobs
 
-    def _launch_generate(self, request: GenerateRequest, *, stream: bool) -> Job[GenerateResponse]:
+    def _launch_generate(
+        self, request: GenerateRequest, *, stream: bool
+    ) -> _Asked[GenerateResponse]:
         _require_text(request.fills)
         self._upstream.check(_needs(request))
         wanted: list[FillPiece | GenerateRequest] = [*request.fills, request]
@@ -237,35 +388,35 @@ class OpenAIService:
         self,
         wanted: Sequence[FillPiece | GenerateRequest],
         salt: str,
-        work: Callable[[Job[R]], Coroutine[Any, Any, R]],
-    ) -> Job[R]:
+        work: Callable[[_Asked[_R]], Coroutine[Any, Any, _R]],
+    ) -> _Asked[_R]:
         """Take the request's turns at once, since order of arrival is order of calling. The work is
         a task of its own, so that whoever frees its context can stop it."""
         if self._state is not ServiceState.READY:
             raise Unavailable("the engine is not running")
         if len(self._jobs) >= self._config.max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._jobs)} requests")
-        job: Job[R] = Job({}, asyncio.Queue())
+        job: _Asked[_R] = _Asked({}, asyncio.Queue())
         job.turns = self._contexts.enter(wanted, job, salt)
         self._jobs.add(job)
         job.task = asyncio.create_task(work(job))
         job.task.add_done_callback(lambda _: self._forget(job))
         return job
 
-    def _forget(self, job: Job[Any]) -> None:
+    def _forget(self, job: _Asked[Any]) -> None:
         self._jobs.discard(job)
         for turn in job.turns.values():
             turn.leave()
         job.chunks.put_nowait(None)
 
-    async def _abort(self, jobs: Collection[Job[Any]], error: ParrotError) -> None:
+    async def _abort(self, jobs: Collection[_Asked[Any]], error: ParrotError) -> None:
         for job in jobs:
             job.error = error
             job.task.cancel()
         await asyncio.gather(*(job.task for job in jobs), return_exceptions=True)
 
     async def _fill(
-        self, job: Job[Any], pieces: Sequence[FillPiece], kept: int | None = None
+        self, job: _Asked[Any], pieces: Sequence[FillPiece], kept: int | None = None
     ) -> None:
         """In order. A context that this job needs no more is free for the next one."""
         last_use = {piece.context_id: at for at, piece in enumerate(pieces)}
@@ -276,7 +427,7 @@ class OpenAIService:
                 turn.leave()
 
     async def _generate(
-        self, job: Job[GenerateResponse], request: GenerateRequest, stream: bool
+        self, job: _Asked[GenerateResponse], request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
         submitted = self._clock.now()
         await self._upstream.check_with_probe(_needs(request))
@@ -297,7 +448,7 @@ class OpenAIService:
 
     def _say(
         self,
-        job: Job[Any],
+        job: _Asked[Any],
         context: TextContext,
         texts: list[str],
         text: str,
@@ -311,7 +462,7 @@ class OpenAIService:
             job.chunks.put_nowait(StreamChunk(ids=[], text=text, logprobs=told))
 
     async def _ask(
-        self, job: Job[Any], context: TextContext, request: GenerateRequest, stream: bool
+        self, job: _Asked[Any], context: TextContext, request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
         """One exchange with the server. An unstreamed answer comes all at once: its prefill is part
         of `decode_s`. Where a server counts nothing, a chunk of a stream is taken for a token."""

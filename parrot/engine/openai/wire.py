@@ -1,7 +1,7 @@
 """OpenAI's request and answer bodies, for /completions and /chat/completions."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import hypot, isfinite
@@ -10,12 +10,65 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ValidationError
 
-from parrot.engine.openai.calls import AnswerWriter, CallDelta
 from parrot.engine.openai.dialects import Dialect
 from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import EngineFailed, InvalidRequest, UnsupportedField
 from parrot.protocol.sampling import SamplingConfig
+
+
+class _Function(BaseModel):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(BaseModel):
+    """A call of a tool, or a part of the one with this index."""
+
+    index: int | None = None
+    function: _Function = _Function()
+
+
+class AnswerWriter:
+    """Writes answers that say more than text as text, see `conversation` of `GenerateRequest`:
+    reasoning goes before what is said, and calls of tools behind it."""
+
+    def __init__(self) -> None:
+        self._is_reasoning = False
+        self._calls: dict[int, _Function] = {}
+
+    def add(self, reasoning: str, text: str, calls: list[CallDelta]) -> str:
+        """The text of one more chunk."""
+        written = ""
+        if reasoning:
+            written += reasoning if self._is_reasoning else f"<think>\n{reasoning}"
+            self._is_reasoning = True
+        if text:
+            written += self._end_of_reasoning() + text
+        for number, call in enumerate(calls):
+            index = number if call.index is None else call.index
+            known = self._calls.setdefault(index, _Function())
+            known.name = known.name or call.function.name
+            known.arguments = (known.arguments or "") + (call.function.arguments or "")
+        return written
+
+    def finish(self) -> str:
+        """The answer has ended."""
+        return self._end_of_reasoning() + "".join(self._written_calls())
+
+    def _end_of_reasoning(self) -> str:
+        was_reasoning, self._is_reasoning = self._is_reasoning, False
+        return "\n</think>\n\n" if was_reasoning else ""
+
+    def _written_calls(self) -> Iterator[str]:
+        for call in self._calls.values():
+            try:
+                arguments = orjson.loads(call.arguments or "{}")
+            except orjson.JSONDecodeError:
+                arguments = call.arguments  # no call, then, but nothing is lost
+            shown = orjson.dumps({"name": call.name, "arguments": arguments}).decode()
+            yield f"\n<tool_call>\n{shown}\n</tool_call>"
+
 
 DONE = b"[DONE]"
 

@@ -15,8 +15,7 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig, IntArray
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
-from parrot.engine.attention.work_list import StepRows, WorkList
-from parrot.engine.attention.work_planner import WorkPlanner
+from parrot.engine.attention.work_list import StepRows, WorkList, WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
     RunnerInfo,

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.work_planner import WorkPlanner
+from parrot.engine.attention.work_list import WorkPlanner
 from parrot.engine.core.plan import (
     Landed,
     LaunchedStep,

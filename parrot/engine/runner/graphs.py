@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from parrot.engine.attention.plan_buffers import Capacity, PlanBuffers
-from parrot.engine.attention.tree_attention import config_for
+from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, config_for
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig, IntArray
-from parrot.engine.attention.plan_buffers import PlanBuffers
-from parrot.engine.attention.tree_attention import config_for
+from parrot.engine.attention.tree_attention import PlanBuffers, config_for
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.core.plan import SampleSpec

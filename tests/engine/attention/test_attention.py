@@ -8,11 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.attention import attend as attention
-from parrot.engine.attention.attend import Causal, attend, attend_causal, merge
+from parrot.engine.attention import torch_attention as attention
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.quantised import PooledKV
-from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
+from parrot.engine.attention.torch_attention import (
+    WHOLE_SPANS,
+    Causal,
+    TorchAttention,
+    attend,
+    attend_causal,
+    merge,
+)
 from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error

@@ -9,9 +9,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.converted_pages import ConvertedPages
-from parrot.engine.attention.plan_buffers import Capacity, PlanBuffers
-from parrot.engine.attention.tree_attention import KernelConfig, TileConfig, TreeAttention
+from parrot.engine.attention.tree_attention import (
+    Capacity,
+    ConvertedPages,
+    KernelConfig,
+    PlanBuffers,
+    TileConfig,
+    TreeAttention,
+)
 from parrot.engine.attention.work_list import SplitConfig, StepRows, plan_work
 from parrot.engine.kernels import attention_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape

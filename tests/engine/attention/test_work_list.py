@@ -20,9 +20,9 @@ from parrot.engine.attention.work_list import (
     SplitConfig,
     StepRows,
     WorkList,
+    WorkPlanner,
     plan_work,
 )
-from parrot.engine.attention.work_planner import WorkPlanner
 from parrot.engine.kernels.attention_shape import AttentionShape
 
 PAGE = 16

@@ -3,9 +3,8 @@
 from array import array
 
 from parrot.engine.config import SchedulerConfig
-from parrot.engine.drafts.drafter import Drafter, make_drafter
+from parrot.engine.drafts.drafter import Drafter, OutputDrafts, make_drafter
 from parrot.engine.drafts.finder import DraftFinder
-from parrot.engine.drafts.output_drafts import OutputDrafts
 from parrot.engine.drafts.pace import Acceptance
 
 TEXT = [*range(10, 60)]

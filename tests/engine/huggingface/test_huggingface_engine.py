@@ -11,8 +11,7 @@ import transformers
 
 from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.core.plan import BlockCopy, SampleSpec, SequenceStep, StepPlan
-from parrot.engine.huggingface.loader import load_runner
-from parrot.engine.huggingface.runner import HuggingFaceRunner
+from parrot.engine.huggingface import HuggingFaceRunner, load_runner
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.config import ConfigError

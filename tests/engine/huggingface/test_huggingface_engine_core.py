@@ -12,7 +12,7 @@ from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Outcome, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.huggingface.runner import HuggingFaceRunner
+from parrot.engine.huggingface import HuggingFaceRunner
 from parrot.protocol.engine_api import FillResponse, GenerateResponse, SpecialIds, StreamChunk
 from parrot.protocol.errors import ParrotError, PromptTooLong
 from parrot.protocol.sampling import SamplingConfig

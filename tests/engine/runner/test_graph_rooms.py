@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig
-from parrot.engine.attention.plan_buffers import PlanBuffers
+from parrot.engine.attention.tree_attention import PlanBuffers
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.graphs import Rooms, StepSize

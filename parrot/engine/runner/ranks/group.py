@@ -1,6 +1,6 @@
-"""Links, shared memory and collectives of the ranks of one host: a private way from rank 0 to each,
-what their devices can reach of each other, and collectives: by gloo on CPUs, and by NCCL on CUDA
-devices, where small ones go through memory that all ranks share, over NVLink or PCIe."""
+"""Links, collectives and shared memory of the ranks of one host. Rank 0 has a private way to each
+other rank. Collectives go by gloo on CPUs, and by NCCL on CUDA devices, where small ones go through
+memory that all ranks share, over NVLink or PCIe."""
 
 import ctypes
 import faulthandler
