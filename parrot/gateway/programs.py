@@ -1,14 +1,65 @@
-"""Sessions of programs that begin none themselves, since the API that they speak has none."""
+"""Programs that begin no sessions, since the API that they speak has none: the session that each
+has, and where in it the prompt that it sends goes on.
 
-from collections.abc import Mapping
+A prompt continues the turn with whose text, answer included, it begins.
 
+    messages   |-- hashed at once: all up to the last answer --|-- the rest --|
+    text       |-- what the turn before it had, answer included --|-- the rest --|
+
+Turns are looked up by the messages that their programs sent, and told by their texts: chat
+templates do not show all that a message says. A hash goes on where that of the turn before ended,
+so of a long conversation only the new messages are hashed as text.
+
+The prefix doctor says where a program's prompt left the one before it, and the likely reason. A
+prompt shares the KV of an earlier one up to the first character that differs, and no further: a
+program that resends its history with a new date in its system prompt shares nothing."""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from weakref import ref
+
+import orjson
+
+from parrot.gateway.transcript import Message
 from parrot.protocol.errors import QuotaExceeded, SessionGone
 from parrot.serve.core import ServeCore
-from parrot.serve.events import SessionBegan
+from parrot.serve.events import Events, PrefixBroken, SessionBegan
+from parrot.serve.graph.nodes import Completion, TextPiece
 from parrot.serve.sessions import Session
 from parrot.serve.tenants.quotas import TenantQuotaExceeded
 from parrot.utils.heaps import LruDict
 
+if TYPE_CHECKING:
+    from hashlib import _Hash
+
+Reason = Literal[
+    "tools_reordered",
+    "tools_changed",
+    "date",
+    "nonce",
+    "system_changed",
+    "history_changed",
+    "template",
+]
+_MAX_TEXT = 2**26  # characters of prompts that are kept
+_MAX_ANSWERS = 65_536
+_MAX_QUOTED = 8  # answers of a prompt that are looked up, the last ones
+_MIN_ANSWER = 16  # characters
+_EXCERPT = 24  # characters on either side
+_CHUNK = 65_536
+_DATE = re.compile(
+    r"\d{4}-\d\d-\d\d|\d{1,2}:\d\d|\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]* \d"
+    r"|\d (?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)|\b(?:mon|tues|wednes|thurs|fri|satur"
+    r"|sun)day",
+    re.IGNORECASE,
+)
+_NONCE = re.compile(r"(?=[^\d]*\d)[\w-]{6,}")
+ENDING = "ending"
+"""The kind of a record that tells where a turn of a session can be continued."""
+_MAX_ENDINGS = 65_536  # turns that can be continued
 Program = tuple[str, str | None]
 """A tenant, and the name of one of its programs; None if the program has no name."""
 
@@ -113,3 +164,289 @@ class ProgramSessions:
 
 def _is_idle(session: Session) -> bool:
     return not session.graph.activation.num_started
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ShownPrompt:
+    """A prompt as its program sent it, and as the model was shown it."""
+
+    messages: Sequence[Message]
+    options: Mapping[str, Any]
+    text: str
+
+
+class Ending(NamedTuple):
+    """Where a turn ended, after `length` characters: `told` is the hash of them, answer included.
+    `prompt` gives the turn's, as long as it is kept."""
+
+    session_id: int
+    completion: Completion
+    length: int
+    told: "_Hash"
+    prompt: Callable[[], ShownPrompt | None]
+
+    def begins(self, text: str) -> bool:
+        """Whether the text begins with all of the turn's."""
+        prompt = self.prompt()
+        if prompt is not None:
+            answer = self.completion.output.text
+            return text.startswith(prompt.text) and text.startswith(answer, len(prompt.text))
+        return _told(text[: self.length]).digest() == self.told.digest()
+
+
+class Place:
+    """Where a prompt ends in its conversation: behind all of its `messages`, of which the first
+    `num_known` are a turn that ended in `ending`, if it continues one."""
+
+    def __init__(
+        self, prompt: ShownPrompt, messages: "_Hash", ending: Ending | None, num_known: int
+    ) -> None:
+        self.prompt = prompt
+        self.messages = messages
+        self.ending = ending
+        self.num_known = num_known
+
+    def told(self) -> "_Hash":
+        """The hash of the prompt's text."""
+        if self.ending is None:
+            return _told(self.prompt.text)
+        told = self.ending.told.copy()
+        told.update(_encoded(self.prompt.text[self.ending.length :]))
+        return told
+
+
+class Endings:
+    """The endings of turns of live sessions, the most recently used ones up to a bound."""
+
+    def __init__(self) -> None:
+        self._endings: LruDict[bytes, Ending] = LruDict()
+        self._of_sessions: dict[int, set[bytes]] = {}
+
+    def put(self, place: Place, session: Session, completion: Completion, message: Message) -> None:
+        """One answer of the turn at `place` is done, for which its program will send `message`."""
+        told, answer = place.told(), completion.output.text
+        told.update(_encoded(answer))
+        length = len(place.prompt.text) + len(answer)
+        messages = place.messages.copy()
+        _extend(messages, [message])
+        key = messages.digest()
+        self._keep(key, Ending(session.id, completion, length, told, ref(place.prompt)))
+        if session.log is not None:
+            ids = {"request": completion.request_id, "task": completion.id}
+            session.log.note(ENDING, {"key": key.hex(), **ids})
+
+    def restore(self, session: Session, fields: Mapping[str, Any]) -> None:
+        """Remember what a record of the session tells."""
+        completion = session.graph.completion(fields["request"], fields["task"])
+        text = _text_of(completion)
+        ending = Ending(session.id, completion, len(text), _told(text), lambda: None)
+        self._keep(bytes.fromhex(fields["key"]), ending)
+
+    def forget(self, session_id: int) -> None:
+        """The session has ended: nothing of its texts is kept."""
+        for key in self._of_sessions.pop(session_id, ()):
+            self._endings.pop(key)
+
+    def _keep(self, key: bytes, ending: Ending) -> None:
+        self._drop(key)
+        self._endings.put(key, ending)
+        self._of_sessions.setdefault(ending.session_id, set()).add(key)
+        if len(self._endings) > _MAX_ENDINGS and (oldest := self._endings.oldest()) is not None:
+            self._drop(oldest[0])
+
+    def _drop(self, key: bytes) -> None:
+        if (ending := self._endings.pop(key)) is not None:
+            keys = self._of_sessions[ending.session_id]
+            keys.remove(key)
+            if not keys:
+                del self._of_sessions[ending.session_id]
+
+    def find(
+        self, prompt: ShownPrompt, scope: Mapping[str, Any], is_live: Callable[[int], bool]
+    ) -> Place:
+        """Where the prompt ends, behind the longest known beginning of it whose session is live.
+        `scope`: what else has to be equal for two prompts to be."""
+        history = _History(prompt.messages, scope)
+        for num_messages, key in history.beginnings():
+            ending = self._endings.get(key)
+            if ending is None or not is_live(ending.session_id):
+                continue
+            if ending.begins(prompt.text):
+                return Place(prompt, history.whole(), ending, num_messages)
+        return Place(prompt, history.whole(), None, 0)
+
+
+class _History:
+    """The keys of a prompt's messages: hashes of all from the first to some answer."""
+
+    def __init__(self, messages: Sequence[Message], scope: Mapping[str, Any]) -> None:
+        self._messages = messages
+        self._scope = hashlib.sha256(orjson.dumps(scope, option=orjson.OPT_SORT_KEYS))
+        self._num_hashed = 0
+        for i in range(len(messages), 0, -1):
+            if _is_answer(messages[i - 1]):
+                self._num_hashed = i
+                break
+        self._hash = self._scope.copy()  # of so many
+        _extend(self._hash, messages[: self._num_hashed])
+
+    def whole(self) -> "_Hash":
+        whole = self._hash.copy()
+        _extend(whole, self._messages[self._num_hashed :])
+        return whole
+
+    def beginnings(self) -> Iterator[tuple[int, bytes]]:
+        """How many messages there are up to each answer, and their key, the last answer first.
+        Conversations that were cut or have forked look at more than one."""
+        if not self._num_hashed:
+            return
+        yield self._num_hashed, self._hash.digest()
+        key, keys = self._scope.copy(), []
+        for i, message in enumerate(self._messages[: self._num_hashed - 1]):
+            _extend(key, [message])
+            if _is_answer(message):
+                keys.append((i + 1, key.digest()))
+        yield from reversed(keys)
+
+
+def _is_answer(message: Message) -> bool:
+    return message.get("role") == "assistant"
+
+
+def _extend(key: "_Hash", messages: Sequence[Message]) -> None:
+    """The same for all of them at once as for one after the other."""
+    if messages:
+        written = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)  # [...]
+        key.update(b",")
+        key.update(memoryview(written)[1:-1])
+
+
+def _text_of(completion: Completion) -> str:
+    """All of a turn, answer included."""
+    parts: list[str] = []
+    turn: Completion | None = completion
+    while turn is not None:
+        parts.append(turn.output.text)
+        parts += [piece.text for piece in reversed(turn.fill) if isinstance(piece, TextPiece)]
+        turn = turn.previous
+    return "".join(reversed(parts))
+
+
+def _told(text: str) -> "_Hash":
+    return hashlib.sha256(_encoded(text))
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixBreak:
+    """`at`: the characters that two prompts of a program have in common. `message`: index of the
+    first message that differs; None if none does. `before` and `after` are what stands around the
+    place in the earlier prompt and in the later one."""
+
+    reason: Reason
+    at: int
+    message: int | None
+    before: str
+    after: str
+
+    @property
+    def summary(self) -> str:
+        """One line for a header, without the prompts' texts."""
+        message = "" if self.message is None else f"; message={self.message}"
+        return f"broken; reason={self.reason}{message}; at={self.at}"
+
+    def __str__(self) -> str:
+        """One line for people."""
+        where = "" if self.message is None else f" in message {self.message}"
+        change = f"{self.before!r} became {self.after!r}"
+        return f"{self.reason}{where}, after {self.at} characters: {change}"
+
+
+class PrefixDoctor:
+    """Keeps the last prompt of each program, the least recently used ones up to a bound, and knows
+    programs by what was answered to them."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._prompts: LruDict[int, ShownPrompt] = LruDict(_MAX_TEXT, weigh=lambda p: len(p.text))
+        self._answers: LruDict[bytes, int] = LruDict(_MAX_ANSWERS)
+
+    def program_of(self, tenant: str, prompt: ShownPrompt) -> int | None:
+        """The session in which one of the last answers that the prompt quotes was given."""
+        answers = [m for m in prompt.messages if m.get("role") == "assistant"]
+        keys = [_answer_key(tenant, answer) for answer in answers[: -_MAX_QUOTED - 1 : -1]]
+        return next((found for key in keys if (found := self._answers.get(key)) is not None), None)
+
+    def examine(
+        self, session_id: int, prompt: ShownPrompt, *, is_continued: bool
+    ) -> PrefixBreak | None:
+        """Where the prompt left the last one of its session, if it continues none of its turns."""
+        earlier = self._prompts.get(session_id)
+        self._prompts.put(session_id, prompt)
+        if earlier is None or is_continued:
+            return None
+        found = diagnose(earlier, prompt)
+        self._events.emit(PrefixBroken, found.reason)
+        return found
+
+    def remember_answer(self, tenant: str, session_id: int, answer: Message) -> None:
+        """Short answers are not remembered: many programs get the same."""
+        if answer.get("tool_calls") or len(answer["content"]) >= _MIN_ANSWER:
+            self._answers.put(_answer_key(tenant, answer), session_id)
+
+    def forget(self, session_id: int) -> None:
+        """The session has ended."""
+        self._prompts.pop(session_id)
+
+
+def diagnose(earlier: ShownPrompt, later: ShownPrompt) -> PrefixBreak:
+    """Why `later` does not begin with all of `earlier`."""
+    at = _common_length(earlier.text, later.text)
+    message = _first_difference(earlier.messages, later.messages)
+    before, after = _around(earlier.text, at), _around(later.text, at)
+    return PrefixBreak(_reason(earlier, later, message, before, after), at, message, before, after)
+
+
+def _answer_key(tenant: str, answer: Message) -> bytes:
+    text = orjson.dumps([tenant, answer], option=orjson.OPT_SORT_KEYS)
+    return hashlib.sha256(text).digest()
+
+
+def _reason(
+    earlier: ShownPrompt, later: ShownPrompt, message: int | None, before: str, after: str
+) -> Reason:
+    tools, tools_now = earlier.options.get("tools", ()), later.options.get("tools", ())
+    if tools != tools_now:
+        is_same = sorted(map(repr, tools)) == sorted(map(repr, tools_now))
+        return "tools_reordered" if is_same else "tools_changed"
+    if message is not None and earlier.messages[message].get("role") != "system":
+        return "history_changed"
+    if _DATE.search(before) and _DATE.search(after):
+        return "date"
+    if message is None:
+        return "template"
+    if _NONCE.search(before) and _NONCE.search(after):
+        return "nonce"
+    return "system_changed"
+
+
+def _first_difference(earlier: Sequence[Message], later: Sequence[Message]) -> int | None:
+    for i, message in enumerate(earlier):
+        if i >= len(later) or later[i] != message:
+            return i
+    return None
+
+
+def _common_length(one: str, other: str) -> int:
+    limit, at = min(len(one), len(other)), 0
+    while at < limit and one[at : at + _CHUNK] == other[at : at + _CHUNK]:
+        at += _CHUNK
+    end = min(limit, at + _CHUNK)
+    return next((i for i in range(at, end) if one[i] != other[i]), limit)
+
+
+def _around(text: str, at: int) -> str:
+    return text[max(0, at - _EXCERPT) : at + _EXCERPT]

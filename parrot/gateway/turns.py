@@ -34,13 +34,13 @@ from parrot.gateway.conversation import (
     text_of_tokens,
     transcript_of,
 )
-from parrot.gateway.endings import (
+from parrot.gateway.programs import (
     Endings,
     Place,
     PrefixDoctor,
+    ProgramSessions,
     ShownPrompt,
 )
-from parrot.gateway.programs import ProgramSessions
 from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.transcript import Message, Transcript, mark_places, put_variables
 from parrot.protocol.errors import InvalidRequest, NotFound
@@ -170,6 +170,10 @@ class Turn:
         return ReadOptions(
             session_id=self.session.id, criteria=self.criteria, deadline=self.deadline
         )
+
+    def is_scored(self, choice: int) -> bool:
+        """Whether it is wanted how likely the answer's tokens are."""
+        return self.completions[choice].sampling.logprobs is not None
 
     def logprobs(self, choice: int) -> Logprobs | None:
         """How likely the answer's tokens so far were; None unless that is wanted."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.endings import ShownPrompt, diagnose
+from parrot.gateway.programs import ShownPrompt, diagnose
 
 
 def prompt(*texts: str, system: str = "You are a parrot.", **options: Any) -> ShownPrompt:

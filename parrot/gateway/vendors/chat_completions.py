@@ -2,7 +2,7 @@
 completions or their chunks."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -14,15 +14,14 @@ from parrot.gateway.answers import (
     AnswerParser,
     ReasoningDelta,
     ToolCall,
-    read_answer,
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
 from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.turns import Turn, TurnRequest, Turns
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, read_all, stream_all
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
 from parrot.gateway.vendors.errors import openai_error
-from parrot.gateway.vendors.logprobs import AnswerLogprobs, Entry, entries_of
+from parrot.gateway.vendors.logprobs import Entry
 from parrot.gateway.vendors.openai_fields import (
     MAX_PARTS,
     Content,
@@ -37,6 +36,14 @@ from parrot.gateway.vendors.openai_fields import (
     shown,
     text_of,
     usage_of,
+)
+from parrot.gateway.vendors.parts import (
+    Ended,
+    Likelihoods,
+    Part,
+    read_all,
+    stream_parts,
+    whole_parts,
 )
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
@@ -240,13 +247,16 @@ class ChatCompletions:
         )
 
     async def _whole(self, turn: Turn, frame: Json, request: ChatRequest) -> bytes:
-        may_call_many = request.parallel_tool_calls is not False
         answers = await read_all([turn])
         choices = []
         for i, value in enumerate(answers):
-            answer = read_answer(turn.parser(may_call_many=may_call_many), value.content)
+            answer, entries = Answer(), list[Entry]()
+            for part in await whole_parts(turn, i, value, _parser(turn, request)):
+                if isinstance(part, Likelihoods):
+                    entries = part.entries
+                elif not isinstance(part, Ended):
+                    answer.add(part)
             self._turns.remember(turn, i, answer.message())
-            entries = await entries_of(await AnswerLogprobs(turn, i).rest())
             choices.append(
                 {
                     "index": i,
@@ -267,26 +277,21 @@ class ChatCompletions:
         frame = frame | {"object": "chat.completion.chunk"}
         if wants_usage:
             frame["usage"] = None
-        may_call_many = request.parallel_tool_calls is not False
-        choices = range(len(turn.completions))
-        streams = [_Stream(frame, i, turn.parser(may_call_many=may_call_many)) for i in choices]
-        logprobs = [AnswerLogprobs(turn, i) for i in choices]
+        streams = [_Stream(frame, i) for i in range(len(turn.completions))]
+        parsers = [_parser(turn, request) for _ in streams]
         ended: list[VarGetResponse] = []
         last: list[Event] = []
         try:
-            async with aclosing(stream_all([turn])) as deltas:
-                async for i, delta in deltas:
-                    if isinstance(delta, str):
-                        for text, scored in await logprobs[i].pieces(delta):
-                            chunks = streams[i].feed(text, await entries_of(scored))
-                            yield [(None, chunk) for chunk in chunks]
-                        continue
-                    ended.append(delta)
-                    chunks = streams[i].finish(delta, await entries_of(await logprobs[i].rest()))
-                    last = [(None, chunk) for chunk in chunks]
-                    self._turns.remember(turn, i, streams[i].answer.message())
+            async with aclosing(stream_parts(turn, parsers)) as answers:
+                async for i, parts in answers:
+                    chunks: list[Event] = [(None, chunk) for chunk in streams[i].write(parts)]
+                    if parts and isinstance(parts[-1], Ended):
+                        ended.append(parts[-1].value)
+                        self._turns.remember(turn, i, streams[i].answer.message())
                     if len(ended) < len(streams):
-                        yield last
+                        yield chunks
+                    else:
+                        last = chunks
             if wants_usage:
                 usage = usage_of(ended, len(ended))
                 last.append((None, frame | {"choices": [], "usage": usage}))
@@ -300,37 +305,34 @@ class ChatCompletions:
 class _Stream:
     """The chunks of one choice."""
 
-    def __init__(self, frame: Json, index: int, parser: AnswerParser) -> None:
+    def __init__(self, frame: Json, index: int) -> None:
         self.answer = Answer()
         self.has_begun = False
         self._frame = frame
         self._index = index
-        self._parser = parser
         self._entries: list[Entry] = []  # of tokens that no chunk has shown yet
 
-    def feed(self, text: str, entries: Sequence[Entry]) -> Iterator[Json]:
-        """Some more of the answer, and its tokens if their log probabilities are wanted."""
+    def write(self, parts: Sequence[Part]) -> Iterator[Json]:
         if not self.has_begun:
             self.has_begun = True
             yield self._chunk({"role": "assistant", "content": ""})
-        self._entries += entries
-        yield from self._deltas(self._parser.feed(text))
+        for part in parts:
+            if isinstance(part, Likelihoods):
+                self._entries += part.entries
+            elif isinstance(part, Ended):
+                yield self._chunk({}, _finish_reason(self.answer, part.value))
+            else:
+                yield from self._delta(part)
+                self.answer.add(part)
 
-    def finish(self, value: VarGetResponse, entries: Sequence[Entry]) -> Iterator[Json]:
-        yield from self.feed("", entries)
-        yield from self._deltas(self._parser.finish())
-        yield self._chunk({}, _finish_reason(self.answer, value))
-
-    def _deltas(self, events: Iterable[AnswerEvent]) -> Iterator[Json]:
-        for event in events:
-            if isinstance(event, ToolCall):
-                call = {"index": len(self.answer.calls)} | _tool_call(event)
-                yield self._chunk({"tool_calls": [call]})
-            elif isinstance(event, ReasoningDelta):
-                yield self._chunk({"reasoning_content": event.reasoning})
-            elif event.text:
-                yield self._chunk({"content": event.text})
-            self.answer.add(event)
+    def _delta(self, part: AnswerEvent) -> Iterator[Json]:
+        if isinstance(part, ToolCall):
+            call = {"index": len(self.answer.calls)} | _tool_call(part)
+            yield self._chunk({"tool_calls": [call]})
+        elif isinstance(part, ReasoningDelta):
+            yield self._chunk({"reasoning_content": part.reasoning})
+        elif part.text:
+            yield self._chunk({"content": part.text})
 
     def _chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
         entries, self._entries = self._entries, []
@@ -341,6 +343,10 @@ class _Stream:
             "finish_reason": finish_reason,
         }
         return self._frame | {"choices": [choice]}
+
+
+def _parser(turn: Turn, request: ChatRequest) -> AnswerParser:
+    return turn.parser(may_call_many=request.parallel_tool_calls is not False)
 
 
 def _logprobs(entries: list[Entry] | None) -> Json | None:

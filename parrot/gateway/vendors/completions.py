@@ -13,7 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from parrot.gateway.conversation import TokenPrompt
 from parrot.gateway.direct import DirectRequests
 from parrot.gateway.turns import Turn, TurnRequest, Turns
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, read_all, stream_all
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
 from parrot.gateway.vendors.errors import openai_error
 from parrot.gateway.vendors.logprobs import AnswerLogprobs, CompletionLogprobs
 from parrot.gateway.vendors.openai_fields import (
@@ -24,6 +24,7 @@ from parrot.gateway.vendors.openai_fields import (
     program_of,
     usage_of,
 )
+from parrot.gateway.vendors.parts import read_all, stream_all
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.fields import Text, TokenIds

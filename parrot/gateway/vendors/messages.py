@@ -2,7 +2,7 @@
 messages that chat templates are shown for them, and the answers."""
 
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -21,7 +21,7 @@ from parrot.gateway.answers import (
 from parrot.gateway.answers import Event as AnswerEvent
 from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.turns import Turn, TurnRequest, Turns
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, read_all, stream_all
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
 from parrot.gateway.vendors.errors import anthropic_error
 from parrot.gateway.vendors.openai_fields import (
     MAX_PARTS,
@@ -33,6 +33,7 @@ from parrot.gateway.vendors.openai_fields import (
     chained,
     shown,
 )
+from parrot.gateway.vendors.parts import Ended, Likelihoods, Part, read_all, stream_parts
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
@@ -331,15 +332,15 @@ class Messages:
     async def _events(
         self, turn: Turn, parser: AnswerParser, frame: Json, request_id: str
     ) -> AsyncGenerator[Events]:
-        stream = _Stream(parser)
+        stream = _Stream()
         begin = [_event("message_start", message=frame | _BEGUN | {"usage": _usage(None)})]
         has_begun = False
         try:
-            async with aclosing(stream_all([turn])) as deltas:
-                async for _, delta in deltas:
-                    events = [*([] if has_begun else begin), *stream.add(delta)]
+            async with aclosing(stream_parts(turn, [parser])) as answers:
+                async for _, parts in answers:
+                    events = [*([] if has_begun else begin), *stream.write(parts)]
                     has_begun = True
-                    if isinstance(delta, str):
+                    if not (parts and isinstance(parts[-1], Ended)):
                         yield events
             self._turns.remember(turn, 0, stream.answer.message())
             yield [*events, _event("message_stop")]
@@ -352,35 +353,33 @@ class Messages:
 class _Stream:
     """The events of an answer's content blocks, of which each is reasoning, a text or a call."""
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(self) -> None:
         self.answer = Answer()
-        self._parser = parser
         self._num_blocks = 0
         self._open: type[AnswerEvent] | None = None  # what the block that is open is made of
 
-    def add(self, delta: str | VarGetResponse) -> Iterator[Event]:
-        if isinstance(delta, str):
-            yield from self._blocks(self._parser.feed(delta))
-            return
-        yield from self._blocks(self._parser.finish())
-        yield from self._close_open()
-        ended = _ended(self.answer, delta)
-        yield _event("message_delta", delta=ended, usage=_usage(delta.usage))
-
-    def _blocks(self, events: Iterable[AnswerEvent]) -> Iterator[Event]:
-        for event in events:
-            self.answer.add(event)
-            if isinstance(event, ToolCall):
+    def write(self, parts: Sequence[Part]) -> Iterator[Event]:
+        for part in parts:
+            if isinstance(part, Ended):
                 yield from self._close_open()
-                yield from self._block(_tool_use(event, {}))
-                yield self._delta({"type": "input_json_delta", "partial_json": event.arguments})
-                yield from self._close()
-            elif isinstance(event, ReasoningDelta):
-                yield from self._open_block(ReasoningDelta, _thinking(""))
-                yield self._delta({"type": "thinking_delta", "thinking": event.reasoning})
-            elif event.text:
-                yield from self._open_block(TextDelta, {"type": "text", "text": ""})
-                yield self._delta({"type": "text_delta", "text": event.text})
+                ended = _ended(self.answer, part.value)
+                yield _event("message_delta", delta=ended, usage=_usage(part.value.usage))
+            elif not isinstance(part, Likelihoods):
+                self.answer.add(part)
+                yield from self._blocks(part)
+
+    def _blocks(self, part: AnswerEvent) -> Iterator[Event]:
+        if isinstance(part, ToolCall):
+            yield from self._close_open()
+            yield from self._block(_tool_use(part, {}))
+            yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+            yield from self._close()
+        elif isinstance(part, ReasoningDelta):
+            yield from self._open_block(ReasoningDelta, _thinking(""))
+            yield self._delta({"type": "thinking_delta", "thinking": part.reasoning})
+        elif part.text:
+            yield from self._open_block(TextDelta, {"type": "text", "text": ""})
+            yield self._delta({"type": "text_delta", "text": part.text})
 
     def _open_block(self, kind: type[AnswerEvent], block: Json) -> Iterator[Event]:
         if self._open is not kind:

@@ -8,8 +8,8 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from parrot.gateway.audit import AuditedRefusals, AuditLog, audited, of_operators
-from parrot.gateway.endings import ENDING
 from parrot.gateway.page.endpoints import Page
+from parrot.gateway.programs import ENDING
 from parrot.gateway.shards import Forwarding, load_of, placed
 from parrot.gateway.turns import Turns
 from parrot.gateway.vendors.responses.responses import Responses

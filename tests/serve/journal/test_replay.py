@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.gateway.endings import ENDING
+from parrot.gateway.programs import ENDING
 from parrot.gateway.turns import Chain, TurnRequest, Turns
 from parrot.journal import replay as restoring
 from parrot.journal.log import ENDED, Journal, Kind, Record

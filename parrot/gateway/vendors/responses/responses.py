@@ -1,16 +1,16 @@
 """`/v1/responses`: turns whose items are kept, in OpenAI's format."""
 
 import hashlib
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 
 import orjson
 
-from parrot.gateway.answers import AnswerParser
+from parrot.gateway.answers import AnswerParser, TextDelta
 from parrot.gateway.turns import Turn, TurnRequest, Turns
-from parrot.gateway.vendors.endpoint import Caller, read_all
+from parrot.gateway.vendors.endpoint import Caller
 from parrot.gateway.vendors.openai_fields import Json, chained, program_of
+from parrot.gateway.vendors.parts import Ended, Part, read_all, stream_parts, whole_parts
 from parrot.gateway.vendors.responses.fields import (
     Asked,
     CancelRequest,
@@ -32,10 +32,7 @@ from parrot.gateway.vendors.responses.store import (
 )
 from parrot.gateway.vendors.responses.writer import (
     Background,
-    Ended,
     ResponseWriter,
-    answer_parts,
-    likelihoods,
     told_again,
     when_served,
 )
@@ -224,8 +221,7 @@ class Responses:
     ) -> bytes:
         with self._store.making(record):
             (value,) = await read_all([turn])
-            said = (await likelihoods(turn), *parser.feed(value.content), *parser.finish())
-            for part in (*said, Ended(value, int(time.time()))):
+            for part in await whole_parts(turn, 0, value, parser):
                 for _ in writer.write(part):
                     pass
             self._end(turn, writer, record)
@@ -245,7 +241,7 @@ class Responses:
     ) -> AsyncGenerator[Events]:
         has_begun = False
         try:
-            async with aclosing(answer_parts(turn, parser)) as parts:
+            async with aclosing(_parts(turn, parser)) as parts:
                 async for part in parts:
                     events = [] if has_begun else list(writer.begin())
                     has_begun = True
@@ -265,7 +261,7 @@ class Responses:
         self, job: Background, turn: Turn, parser: AnswerParser, record: Record
     ) -> None:
         try:
-            async with aclosing(answer_parts(turn, parser)) as parts:
+            async with aclosing(_parts(turn, parser)) as parts:
                 async for part in parts:
                     job.add(part)
                     if isinstance(part, Ended):
@@ -332,6 +328,16 @@ class Responses:
         else:
             job.turn = turn
             await self._work(job, turn, parser, record)
+
+
+async def _parts(turn: Turn, parser: AnswerParser) -> AsyncGenerator[Part]:
+    """An answer as it comes, beginning with an empty text."""
+    has_begun = False
+    async with aclosing(stream_parts(turn, [parser])) as answers:
+        async for _, parts in answers:
+            for part in parts if has_begun else (TextDelta(""), *parts):
+                yield part
+            has_begun = True
 
 
 def _interrupted(frame: Json) -> bytes:

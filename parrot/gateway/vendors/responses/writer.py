@@ -13,18 +13,16 @@ A response in the background is written though nobody waits for it, and can be f
 later."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import orjson
 
-from parrot.gateway.answers import Answer, AnswerParser, ReasoningDelta, TextDelta, ToolCall
+from parrot.gateway.answers import Answer, ReasoningDelta, TextDelta, ToolCall
 from parrot.gateway.turns import Turn
-from parrot.gateway.vendors.endpoint import stream_all
-from parrot.gateway.vendors.logprobs import AnswerLogprobs, Entry, entries_of
+from parrot.gateway.vendors.logprobs import Entry
 from parrot.gateway.vendors.openai_fields import Json
+from parrot.gateway.vendors.parts import Ended, Likelihoods, Part
 from parrot.protocol.answers import Events
 from parrot.protocol.errors import (
     Cancelled,
@@ -37,29 +35,12 @@ from parrot.protocol.errors import (
     PromptTooLong,
     QuotaExceeded,
 )
-from parrot.protocol.public import TokenUsage, VarGetResponse
+from parrot.protocol.public import TokenUsage
 from parrot.serve.graph.nodes import CompletionState
 
 T = TypeVar("T")
 
 _MAX_SKIPPED = 256  # events that are passed over at once
-
-
-class Ended(NamedTuple):
-    """All of an answer, and when it was there, in seconds since 1970."""
-
-    value: VarGetResponse
-    at: int
-
-
-class Likelihoods(NamedTuple):
-    """How likely the next tokens of the answer's text were."""
-
-    entries: list[Entry]
-
-
-Part = TextDelta | ReasoningDelta | ToolCall | Likelihoods | Ended | ParrotError
-"""Some more of an answer, or its end."""
 
 
 class ResponseWriter:
@@ -88,7 +69,7 @@ class ResponseWriter:
         else:
             yield self._state("response.in_progress")
 
-    def write(self, part: Part) -> Iterator[Json]:
+    def write(self, part: Part | ParrotError) -> Iterator[Json]:
         if isinstance(part, ParrotError):
             yield from self._fail(part)
             return
@@ -307,35 +288,6 @@ def _usage(usage: TokenUsage) -> Json:
     }
 
 
-async def answer_parts(turn: Turn, parser: AnswerParser) -> AsyncGenerator[Part]:
-    """An answer as it comes, beginning with an empty text. Raises its error. What is not done when
-    this ends is cancelled."""
-    has_begun = False
-    logprobs = AnswerLogprobs(turn, 0)
-    async with aclosing(stream_all([turn])) as deltas:
-        async for _, delta in deltas:
-            if not has_begun:
-                has_begun = True
-                yield TextDelta("")
-            if isinstance(delta, str):
-                for text, scored in await logprobs.pieces(delta):
-                    if scored:
-                        yield Likelihoods(await entries_of(scored))
-                    for event in parser.feed(text):
-                        yield event
-                continue
-            if rest := await logprobs.rest():
-                yield Likelihoods(await entries_of(rest))
-            for event in parser.finish():
-                yield event
-            yield Ended(delta, int(time.time()))
-
-
-async def likelihoods(turn: Turn) -> Likelihoods:
-    """How likely all tokens of an answer were that is there; empty unless that is wanted."""
-    return Likelihoods(await entries_of(await AnswerLogprobs(turn, 0).rest()))
-
-
 async def when_served(
     submit: Callable[[], T],
     joined: Callable[[], Awaitable[None]],
@@ -378,7 +330,7 @@ class Background:
         self.frame = frame
         self.has_ended = False
         self._published = published
-        self._parts: list[Part] = []
+        self._parts: list[Part | ParrotError] = []
         self._changed = asyncio.Event()
 
     @property
@@ -393,7 +345,7 @@ class Background:
             response = response | {"status": "in_progress"}
         return orjson.dumps(response)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: Part | ParrotError) -> None:
         """Nothing happens if it has ended."""
         if self.has_ended:
             return

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway import endings
-from parrot.gateway.endings import Endings, ShownPrompt
+from parrot.gateway import programs as endings
+from parrot.gateway.programs import Endings, ShownPrompt
 
 SCOPE = {"tenant": "t", "model": "m", "options": {}}
 Json = dict[str, Any]

@@ -1,0 +1,137 @@
+"""Answers as typed parts, which each API writes in its own form.
+
+    "I will look.\\n<tool_call>..."    Likelihoods? TextDelta* ReasoningDelta* ToolCall* ... Ended
+
+Text, reasoning and calls come as their parser finds them, behind the log probabilities of the
+tokens that they are made of, if those are wanted; all of the answer comes at its end."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+from parrot.gateway.answers import AnswerParser, ReasoningDelta, TextDelta, ToolCall
+from parrot.gateway.turns import Turn
+from parrot.gateway.vendors.logprobs import AnswerLogprobs, Entry, entries_of
+from parrot.protocol.errors import ParrotError
+from parrot.protocol.public import VarGetResponse
+from parrot.serve.scored_tokens import Scored
+
+_Delta = str | VarGetResponse
+_MAX_AHEAD = 64  # deltas that wait for the client
+
+
+class Ended(NamedTuple):
+    value: VarGetResponse
+    at: int  # in seconds since 1970
+
+
+class Likelihoods(NamedTuple):
+    """How likely the next tokens of the answer's text were."""
+
+    entries: list[Entry]
+
+
+Part = TextDelta | ReasoningDelta | ToolCall | Likelihoods | Ended
+"""Some more of an answer, or its end."""
+
+
+async def whole_parts(
+    turn: Turn, choice: int, value: VarGetResponse, parser: AnswerParser
+) -> list[Part]:
+    """All parts of an answer that is there."""
+    parts: list[Part] = []
+    if turn.is_scored(choice):
+        parts = await _likelihoods(await AnswerLogprobs(turn, choice).rest())
+    return [*parts, *parser.feed(value.content), *parser.finish(), _ended(value)]
+
+
+async def stream_parts(
+    turn: Turn, parsers: Sequence[AnswerParser]
+) -> AsyncGenerator[tuple[int, list[Part]]]:
+    """The index of an answer with its next parts, which are none while its parser holds them back.
+    Raises the first error. What is not done when this ends is cancelled. There is a parser for each
+    answer."""
+    taken = [AnswerLogprobs(turn, i) if turn.is_scored(i) else None for i in range(len(parsers))]
+    async with aclosing(stream_all([turn])) as deltas:
+        async for i, delta in deltas:
+            parser, logprobs = parsers[i], taken[i]
+            if isinstance(delta, VarGetResponse):
+                rest = [] if logprobs is None else await _likelihoods(await logprobs.rest())
+                yield i, [*rest, *parser.finish(), _ended(delta)]
+            elif logprobs is None:
+                yield i, list(parser.feed(delta))
+            else:
+                for text, scored in await logprobs.pieces(delta):
+                    yield i, [*await _likelihoods(scored), *parser.feed(text)]
+
+
+async def _likelihoods(scored: Sequence[Scored]) -> list[Part]:
+    return [Likelihoods(await entries_of(scored))] if scored else []
+
+
+def _ended(value: VarGetResponse) -> Ended:
+    return Ended(value, int(time.time()))
+
+
+async def read_all(turns: Sequence[Turn]) -> list[VarGetResponse]:
+    """The answers, or the first error. What is not done when this ends is cancelled."""
+    reads = [asyncio.ensure_future(turn.read(i)) for turn, i in _choices(turns)]
+    try:
+        return await asyncio.gather(*reads)
+    finally:
+        await _stop(reads, turns)
+
+
+async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]]:
+    """The index of an answer with some more of its text, or with all of it at its end. Raises the
+    first error. An answer's end, good or bad, is told when it is on disk, if it is written down.
+    What is not done when this ends is cancelled."""
+    choices = _choices(turns)
+    if len(choices) == 1:
+        ((turn, choice),) = choices
+        try:
+            async with turn.session.published(), aclosing(turn.stream(choice)) as stream:
+                async for text in stream:
+                    yield 0, text
+            yield 0, turn.ended(choice)
+        finally:
+            turn.cancel()
+        return
+    deltas: asyncio.Queue[tuple[int, str | VarGetResponse | ParrotError]] = asyncio.Queue(
+        _MAX_AHEAD
+    )
+
+    async def read(index: int, turn: Turn, choice: int) -> None:
+        try:
+            async with turn.session.published(), aclosing(turn.stream(choice)) as stream:
+                async for text in stream:
+                    await deltas.put((index, text))
+            await deltas.put((index, turn.ended(choice)))
+        except ParrotError as error:
+            await deltas.put((index, error))
+
+    reads = [asyncio.ensure_future(read(i, *choice)) for i, choice in enumerate(choices)]
+    num_open = len(reads)
+    try:
+        while num_open:
+            index, delta = await deltas.get()
+            if isinstance(delta, ParrotError):
+                raise delta
+            num_open -= isinstance(delta, VarGetResponse)
+            yield index, delta
+    finally:
+        await _stop(reads, turns)
+
+
+def _choices(turns: Sequence[Turn]) -> list[tuple[Turn, int]]:
+    return [(turn, i) for turn in turns for i in range(len(turn.completions))]
+
+
+async def _stop(reads: Sequence[asyncio.Future[Any]], turns: Sequence[Turn]) -> None:
+    for turn in turns:
+        turn.cancel()
+    for read in reads:
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
