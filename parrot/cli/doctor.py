@@ -21,7 +21,7 @@ from parrot.cluster.ports import ask, is_free
 from parrot.launch.configs import Config, core_config, read_configs, refuse_inventory
 from parrot.protocol.server_config import kept_token, settled_token
 from parrot.serve.config import CoreConfig
-from parrot.serve.prompts.tokenizers import read_texts
+from parrot.serve.prompts.encode import read_texts
 from parrot.serve.tenants.table import read_keys
 from parrot.utils.config import ConfigError, read_config_object
 

@@ -41,10 +41,9 @@ from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedFie
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.chat import PLAIN_CHAT
-from parrot.serve.prompts.encode import encode_prompt, require_chars
+from parrot.serve.prompts.encode import ModelTokenizer, Style, encode_prompt, require_chars
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.prompts.tokenizers import ModelTokenizer, Style
+from parrot.serve.prompts.templates import PLAIN_CHAT
 
 _PART = 2048  # characters
 _MAX_CHARS = 2**23  # of a prompt: no model has room for two million tokens

@@ -30,7 +30,7 @@ from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import Text, parse_template, placeholder
 from parrot.serve.graph.nodes import Piece, PieceKind, TextPiece, VariablePiece
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.prompts.chat import ChatTemplate, sentinel
+from parrot.serve.prompts.templates import ChatTemplate, sentinel
 
 Message = Mapping[str, Any]
 """A message as chat templates take it: `role`, `content`, and perhaps `tool_calls`, `name`, ..."""

@@ -63,7 +63,7 @@ from parrot.serve.graph.nodes import (
     TextPiece,
 )
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
-from parrot.serve.prompts.tokenizers import ModelTokenizer
+from parrot.serve.prompts.encode import ModelTokenizer
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import AddPrompt, Session
 from parrot.serve.tenants.quotas import num_bytes

@@ -8,7 +8,7 @@ from parrot.gateway.transcript import mark_places, put_variables, render_transcr
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import parse_template, placeholder
 from parrot.serve.graph.nodes import PieceKind, TextPiece, VariablePiece
-from parrot.serve.prompts.chat import ChatTemplate
+from parrot.serve.prompts.templates import ChatTemplate
 from tests.gateway.test_transcript import HERMES
 from tests.serve.serve_fakes import make_graph
 

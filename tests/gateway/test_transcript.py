@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from parrot.gateway.transcript import render_transcript, with_system_first
 from parrot.protocol.errors import InvalidRequest
-from parrot.serve.prompts.chat import ChatTemplate
+from parrot.serve.prompts.templates import ChatTemplate
 from tests.serve.prompts.test_chat_prompts import TEMPLATES
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 

@@ -5,8 +5,8 @@ import time
 import pytest
 
 from parrot.protocol.errors import InvalidRequest
-from parrot.serve.prompts import template_sandbox
-from parrot.serve.prompts.chat import ChatTemplate
+from parrot.serve.prompts import templates
+from parrot.serve.prompts.templates import ChatTemplate
 
 WITHIN_CPU_S = 1.5  # of a machine that is busy; the work is bounded to some tenths of that
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
@@ -165,5 +165,5 @@ def test_an_honest_template_of_a_long_chat_is_not_refused(
 ) -> None:
     """Not on a slow machine either, and not if it does eight times as much as most."""
     cpu_s = time.thread_time
-    monkeypatch.setattr(template_sandbox, "thread_time", lambda: slowness * cpu_s())
+    monkeypatch.setattr(templates, "thread_time", lambda: slowness * cpu_s())
     assert ChatTemplate(template).render(ROUND * 300)

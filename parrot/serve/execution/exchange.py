@@ -31,9 +31,8 @@ from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.nodes import Completion, VariablePiece, given_name
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.encode import Units, encode_prompt, encode_text, join
+from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units, encode_prompt, encode_text, join
 from parrot.serve.prompts.segments import extend_key, output_segment
-from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
 from parrot.serve.scheduling.predictor import function_key
 from parrot.utils.heaps import LruDict
 from parrot.utils.tasks import TaskSet

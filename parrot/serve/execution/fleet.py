@@ -31,7 +31,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.kv_log import KvCounts
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.events import EngineJoined, EngineLost, Events
-from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
+from parrot.serve.prompts.encode import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet

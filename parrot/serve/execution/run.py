@@ -35,8 +35,7 @@ from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats
 from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.encode import Units
-from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer
+from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
 _MAX_LOST = 3

@@ -1,19 +1,339 @@
-"""A task's prompt in the units of one engine: token ids, or characters where contexts are text."""
+"""A task's prompt in the units of one engine: token ids, by the tokenizer that the engine gave, or
+characters where contexts are text.
 
-from collections.abc import Sequence
-from itertools import chain
+Pieces are encoded one by one, so a prompt's tokens up to a boundary never depend on what
+follows."""
 
-from parrot.protocol.errors import PromptTooLong, UnsupportedField
+import asyncio
+import hashlib
+import logging
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, product, starmap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import orjson
+from tokenizers import Tokenizer
+
+from parrot.protocol.engine_api import TokenizerResponse
+from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.prompts.tokenizers import Ids, ModelTokenizer, Style
+from parrot.serve.prompts.templates import ChatTemplate
+from parrot.utils.byte_symbols import byte_symbols
+from parrot.utils.config import ConfigError
+from parrot.utils.heaps import LruDict
 
+logger = logging.getLogger(__name__)
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_SPACE = "▁"  # how sentencepiece writes it
+
+Ids = tuple[int, ...]
+LARGE_TEXT = 8192  # characters; longer texts are encoded in a thread
+MAX_ENCODED = 2**22  # characters; the ids of a longer text would hold the interpreter for long
+CACHE_IDS = 4 * 2**20
+_MAX_TEXT_BYTES = 2**20  # of a file of texts
+_LONG_TEMPLATE = 4096  # characters; Jinja takes seconds to read a megabyte
 _UNLIMITED = 2**62
 _LONGEST_UNKNOWN = 256  # characters of a token, where the engine's tokenizer is not known
 _MAX_COMPOSED = 4  # characters that a tokenizer's normaliser makes one of
-
 Units = Ids | str
 """A part of a prompt: ids for one engine, its text for another."""
+
+
+class Vocabulary:
+    """Looks up tokens by id; ids of no token stand for nothing. Special tokens stand for the text
+    that they are written as."""
+
+    def __init__(self, definition: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+        """`definition`: the tokenizer.json of `tokenizer`."""
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._added = {id_: str(token.content).encode() for id_, token in added.items()}
+        kinds = set(_kinds(definition.get("decoder")))
+        self._byte_of = None
+        if "ByteLevel" in kinds:
+            self._byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
+        self._is_sentencepiece = bool(kinds & {"ByteFallback", "Metaspace"})
+
+    def __getitem__(self, token_id: int) -> bytes:
+        if (content := self._added.get(token_id)) is not None:
+            return content
+        symbols = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+        if symbols is None:
+            return b""
+        if self._byte_of is not None:
+            return b"".join([_as_byte(self._byte_of, symbol) for symbol in symbols])
+        if (found := _BYTE_TOKEN.fullmatch(symbols)) is not None:
+            return bytes.fromhex(found[1])
+        if self._is_sentencepiece:
+            return symbols.replace(_SPACE, " ").encode()
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
+
+
+def _as_byte(byte_of: Mapping[str, int], symbol: str) -> bytes:
+    byte = byte_of.get(symbol)
+    return symbol.encode() if byte is None else bytes((byte,))
+
+
+def _kinds(step: Any) -> Iterator[str]:
+    """The types of a decoder's steps."""
+    if isinstance(step, Mapping):
+        yield str(step.get("type"))
+        for inner in step.get("decoders") or ():
+            yield from _kinds(inner)
+
+
+class Style(NamedTuple):
+    """How a piece is read. `special`: texts of special tokens in it are those tokens (else plain
+    text). `first`: it begins the prompt, where some tokenizers put a space."""
+
+    special: bool
+    first: bool
+
+
+class PieceEncoder:
+    """One tokenizer.json. Results are kept, the least recently used ones dropped."""
+
+    def __init__(self, tokenizer_json: str, cache_ids: int = CACHE_IDS) -> None:
+        definition = orjson.loads(tokenizer_json)
+        inner = _without_leading_space(definition)
+        inner_json = tokenizer_json if inner == definition else orjson.dumps(inner).decode()
+        load = cache(_load)  # most tokenizers read the first piece as any other
+        self._tokenizers = {
+            style: load(tokenizer_json if style.first else inner_json, plain=not style.special)
+            for style in starmap(Style, product((True, False), repeat=2))
+        }
+        self._decoder = self._tokenizers[Style(special=True, first=True)]
+        added = self._decoder.get_added_tokens_decoder()
+        self.vocabulary = Vocabulary(definition, self._decoder)
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self.special_texts = frozenset(str(token.content) for token in added.values())
+        self.longest_token = max(map(len, self._decoder.get_vocab()), default=1)
+        """In characters; a token for a part of one counts as one."""
+        self._cache: LruDict[tuple[Style, str], Ids] = LruDict(cache_ids, weigh=len)
+        self._in_threads: dict[tuple[Style, str], asyncio.Task[Ids]] = {}
+
+    def encode_now(self, text: str, style: Style) -> Ids | None:
+        """The ids; None if the text is so long that only `encode` should do it."""
+        found = self._cache.get((style, text))
+        if found is not None or len(text) > LARGE_TEXT:
+            return found
+        ids = self._encode(text, style)
+        self._cache.put((style, text), ids)
+        return ids
+
+    async def encode(self, text: str, style: Style) -> Ids:
+        """The ids, without blocking the event loop (the tokenizer releases the GIL). Equal texts
+        that are asked for at the same time are encoded once. Raises `PromptTooLong` for a text that
+        is longer than any model's prompt."""
+        known = self.encode_now(text, style)
+        if known is not None:
+            return known
+        if len(text) > MAX_ENCODED:
+            message = (
+                f"a text of {len(text)} characters is not tokenized; the limit is {MAX_ENCODED}"
+            )
+            raise PromptTooLong(message)
+        running = self._in_threads.get((style, text))
+        if running is None:
+            running = asyncio.create_task(self._encode_in_thread(text, style))
+            self._in_threads[style, text] = running
+        return await asyncio.shield(running)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._decoder.get_vocab_size(with_added_tokens=True))
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Their text; that of special tokens only if `special`."""
+        return str(self._decoder.decode(list(ids), skip_special_tokens=not special))
+
+    def token_text(self, token_id: int | None) -> str:
+        text = None if token_id is None else self._decoder.id_to_token(token_id)
+        return text or ""
+
+    async def _encode_in_thread(self, text: str, style: Style) -> Ids:
+        try:
+            ids = await asyncio.to_thread(self._encode, text, style)
+        finally:
+            del self._in_threads[style, text]
+        self._cache.put((style, text), ids)
+        return ids
+
+    def _encode(self, text: str, style: Style) -> Ids:
+        # The batch call of one text is twice as fast as `encode`, which computes offsets.
+        (encoding,) = self._tokenizers[style].encode_batch_fast([text], add_special_tokens=False)
+        return tuple(encoding.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """An encoder with the model's own rules. `chat`: None if the model has no chat template.
+    `public`: the tokens with which prompts begin that begin with a public text, the longest first.
+
+    Models may share a tokenizer.json and still differ here (a base model and its chat version)."""
+
+    tokenizer_id: str
+    encoder: PieceEncoder
+    bos: int | None
+    eos: frozenset[int]
+    chat: ChatTemplate | None
+    public: tuple[Ids, ...] = ()
+
+    def with_bos(self, ids: Ids) -> Ids:
+        """The first ids of a prompt, with the BOS token if the model wants one."""
+        if self.bos is None or ids[:1] == (self.bos,):
+            return ids
+        return (self.bos, *ids)
+
+    def clean_output(
+        self, ids: Sequence[int], stop_ids: Container[int], stopped: bool
+    ) -> Ids | None:
+        """The ids that make up an output's text, without the stop token that ended it. None if the
+        ids cannot stand for the text: then it must be tokenised again."""
+        if stopped:
+            if not ids or ids[-1] not in stop_ids:
+                return None  # a stop string ended it, perhaps in the middle of a token
+            ids = ids[:-1]
+        if not self.encoder.special_ids.isdisjoint(ids):
+            return None  # markup made up by the model; its text form is harmless
+        return tuple(ids)
+
+
+class TokenizerRegistry:
+    """The tokenizers of all models, shared by the engines that serve the same model."""
+
+    def __init__(self, public_files: Sequence[str] = ()) -> None:
+        """Raises `ConfigError` for one of the files of public texts."""
+        self._public_texts = read_texts(public_files)
+        self._models: dict[tuple[str, str], ModelTokenizer] = {}
+        self._encoders: dict[str, PieceEncoder] = {}
+
+    def get(self, model: str, tokenizer_id: str) -> ModelTokenizer | None:
+        return self._models.get((model, tokenizer_id))
+
+    async def add(self, model: str, tokenizer_id: str, payload: TokenizerResponse) -> None:
+        """Raises `InvalidRequest` if the payload is no usable tokenizer, or not that of the id."""
+        encoder = self._encoders.get(tokenizer_id)
+        if encoder is None:
+            encoder = await asyncio.to_thread(_build_encoder, tokenizer_id, payload.tokenizer_json)
+            encoder = self._encoders.setdefault(tokenizer_id, encoder)
+        ids = payload.special_ids
+        if len(payload.chat_template or "") > _LONG_TEMPLATE:
+            chat = await asyncio.to_thread(_chat_template, payload, encoder)
+        else:
+            chat = _chat_template(payload, encoder)
+        tokenizer = ModelTokenizer(
+            tokenizer_id, encoder, ids.bos if ids.add_bos else None, frozenset(ids.eos), chat
+        )
+        found = [one for text in self._public_texts for one in await _beginnings(text, tokenizer)]
+        public = tuple(sorted(found, key=len, reverse=True))
+        self._models[model, tokenizer_id] = replace(tokenizer, public=public)
+
+
+def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
+    """The encoder, which all engines share that name the id."""
+    if hashlib.sha256(tokenizer_json.encode()).hexdigest() != tokenizer_id:
+        raise InvalidRequest("the SHA-256 of the engine's tokenizer is not its `tokenizer_id`")
+    try:
+        return PieceEncoder(tokenizer_json)
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        raise InvalidRequest(f"the engine's tokenizer is unusable: {error}") from None
+
+
+def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ChatTemplate | None:
+    """None also for a broken template: only chat calls need it."""
+    if payload.chat_template is None:
+        return None
+    ids = payload.special_ids
+    bos, eos = encoder.token_text(ids.bos), encoder.token_text(ids.eos[0] if ids.eos else None)
+    try:
+        return ChatTemplate(payload.chat_template, bos, eos)
+    except InvalidRequest as error:
+        logger.warning("%s; chat calls will be refused", error)
+        return None
+
+
+async def _beginnings(text: str, tokenizer: ModelTokenizer) -> list[Ids]:
+    """The tokens of prompts that begin with the text, and of chats whose system message does."""
+    encoder, chat = tokenizer.encoder, tokenizer.chat
+    found = [await encoder.encode(text, Style(special=True, first=True))]
+    if chat is not None:
+        try:
+            markup = chat.markup(1, has_system=True)[0]
+        except InvalidRequest:
+            pass  # it has no system messages
+        else:
+            message = text.strip() if chat.strips else text
+            ids = await encoder.encode(markup, Style(special=True, first=True))
+            found.append(ids + await encoder.encode(message, Style(special=True, first=False)))
+    return [tokenizer.with_bos(ids) for ids in found]
+
+
+def _load(definition: str, *, plain: bool) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = plain
+    return tokenizer
+
+
+def _without_leading_space(definition: dict[str, Any]) -> dict[str, Any]:
+    """The same tokenizer for pieces inside a prompt: sentencepiece-like ones put a space before
+    every text they are given, which is right only at the beginning."""
+    return definition | {
+        part: _strip_prefixing(definition.get(part)) for part in ("normalizer", "pre_tokenizer")
+    }
+
+
+def _strip_prefixing(step: Any) -> Any:
+    if not isinstance(step, dict):
+        return step
+    match step.get("type"):
+        case "Prepend":
+            return None
+        case "Metaspace":
+            return {k: v for k, v in step.items() if k != "add_prefix_space"} | {
+                "prepend_scheme": "never"
+            }
+        case "ByteLevel" if step.get("add_prefix_space"):
+            return step | {"add_prefix_space": False}
+        case "Sequence":
+            name = "normalizers" if "normalizers" in step else "pretokenizers"
+            inner = [_strip_prefixing(s) for s in step[name]]
+            return step | {name: [s for s in inner if s is not None]}
+        case _:
+            return step
+
+
+def read_texts(paths: Sequence[str]) -> list[str]:
+    """Their texts, without the line break at their ends. Raises `ConfigError` for a file that is
+    no text of 1 to 1,048,576 bytes."""
+    return [_read_text(path) for path in paths]
+
+
+def _read_text(path: str) -> str:
+    if not Path(path).is_file():  # a pipe would wait for who writes to it
+        raise ConfigError(f"public_prefixes: {path}: is no file")
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(_MAX_TEXT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"public_prefixes: {path}: cannot be read: {error.strerror}") from None
+    if len(raw) > _MAX_TEXT_BYTES:
+        raise ConfigError(f"public_prefixes: {path}: has more than {_MAX_TEXT_BYTES} bytes")
+    try:
+        text = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"public_prefixes: {path}: is no UTF-8: {error.reason}") from None
+    if not text.strip():
+        raise ConfigError(f"public_prefixes: {path}: is empty")
+    return text
 
 
 async def encode_prompt(

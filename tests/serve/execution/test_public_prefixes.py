@@ -15,9 +15,8 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.exchange import longest_public, public_len
 from parrot.serve.graph.nodes import PieceKind
-from parrot.serve.prompts.encode import encode_prompt, join
+from parrot.serve.prompts.encode import encode_prompt, join, read_texts
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.prompts.tokenizers import read_texts
 from parrot.utils.config import ConfigError
 from tests.serve.execution.test_dispatcher import World, value
 from tests.serve.prompts.test_chat_prompts import TEMPLATES

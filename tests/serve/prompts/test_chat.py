@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.protocol.errors import InvalidRequest
-from parrot.serve.prompts.chat import ChatTemplate
+from parrot.serve.prompts.templates import ChatTemplate
 from tests.support.byte_tokenizer import CHATML
 
 LLAMA = (

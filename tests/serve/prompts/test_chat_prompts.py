@@ -13,13 +13,12 @@ from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.encode import encode_prompt
+from parrot.serve.prompts.encode import ModelTokenizer, TokenizerRegistry, encode_prompt
 from parrot.serve.prompts.segments import (
     PieceKind,
     Segment,
     fill_segments,
 )
-from parrot.serve.prompts.tokenizers import ModelTokenizer, TokenizerRegistry
 from tests.serve.serve_fakes import (
     FakeRunner,
     add_reader,

@@ -11,15 +11,15 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, PromptTooLong
 from parrot.serve.graph.variable import TokenizedText
-from parrot.serve.prompts.encode import encode_prompt
-from parrot.serve.prompts.segments import PieceKind, Segment
-from parrot.serve.prompts.tokenizers import (
+from parrot.serve.prompts.encode import (
     LARGE_TEXT,
     ModelTokenizer,
     PieceEncoder,
     Style,
     TokenizerRegistry,
+    encode_prompt,
 )
+from parrot.serve.prompts.segments import PieceKind, Segment
 from tests.support.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 
 PLAIN, SPECIAL = Style(special=False, first=False), Style(special=True, first=False)

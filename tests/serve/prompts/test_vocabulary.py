@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from parrot.serve.prompts.tokenizers import PieceEncoder, Style
+from parrot.serve.prompts.encode import PieceEncoder, Style
 from tests.support.byte_tokenizer import byte_tokenizer
 
 BYTES = PieceEncoder(byte_tokenizer().tokenizer_json)
