@@ -56,8 +56,9 @@ class CallLog:
 
 
 def _scope(session: Session) -> dict[str, object]:
+    spans = session.graph.spans
     return {
         "session_id": session.id,
         "tenant": session.tenant,
-        "trace_id": session.graph.spans.trace_id or None,
+        "trace_id": None if spans is None else spans.trace_id or None,
     }

@@ -40,24 +40,32 @@ class Tracer:
 
     def _session_began(self, event: SessionBegan) -> None:
         session = event.session
-        if session.graph.spans.trace_id and (parent := TraceParent.parse(event.traceparent)):
+        spans, parent = session.graph.spans, TraceParent.parse(event.traceparent)
+        if spans is not None and spans.trace_id and parent is not None:
             self._parents[session.id] = parent
 
     def _session_ended(self, event: SessionEnded) -> None:
         session = event.session
         parent = self._parents.pop(session.id, None)
         spans = session.graph.spans
-        if spans.trace_id or spans.is_joined:
+        if spans is not None and (spans.trace_id or spans.is_joined):
             ended = self._clock.now()
             calls = list(session.graph.calls.values())  # which the graph has no longer
-            self._export.send(lambda: list(self._facts(session, calls, parent, ended)))
+            self._export.send(
+                lambda: list(self._facts(session, spans.trace_id, calls, parent, ended))
+            )
 
     def _facts(
-        self, session: Session, calls: list[Call], parent: TraceParent | None, ended: float
+        self,
+        session: Session,
+        trace_id: str,
+        calls: list[Call],
+        parent: TraceParent | None,
+        ended: float,
     ) -> Iterator[SessionFacts | TaskFacts]:
         """Takes the calls away one by one, as it frees what nobody else has any more."""
         yield SessionFacts(
-            session.graph.spans.trace_id,
+            trace_id,
             session.id,
             app_of(session),
             session.tenant,

@@ -501,7 +501,7 @@ class SessionRegistry:
             begin.tenant,
             cache_salt=self._tenant_table.cache_salt(begin.tenant),
             on_demand=begin.on_demand,
-            trace_id=begin.trace_id,
+            trace_id=None if self.sampler is None else begin.trace_id,
             runner=self._runner,
             predictor=self._predictor,
             clock=self._clock,

@@ -99,7 +99,6 @@ class TaskRunner:
         self._max_native_timeout_s = config.native_timeout
         self._tenants = tenants
         self.meters = Meters(tenants, clock)
-        self._is_traced = config.otlp_endpoint is not None
         self._sessions = sessions
         self.expect = dispatcher.expect
         self.unexpect = dispatcher.unexpect
@@ -149,18 +148,10 @@ class TaskRunner:
             is_counted = self.meters.counts_tokens(tenant)
             tokens = self._dispatcher.estimates.tokens(task) if is_counted else 0
             self.meters.began(task.id, tenant, tokens)
-            self._trace(task)
             self._dispatcher.submit(task)
         else:
             self.meters.began(task.id, tenant, 0)
             self._native.start(task)
-
-    def _trace(self, task: Completion) -> None:
-        """Say which span its engine's is below: its own if it will have one, or its caller's."""
-        task.traceparent = task.options.traceparent
-        session = self._sessions.find_owner(task.session_id) if self._is_traced else None
-        if session is not None:
-            task.traceparent = session.graph.spans.told(task.traceparent, task.id)
 
     def withdraw(self, task: Task) -> None:
         if self._held is not None:

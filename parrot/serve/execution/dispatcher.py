@@ -67,11 +67,6 @@ class Grace:
         self._backlog = Backlog()
         self._pending: dict[Models, Timer] = {}
 
-    def queued(self, models: Models, now: float) -> None:
-        """A run with these models was queued."""
-        if not self._scheduler.engines.num_members(models):
-            self._give(models, now)
-
     def engine_joined(self) -> None:
         for models in [m for m in self._pending if self._scheduler.engines.num_members(m)]:
             self._pending.pop(models).cancel()
@@ -79,9 +74,9 @@ class Grace:
     def engine_lost(self, now: float) -> None:
         for models in self._scheduler.queues:
             if not self._scheduler.engines.num_members(models):
-                self._give(models, now)
+                self.unserved(models, now)
 
-    def _give(self, models: Models, since: float) -> None:
+    def unserved(self, models: Models, since: float) -> None:
         """Nobody has served these models since then. No effect if that is known."""
         if models not in self._pending:
             self._pending[models] = self._timers.call_at(
@@ -107,7 +102,7 @@ class Grace:
                 self._give_up(run)
                 yield size
         if later:
-            self._give(models, min(later))
+            self.unserved(models, min(later))
 
 
 class Returns:
@@ -123,7 +118,7 @@ class Returns:
         self._engines: dict[str, Engine] = {}  # by name
         self._live: set[int] = set()  # the ids of all
         self._left: LruDict[str, list[bytes]] = LruDict(_MAX_LEFT, weigh=len)  # by incarnation
-        self._awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
+        self.awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
         self._end: float | None = None  # of waiting
         self._begin = clock.now()
 
@@ -142,7 +137,7 @@ class Returns:
         self._engines[engine.info.engine_name] = engine
         self._live.add(engine.id)
         had = self._left.get(engine.info.incarnation) or []
-        had = had + self._awaited.pop(engine.info.engine_name, [])
+        had = had + self.awaited.pop(engine.info.engine_name, [])
         self._index.remember(engine.id, had, self._live)
 
     def queued(self, run: Run) -> None:
@@ -154,7 +149,7 @@ class Returns:
         if (engine := self._engines.get(name)) is not None:
             self._index.remember(engine.id, run.keys, self._live)
         elif self._end is None or self._clock.now() < self._end:
-            awaited = self._awaited.setdefault(name, [])
+            awaited = self.awaited.setdefault(name, [])
             awaited += run.keys[: _MAX_KEYS - len(awaited)]
 
     def _placed_before(self, completion: Completion) -> str | None:
@@ -169,11 +164,11 @@ class Returns:
 
     def awaited_until(self) -> float | None:
         """When the calls will wait no longer; None: they do not wait now."""
-        if self._end is None or not self._awaited:
+        if self._end is None or not self.awaited:
             return None
         if self._clock.now() < self._end:
             return self._end
-        self._awaited.clear()
+        self.awaited.clear()
         return None
 
 
@@ -195,7 +190,7 @@ class Drains:
         self._clock = clock
         self._events = events
         self._timers = timers
-        self._leaving: dict[int, asyncio.Future[None]] = {}
+        self.leaving: dict[int, asyncio.Future[None]] = {}
         self._fleet = fleet
         self._scheduler = scheduler
         self._grace = grace
@@ -226,7 +221,7 @@ class Drains:
         engine = self._fleet.get(engine_id)
         assert engine is not None, request
         loop = asyncio.get_running_loop()
-        over, left = loop.create_future(), self._leaving.setdefault(engine_id, loop.create_future())
+        over, left = loop.create_future(), self.leaving.setdefault(engine_id, loop.create_future())
         when = self._clock.now() + request.timeout_s
         timer = self._timers.call_at(when, partial(_settle, over))
         self.review()
@@ -243,9 +238,9 @@ class Drains:
 
     def review(self) -> None:
         """Calls may have ended."""
-        for engine_id in list(self._leaving):
+        for engine_id in list(self.leaving):
             if not self._scheduler.engines.num_placed(engine_id):
-                _settle(self._leaving.pop(engine_id))
+                _settle(self.leaving.pop(engine_id))
 
 
 def _settle(left: asyncio.Future[None]) -> None:
@@ -451,7 +446,7 @@ class Dispatcher:
                 self._runs.fail(run, _DEFECT, is_scheduled=False)
 
     def _advance(self) -> None:
-        waits_until = self._returns.awaited_until()
+        waits_until = self._returns.awaited_until() if self._returns.awaited else None
         for placement in self._scheduler.schedule() if waits_until is None else ():
             engine = self.fleet.get(placement.engine_id)
             assert engine is not None, placement
@@ -462,7 +457,8 @@ class Dispatcher:
         expiry = self._ledger.expire()
         if self._prefetch is not None:
             self._prefetch.pump()
-        self.drains.review()
+        if self.drains.leaving:
+            self.drains.review()
         next_change = self._scheduler.next_change() if waits_until is None else waits_until
         for when in (expiry, next_change):
             self._wake_at(when)
@@ -481,7 +477,8 @@ class Dispatcher:
 
     def _on_change(self, run: Run) -> None:
         if run.state is RunState.QUEUED:
-            self._grace.queued(run.models, self._clock.now())
+            if not self._scheduler.engines.num_members(run.models):
+                self._grace.unserved(run.models, self._clock.now())
             if run.trouble:
                 self.events.emit(CompletionRetried, run.completion, run.trouble)
                 run.trouble = ""

@@ -149,16 +149,17 @@ class SessionGraph:
         *,
         cache_salt: str = "",
         on_demand: bool = False,
-        trace_id: str = "",
+        trace_id: str | None = None,
         runner: Runner,
         predictor: Predictor,
         clock: Clock,
         ids: SessionIds,
         backlog: Backlog,
     ) -> None:
-        """`backlog` is given the walks through the graph."""
+        """`backlog` is given the walks through the graph. `trace_id`: None if nothing is traced,
+        and empty if only calls that have callers of their own are."""
         self.session_id = session_id
-        self.spans = SessionSpans(trace_id, session_id)
+        self.spans = None if trace_id is None else SessionSpans(trace_id, session_id)
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
         self.activation = Activation(clock, runner, predictor, backlog)
@@ -408,9 +409,11 @@ class SessionGraph:
                 if variable.id not in self.variables:
                     self._register(variable)
             self.calls[draft.request_id] = draft.call
-        now = self._clock.now()
+        now, spans = self._clock.now(), self.spans
         for task in tasks:
             task.times.submitted = now
+            caller = task.options.traceparent
+            task.traceparent = caller if spans is None else spans.told(caller, task.id)
         for task in tasks:
             self.flow.enter(task)
         for draft in drafts:

@@ -189,7 +189,7 @@ class Node:
     is_woken: bool = False
     is_started: bool = False
     is_ended: bool = False
-    traceparent: str = ""  # what its engine is told; empty: it is not traced
+    traceparent: str = ""  # its own span, or that of who asked for it; empty: it is not traced
 
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     depth: int = 0
