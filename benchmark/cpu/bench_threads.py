@@ -21,7 +21,7 @@ import torch
 from benchmark.engine.bench_cpu import Load, parrot_rate
 from benchmark.results import Report, run
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint, resolve_dtype
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 
 BUSY = "while True: pass"
 PARTLY = """
@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(most)
     model = load_decoder(checkpoint, resolve_dtype("auto", CPU), CPU)
     plain = ModelRunner(model, NUM_BLOCKS, 16)
-    adaptive = ModelRunner(model, NUM_BLOCKS, 16, max_threads=most)
+    adaptive = ModelRunner(model, NUM_BLOCKS, 16, CpuOptions(max_threads=most))
     scenes = [("idle", BUSY, 0)]
     scenes += [(f"{n} busy", BUSY, n) for n in args.neighbours]
     scenes += [(f"{n} partly busy", PARTLY, n) for n in args.neighbours]

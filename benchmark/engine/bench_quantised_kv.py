@@ -26,7 +26,7 @@ from parrot.engine.attention.work_list import StepRows, plan_work
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from tests.support.runner_driver import Driver
 
@@ -145,7 +145,7 @@ def _mean(rows: list[Row], key: str) -> float:
 
 def greedy(model: Decoder, prompts: list[list[int]], quantised: bool) -> list[list[int]]:
     num_blocks = len(prompts) * (-(-(len(prompts[0]) + NUM_OUTPUT) // BLOCK_SIZE) + 1)
-    driver = Driver(ModelRunner(model, num_blocks, BLOCK_SIZE, quantised=quantised))
+    driver = Driver(ModelRunner(model, num_blocks, BLOCK_SIZE, CpuOptions(quantised=quantised)))
     return driver.generate([driver.context(prompt) for prompt in prompts], NUM_OUTPUT)
 
 

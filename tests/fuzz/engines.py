@@ -30,7 +30,7 @@ from parrot.engine.grammar.compiler import GrammarCompiler
 from parrot.engine.grammar.constraint import Constraint
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
 from tests.fuzz.traces import Setup
@@ -104,10 +104,12 @@ class FuzzedRunner:
             model(),
             setup.num_blocks,
             setup.block_size,
-            setup.max_seq_len,
-            max_rows=max(setup.max_batch, 16),
-            gate=EAGER_GATE if setup.shares_prefix else None,
-            num_host_blocks=setup.num_host_blocks,
+            CpuOptions(
+                max_rows=max(setup.max_batch, 16),
+                max_seq_len=setup.max_seq_len,
+                gate=EAGER_GATE if setup.shares_prefix else None,
+                num_host_blocks=setup.num_host_blocks,
+            ),
         )
         self._setup = setup
         self._clock = clock

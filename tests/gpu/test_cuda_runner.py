@@ -213,7 +213,7 @@ def test_quantised_kv_gives_the_tokens_of_the_cpu(
     outputs = driver.generate([driver.context(p) for p in prompts], 20)
     checkpoint = open_checkpoint(str(folders[f"wide {family}"]))
     model = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
-    exact = Driver(cpu.ModelRunner(model, 64, 16, quantised=True))
+    exact = Driver(cpu.ModelRunner(model, 64, 16, cpu.CpuOptions(quantised=True)))
     seen: list[torch.Tensor] = []
 
     def watched(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:

@@ -58,15 +58,15 @@ class _Kind:
     the new one has proved itself."""
 
     threads: int
-    usual: float | None = None
-    settled: float | None = None
-    until_probe: int = _FIRST_PAUSE
-    tried: set[int] = field(default_factory=set)
-    turn: int = 0
-    probed: int | None = None
-    probe: list[float] = field(default_factory=list)
-    fallback: tuple[int, float] | None = None
-    trial: int = 0
+    usual: float | None = field(default=None, init=False)
+    settled: float | None = field(default=None, init=False)
+    until_probe: int = field(default=_FIRST_PAUSE, init=False)
+    tried: set[int] = field(default_factory=set, init=False)
+    turn: int = field(default=0, init=False)
+    probed: int | None = field(default=None, init=False)
+    probe: list[float] = field(default_factory=list, init=False)
+    fallback: tuple[int, float] | None = field(default=None, init=False)
+    trial: int = field(default=0, init=False)
 
 
 class ThreadPolicy:
@@ -195,45 +195,56 @@ class Layers(Protocol):
 MakeLayers = Callable[[Decoder, PooledKV, TorchAttention], Layers]
 
 
-class ModelRunner:
-    """`TieredRunner` over a decoder and its KV pool.
+@dataclass(frozen=True, slots=True)
+class CpuOptions:
+    max_rows: int = 256  # sequences in a step
+    max_seq_len: int | None = None
+    gate: GateConfig | None = None  # None: read no prefix once for several sequences
+    quantised: bool = False  # keep KV in e4m3
+    num_host_blocks: int = 0  # of the host tier
+    # Adapt the number of threads, up to so many, to what else runs on the machine; None: leave it.
+    max_threads: int | None = None
 
-    `max_rows`: sequences in a step. `gate` None: read no prefix once for several sequences.
-    `quantised`: keep KV in e4m3. `max_threads`: adapt the number of threads, up to so many, to what
-    else runs on the machine; None: leave it as it is. `make_layers`: for layers that torch's
-    operators shall not compute."""
+
+class ModelRunner:
+    """`TieredRunner` over a decoder and its KV pool."""
 
     def __init__(
         self,
         model: Decoder,
         num_blocks: int,
         block_size: int,
-        max_seq_len: int | None = None,
+        options: CpuOptions | None = None,
         *,
-        max_rows: int = 256,
-        gate: GateConfig | None = None,
-        quantised: bool = False,
-        num_host_blocks: int = 0,
-        max_threads: int | None = None,
         unit: Unit | None = None,
         make_layers: MakeLayers | None = None,
     ) -> None:
+        """`unit`: on rank 0 of several, the others. `make_layers`: for layers that torch's
+        operators shall not compute."""
+        options = options or CpuOptions()
         spec = model.spec
-        layout = KVLayout.of(spec, block_size, model.dtype, quantised=quantised)
+        layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
-        self._copies = RankCopies(self._cache.host_copies(num_host_blocks), unit)
+        copies = self._cache.host_copies(options.num_host_blocks)
+        self._copies = copies if unit is None else RankCopies(copies, unit)
         self._info = runner_info(
-            model, self._cache, num_blocks, max_seq_len, num_host_blocks, draft_sizes=_DRAFT_SIZES
+            model,
+            self._cache,
+            num_blocks,
+            options.max_seq_len,
+            options.num_host_blocks,
+            draft_sizes=_DRAFT_SIZES,
         )
         self._attention = TorchAttention(self._cache.pooled, spec.num_heads)
         max_blocks = -(-self._info.max_seq_len // block_size)
-        self._inputs = InputBuilder(2 * max_rows, max_blocks, block_size)
-        self._threads = None if max_threads is None else StepThreads(max_threads)
+        self._inputs = InputBuilder(2 * options.max_rows, max_blocks, block_size)
+        most = options.max_threads
+        self._threads = None if most is None else StepThreads(most)
         self._layers: Layers | None = None
         if make_layers is not None:
             self._layers = make_layers(model, self._cache.pooled, self._attention)
-        self.planner = WorkPlanner(self._attention.shape, gate, WHOLE_SPANS)
+        self.planner = WorkPlanner(self._attention.shape, options.gate, WHOLE_SPANS)
         self._unit = unit
 
     @property

@@ -118,7 +118,8 @@ class CudaRunner:
         spec, device = model.spec, model.device
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
-        self._copies = RankCopies(self._cache.host_copies(options.num_host_blocks), unit)
+        copies = self._cache.host_copies(options.num_host_blocks)
+        self._copies = copies if unit is None else RankCopies(copies, unit)
         layer_weights = spec.num_layer_weights
         mixed = mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
         self._info = runner_info(

@@ -23,7 +23,7 @@ from parrot.engine.models.checkpoint import (
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.parallel import Shard, require_divisible
 from parrot.engine.models.spec import DecoderSpec
-from parrot.engine.runner.cpu import MakeLayers, ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
 from parrot.engine.runner.host.copies import available_memory, host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
@@ -90,27 +90,15 @@ def load_rank(
     num_host_blocks = 0
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
         num_host_blocks = host_blocks_for_all(instance.host_kv_gb, layout, num_blocks, group)
-    adapts = device.type == "cpu" and not instance.num_threads and seat is None
-    is_compiled = device.type == "cpu" and instance.attn_func == "auto" and seat is None
+    both = (num_blocks, num_host_blocks)
     runner: ModelRunner | CudaRunner
     report("allocating memory")
     if use_triton:
-        runner = _make_cuda_runner(config, model, (num_blocks, num_host_blocks), block_size, unit)
+        runner = _make_cuda_runner(config, model, both, block_size, unit)
         runner.warm_up(report)
     else:
-        runner = ModelRunner(
-            model,
-            num_blocks,
-            block_size,
-            instance.max_seq_len,
-            max_rows=config.scheduler.max_batch_size,
-            gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
-            quantised=quantised,
-            num_host_blocks=num_host_blocks,
-            max_threads=torch.get_num_threads() if adapts else None,
-            unit=unit,
-            make_layers=_compiled_layers(layout.dtype_name) if is_compiled else None,
-        )
+        is_alone = seat is None
+        runner = _make_torch_runner(config, model, both, block_size, unit, is_alone=is_alone)
     report(None)
     _log(runner)
     return runner, tokenizer
@@ -244,6 +232,37 @@ def _make_cuda_runner(
         num_host_blocks=num_blocks[1],
     )
     return CudaRunner(model, num_blocks[0], block_size, options, unit)
+
+
+def _make_torch_runner(
+    config: BuiltinConfig,
+    model: Decoder,
+    num_blocks: tuple[int, int],
+    block_size: int,
+    unit: Unit | None,
+    *,
+    is_alone: bool,
+) -> ModelRunner:
+    """`is_alone`: there are no other ranks."""
+    instance = config.instance
+    quantised = instance.kv_cache_dtype == "fp8"
+    is_alone_on_cpu = is_alone and model.device.type == "cpu"
+    make_layers = None
+    if is_alone_on_cpu and instance.attn_func == "auto":
+        layout = KVLayout.of(model.spec, block_size, model.dtype, quantised=quantised)
+        make_layers = _compiled_layers(layout.dtype_name)
+    adapts = is_alone_on_cpu and not instance.num_threads
+    options = CpuOptions(
+        max_rows=config.scheduler.max_batch_size,
+        max_seq_len=instance.max_seq_len,
+        gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
+        quantised=quantised,
+        num_host_blocks=num_blocks[1],
+        max_threads=torch.get_num_threads() if adapts else None,
+    )
+    return ModelRunner(
+        model, num_blocks[0], block_size, options, unit=unit, make_layers=make_layers
+    )
 
 
 def _compiled_layers(dtype_name: str) -> MakeLayers | None:

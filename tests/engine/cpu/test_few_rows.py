@@ -12,7 +12,7 @@ from parrot.engine.cpu.forward import MAX_ROWS, CompiledLayers, FewRowsDecoder, 
 from parrot.engine.cpu.native import Kernels, load
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -134,5 +134,5 @@ def test_what_does_not_fit_runs_without(tmp_path: Path) -> None:
         model = tiny(tmp_path / str(overrides), family, **overrides)
         assert not fits(model, ModelRunner(model, 4, 4)._cache.pooled)
     model = tiny(tmp_path, "llama")
-    assert not fits(model, ModelRunner(model, 4, 4, quantised=True)._cache.pooled)
+    assert not fits(model, ModelRunner(model, 4, 4, CpuOptions(quantised=True))._cache.pooled)
     assert fits(model, ModelRunner(model, 4, 4)._cache.pooled)

@@ -16,7 +16,7 @@ from parrot.engine.cpu.attention import PromptAttention
 from parrot.engine.cpu.forward import CompiledLayers
 from parrot.engine.cpu.native import Kernels
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
-from parrot.engine.runner.cpu import MakeLayers, ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
 from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -103,7 +103,9 @@ def test_prompts_of_a_model_are_computed_with_it(
 
     def logits(dtype: torch.dtype, make_layers: MakeLayers | None) -> torch.Tensor:
         model = load_decoder(checkpoint, dtype, cpu)
-        runner = ModelRunner(model, 128, 16, gate=cpu_gate(dtype), make_layers=make_layers)
+        runner = ModelRunner(
+            model, 128, 16, CpuOptions(gate=cpu_gate(dtype)), make_layers=make_layers
+        )
         found: list[torch.Tensor] = []
         made = model.logits
         model.logits = lambda hidden: found.append(made(hidden)) or found[-1]  # type: ignore[func-returns-value, method-assign]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parrot.engine.core.plan import DeviceLost, PoolSpec, ScoreSpec
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.parallel import Shard
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit, _Task
@@ -47,7 +47,7 @@ def divided(checkpoint: Checkpoint, size: int, **options: Any) -> Iterator[Model
 
     def runner(ranks: RankGroup, unit: Unit | None = None) -> ModelRunner:
         model = load_decoder(checkpoint, torch.float32, CPU, shard=Shard(checkpoint.spec, ranks))
-        return ModelRunner(model, BLOCKS, SIZE, unit=unit, **options)
+        return ModelRunner(model, BLOCKS, SIZE, CpuOptions(**options), unit=unit)
 
     def follow(ranks: RankGroup) -> None:
         own, reader = runner(ranks), StepReader()
@@ -84,7 +84,9 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
 
 
 def alone(checkpoint: Checkpoint, **options: Any) -> ModelRunner:
-    return ModelRunner(load_decoder(checkpoint, torch.float32, CPU), BLOCKS, SIZE, **options)
+    return ModelRunner(
+        load_decoder(checkpoint, torch.float32, CPU), BLOCKS, SIZE, CpuOptions(**options)
+    )
 
 
 def outputs(runner: ModelRunner) -> Outcome:

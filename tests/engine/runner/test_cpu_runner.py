@@ -11,7 +11,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import load as room
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig
@@ -100,7 +100,7 @@ def test_forks_decode_for_longer_than_a_plan_lasts(folder: Path) -> None:
     model = load_decoder(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
     outputs = []
     for gate in (SHARE_ALL, None):
-        runner = ModelRunner(model, 300, 4, gate=gate)
+        runner = ModelRunner(model, 300, 4, CpuOptions(gate=gate))
         driver = Driver(runner)
         parent = driver.context([i % 250 for i in range(33)])
         driver.step([(parent, 33)])
@@ -118,7 +118,7 @@ def test_forks_decode_for_longer_than_a_plan_lasts(folder: Path) -> None:
 def test_contexts_that_take_turns_in_few_rows(folder: Path) -> None:
     """More contexts than the block table has rows for."""
     model = load_decoder(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
-    few, many = (Driver(ModelRunner(model, 64, 4, max_rows=rows)) for rows in (1, 8))
+    few, many = (Driver(ModelRunner(model, 64, 4, CpuOptions(max_rows=rows))) for rows in (1, 8))
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
     want = many.generate([many.context(p) for p in prompts], 6)
     contexts = [few.context(p) for p in prompts]

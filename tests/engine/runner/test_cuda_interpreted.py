@@ -39,7 +39,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import PlainLinear
 from parrot.engine.runner import step_computer as token_choice
 from parrot.engine.runner import step_computer as warm_up
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.engine_api import GenerateResponse
@@ -106,7 +106,7 @@ def make_runners(model_of: Callable[[str], Decoder]) -> MakeRunners:
             upcast=True,
             quantised=quantised,
         )
-        plain = ModelRunner(model, BLOCKS, size, quantised=quantised)
+        plain = ModelRunner(model, BLOCKS, size, CpuOptions(quantised=quantised))
         return plain, CudaRunner(model, BLOCKS, size, options)
 
     return make

@@ -25,7 +25,7 @@ from parrot.engine.cpu.forward import CompiledLayers
 from parrot.engine.cpu.native import start_loading
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
@@ -69,14 +69,18 @@ def runner(model: Decoder) -> ModelRunner:
     assert kernels is not None
     kernels.result()
     return ModelRunner(
-        model, 200, 16, gate=cpu_gate(torch.float32), make_layers=partial(CompiledLayers, kernels)
+        model,
+        200,
+        16,
+        CpuOptions(gate=cpu_gate(torch.float32)),
+        make_layers=partial(CompiledLayers, kernels),
     )
 
 
 @pytest.fixture(scope="module", params=["torch", "compiled"])
 def any_runner(model: Decoder, request: pytest.FixtureRequest) -> ModelRunner:
     if request.param == "torch":
-        return ModelRunner(model, 200, 16, gate=cpu_gate(torch.float32))
+        return ModelRunner(model, 200, 16, CpuOptions(gate=cpu_gate(torch.float32)))
     runner: ModelRunner = request.getfixturevalue("runner")
     return runner
 
@@ -145,7 +149,7 @@ def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
     prefix = [token for _ in range(48) for token in rng.choice(golden.prompts)[:10]]
     outputs = []
     for gate in (cpu_gate(torch.float32), None):
-        runner = ModelRunner(model, 60, 16, gate=gate)
+        runner = ModelRunner(model, 60, 16, CpuOptions(gate=gate))
         driver = Driver(runner)
         parent = driver.context(prefix)
         driver.step([(parent, len(prefix))])

@@ -231,10 +231,9 @@ def together(unit: Unit | None) -> AbstractContextManager[None]:
 
 
 class RankCopies:
-    """`HostCopies` that lets the other ranks do the same. `unit`: on rank 0 of several, the
-    others."""
+    """`HostCopies` on rank 0, that lets the others do the same."""
 
-    def __init__(self, copies: HostCopies, unit: Unit | None) -> None:
+    def __init__(self, copies: HostCopies, unit: Unit) -> None:
         self._copies = copies
         self._unit = unit
 
@@ -261,5 +260,4 @@ class RankCopies:
         self._copies.follow(told)
 
     def _tell(self, transfers: ToldTransfers) -> None:
-        if self._unit is not None:
-            self._unit.tell(RankStep.of(transfers))
+        self._unit.tell(RankStep.of(transfers))

@@ -46,7 +46,8 @@ class Rank:
         self._cache = KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"), paged=True)
         self.stream = LateStream()
         tensors = self._cache.block_tensors
-        self.copies = RankCopies(CudaCopies(tensors, BLOCK_SIZE, NUM_SLOTS), unit)
+        copies = CudaCopies(tensors, BLOCK_SIZE, NUM_SLOTS)
+        self.copies = copies if unit is None else RankCopies(copies, unit)
 
     def step(self, read: Contents, written: Contents) -> None:
         for block, number in read.items():
