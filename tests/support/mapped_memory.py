@@ -12,6 +12,7 @@ import torch
 from parrot.engine.kernels.ranks import exchanges, kernels, memory
 from parrot.engine.kernels.ranks.exchanges import Exchanges
 from parrot.engine.kernels.ranks.memory import MemoryLayout, SymmetricMemory
+from tests.support import quick_interpreter
 
 FEW_ROWS = 6  # which are sent as messages, in place of 64: the interpreter takes 10 ms for a row
 _PAUSE_S = 0.002
@@ -26,6 +27,7 @@ def for_the_interpreter() -> Iterator[None]:
         time.sleep(_PAUSE_S)
         end_if_asked(*args)
 
+    quick_interpreter.install()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_end_if_asked", pause)
         for module in (exchanges, memory):
