@@ -64,7 +64,7 @@ Event = TextDelta | ReasoningDelta | ToolCall
 
 
 @dataclass(slots=True)
-class Answer:
+class WholeAnswer:
     """All that an answer says."""
 
     text: str = ""
@@ -235,9 +235,9 @@ class WholeParser:
             yield from self._other.finish()
 
 
-def read_answer(parser: AnswerParser, text: str) -> Answer:
+def read_answer(parser: AnswerParser, text: str) -> WholeAnswer:
     """An answer that is there as a whole."""
-    answer = Answer()
+    answer = WholeAnswer()
     for event in (*parser.feed(text), *parser.finish()):
         answer.add(event)
     return answer

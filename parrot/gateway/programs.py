@@ -194,7 +194,7 @@ class Ending(NamedTuple):
         return _told(text[: self.length]).digest() == self.told.digest()
 
 
-class Place:
+class PromptPlace:
     """Where a prompt ends in its conversation: behind all of its `messages`, of which the first
     `num_known` are a turn that ended in `ending`, if it continues one."""
 
@@ -222,7 +222,9 @@ class Endings:
         self._endings: LruDict[bytes, Ending] = LruDict()
         self._of_sessions: dict[int, set[bytes]] = {}
 
-    def put(self, place: Place, session: Session, completion: Completion, message: Message) -> None:
+    def put(
+        self, place: PromptPlace, session: Session, completion: Completion, message: Message
+    ) -> None:
         """One answer of the turn at `place` is done, for which its program will send `message`."""
         told, answer = place.told(), completion.output.text
         told.update(_encoded(answer))
@@ -263,7 +265,7 @@ class Endings:
 
     def find(
         self, prompt: ShownPrompt, scope: Mapping[str, Any], is_live: Callable[[int], bool]
-    ) -> Place:
+    ) -> PromptPlace:
         """Where the prompt ends, behind the longest known beginning of it whose session is live.
         `scope`: what else has to be equal for two prompts to be."""
         history = _History(prompt.messages, scope)
@@ -272,8 +274,8 @@ class Endings:
             if ending is None or not is_live(ending.session_id):
                 continue
             if ending.begins(prompt.text):
-                return Place(prompt, history.whole(), ending, num_messages)
-        return Place(prompt, history.whole(), None, 0)
+                return PromptPlace(prompt, history.whole(), ending, num_messages)
+        return PromptPlace(prompt, history.whole(), None, 0)
 
 
 class _History:

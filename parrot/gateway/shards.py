@@ -53,7 +53,7 @@ def homes(tenant: str, app: str, cores: Sequence[str]) -> list[int]:
     return nlargest(_NUM_HOMES, range(len(cores)), key=weight)
 
 
-class Load(NamedTuple):
+class ShardLoad(NamedTuple):
     """How full a shard is: its sessions, its calls, which run or wait, and the percentage of its
     engines' KV that contexts of live sessions have. None says anything of the others: short
     sessions are few at a time, however many calls they make, and an agent has more KV than many
@@ -75,7 +75,7 @@ class Load(NamedTuple):
     def header(self) -> bytes:
         return b"%d %d %d" % self
 
-    def yields_to(self, asked: "Load") -> bool:
+    def yields_to(self, asked: "ShardLoad") -> bool:
         """Whether a shard leaves new sessions of its applications to others, since it has much more
         sessions or calls than the one that was asked, or little KV left, and less."""
         counts = ((self.sessions, asked.sessions), (self.calls, asked.calls))
@@ -87,7 +87,7 @@ class Affinity:
     """Sends what begins a session to the first of its application's shards that is not much fuller
     than the shard that was asked. `load` says how full this one is."""
 
-    def __init__(self, shard: Shard, cores: Sequence[str], load: Callable[[], Load]) -> None:
+    def __init__(self, shard: Shard, cores: Sequence[str], load: Callable[[], ShardLoad]) -> None:
         self._shard = shard
         self._cores = cores
         self._load = load
@@ -96,7 +96,7 @@ class Affinity:
         """Whether the session may begin here: raises `ElsewhereError` if other shards come first,
         and `MisdirectedRequest` if it was sent on to this one, which is much fuller."""
         if FORWARDED in request.headers:
-            asked = Load.parse(request.headers.get(LOAD, ""))
+            asked = ShardLoad.parse(request.headers.get(LOAD, ""))
             if asked is not None and self._load().yields_to(asked):
                 raise MisdirectedRequest("this shard is much fuller than the one asked first")
         elif apps and STAYS not in request.scope:
@@ -105,10 +105,10 @@ class Affinity:
                 raise ElsewhereError(*before, may_stay=True)
 
 
-def load_of(core: ServeCore) -> Load:
+def load_of(core: ServeCore) -> ShardLoad:
     num_placed = sum(core.fleet.load(engine) for engine in core.fleet)
     kv = round(100 * core.fleet.kv_promised)
-    return Load(len(core.sessions), core.num_queued + num_placed, kv)
+    return ShardLoad(len(core.sessions), core.num_queued + num_placed, kv)
 
 
 def placed(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> Endpoint:
@@ -139,7 +139,10 @@ class Forwarding:
     it now."""
 
     def __init__(
-        self, app: ASGIApp, urls: Sequence[str], load: Callable[[], Load] = lambda: Load(0, 0, 0)
+        self,
+        app: ASGIApp,
+        urls: Sequence[str],
+        load: Callable[[], ShardLoad] = lambda: ShardLoad(0, 0, 0),
     ) -> None:
         """`urls`: of all shards, in order. `load`: how full this one is."""
         self._app = app

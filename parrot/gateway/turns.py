@@ -36,9 +36,9 @@ from parrot.gateway.conversation import (
 )
 from parrot.gateway.programs import (
     Endings,
-    Place,
     PrefixDoctor,
     ProgramSessions,
+    PromptPlace,
     ShownPrompt,
 )
 from parrot.gateway.tool_calls import CallRules
@@ -75,7 +75,7 @@ _TOKEN_BYTES = 40  # of a token that a program chose itself
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class TurnChain:
     """How a turn is tied to variables of a session: `session_id`, or the program's own.
 
     `inputs`: var_ids by placeholder. `output`: the unset variable that the answer sets.
@@ -112,7 +112,7 @@ class TurnRequest:
     criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
     calls: CallRules | None = None
     deadline: float | None = None
-    chain: Chain | None = None
+    chain: TurnChain | None = None
     tokens: TokenizedText | None = None
     prediction: str = ""
     traceparent: str = ""
@@ -137,7 +137,7 @@ class Turn:
     session: Session
     request_id: int
     completions: Sequence[Completion]
-    place: Place | None
+    place: PromptPlace | None
     reads: Reads
     criteria: PerformanceCriteria
     make_parser: Callable[[], AnswerParser]
@@ -269,7 +269,7 @@ class Turns:
             request.deadline,
         )
 
-    def _submit_chained(self, request: TurnRequest, chain: Chain) -> Turn:
+    def _submit_chained(self, request: TurnRequest, chain: TurnChain) -> Turn:
         """Raises as `submit` does, `AuthenticationFailed` and `SessionGone`, and for the
         variable of the output `AlreadySet`, `Conflict` and `CyclicGraph`."""
         if chain.output is not None and len(request.samplings) > 1:
@@ -319,7 +319,7 @@ class Turns:
             is_kept=is_kept,
         )
 
-    def _session_of(self, request: TurnRequest, chain: Chain) -> Session:
+    def _session_of(self, request: TurnRequest, chain: TurnChain) -> Session:
         if chain.session_id is not None:
             try:
                 return self._core.sessions.authenticate(chain.session_id, chain.session_auth)
@@ -333,7 +333,7 @@ class Turns:
         return self._sessions.with_room(request.tenant, request.program, {})
 
     def _begin_deferred(
-        self, session: Session, completions: Sequence[Completion], chain: Chain
+        self, session: Session, completions: Sequence[Completion], chain: TurnChain
     ) -> None:
         """Nobody reads it yet: it runs when what the program holds does, or at once as wanted."""
         self._core.wake_soon(session)

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.gateway.answers import (
-    Answer,
     AnswerParser,
     FirstCallParser,
     PlainParser,
     ToolCall,
+    WholeAnswer,
     read_answer,
 )
 from parrot.gateway.tool_calls import tool_family
@@ -62,12 +62,12 @@ def parser(template: str) -> Callable[[], AnswerParser]:
     return lambda: family.make_parser(FUNCTIONS)
 
 
-def said(answer: Answer) -> tuple[str, list[tuple[str, str]]]:
+def said(answer: WholeAnswer) -> tuple[str, list[tuple[str, str]]]:
     return answer.text, [(call.name, call.arguments) for call in answer.calls]
 
 
-def streamed(parser: AnswerParser, chunks: Sequence[str]) -> Answer:
-    answer = Answer()
+def streamed(parser: AnswerParser, chunks: Sequence[str]) -> WholeAnswer:
+    answer = WholeAnswer()
     for chunk in chunks:
         for event in parser.feed(chunk):
             answer.add(event)
@@ -303,7 +303,7 @@ def test_answers_without_tools_are_text() -> None:
 def test_the_message_of_an_answer() -> None:
     call = ToolCall("look", '{"at":"sky"}', "call_1")
     function = {"name": "look", "arguments": {"at": "sky"}}
-    assert Answer("Hm", [call]).message() == {
+    assert WholeAnswer("Hm", [call]).message() == {
         "role": "assistant",
         "content": "Hm",
         "tool_calls": [{"id": "call_1", "type": "function", "function": function}],

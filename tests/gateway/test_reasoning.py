@@ -7,12 +7,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parrot.gateway.answers import (
-    Answer,
     AnswerParser,
     PlainParser,
     ReasoningDelta,
     ReasoningParser,
     TextDelta,
+    WholeAnswer,
     read_answer,
     reasoning_options,
     with_reasoning,
@@ -77,7 +77,7 @@ def test_it_does_not_matter_how_an_answer_is_cut_and_no_character_is_lost(
     text: str, begins_inside: bool, cuts: list[int]
 ) -> None:
     ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    answer, one = Answer(), parser(begins_inside)
+    answer, one = WholeAnswer(), parser(begins_inside)
     for a, b in pairwise(ends):
         for event in one.feed(text[a:b]):
             answer.add(event)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.shards import Load, homes
+from parrot.gateway.shards import ShardLoad, homes
 from parrot.utils.shard import MAX_SHARDS
 from tests.e2e.programs import Program, program
 from tests.gateway.test_shards import Served, free_ports, shard
@@ -56,18 +56,18 @@ def test_applications_move_only_to_the_shard_that_came(tenant: str, app: str, co
 def test_a_shard_spills_when_it_has_much_more_sessions_or_calls_or_less_kv_left(
     home_has: tuple[int, int, int], asked_has: tuple[int, int, int], spills: bool
 ) -> None:
-    assert Load(*home_has).yields_to(Load(*asked_has)) == spills
+    assert ShardLoad(*home_has).yields_to(ShardLoad(*asked_has)) == spills
 
 
 @given(st.integers(0, 10**8), st.integers(0, 10**8), st.integers(0, 100))
 def test_a_load_is_told_in_a_header(sessions: int, calls: int, kv: int) -> None:
-    load = Load(sessions, calls, kv)
-    assert Load.parse(load.header.decode()) == load
+    load = ShardLoad(sessions, calls, kv)
+    assert ShardLoad.parse(load.header.decode()) == load
 
 
 @pytest.mark.parametrize("header", ["", "7", "1 2", "1 2 3 4", "-1 2 3", "not a number", "1.5 2 3"])
 def test_what_is_no_load_is_not_read(header: str) -> None:
-    assert Load.parse(header) is None
+    assert ShardLoad.parse(header) is None
 
 
 def test_applications_are_spread_evenly() -> None:

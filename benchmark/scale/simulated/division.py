@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from benchmark.scale.simulated.traffic import App, Kind, Start
-from parrot.gateway.shards import Load, homes
+from parrot.gateway.shards import ShardLoad, homes
 
 _LIFE_S = {Kind.CHAT: 85.0, Kind.MAP: 1.3, Kind.COPILOT: 2.3}
 """Of a session by the mean; an agent's seat is always taken."""
@@ -104,10 +104,10 @@ class _Loaded:
         self.kv += count * _KV[kind]
 
     @property
-    def seen(self) -> Load:
+    def seen(self) -> ShardLoad:
         """Contexts have no more KV than there is."""
         percentage = min(100, round(100 * self.kv / self.kv_tokens))
-        return Load(self.sessions, round(self.calls), percentage)
+        return ShardLoad(self.sessions, round(self.calls), percentage)
 
 
 def balance(divided: Divided, duration_s: float) -> Balance:

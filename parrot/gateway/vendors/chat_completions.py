@@ -10,10 +10,10 @@ import orjson
 from pydantic import Field
 
 from parrot.gateway.answers import (
-    Answer,
     AnswerParser,
     ReasoningDelta,
     ToolCall,
+    WholeAnswer,
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
@@ -38,7 +38,7 @@ from parrot.gateway.vendors.openai_fields import (
     usage_of,
 )
 from parrot.gateway.vendors.parts import (
-    Ended,
+    AnswerEnd,
     Likelihoods,
     Part,
     read_all,
@@ -239,7 +239,12 @@ class ChatCompletions:
 
     async def _deferred(self, turn: Turn, frame: Json) -> bytes:
         choices = [
-            {"index": i, "message": _message(Answer()), "logprobs": None, "finish_reason": None}
+            {
+                "index": i,
+                "message": _message(WholeAnswer()),
+                "logprobs": None,
+                "finish_reason": None,
+            }
             for i in range(len(turn.completions))
         ]
         return orjson.dumps(
@@ -250,11 +255,11 @@ class ChatCompletions:
         answers = await read_all([turn])
         choices = []
         for i, value in enumerate(answers):
-            answer, entries = Answer(), list[Entry]()
+            answer, entries = WholeAnswer(), list[Entry]()
             for part in await whole_parts(turn, i, value, _parser(turn, request)):
                 if isinstance(part, Likelihoods):
                     entries = part.entries
-                elif not isinstance(part, Ended):
+                elif not isinstance(part, AnswerEnd):
                     answer.add(part)
             self._turns.remember(turn, i, answer.message())
             choices.append(
@@ -285,7 +290,7 @@ class ChatCompletions:
             async with aclosing(stream_parts(turn, parsers)) as answers:
                 async for i, parts in answers:
                     chunks: list[Event] = [(None, chunk) for chunk in streams[i].write(parts)]
-                    if parts and isinstance(parts[-1], Ended):
+                    if parts and isinstance(parts[-1], AnswerEnd):
                         ended.append(parts[-1].value)
                         self._turns.remember(turn, i, streams[i].answer.message())
                     if len(ended) < len(streams):
@@ -306,7 +311,7 @@ class _Stream:
     """The chunks of one choice."""
 
     def __init__(self, frame: Json, index: int) -> None:
-        self.answer = Answer()
+        self.answer = WholeAnswer()
         self.has_begun = False
         self._frame = frame
         self._index = index
@@ -319,7 +324,7 @@ class _Stream:
         for part in parts:
             if isinstance(part, Likelihoods):
                 self._entries += part.entries
-            elif isinstance(part, Ended):
+            elif isinstance(part, AnswerEnd):
                 yield self._chunk({}, _finish_reason(self.answer, part.value))
             else:
                 yield from self._delta(part)
@@ -353,7 +358,7 @@ def _logprobs(entries: list[Entry] | None) -> Json | None:
     return None if entries is None else {"content": entries, "refusal": None}
 
 
-def _message(answer: Answer) -> Json:
+def _message(answer: WholeAnswer) -> Json:
     content = None if answer.calls and not answer.text else answer.text
     message: Json = {"role": "assistant", "content": content, "refusal": None}
     if answer.reasoning:
@@ -368,5 +373,5 @@ def _tool_call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _finish_reason(answer: Answer, value: VarGetResponse) -> str | None:
+def _finish_reason(answer: WholeAnswer, value: VarGetResponse) -> str | None:
     return "tool_calls" if answer.calls else value.finish_reason

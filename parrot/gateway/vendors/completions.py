@@ -15,7 +15,7 @@ from parrot.gateway.direct import DirectRequests
 from parrot.gateway.turns import Turn, TurnRequest, Turns
 from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
 from parrot.gateway.vendors.errors import openai_error
-from parrot.gateway.vendors.logprobs import AnswerLogprobs, CompletionLogprobs
+from parrot.gateway.vendors.logprobs import CompletionLogprobs, LogprobsReader
 from parrot.gateway.vendors.openai_fields import (
     MAX_CHOICES,
     GenerationFields,
@@ -247,7 +247,7 @@ class _Answers:
                 i, answer = len(choices), answers[turn_index * num_made + made]
                 echo, logprobs = self._echo(i), None
                 if self._is_scored:
-                    taken = AnswerLogprobs(turn, made)
+                    taken = LogprobsReader(turn, made)
                     scored = await taken.rest(with_ending=echo.scored is not None)
                     logprobs = await (await echo.logprobs()).part(scored)
                 text = echo.text + answer.content
@@ -323,9 +323,9 @@ class _Answers:
     def _echo(self, index: int) -> _Echo:
         return self._echoes[index // self._num_choices]
 
-    def _answer_logprobs(self, index: int) -> AnswerLogprobs:
+    def _answer_logprobs(self, index: int) -> LogprobsReader:
         turn, choice = divmod(index, self._num_choices)
-        return AnswerLogprobs(self._turns[turn], choice)
+        return LogprobsReader(self._turns[turn], choice)
 
 
 def _prompts(request: CompletionRequest) -> Sequence[Prompt]:

@@ -59,26 +59,34 @@ class VendorAnswer(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class Offer(NamedTuple):
+    """A verb under its path, and the model that describes what it gives."""
+
+    method: str
+    path: str
+    verb: Verb
+    summary: str
+    gives: type[VendorAnswer]
+    described: Described
+
+
 class VendorEndpoint(Endpoint):
-    """`verb` is called with what an endpoint's verb is, and the caller, and gives the same; the
-    model `gives` describes it. An answer that is there at once `adds` something, which must not be
+    """The offer's verb is called with what an endpoint's verb is, and the caller, and gives the
+    same. An answer that is there at once `adds` something, which must not be
     lost, or ends something. The API key is the Bearer token, or the header `x-api-key`."""
 
     def __init__(
-        self,
-        core: ServeCore,
-        error_body: ErrorBody,
-        method: str,
-        path: str,
-        verb: Verb,
-        summary: str,
-        gives: type[VendorAnswer],
-        *,
-        adds: bool = True,
-        described: Described,
+        self, core: ServeCore, error_body: ErrorBody, offer: Offer, *, adds: bool = True
     ) -> None:
-        super().__init__(method, path, verb, summary, access=Access.API_KEY, described=described)
-        self.gives = gives
+        super().__init__(
+            offer.method,
+            offer.path,
+            offer.verb,
+            offer.summary,
+            access=Access.API_KEY,
+            described=offer.described,
+        )
+        self.gives = offer.gives
         self._core = core
         self._adds = adds
         self._error_body = error_body

@@ -22,7 +22,7 @@ Entry = orjson.Fragment
 _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-class AnswerLogprobs:
+class LogprobsReader:
     """The log probabilities of one answer that is read as it comes: each token's come with the
     text that it completes."""
 

@@ -10,11 +10,11 @@ import orjson
 from pydantic import Field
 
 from parrot.gateway.answers import (
-    Answer,
     AnswerParser,
     ReasoningDelta,
     TextDelta,
     ToolCall,
+    WholeAnswer,
     read_answer,
     reasoning_options,
 )
@@ -33,7 +33,7 @@ from parrot.gateway.vendors.openai_fields import (
     chained,
     shown,
 )
-from parrot.gateway.vendors.parts import Ended, Likelihoods, Part, read_all, stream_parts
+from parrot.gateway.vendors.parts import AnswerEnd, Likelihoods, Part, read_all, stream_parts
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
@@ -104,7 +104,7 @@ class Message(Item):
     content: _Text | Annotated[list[_AnyBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class Tool(Wire):
+class AnthropicTool(Wire):
     name: Label
     description: _Text | None = None
     input_schema: JsonObject
@@ -142,7 +142,7 @@ class CountRequest(Wire):
         fail_fast=True, min_length=1, max_length=_MAX_MESSAGES
     )
     system: Text | None = None
-    tools: list[Tool] | None = Field(None, max_length=_MAX_TOOLS)
+    tools: list[AnthropicTool] | None = Field(None, max_length=_MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -250,7 +250,7 @@ def _text(content: Text) -> str:
     return "\n".join([block.text for block in content if isinstance(block, TextBlock)])
 
 
-def _function(tool: Tool) -> Json:
+def _function(tool: AnthropicTool) -> Json:
     function: Json = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
@@ -340,7 +340,7 @@ class Messages:
                 async for _, parts in answers:
                     events = [*([] if has_begun else begin), *stream.write(parts)]
                     has_begun = True
-                    if not (parts and isinstance(parts[-1], Ended)):
+                    if not (parts and isinstance(parts[-1], AnswerEnd)):
                         yield events
             self._turns.remember(turn, 0, stream.answer.message())
             yield [*events, _event("message_stop")]
@@ -354,13 +354,13 @@ class _Stream:
     """The events of an answer's content blocks, of which each is reasoning, a text or a call."""
 
     def __init__(self) -> None:
-        self.answer = Answer()
+        self.answer = WholeAnswer()
         self._num_blocks = 0
         self._open: type[AnswerEvent] | None = None  # what the block that is open is made of
 
     def write(self, parts: Sequence[Part]) -> Iterator[Event]:
         for part in parts:
-            if isinstance(part, Ended):
+            if isinstance(part, AnswerEnd):
                 yield from self._close_open()
                 ended = _ended(self.answer, part.value)
                 yield _event("message_delta", delta=ended, usage=_usage(part.value.usage))
@@ -420,7 +420,7 @@ def _tool_use(call: ToolCall, arguments: object) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
-def _ended(answer: Answer, value: VarGetResponse) -> Json:
+def _ended(answer: WholeAnswer, value: VarGetResponse) -> Json:
     """Why the message ends, and the stop sequence that ended it, if one did."""
     if answer.calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}

@@ -13,7 +13,7 @@ from pydantic import (
 
 from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.transcript import MAX_PLACES
-from parrot.gateway.turns import Chain, Turn
+from parrot.gateway.turns import Turn, TurnChain
 from parrot.gateway.vendors.endpoint import Caller, require_shallow
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -115,7 +115,7 @@ def arguments_of(text: str, call: str, param: str) -> Any:
     return arguments
 
 
-class StreamOptions(Wire):
+class ChunkOptions(Wire):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Ignored = None
@@ -162,7 +162,7 @@ class ChainedFields(Wire):
     def is_deferred(self) -> bool:
         return self.parrot is not None and self.parrot.defer
 
-    def chain(self) -> Chain | None:
+    def chain(self) -> TurnChain | None:
         """Raises `UnsupportedField` for a deferred answer that is to be streamed."""
         fields = self.parrot
         if fields is None:
@@ -175,7 +175,7 @@ class ChainedFields(Wire):
         criteria = fields.criteria
         if fields.deadline is not None and criteria is None:
             criteria = PerformanceCriteria.LATENCY
-        return Chain(
+        return TurnChain(
             session_id=fields.session_id,
             session_auth=fields.session_auth,
             inputs=fields.inputs,
@@ -190,7 +190,7 @@ class CommonFields(ChainedFields):
     model: Name
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    stream_options: StreamOptions | None = None
+    stream_options: ChunkOptions | None = None
     # What names the program that asks, and how urgent it is.
     prompt_cache_key: ForeignId | None = None
     metadata: Metadata | None = None
@@ -217,7 +217,7 @@ class StructuredOutputs(Wire):
     json_object: bool | None = None
 
 
-class Prediction(Wire):
+class PredictedContent(Wire):
     type: Literal["content"] = "content"
     content: Text | Annotated[list[TextPart], Field(max_length=MAX_PARTS)]
 
@@ -244,7 +244,7 @@ class GenerationFields(CommonFields):
     guided_grammar: Grammar | None = None
     # Nothing in the answer depends on these. A prediction makes it faster where it is right.
     store: Ignored = None
-    prediction: Prediction | None = None
+    prediction: PredictedContent | None = None
 
     @property
     def predicted(self) -> str:

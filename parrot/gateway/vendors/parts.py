@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from parrot.gateway.answers import AnswerParser, ReasoningDelta, TextDelta, ToolCall
 from parrot.gateway.turns import Turn
-from parrot.gateway.vendors.logprobs import AnswerLogprobs, Entry, entries_of
+from parrot.gateway.vendors.logprobs import Entry, LogprobsReader, entries_of
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import VarGetResponse
 from parrot.serve.scored_tokens import Scored
@@ -22,7 +22,7 @@ _Delta = str | VarGetResponse
 _MAX_AHEAD = 64  # deltas that wait for the client
 
 
-class Ended(NamedTuple):
+class AnswerEnd(NamedTuple):
     value: VarGetResponse
     at: int  # in seconds since 1970
 
@@ -33,7 +33,7 @@ class Likelihoods(NamedTuple):
     entries: list[Entry]
 
 
-Part = TextDelta | ReasoningDelta | ToolCall | Likelihoods | Ended
+Part = TextDelta | ReasoningDelta | ToolCall | Likelihoods | AnswerEnd
 """Some more of an answer, or its end."""
 
 
@@ -43,7 +43,7 @@ async def whole_parts(
     """All parts of an answer that is there."""
     parts: list[Part] = []
     if turn.is_scored(choice):
-        parts = await _likelihoods(await AnswerLogprobs(turn, choice).rest())
+        parts = await _likelihoods(await LogprobsReader(turn, choice).rest())
     return [*parts, *parser.feed(value.content), *parser.finish(), _ended(value)]
 
 
@@ -53,7 +53,7 @@ async def stream_parts(
     """The index of an answer with its next parts, which are none while its parser holds them back.
     Raises the first error. What is not done when this ends is cancelled. There is a parser for each
     answer."""
-    taken = [AnswerLogprobs(turn, i) if turn.is_scored(i) else None for i in range(len(parsers))]
+    taken = [LogprobsReader(turn, i) if turn.is_scored(i) else None for i in range(len(parsers))]
     async with aclosing(stream_all([turn])) as deltas:
         async for i, delta in deltas:
             parser, logprobs = parsers[i], taken[i]
@@ -71,8 +71,8 @@ async def _likelihoods(scored: Sequence[Scored]) -> list[Part]:
     return [Likelihoods(await entries_of(scored))] if scored else []
 
 
-def _ended(value: VarGetResponse) -> Ended:
-    return Ended(value, int(time.time()))
+def _ended(value: VarGetResponse) -> AnswerEnd:
+    return AnswerEnd(value, int(time.time()))
 
 
 async def read_all(turns: Sequence[Turn]) -> list[VarGetResponse]:

@@ -1,6 +1,6 @@
 """Which endpoint of which vendor answers which path."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Request
@@ -9,20 +9,20 @@ from parrot.gateway.direct import DirectRequests
 from parrot.gateway.turns import Turns
 from parrot.gateway.vendors.chat_completions import ChatCompletion, ChatCompletions
 from parrot.gateway.vendors.completions import Completions, TextCompletion
-from parrot.gateway.vendors.endpoint import VendorAnswer, VendorEndpoint
+from parrot.gateway.vendors.endpoint import Offer, VendorEndpoint
 from parrot.gateway.vendors.errors import anthropic_error, openai_error
 from parrot.gateway.vendors.messages import MessageAnswer, Messages, TokenCount
 from parrot.gateway.vendors.responses.fields import (
     DeletedResponse,
+    InputTokens,
     ItemList,
-    PromptTokens,
     ResponseAnswer,
 )
 from parrot.gateway.vendors.responses.responses import Responses
 from parrot.gateway.vendors.tokens import (
     DetokenizedText,
     EmbeddingList,
-    Embeddings,
+    EmbeddingsApi,
     Tokenize,
     Tokens,
 )
@@ -34,7 +34,9 @@ from parrot.serve.core import ServeCore
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504, 507)
 _PARROT_PATHS = ("/v1/session", "/v1/semantic_", "/v1/py_native_call", "/v1/request/")
 
+_KNOWN = (401, 404)
 _STREAMING = Described(_ERRORS, may_stream=True)
+_COUNTING = Described((*_KNOWN, 413))
 
 
 def error_form(request: Request, error: ParrotError) -> tuple[int, dict[str, Any]]:
@@ -53,124 +55,118 @@ def _direct(core: ServeCore) -> DirectRequests:
 
 
 def vendor_endpoints(core: ServeCore, turns: Turns) -> list[Endpoint]:
-    direct = _direct(core)
-    completions = Completions(turns, direct)
     messages = Messages(turns)
-    return [
-        VendorEndpoint(
-            core,
-            openai_error,
-            "POST",
-            "/v1/chat/completions",
-            ChatCompletions(turns).create,
-            "OpenAI's chat completions",
-            ChatCompletion,
-            described=_STREAMING,
-        ),
-        VendorEndpoint(
-            core,
-            openai_error,
-            "POST",
-            "/v1/completions",
-            completions.create,
-            "OpenAI's completions of plain text",
-            TextCompletion,
-            described=_STREAMING,
-        ),
-        VendorEndpoint(
-            core,
-            anthropic_error,
+    of_anthropic = (
+        Offer(
             "POST",
             "/v1/messages",
             messages.create,
             "Anthropic's messages",
             MessageAnswer,
-            described=_STREAMING,
+            _STREAMING,
         ),
-        VendorEndpoint(
-            core,
-            anthropic_error,
+        Offer(
             "POST",
             "/v1/messages/count_tokens",
             messages.count,
             "The tokens of a prompt, as Anthropic counts them",
             TokenCount,
-            described=Described((401, 404, 413)),
+            _COUNTING,
         ),
-        VendorEndpoint(
-            core,
-            openai_error,
-            "POST",
-            "/v1/embeddings",
-            Embeddings(direct).create,
-            "OpenAI's embeddings",
-            EmbeddingList,
-            described=Described(_ERRORS),
-        ),
-        *_tokenizer_endpoints(core, turns),
-    ]
-
-
-def _tokenizer_endpoints(core: ServeCore, turns: Turns) -> list[Endpoint]:
-    tokenize = Tokenize(core, turns)
-    verbs: tuple[tuple[str, Callable[..., Any], str, type[VendorAnswer]], ...] = (
-        ("/tokenize", tokenize.tokenize, "The tokens of a prompt, as vLLM tells them", Tokens),
-        ("/detokenize", tokenize.detokenize, "The text of tokens", DetokenizedText),
     )
     return [
-        VendorEndpoint(
-            core,
-            openai_error,
-            "POST",
-            path,
-            verb,
-            summary,
-            gives,
-            described=Described((401, 404, 413)),
-        )
-        for path, verb, summary, gives in verbs
+        *(VendorEndpoint(core, openai_error, offer) for offer in _openai_offers(core, turns)),
+        *(VendorEndpoint(core, anthropic_error, offer) for offer in of_anthropic),
     ]
+
+
+def _openai_offers(core: ServeCore, turns: Turns) -> Sequence[Offer]:
+    """The endpoints with errors in OpenAI's form."""
+    direct = _direct(core)
+    tokenize = Tokenize(core, turns)
+    return (
+        Offer(
+            "POST",
+            "/v1/chat/completions",
+            ChatCompletions(turns).create,
+            "OpenAI's chat completions",
+            ChatCompletion,
+            _STREAMING,
+        ),
+        Offer(
+            "POST",
+            "/v1/completions",
+            Completions(turns, direct).create,
+            "OpenAI's completions of plain text",
+            TextCompletion,
+            _STREAMING,
+        ),
+        Offer(
+            "POST",
+            "/v1/embeddings",
+            EmbeddingsApi(direct).create,
+            "OpenAI's embeddings",
+            EmbeddingList,
+            Described(_ERRORS),
+        ),
+        Offer(
+            "POST",
+            "/tokenize",
+            tokenize.tokenize,
+            "The tokens of a prompt, as vLLM tells them",
+            Tokens,
+            _COUNTING,
+        ),
+        Offer(
+            "POST",
+            "/detokenize",
+            tokenize.detokenize,
+            "The text of tokens",
+            DetokenizedText,
+            _COUNTING,
+        ),
+    )
 
 
 def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
-    path = "/v1/responses/{response_id}"
-    known = (401, 404)
-    verbs: tuple[
-        tuple[str, str, Callable[..., Any], str, type[VendorAnswer], tuple[int, ...]], ...
-    ] = (
-        ("POST", "/v1/responses", responses.create, "OpenAI's responses", ResponseAnswer, _ERRORS),
-        (
+    path, kept = "/v1/responses/{response_id}", Described(_KNOWN)
+    create = Offer(
+        "POST",
+        "/v1/responses",
+        responses.create,
+        "OpenAI's responses",
+        ResponseAnswer,
+        _STREAMING,
+    )
+    others = (
+        Offer(
             "POST",
             "/v1/responses/input_tokens",
             responses.count,
             "The tokens of a response's prompt",
-            PromptTokens,
-            (*known, 413),
+            InputTokens,
+            _COUNTING,
         ),
-        ("GET", path, responses.retrieve, "A response that is kept", ResponseAnswer, known),
-        ("DELETE", path, responses.delete, "Keep a response no more", DeletedResponse, known),
-        ("POST", f"{path}/cancel", responses.cancel, "Stop a response", ResponseAnswer, known),
-        (
+        Offer(
+            "GET",
+            path,
+            responses.retrieve,
+            "A response that is kept",
+            ResponseAnswer,
+            Described(_KNOWN, may_stream=True),
+        ),
+        Offer("DELETE", path, responses.delete, "Keep a response no more", DeletedResponse, kept),
+        Offer("POST", f"{path}/cancel", responses.cancel, "Stop a response", ResponseAnswer, kept),
+        Offer(
             "GET",
             f"{path}/input_items",
             responses.input_items,
             "What it was made from",
             ItemList,
-            known,
+            kept,
         ),
     )
-    streaming = (responses.create, responses.retrieve)
     return [
-        VendorEndpoint(
-            core,
-            openai_error,
-            method,
-            path,
-            verb,
-            summary,
-            gives,
-            described=Described(errors, may_stream=verb in streaming),
-            adds=verb == responses.create,
-        )
-        for method, path, verb, summary, gives, errors in verbs
+        VendorEndpoint(core, openai_error, create),
+        *(VendorEndpoint(core, openai_error, offer, adds=False) for offer in others),
     ]

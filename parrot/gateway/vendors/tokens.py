@@ -112,7 +112,7 @@ class EmbeddingList(VendorAnswer):
     usage: dict[str, int]
 
 
-class Embeddings:
+class EmbeddingsApi:
     def __init__(self, direct: DirectRequests) -> None:
         self._direct = direct
 

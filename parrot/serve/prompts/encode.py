@@ -45,7 +45,7 @@ Units = Ids | str
 """A part of a prompt: ids for one engine, its text for another."""
 
 
-class Vocabulary:
+class TokenBytes:
     """Looks up tokens by id; ids of no token stand for nothing. Special tokens stand for the text
     that they are written as."""
 
@@ -110,7 +110,7 @@ class PieceEncoder:
         }
         self._decoder = self._tokenizers[Style(special=True, first=True)]
         added = self._decoder.get_added_tokens_decoder()
-        self.vocabulary = Vocabulary(definition, self._decoder)
+        self.vocabulary = TokenBytes(definition, self._decoder)
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.special_texts = frozenset(str(token.content) for token in added.values())
         self.longest_token = max(map(len, self._decoder.get_vocab()), default=1)

@@ -60,7 +60,7 @@ _SYSTEM_SOMEWHERE = (
 )
 
 
-class Budget:
+class RenderingBudget:
     """The work that a rendering may still do. All raise `SecurityError`."""
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             optimized=False,  # it would compute products of constants, however large
             finalize=self._shown,
         )
-        self.budget = Budget()
+        self.budget = RenderingBudget()
         known = self.filters
         self.filters = {name: known[name] for name in _FILTERS}
         own: dict[str, Callable[..., Any]] = {

@@ -5,18 +5,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from parrot.gateway.vendors.responses.fields import Item, MessageItem
-from parrot.gateway.vendors.responses.store import Once, Record, ResponseStore
+from parrot.gateway.vendors.responses.fields import MessageItem, ResponseItem
+from parrot.gateway.vendors.responses.store import Once, ResponseStore, StoredResponse
 from parrot.protocol.errors import Conflict, NotFound
 
 MAX_BYTES = 80_000
 
 
-def message(text: str) -> Item:
+def message(text: str) -> ResponseItem:
     return MessageItem(role="user", content=text)
 
 
-def texts(items: list[Item]) -> list[str]:
+def texts(items: list[ResponseItem]) -> list[str]:
     return [str(item.content) for item in items if isinstance(item, MessageItem)]
 
 
@@ -24,8 +24,8 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = ResponseStore(MAX_BYTES)
-        self.records: list[Record] = []
-        self.begun: list[Record] = []
+        self.records: list[StoredResponse] = []
+        self.begun: list[StoredResponse] = []
         self.contexts: dict[str, list[str]] = {}
 
     @rule(
@@ -47,7 +47,8 @@ class StoreMachine(RuleBasedStateMachine):
         previous = data.draw(st.sampled_from([None, *own[-8:]]))
         text = f"{len(self.records)} {'x' * size}"
         name = f"resp_{len(self.records)}"
-        record = Record(name, tenant, previous, [message(text)], once=once)
+        record = StoredResponse(name, tenant, previous, [message(text)])
+        record.once = once
         before = [] if previous is None else [*self.contexts[previous.id], f"says {previous.id}"]
         self.contexts[record.id] = [*before, text]
         self.records.append(record)
@@ -76,7 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
             if self.is_found(record):
                 assert texts(record.context()) == self.contexts[record.id]
 
-    def is_found(self, record: Record) -> bool:
+    def is_found(self, record: StoredResponse) -> bool:
         try:
             return self.store.find(record.id, record.tenant).output is not None
         except NotFound:
@@ -87,13 +88,15 @@ StoreMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=4
 TestStore = StoreMachine.TestCase
 
 
-def kept(store: ResponseStore, name: str, previous: Record | None = None, size: int = 0) -> Record:
-    record = Record(name, "a", previous, [message("x" * size)], output=[], body=b"{}")
+def kept(
+    store: ResponseStore, name: str, previous: StoredResponse | None = None, size: int = 0
+) -> StoredResponse:
+    record = StoredResponse(name, "a", previous, [message("x" * size)], output=[], body=b"{}")
     store.keep(record)
     return record
 
 
-def is_kept(store: ResponseStore, record: Record) -> bool:
+def is_kept(store: ResponseStore, record: StoredResponse) -> bool:
     try:
         return store.find(record.id, record.tenant) is record
     except NotFound:
@@ -120,7 +123,7 @@ def test_the_least_recently_used_goes_first_and_with_it_what_it_continues() -> N
 
 def test_the_tenant_that_keeps_the_most_gives_room() -> None:
     store = ResponseStore(40_000)
-    other = Record("0", "b", None, [message("x")], output=[], body=b"{}")
+    other = StoredResponse("0", "b", None, [message("x")], output=[], body=b"{}")
     store.keep(other)
     for i in range(1, 20):
         kept(store, str(i))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.gateway.programs import ENDING
-from parrot.gateway.turns import Chain, TurnRequest, Turns
+from parrot.gateway.turns import TurnChain, TurnRequest, Turns
 from parrot.journal import replay as restoring
 from parrot.journal.log import ENDED, Journal, Kind, Record
 from parrot.journal.replay import restore
@@ -163,7 +163,7 @@ class Program:
         if session is not None and self.choose(2):
             var_id = self._any_variable(session)
             inputs = {"p": var_id} if var_id else {}
-            chain = Chain(session.id, session.auth, inputs, is_deferred=self.choose(2) == 0)
+            chain = TurnChain(session.id, session.auth, inputs, is_deferred=self.choose(2) == 0)
         request = TurnRequest(
             "public",
             "m",

@@ -68,7 +68,7 @@ class Dumped(Wire):
     _without_nulls = model_validator(mode="before")(_drop_nulls)
 
 
-class Item(ListItem):
+class ResponseItem(ListItem):
     id_prefix: ClassVar[str]
 
     id: ForeignId | None = None
@@ -84,7 +84,7 @@ class Item(ListItem):
         return {"status": "completed"} | self.model_dump(exclude_none=True)
 
 
-class MessageItem(Item):
+class MessageItem(ResponseItem):
     id_prefix = "msg"
 
     type: Literal["message"] = "message"
@@ -109,7 +109,7 @@ class MessageItem(Item):
         return fields
 
 
-class CallItem(Item):
+class CallItem(ResponseItem):
     id_prefix = "fc"
 
     type: Literal["function_call"]
@@ -121,7 +121,7 @@ class CallItem(Item):
     parsed_arguments: Ignored = Field(None, exclude=True)  # what the client made of them
 
 
-class CallOutputItem(Item):
+class CallOutputItem(ResponseItem):
     id_prefix = "fco"
 
     type: Literal["function_call_output"]
@@ -142,7 +142,7 @@ class ReasoningText(Bounded):
     text: Text = ""
 
 
-class ReasoningItem(Item):
+class ReasoningItem(ResponseItem):
     """Reasoning before an answer, which the chat template shows again or leaves out. What another
     service has encrypted or summed up is left out."""
 
@@ -204,12 +204,12 @@ Items = Annotated[
 _OUTPUT = TypeAdapter(list[_AnyItem])
 
 
-def output_items(output: Sequence[Json]) -> list[Item]:
+def output_items(output: Sequence[Json]) -> list[ResponseItem]:
     """The items that a response has made."""
-    return [item for item in _OUTPUT.validate_python(output) if isinstance(item, Item)]
+    return [item for item in _OUTPUT.validate_python(output) if isinstance(item, ResponseItem)]
 
 
-def template_messages(items: Iterable[Item]) -> list[Json]:
+def template_messages(items: Iterable[ResponseItem]) -> list[Json]:
     """The messages as chat templates take them. Reasoning, what an answer says and the calls that
     it makes are items of their own, but one message."""
     messages: list[Json] = []
@@ -463,7 +463,7 @@ class ItemList(VendorAnswer):
     has_more: bool
 
 
-class PromptTokens(VendorAnswer):
+class InputTokens(VendorAnswer):
     object: Literal["response.input_tokens"]
     input_tokens: int
 

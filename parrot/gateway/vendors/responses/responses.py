@@ -10,14 +10,14 @@ from parrot.gateway.answers import AnswerParser, TextDelta
 from parrot.gateway.turns import Turn, TurnRequest, Turns
 from parrot.gateway.vendors.endpoint import Caller
 from parrot.gateway.vendors.openai_fields import Json, chained, program_of
-from parrot.gateway.vendors.parts import Ended, Part, read_all, stream_parts, whole_parts
+from parrot.gateway.vendors.parts import AnswerEnd, Part, read_all, stream_parts, whole_parts
 from parrot.gateway.vendors.responses.fields import (
     Asked,
     CancelRequest,
-    Item,
     ItemReference,
     ListRequest,
     OtherItem,
+    ResponseItem,
     ResponseRequest,
     RetrieveRequest,
     output_items,
@@ -27,8 +27,8 @@ from parrot.gateway.vendors.responses.store import (
     Fields,
     KeptResponses,
     Once,
-    Record,
     ResponseStore,
+    StoredResponse,
 )
 from parrot.gateway.vendors.responses.writer import (
     Background,
@@ -92,7 +92,7 @@ class Responses:
         return self._whole(turn, parser, writer, record)
 
     def _given_again(
-        self, record: Record, request: ResponseRequest
+        self, record: StoredResponse, request: ResponseRequest
     ) -> bytes | AsyncGenerator[Events]:
         """The answer to a request that was repeated. Raises `Conflict` while the first is made."""
         if record.job is not None:
@@ -107,7 +107,7 @@ class Responses:
         yield [(event["type"], event) for event in told_again(orjson.loads(body))]
 
     def _submit(
-        self, asked: Asked, record: Record, *, is_resumed: bool = False
+        self, asked: Asked, record: StoredResponse, *, is_resumed: bool = False
     ) -> tuple[Turn, AnswerParser]:
         request = asked.request
         turn = self._turns.submit(
@@ -186,7 +186,7 @@ class Responses:
             }
         )
 
-    def _record(self, request: ResponseRequest, tenant: str) -> Record:
+    def _record(self, request: ResponseRequest, tenant: str) -> StoredResponse:
         """A record of the request's items, which get ids, behind those that they continue."""
         previous = None
         if request.previous_response_id is not None:
@@ -200,12 +200,12 @@ class Responses:
         token = self._store.new_token()
         items = list(self._items(request, tenant, token))
         has_variables = request.parrot is not None and bool(request.parrot.inputs)
-        return Record(f"resp_{token}", tenant, previous, items, has_variables=has_variables)
+        return StoredResponse(f"resp_{token}", tenant, previous, items, has_variables=has_variables)
 
-    def _items(self, request: ResponseRequest, tenant: str, token: str) -> Iterator[Item]:
+    def _items(self, request: ResponseRequest, tenant: str, token: str) -> Iterator[ResponseItem]:
         """The items of the request's input, with ids that have the response's token."""
         for i, item in enumerate(request.input):
-            if isinstance(item, Item):
+            if isinstance(item, ResponseItem):
                 item.id = f"{item.id_prefix}_{token}_i{i}"
                 yield item
             elif isinstance(item, OtherItem):
@@ -217,7 +217,7 @@ class Responses:
                 yield found.model_copy(update={"id": f"{found.id_prefix}_{token}_i{i}"})
 
     async def _whole(
-        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: StoredResponse
     ) -> bytes:
         with self._store.making(record):
             (value,) = await read_all([turn])
@@ -229,7 +229,7 @@ class Responses:
         return orjson.dumps(writer.response)
 
     async def _events(
-        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: StoredResponse
     ) -> AsyncGenerator[Events]:
         with self._store.making(record):
             async with aclosing(self._told(turn, parser, writer, record)) as events:
@@ -237,7 +237,7 @@ class Responses:
                     yield some
 
     async def _told(
-        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: Record
+        self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: StoredResponse
     ) -> AsyncGenerator[Events]:
         has_begun = False
         try:
@@ -246,7 +246,7 @@ class Responses:
                     events = [] if has_begun else list(writer.begin())
                     has_begun = True
                     events += writer.write(part)
-                    if isinstance(part, Ended):  # before the client knows, and continues it
+                    if isinstance(part, AnswerEnd):  # before the client knows, and continues it
                         self._end(turn, writer, record)
                         await self.kept.durable(is_stored=bool(record.body))
                     yield [(event["type"], event) for event in events]
@@ -258,13 +258,13 @@ class Responses:
             yield [(event["type"], event) for event in events]
 
     async def _work(
-        self, job: Background, turn: Turn, parser: AnswerParser, record: Record
+        self, job: Background, turn: Turn, parser: AnswerParser, record: StoredResponse
     ) -> None:
         try:
             async with aclosing(_parts(turn, parser)) as parts:
                 async for part in parts:
                     job.add(part)
-                    if isinstance(part, Ended):
+                    if isinstance(part, AnswerEnd):
                         self._end(turn, job.writer, record)
         except ParrotError as error:
             job.add(error)
@@ -272,13 +272,13 @@ class Responses:
             job.add(InternalError("internal error"))  # who follows must not wait for ever
             self._keep(job.writer, record)
 
-    def _end(self, turn: Turn, writer: ResponseWriter, record: Record) -> None:
+    def _end(self, turn: Turn, writer: ResponseWriter, record: StoredResponse) -> None:
         """There is an answer, which can be continued from now on."""
         self._turns.remember(turn, 0, writer.answer.message())
         record.output = output_items(writer.response["output"])
         self._keep(writer, record)
 
-    def _keep(self, writer: ResponseWriter, record: Record) -> None:
+    def _keep(self, writer: ResponseWriter, record: StoredResponse) -> None:
         """It has ended."""
         if writer.response["store"] and not record.body:
             record.body = orjson.dumps(writer.response)
@@ -287,7 +287,7 @@ class Responses:
 
     # After a restart
 
-    def _begin(self, asked: Asked, frame: Json, record: Record) -> None:
+    def _begin(self, asked: Asked, frame: Json, record: StoredResponse) -> None:
         """Write down the work of a background response. What is made of variables is not begun
         again: it is their session's."""
         if asked.request.parrot is None:
@@ -310,7 +310,7 @@ class Responses:
         self,
         job: Background,
         fields: Fields,
-        record: Record,
+        record: StoredResponse,
         joined: Callable[[], Awaitable[None]],
         timeout_s: float,
     ) -> None:
@@ -352,14 +352,14 @@ def _fingerprint(request: ResponseRequest) -> str:
     return hashlib.sha256(request.model_dump_json(exclude={"stream"}).encode()).hexdigest()
 
 
-def _messages(request: ResponseRequest, record: Record) -> list[Json]:
+def _messages(request: ResponseRequest, record: StoredResponse) -> list[Json]:
     system: list[Json] = []
     if request.instructions is not None:
         system = [{"role": "system", "content": request.instructions}]
     return system + template_messages(record.context())
 
 
-def _job(record: Record, param: str | None = None) -> Background:
+def _job(record: StoredResponse, param: str | None = None) -> Background:
     if record.job is None:
         raise InvalidRequest(f"response `{record.id}` is not a background one", param=param)
     return record.job

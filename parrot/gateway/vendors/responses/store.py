@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from parrot.gateway.vendors.responses.fields import Item, output_items
+from parrot.gateway.vendors.responses.fields import ResponseItem, output_items
 from parrot.gateway.vendors.responses.writer import Background
 from parrot.protocol.errors import Conflict, NotFound
 from parrot.serve.sessions import CommandLog
@@ -38,34 +38,34 @@ class Once(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class StoredResponse:
     """A response. `body`: its JSON, once it has ended. `output`: None if there is no answer. `job`:
     the work of a background response. `has_variables`: in its own items, which have their names."""
 
     id: str
     tenant: str
-    previous: "Record | None"
-    input: Sequence[Item]
-    output: Sequence[Item] | None = None
+    previous: "StoredResponse | None"
+    input: Sequence[ResponseItem]
+    output: Sequence[ResponseItem] | None = None
     body: bytes = b""
-    job: Background | None = None
-    num_bytes: int = 0
-    is_kept: bool = False
-    is_deleted: bool = False
     has_variables: bool = False
-    once: Once | None = None
-    num_successors: int = field(default=0, repr=False)
+    once: Once | None = field(default=None, init=False)
+    job: Background | None = field(default=None, init=False)
+    num_bytes: int = field(default=0, init=False)
+    is_kept: bool = field(default=False, init=False)
+    is_deleted: bool = field(default=False, init=False)
+    num_successors: int = field(default=0, init=False, repr=False)
 
-    def context(self) -> list[Item]:
+    def context(self) -> list[ResponseItem]:
         """All items that the response was made from."""
-        parts: list[Sequence[Item]] = [self.input]
+        parts: list[Sequence[ResponseItem]] = [self.input]
         record = self.previous
         while record is not None:
             parts += [record.output or (), record.input]
             record = record.previous
         return [item for part in reversed(parts) for item in part]
 
-    def history(self) -> list[Item]:
+    def history(self) -> list[ResponseItem]:
         """All items behind which the response can be continued."""
         return [*self.context(), *(self.output or ())]
 
@@ -74,7 +74,7 @@ class Record:
 class _Tenant:
     """`leaves`: its responses that nothing continues, the least recently used first."""
 
-    leaves: LruDict[str, Record] = field(default_factory=LruDict)
+    leaves: LruDict[str, StoredResponse] = field(default_factory=LruDict)
     num_bytes: int = 0
 
 
@@ -83,20 +83,20 @@ class ResponseStore:
     continue it, again when it is not kept any more either."""
 
     def __init__(self, max_bytes: int, shard: Shard = ALONE) -> None:
-        self.on_dropped: Callable[[Record], None] = _nobody_hears
+        self.on_dropped: Callable[[StoredResponse], None] = _nobody_hears
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._shard = shard
-        self._by_id: dict[str, Record] = {}
+        self._by_id: dict[str, StoredResponse] = {}
         self._tenants: dict[str, _Tenant] = {}
-        self._by_key: dict[tuple[str, str], Record] = {}  # by tenant and key
+        self._by_key: dict[tuple[str, str], StoredResponse] = {}  # by tenant and key
         self._largest: LazyHeap[str, float] = LazyHeap()  # tenants with leaves, by bytes negated
 
     def new_token(self) -> str:
         """The token of the ids of a new response and its items."""
         return new_token() + self._shard.mark
 
-    def find(self, response_id: str, tenant: str, *, param: str | None = None) -> Record:
+    def find(self, response_id: str, tenant: str, *, param: str | None = None) -> StoredResponse:
         """Counts as a use. Raises `NotFound`, also for another tenant's, and `ElsewhereError` if
         another shard has it."""
         self._shard.require_token(response_id)
@@ -107,7 +107,7 @@ class ResponseStore:
             self._tenants[tenant].leaves.touch(record.id)
         return record
 
-    def find_item(self, item_id: str, tenant: str, *, param: str) -> Item:
+    def find_item(self, item_id: str, tenant: str, *, param: str) -> ResponseItem:
         """An item of a response that is kept. Raises `NotFound`."""
         token = item_id.partition("_")[2].rpartition("_")[0]
         record = self.find(f"resp_{token}", tenant, param=param)
@@ -116,7 +116,7 @@ class ResponseStore:
                 return item
         raise NotFound(f"no item `{item_id}` is kept here", param=param)
 
-    def find_once(self, tenant: str, once: Once) -> Record | None:
+    def find_once(self, tenant: str, once: Once) -> StoredResponse | None:
         """The response that is kept, or being made, for this key. Raises `Conflict` if it is
         another."""
         record = self._by_key.get((tenant, once.key))
@@ -125,7 +125,7 @@ class ResponseStore:
         return record
 
     @contextmanager
-    def making(self, record: Record) -> Iterator[None]:
+    def making(self, record: StoredResponse) -> Iterator[None]:
         """For the block in which it is made: if it is not kept then, its key is free again."""
         self._claim(record)
         try:
@@ -134,12 +134,12 @@ class ResponseStore:
             if not record.is_kept:
                 self._release(record)
 
-    def begin(self, record: Record) -> None:
+    def begin(self, record: StoredResponse) -> None:
         """It is being made, and can be found. It counts for nothing until it is kept."""
         self._by_id[record.id] = record
         self._claim(record)
 
-    def keep(self, record: Record) -> None:
+    def keep(self, record: StoredResponse) -> None:
         """It has ended, and does not change any more. Nothing happens if it was removed, and one
         that alone exceeds the bound is removed."""
         if record.is_deleted:
@@ -166,7 +166,7 @@ class ResponseStore:
             assert oldest is not None, largest
             self.remove(oldest[1])
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: StoredResponse) -> None:
         """It can be found no more. Those that continue it keep its items."""
         record.is_deleted = True
         self._by_id.pop(record.id, None)
@@ -175,7 +175,7 @@ class ResponseStore:
             self.on_dropped(record)
             return
         leaves = self._tenants[record.tenant].leaves
-        last: Record | None = record
+        last: StoredResponse | None = record
         while last is not None and last.is_deleted and not last.num_successors:
             last.is_kept = False
             self.on_dropped(last)
@@ -193,10 +193,10 @@ class ResponseStore:
 
     def check_integrity(self) -> None:
         """Recount what is kept."""
-        kept: dict[str, Record] = {}
+        kept: dict[str, StoredResponse] = {}
         for tenant in self._tenants.values():
             for leaf in tenant.leaves.values():
-                record: Record | None = leaf
+                record: StoredResponse | None = leaf
                 while record is not None:
                     assert record.is_kept, record.id
                     kept[record.id] = record
@@ -215,11 +215,11 @@ class ResponseStore:
                 assert self._by_key[record.tenant, record.once.key] is record, record.id
         assert not any(record.is_deleted for record in self._by_key.values())
 
-    def _claim(self, record: Record) -> None:
+    def _claim(self, record: StoredResponse) -> None:
         if record.once is not None:
             self._by_key[record.tenant, record.once.key] = record
 
-    def _release(self, record: Record) -> None:
+    def _release(self, record: StoredResponse) -> None:
         if record.once is not None:
             place = record.tenant, record.once.key
             if self._by_key.get(place) is record:
@@ -237,11 +237,11 @@ class ResponseStore:
             del self._tenants[name]
 
 
-def _nobody_hears(record: Record) -> None:
+def _nobody_hears(record: StoredResponse) -> None:
     """They are kept in memory alone."""
 
 
-def _num_bytes(record: Record) -> int:
+def _num_bytes(record: StoredResponse) -> int:
     texts = [item.written for item in record.input]
     size = _RECORD_BYTES + len(record.body) + num_bytes(texts) + _ITEM_BYTES * len(texts)
     if record.job is not None:
@@ -255,10 +255,10 @@ class KeptResponses:
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
-        self._restored: dict[str, Record] = {}
+        self._restored: dict[str, StoredResponse] = {}
         self._journal: CommandLog | None = None
         self._is_closing: Callable[[], bool] = bool
-        self.unfinished: dict[str, tuple[Record, Fields]] = {}
+        self.unfinished: dict[str, tuple[StoredResponse, Fields]] = {}
         self.restorers: dict[str, Callable[[str, Fields], None]] = {
             _KEPT: self._restore,
             _DELETED: self._restore_deleted,
@@ -271,7 +271,7 @@ class KeptResponses:
         self._restored.clear()
         self._store.on_dropped = self._dropped
 
-    def write(self, record: Record, work: Fields | None = None) -> None:
+    def write(self, record: StoredResponse, work: Fields | None = None) -> None:
         """Journal a response, so that it can be restored; or the `work` of one that is being made,
         from which `unfinished` tells how to make it."""
         if self._journal is None or record.is_deleted:
@@ -308,7 +308,7 @@ class KeptResponses:
         if self._journal is not None:
             await self._journal.has_room()
 
-    def _dropped(self, record: Record) -> None:
+    def _dropped(self, record: StoredResponse) -> None:
         assert self._journal is not None
         if record.is_kept:
             self._journal.append(record.id, _DELETED, {})
@@ -318,7 +318,7 @@ class KeptResponses:
     def _restore(self, response_id: str, fields: Fields) -> None:
         if (known := self._restored.get(response_id)) is not None:
             self._store.remove(known)
-        record = self._restored[response_id] = Record(
+        record = self._restored[response_id] = StoredResponse(
             response_id,
             fields["tenant"],
             self._restored.get(fields["previous"]),
@@ -326,8 +326,9 @@ class KeptResponses:
             None if fields["output"] is None else output_items(fields["output"]),
             fields["body"].encode(),
             has_variables=fields["has_variables"],
-            once=None if (once := fields.get("once")) is None else Once(*once),
         )
+        if (once := fields.get("once")) is not None:
+            record.once = Once(*once)
         if (work := fields.get("work")) is not None:
             self._store.begin(record)
             self.unfinished[response_id] = record, work
@@ -340,6 +341,6 @@ class KeptResponses:
         self._store.remove(self._restored[response_id])
 
 
-def _item_fields(item: Item) -> dict[str, Any]:
+def _item_fields(item: ResponseItem) -> dict[str, Any]:
     # Not by pydantic as JSON: log probabilities are written already, as the journal takes them.
     return item.model_dump(exclude_none=True)

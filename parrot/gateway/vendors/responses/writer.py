@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import orjson
 
-from parrot.gateway.answers import Answer, ReasoningDelta, TextDelta, ToolCall
+from parrot.gateway.answers import ReasoningDelta, TextDelta, ToolCall, WholeAnswer
 from parrot.gateway.turns import Turn
 from parrot.gateway.vendors.logprobs import Entry
 from parrot.gateway.vendors.openai_fields import Json
-from parrot.gateway.vendors.parts import Ended, Likelihoods, Part
+from parrot.gateway.vendors.parts import AnswerEnd, Likelihoods, Part
 from parrot.protocol.answers import Events
 from parrot.protocol.errors import (
     Cancelled,
@@ -49,7 +49,7 @@ class ResponseWriter:
 
     def __init__(self, frame: Json) -> None:
         self.response = frame | {"output": []}
-        self.answer = Answer()
+        self.answer = WholeAnswer()
         self._number = 0  # of the next event
         self._texts: list[str] | None = None  # of the message that is open
         self._is_reasoning = False  # an item of reasoning is open
@@ -76,7 +76,7 @@ class ResponseWriter:
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
             yield self._state("response.in_progress")
-        if isinstance(part, Ended):
+        if isinstance(part, AnswerEnd):
             yield from self._finish(part)
             return
         if isinstance(part, Likelihoods):
@@ -173,7 +173,7 @@ class ResponseWriter:
         self.response["output"] = [*self.response["output"], item]
         yield done
 
-    def _finish(self, ended: Ended) -> Iterator[Json]:
+    def _finish(self, ended: AnswerEnd) -> Iterator[Json]:
         value = ended.value
         is_cut = value.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
@@ -352,7 +352,7 @@ class Background:
         for _ in self.writer.write(part):
             pass
         self._parts.append(part)
-        if isinstance(part, Ended | ParrotError):
+        if isinstance(part, AnswerEnd | ParrotError):
             self.has_ended = True
         self._changed.set()
         self._changed = asyncio.Event()
