@@ -179,8 +179,8 @@ def test_random_operations(tmp_path: Path) -> None:
     runner, tokenizer = load_runner(config)
     assert isinstance(runner, CudaRunner)
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
-    tier = core._found._tier
-    assert tier is not None
+    assert core.host is not None
+    tier = core.host.tier
     tier._prefill_s = lambda: None  # nothing is computed that can be brought back
     world = World(core, random.Random(3), free_weight=0.4)
     world.run(int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")))

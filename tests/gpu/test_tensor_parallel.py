@@ -171,8 +171,8 @@ def compare_host_tier(folder: Path) -> None:
         assert runner.info.num_host_blocks == 60
         language = Language.of(checkpoint.load_tokenizer())
         core = EngineCore(config(folder, 2), runner, language, MonotonicClock())
-        tier = core._found._tier
-        assert tier is not None
+        assert core.host is not None
+        tier = core.host.tier
         tier._prefill_s = lambda: None  # nothing is computed that can be brought back
         world = World(core, random.Random(3), free_weight=0.4)
         world.run(int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")))

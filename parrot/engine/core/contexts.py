@@ -20,7 +20,7 @@ block.
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -182,6 +182,17 @@ class ContextTree:
         context.owned_from = context.num_published = len(context.block_ids)
         context.num_computed = len(context.block_ids) * self.block_size
         return context.num_computed - before
+
+    def num_to_compute(self, context: Context, elsewhere: Container[bytes] = ()) -> int:
+        """Tokens that the context misses, without those whose KV is published, or has a key that is
+        found `elsewhere`."""
+        num_found = 0
+        if self.next_key(context) is not None:
+            for key in context.keys[context.num_computed // self.block_size :]:
+                if self.pool.find(key) is None and key not in elsewhere:
+                    break
+                num_found += self.block_size
+        return max(1, context.num_missing - num_found)
 
     def publish(self, context: Context) -> None:
         """Let the context's full computed blocks be adopted. Where others hold the same, these

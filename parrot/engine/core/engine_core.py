@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import make_tree
-from parrot.engine.core.host.found import FoundKv
+from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import (
@@ -91,11 +91,11 @@ class EngineCore:
         is_found = config.scheduler.prefix_caching
         self._tree = make_tree(num_blocks, info.block_size, clock, publishes=is_found)
         self._costs = StepCostMeter(info)
-        self._found = FoundKv(self._tree)
+        self.host: HostKv | None = None
         if is_found and self._runner.has_host_tier:
-            self._found.use_host(self._runner, self._costs.prefill_s)
-        self.host_tokens_capacity = self._found.host_tokens_capacity
-        self._scheduler = LocalScheduler(config, self._tree, self._found, self._costs)
+            self.host = HostKv(self._tree, self._runner, self._costs.prefill_s)
+        self.host_tokens_capacity = 0 if self.host is None else self.host.tokens_capacity
+        self._scheduler = LocalScheduler(config, self._tree, self._costs, self.host)
         self._drafter = make_drafter(config.scheduler, info.draft_sizes, clock)
         self._totals = StepTotals()
         limits = RequestLimits(self.max_context_len, info.vocab_size)
@@ -106,7 +106,9 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return len(self.requests) > 0 or self._flight is not None or self._found.has_work
+        if len(self.requests) > 0 or self._flight is not None:
+            return True
+        return self.host is not None and self.host.has_work
 
     def fail_everything(self, error: ParrotError) -> None:
         self._flight = None
@@ -150,7 +152,9 @@ class EngineCore:
             self._flight = _Flight(launched, planned, launched_at)
         elif planned is not None:
             self._run_planned(planned)
-        return planned is not None or running is not None or self._found.wait()
+        if planned is not None or running is not None:
+            return True
+        return self.host is not None and self.host.wait()
 
     def _land(self, flight: _Flight, planned: Step | None) -> bool:
         """Wait for a step, and take its tokens. False if it has failed, and with it what was
@@ -238,13 +242,15 @@ class EngineCore:
     def plan(self, drafts: Drafts = NO_DRAFTS) -> Step | None:
         """Take in what was copied between the tiers, and decide on the next step. If not None,
         `run` and `deliver` must follow."""
-        self._found.take_landed()
+        if self.host is not None:
+            self.host.take_landed()
         step = self._schedule(drafts)
         while turned_away := self._scheduler.take_turned_away():
             for job in turned_away:
                 self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
             step = step or self._schedule(drafts)  # something may have waited for them
-        self._found.begin_transfers(self._scheduler.idle, None if step is None else step.plan)
+        if self.host is not None:
+            self.host.begin_transfers(self._scheduler.idle, None if step is None else step.plan)
         return step
 
     def _schedule(self, drafts: Drafts) -> Step | None:
@@ -393,7 +399,7 @@ class EngineCore:
 
     def runtime_info(self) -> RuntimeInfo:
         """Plain reads: may be called from any thread, also during a step."""
-        pool = self._tree.pool
+        pool, host, costs = self._tree.pool, self.host, self._costs.costs()
         return RuntimeInfo(
             num_cached_tokens=pool.num_used * pool.block_size,
             num_max_blocks=pool.num_blocks,
@@ -406,14 +412,17 @@ class EngineCore:
             model_mem=self.info.model_mem,
             recent_average_latency=self._latency_ns,
             num_steps=self._totals.num_steps,
-            costs=self._found.with_copies(self._costs.costs()),
-            host_tier=self._found.host_info(),
+            costs=costs if host is None else host.with_copies(costs),
+            host_tier=None if host is None else host.info(),
             num_ranks=self.info.num_ranks,
             prompt_tokens=self.requests.prompts.payload(),
         )
 
     def check_integrity(self) -> None:
-        self._found.check_integrity()
+        if self.host is not None:
+            self.host.check_integrity()
+        else:
+            self._tree.check_integrity()
         self._scheduler.check_integrity()
         self.requests.check_integrity()
 

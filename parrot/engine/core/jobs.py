@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
-from parrot.engine.core.contexts import Context
+from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.host.tier import Arrival
 from parrot.engine.core.output import Generation
 from parrot.engine.core.plan import (
@@ -347,6 +347,20 @@ class Job:
         num_missing = self.context.num_missing
         self.request.num_missing += num_missing - self.num_counted
         self.num_counted = num_missing
+
+    def adopt(self, tree: ContextTree) -> int:
+        """Begin behind all of its tokens that are published on the device, unless it waits for
+        others; returns how many that are."""
+        context = self.context
+        if self.arrival is not None or context.num_missing <= 1:
+            return 0
+        if not (num_found := tree.adopt(context)):
+            return 0
+        if not self.has_begun:
+            self.count_missing()
+        if not context.num_missing:
+            tree.rewind_one(context)
+        return num_found
 
     def sequence(self, num_tokens: int, drafts: tuple[int, ...], block_size: int) -> SequenceStep:
         """Its share of a step that computes so many of its missing tokens, and drafts if these are

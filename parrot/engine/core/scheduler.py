@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, IdleContexts, drop_kv
-from parrot.engine.core.host.found import FoundKv
+from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
 from parrot.engine.core.shares import TenantBudgets
@@ -160,7 +160,11 @@ class LocalScheduler:
     contexts do, and without room they are turned away."""
 
     def __init__(
-        self, config: EngineConfig, tree: ContextTree, found: FoundKv, costs: StepCostMeter
+        self,
+        config: EngineConfig,
+        tree: ContextTree,
+        costs: StepCostMeter,
+        host: HostKv | None = None,
     ) -> None:
         self._limits = limits = config.scheduler
         self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
@@ -176,7 +180,7 @@ class LocalScheduler:
         self._shares: dict[Job, Share] = {}
         self._begun_blocks: set[bytes] = set()
         self._tokens_left = self._context_tokens = 0
-        self._found = found
+        self._host = host
         self._budgets = TenantBudgets(costs, tree.block_size)
         self.idle = IdleContexts(tree)
 
@@ -212,7 +216,9 @@ class LocalScheduler:
         """Take a job whose context misses at least one token's KV."""
         assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
         self.idle.discard(job.context)
-        job.place = self._num_filled + _PASSED * self._found.num_to_compute(job.context)
+        on_host = () if self._host is None else self._host.tier.host
+        length = self._tree.num_to_compute(job.context, on_host)
+        job.place = self._num_filled + _PASSED * length
         job.key = self._policy(job)
         self._queue_of(job).add(job)
         self._budgets.add(job)
@@ -354,9 +360,10 @@ class LocalScheduler:
         """Let the job begin behind all that is published of its tokens. True if what comes next is
         on its way from the host, or if an earlier job of this step computes it: then it is
         published after the step."""
-        self._found.adopt(job)
-        is_computed_by_another = self._tree.next_key(job.context) in self._begun_blocks
-        return is_computed_by_another or self._found.comes_back(job, self._make_room)
+        job.adopt(self._tree)
+        if self._tree.next_key(job.context) in self._begun_blocks:
+            return True
+        return self._host is not None and self._host.comes_back(job, self._make_room)
 
     def _has_place(self, job: Job) -> bool:
         """Whether the step's limits allow one more sequence, that of `job`."""

@@ -59,7 +59,9 @@ class SimRunner:
 
     def __init__(self, instance: SimInstance, clock: Clock) -> None:
         self._instance = instance
-        self._transfers = SimTransfers(instance.block_size * instance.host_token_s, clock)
+        self._transfers: SimTransfers | None = None
+        if instance.num_host_kv_blocks:
+            self._transfers = SimTransfers(instance.block_size * instance.host_token_s, clock)
         self._unique_kv = UniqueKv(instance.block_size)
         self._checksums: dict[int, tuple[int, int]] = {}  # of the last step's jobs: tokens, sum
         self._info = RunnerInfo(
@@ -84,16 +86,17 @@ class SimRunner:
         return self._info
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
+        assert self._transfers is not None, "there is no host tier"
         self._transfers.begin(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
         """A caller that waits must let time pass until `next_landing`."""
-        return self._transfers.landed()
+        return [] if self._transfers is None else self._transfers.landed()
 
     @property
     def next_landing(self) -> float | None:
         """When a transfer lands next, by the clock; None if none is under way."""
-        return self._transfers.next_landing
+        return None if self._transfers is None else self._transfers.next_landing
 
     def run(self, plan: StepPlan) -> StepResult:
         known, self._checksums = self._checksums, {}

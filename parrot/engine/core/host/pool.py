@@ -28,7 +28,7 @@ class HostPool:
         self._pins: dict[int, int] = {}  # how often each is being read
         self._pinned_keys: dict[int, bytes] = {}  # of those, if they still have one
 
-    def __contains__(self, key: bytes) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._by_key
 
     @property

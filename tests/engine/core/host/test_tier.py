@@ -55,9 +55,8 @@ class Tiered(Harness):
 
     @property
     def tier(self) -> HostTier:
-        tier = self.core._found._tier
-        assert tier is not None
-        return tier
+        assert self.core.host is not None
+        return self.core.host.tier
 
     @property
     def num_computed(self) -> int:

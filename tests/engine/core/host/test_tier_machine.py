@@ -37,11 +37,11 @@ class TieredMachine(EngineMachine):
 
     def teardown(self):
         super().teardown()
-        if hasattr(self, "core") and self.core._found._tier is not None:
+        if hasattr(self, "core") and self.core.host is not None:
             while self.step():
                 pass
             assert not self.runner.flights
-            assert not self.core._found._tier.has_work
+            assert not self.core.host.tier.has_work
 
 
 class OverlappingTieredMachine(TieredMachine):

@@ -1,0 +1,101 @@
+"""KV that jobs need not compute, since the host has kept it when the device could not."""
+
+from collections.abc import Callable
+
+from parrot.engine.core.contexts import ContextTree, IdleContexts
+from parrot.engine.core.host.tier import Arrival, HostTier
+from parrot.engine.core.jobs import Job
+from parrot.engine.core.plan import StepPlan, TieredRunner
+from parrot.protocol.engine_api import HostTierInfo, StepCosts
+
+
+class HostKv:
+    """Keeps published KV on the runner's host, too. What a job wants and only the host has is
+    brought back first, if that is quicker than to compute it; the job waits for it, and nobody else
+    does."""
+
+    def __init__(
+        self, tree: ContextTree, runner: TieredRunner, prefill_s: Callable[[], float | None]
+    ) -> None:
+        """`prefill_s`: see `HostTier`."""
+        info = runner.info
+        self._tree = tree
+        self._runner = runner
+        self.tier: HostTier[Job] = HostTier(
+            tree.pool, info.num_host_blocks, info.block_bytes, prefill_s
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether transfers are under way, or can be begun."""
+        return self.tier.has_work
+
+    def comes_back(self, job: Job, make_room: Callable[[Job, int], bool]) -> bool:
+        """Whether the job has to wait for what comes next of its tokens, because it is on its way
+        from the host: perhaps from now on."""
+        tier, context = self.tier, job.context
+        if job.arrival is not None:
+            return True
+        if context.num_missing <= 1 or (next_key := self._tree.next_key(context)) is None:
+            return False
+        if tier.is_arriving(next_key):
+            return True
+        first = context.num_computed // self._tree.block_size
+        keys = context.keys[first : len(context.token_ids) // self._tree.block_size]
+        if not tier.is_worth_bringing(keys):
+            return False
+        end = len(context.token_ids)
+        while (num_blocks := self._tree.blocks_missing(context, end)) > self._tree.pool.num_free:
+            if not make_room(job, num_blocks):
+                return False
+        job.arrival = tier.bring_back(keys, job, context.group)
+        return job.arrival is not None
+
+    def begin_transfers(self, idle: IdleContexts, plan: StepPlan | None) -> None:
+        """Begin what can be copied beside the step planned last, and while there is none."""
+        if not self.tier.has_work:
+            return
+        idle.evict(self.tier.margin)  # what is free is still found, and can be copied
+        copied = [] if plan is None else [copy.source for copy in plan.copies]
+        if transfers := self.tier.take_transfers(copied, is_idle=plan is None):
+            self._runner.transfer(transfers)
+
+    def take_landed(self, *, wait: bool = False) -> None:
+        """Enter the transfers that are over. Who waited for them takes over what they brought."""
+        if self.tier.is_waiting:
+            for arrival in self.tier.landed(self._runner.landed(wait=wait)):
+                self._take_over(arrival)
+                self.tier.close(arrival)
+
+    def wait(self) -> bool:
+        """Wait for a transfer, and return True, if any is under way."""
+        is_waiting = self.tier.is_waiting
+        self.take_landed(wait=True)
+        return is_waiting
+
+    def _take_over(self, arrival: Arrival[Job]) -> None:
+        job = arrival.waiter
+        if job is not None and not job.has_ended:
+            job.arrival = None
+            most = len(arrival.keys) * self._tree.block_size
+            job.request.num_from_host += min(most, job.adopt(self._tree))
+
+    @property
+    def tokens_capacity(self) -> int:
+        """Tokens whose KV the host holds besides the device's; of a few, both have it."""
+        return max(0, self.tier.num_slots - self.tier.margin) * self._tree.block_size
+
+    def with_copies(self, costs: StepCosts | None) -> StepCosts | None:
+        """These costs, and those of bringing back KV. May be called from any thread."""
+        if costs is None:
+            return None
+        return costs.model_copy(update={"host_token_s": self.tier.token_s})
+
+    def info(self) -> HostTierInfo:
+        """Plain reads: may be called from any thread."""
+        return self.tier.info()
+
+    def check_integrity(self) -> None:
+        """Recount the references to blocks, and check both tiers."""
+        self._tree.check_integrity(self.tier.held_blocks(), self.tier.host.owners())
+        self.tier.check_integrity()
