@@ -19,6 +19,7 @@ may be given away.
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from parrot.engine.core.contexts import Context, ContextTree, IdleContexts, drop
 from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
-from parrot.engine.core.shares import TenantBudgets
+from parrot.engine.core.shares import TenantBudgets, TenantShare
 from parrot.engine.core.step_costs import StepCostMeter
 
 _MIN_TOKENS = 32
@@ -181,12 +182,13 @@ class LocalScheduler:
         self._begun_blocks: set[bytes] = set()
         self._tokens_left = self._context_tokens = 0
         self._host = host
-        self._budgets = TenantBudgets(costs, tree.block_size)
+        self._costs = costs
+        self._budgets: TenantBudgets | None = None  # from the second tenant on
+        self._first_tenant: TenantShare | None = None
+        self._most_jobs = 0  # of the first tenant, while there is no other
+        self._planned_at = -inf
         self.idle = IdleContexts(tree)
-
-    @property
-    def num_jobs(self) -> int:
-        return sum(len(queue) for queue in self._queues)
+        self.num_jobs = 0  # in all queues
 
     @property
     def num_admitted(self) -> int:
@@ -201,8 +203,10 @@ class LocalScheduler:
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """How many steps from now on are sure to give the same jobs a token each, and to end none,
         if nothing is asked meanwhile and what is sampled is among `token_ids`."""
-        is_limited = self._limits.max_total_tokens is not None or self._budgets.are_bound
+        is_limited = self._limits.max_total_tokens is not None
         if not self._decoding or self._queue or self._background or is_limited:
+            return 0
+        if self._budgets is not None and self._budgets.are_bound:
             return 0
         room = self._tree.pool.num_free // len(self._decoding) - 1  # one may have to be copied
         num_steps = room * self._tree.block_size
@@ -221,12 +225,36 @@ class LocalScheduler:
         job.place = self._num_filled + _PASSED * length
         job.key = self._policy(job)
         self._queue_of(job).add(job)
-        self._budgets.add(job)
+        if self._budgets is None:
+            self._count_first_tenant(job.request.wanted.share)
+        self.num_jobs += 1
+        if self._budgets is not None:
+            self._budgets.add(job)
+
+    def _count_first_tenant(self, share: TenantShare) -> None:
+        """One more job comes, while all others are of the first tenant. One whose steps may grow as
+        they like, and that has no job any more, is as if it had not been here."""
+        first = self._first_tenant
+        if first is None or (first.tenant != share.tenant and not self._is_guarded(first)):
+            self._first_tenant, self._most_jobs = share, 1
+        elif first.tenant == share.tenant:
+            if share.step_growth is None:
+                share = share._replace(step_growth=first.step_growth)
+            self._first_tenant = share
+            self._most_jobs = max(self._most_jobs, self.num_jobs + 1)
+        else:
+            self._budgets = TenantBudgets(self._costs, self._tree.block_size)
+            self._budgets.was_here(first, self.num_jobs, self._most_jobs, self._planned_at)
+
+    def _is_guarded(self, first: TenantShare) -> bool:
+        return self.num_jobs > 0 or first.step_growth is not None
 
     def remove(self, job: Job) -> None:
         """A job that has ended. Its context keeps its KV."""
         self._queue_of(job).remove(job)
-        self._budgets.remove(job)
+        self.num_jobs -= 1
+        if self._budgets is not None:
+            self._budgets.remove(job)
         job.is_admitted = job.is_decoding = False
 
     def keep_decoding(self, job: Job) -> None:
@@ -290,7 +318,9 @@ class LocalScheduler:
             job.context.token_ids.append(PENDING)
         try:
             step = self._plan(now, drafts)
-            return self._plan(now, drafts) if step is None and self._budgets.lift() else step
+            if step is None and self._budgets is not None and self._budgets.lift():
+                return self._plan(now, drafts)
+            return step
         finally:
             for job in going_on:
                 job.context.token_ids.pop()
@@ -301,10 +331,12 @@ class LocalScheduler:
         self._tokens_left = self._limits.max_num_batched_tokens
         self._context_tokens = 0
         self._num_background_tokens = 0
-        self._budgets.begin(now, self._decoding)
-        num_tokens_of = self._budgets.num_tokens if self._budgets.are_bound else _num_missing
+        self._planned_at = now
+        if (budgets := self._budgets) is not None:
+            budgets.begin(now, self._decoding)
         for job in self._decoding:
-            if job.is_admitted and num_tokens_of(job) and self._has_place(job):
+            missing = job.context.num_missing if budgets is None else budgets.num_tokens(job)
+            if job.is_admitted and missing and self._has_place(job):
                 self._take(job, 1)
         self._num_decodes = len(self._shares)
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
@@ -314,7 +346,8 @@ class LocalScheduler:
                 break
             if not job.is_admitted and (is_blocked or job.awaits_token or self._must_wait(job)):
                 continue
-            num_tokens = min(self._budgets.num_tokens(job), budget, self._max_chunk)
+            missing = job.context.num_missing if budgets is None else budgets.num_tokens(job)
+            num_tokens = min(missing, budget, self._max_chunk)
             if num_tokens and not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
         num_fill_tokens = self._fill_tokens_taken()
@@ -387,7 +420,7 @@ class LocalScheduler:
         if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
             self._begun_blocks.add(key)
         self._shares[job] = Share(num_tokens, copies)
-        if self._budgets.are_bound or context.num_missing > 1:
+        if self._budgets is not None:
             self._budgets.charge(job, num_tokens)
         self._tokens_left -= num_tokens
         self._context_tokens += end
@@ -489,13 +522,11 @@ class LocalScheduler:
                 assert job.is_background is (queue is self._background), job
                 assert job.is_decoding is (queue is self._decoding), job
         assert not self._turned_away, self._turned_away
-        self._budgets.check_integrity(job for queue in self._queues for job in queue)
+        assert self.num_jobs == sum(len(queue) for queue in self._queues), self.num_jobs
+        if self._budgets is not None:
+            self._budgets.check_integrity(job for queue in self._queues for job in queue)
         for job in self._decoding:
             num_missing = job.context.num_missing
             goes_on = num_missing == (0 if job.awaits_token else 1)
             assert goes_on, f"job {job.job_id} misses {num_missing} tokens"
             assert job.is_admitted, f"job {job.job_id} generates without room"
-
-
-def _num_missing(job: Job) -> int:
-    return job.context.num_missing

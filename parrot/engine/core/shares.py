@@ -375,7 +375,7 @@ class TenantBudgets:
     of jobs makes each step several times as long as another's single chat would find it alone. So
     where a request says by what part its steps may grow, tenants that crowd the engine get no more
     than that of a step: some of their jobs wait, with their KV, and their prompts come in small
-    parts. Tenants with a few jobs each are never bound, nor is anybody without others.
+    parts. Tenants with a few jobs each are never bound. There are none before the second tenant.
 
     `begin` makes it for the next step,
     and `charge` takes from it. A job may take more than is left, which later steps pay."""
@@ -394,6 +394,12 @@ class TenantBudgets:
     def are_bound(self) -> bool:
         """Whether some tenant is, in this step."""
         return bool(self._left)
+
+    def was_here(self, first: TenantShare, num_jobs: int, most_jobs: int, until: float) -> None:
+        """Enter the tenant whom all jobs were of till now, the last of them at this time."""
+        self._tenants[first.tenant] = _Tenant(
+            first.weight, first.step_growth, num_jobs, most_jobs, until + _LINGER_S
+        )
 
     def add(self, job: "Job") -> None:
         """One more open job."""
