@@ -39,6 +39,13 @@ Choices = Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=MAX_CHOI
 LogitBias = Annotated[dict[TokenId, _Bias], Field(max_length=1024)]
 StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
 
+_SAME = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
+OPENAI_NAMES = {name: name for name in _SAME} | {"stop_str": "stop"}
+"""By our names of fields: those that OpenAI's APIs have for them."""
+_FURTHER = ("top_k", "min_p", "repetition_penalty", "stop_token_ids")
+VLLM_NAMES = {name: name for name in _FURTHER} | {"ignore_tokenizer_eos": "ignore_eos"}
+"""By our names of further fields: those that vLLM and others have for them."""
+
 
 class SamplingConfig(BaseModel):
     """All fields are optional. `temperature=0` is greedy; penalties of 0 (and a repetition penalty

@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from parrot.protocol.sampling import OPENAI_NAMES, VLLM_NAMES
+
 _STANDARD = frozenset(
     {
-        "temperature",
-        "top_p",
+        *OPENAI_NAMES,
         "max_gen_length",
-        "stop_str",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
         "seed",
         "logprobs",
     }
@@ -61,13 +58,6 @@ class Dialect:
 
 OPENAI = Dialect("openai", can=frozenset({"messages", "tools", "cached_tokens"}))
 
-_EXTRAS = {
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "ignore_tokenizer_eos": "ignore_eos",
-    "stop_token_ids": "stop_token_ids",
-}
 _GUIDED = dict.fromkeys(("regex", "grammar", "choices"), "structured_outputs")
 _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _LLAMA_EXTRAS = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
@@ -75,7 +65,7 @@ _LLAMA_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
 
 VLLM = Dialect(
     "vllm",
-    {**_EXTRAS, **_GUIDED},
+    {**VLLM_NAMES, **_GUIDED},
     _NEUTRAL,
     schema_on_completions=True,
     takes_options=True,
@@ -89,7 +79,7 @@ VLLM = Dialect(
 )
 SGLANG = Dialect(
     "sglang",
-    {**_EXTRAS, "regex": "regex", "choices": "regex"},
+    {**VLLM_NAMES, "regex": "regex", "choices": "regex"},
     _NEUTRAL,
     schema_on_completions=True,
     takes_options=True,

@@ -31,6 +31,7 @@ from parrot.gateway.vendors.openai_fields import (
     Metadata,
     call_rules,
     chained,
+    sampling_fields,
     shown,
 )
 from parrot.gateway.vendors.parts import AnswerEnd, Likelihoods, Part, read_all, stream_parts
@@ -161,15 +162,13 @@ class MessagesRequest(CountRequest, ChainedFields):
 
     def sampling(self) -> SamplingConfig:
         form = None if self.output_config is None else self.output_config.format
-        given = {
-            "json_schema": None if form is None else form.json_schema,
-            "max_gen_length": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop_str": self.stop_sequences or None,
-        }
-        return parse_payload(SamplingConfig, {k: v for k, v in given.items() if v is not None})
+        given = sampling_fields(
+            self,
+            stop_str=self.stop_sequences or None,
+            max_gen_length=self.max_tokens,
+            json_schema=None if form is None else form.json_schema,
+        )
+        return parse_payload(SamplingConfig, given)
 
     @property
     def may_call_many(self) -> bool:

@@ -32,6 +32,8 @@ from parrot.protocol.fields import (
 )
 from parrot.protocol.public import Timeout, VarGetResponse
 from parrot.protocol.sampling import (
+    OPENAI_NAMES,
+    VLLM_NAMES,
     Choices,
     GenLength,
     Grammar,
@@ -280,31 +282,32 @@ class GenerationFields(CommonFields):
     ) -> list[SamplingConfig]:
         """One for each choice, or so many; seeded ones differ in their seeds. `logprobs`: of so
         many likely tokens. Raises `ValidationFailed` naming the field of `SamplingConfig`."""
-        given: dict[str, Any] = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": None if self.top_k in (0, -1) else self.top_k,
-            "min_p": self.min_p,
-            "max_gen_length": DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
-            "ignore_tokenizer_eos": self.ignore_eos,
-            "stop_token_ids": self.stop_token_ids,
-            "stop_str": self.stop or None,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias or None,
-            "logprobs": logprobs,
-        }
-        given |= self._constraint()
+        given = sampling_fields(
+            self,
+            top_k=None if self.top_k in (0, -1) else self.top_k,
+            max_gen_length=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            logprobs=logprobs,
+            **self._constraint(),
+        )
         count = self.n or 1 if count is None else count
         seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(count)]
         return [
-            parse_payload(
-                SamplingConfig,
-                {k: v for k, v in (given | {"seed": seed}).items() if v is not None},
-            )
+            parse_payload(SamplingConfig, given if seed is None else given | {"seed": seed})
             for seed in seeds
         ]
+
+
+def sampling_fields(request: ChainedFields, **given: Any) -> dict[str, Any]:
+    """The fields of `SamplingConfig` that a request sets by these names, unless they are `given`;
+    None stands for what is not set, as do no stop strings and no biases."""
+    names = {**OPENAI_NAMES, **VLLM_NAMES}
+    found = {ours: getattr(request, names[ours], None) for ours in names.keys() - given.keys()}
+    is_set = {
+        name: value
+        for name, value in found.items()
+        if value is not None and (value or name not in ("stop_str", "logit_bias"))
+    }
+    return is_set | {name: value for name, value in given.items() if value is not None}
 
 
 def _set(fields: Json) -> Json:

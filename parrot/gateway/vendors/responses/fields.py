@@ -30,6 +30,7 @@ from parrot.gateway.vendors.openai_fields import (
     call_rules,
     chosen_tool,
     constraint,
+    sampling_fields,
     shown,
     text_of,
 )
@@ -348,15 +349,13 @@ class ResponseRequest(CommonFields):
             raise InvalidRequest("a background response must be stored", param="store")
 
     def sampling(self) -> SamplingConfig:
-        given = {
-            "max_gen_length": self.max_output_tokens or DEFAULT_MAX_TOKENS,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "ignore_tokenizer_eos": self.ignore_eos,
-            "logprobs": self.num_logprobs,
-        }
-        given |= constraint(None if self.text is None else _format(self.text.format))
-        return parse_payload(SamplingConfig, {k: v for k, v in given.items() if v is not None})
+        given = sampling_fields(
+            self,
+            max_gen_length=self.max_output_tokens or DEFAULT_MAX_TOKENS,
+            logprobs=self.num_logprobs,
+            **constraint(None if self.text is None else _format(self.text.format)),
+        )
+        return parse_payload(SamplingConfig, given)
 
     def template_options(self) -> Json:
         """The variables of the chat template beside the messages."""
