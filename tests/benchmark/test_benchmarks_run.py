@@ -23,15 +23,15 @@ TINY = {
     "bench_simulation": ["--engines 2 --tasks 10"],
     "bench_scheduler": ["--engines 2 --tasks 20"],
     "bench_tenants": ["--crowd 150 --settle 0.5 --turns 1 --kinds latency --queries 100"],
-    "scale.bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
-    "scale.bench_size": ["--engines 2 --calls 20 --sessions 2"],
-    "scale.simulate": [
+    "tests.scale.bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
+    "tests.scale.bench_size": ["--engines 2 --calls 20 --sessions 2"],
+    "tests.scale.simulate": [
         "--part division --shards 4 --tenants 9",
         "--part windows --shards 3 --sampled 2 --engines 1 --tenants 3 --warm_up 3 --measured 3",
         "--part fullest --shards 3 --engines 1 --tenants 5 --warm_up 3 --measured 3",
         "--part failures --shards 1 --engines 2 --tenants 3 --warm_up 3 --measured 3",
     ],
-    "scale.day": [
+    "tests.scale.day": [
         "--part hours --shards 2 --engines 1 --tenants 3 --hour_s 3 --first 9 --last 11",
         "--part division --shards 3 --engines 1 --tenants 3 --hour_s 5",
         "--part takeover --shards 1 --engines 2 --tenants 3 --warm_up 3 --measured 10 --down 2",
@@ -42,7 +42,7 @@ TINY = {
         "--counted 20 --sessions 2 --concurrency 2 --turns 2 --scraped-turns 2 --step-s 0.001"
     ],
     "bench_page": ["--viewers 1 --concurrency 2 --calls 10 --turns 2 --step-s 0.001"],
-    "agents.bench_replay": [
+    "benchmark.agents.bench_replay": [
         "--rows lru all --agents 3 --scale 0.02 --warm-up 20 --duration 60",
     ],
     "bench_streams": ["--streams 3 --tokens 64 --rounds 1"],
@@ -53,7 +53,7 @@ COMMANDS = [(module, command) for module, commands in TINY.items() for command i
 @pytest.mark.parametrize(("module", "command"), COMMANDS)
 def test_a_tiny_run_gives_a_report(module, command, tmp_path):
     path = tmp_path / "result.json"
-    name = f"benchmark.{module}" if "." in module else f"benchmark.serve.{module}"
+    name = module if "." in module else f"benchmark.serve.{module}"
     importlib.import_module(name)
     run(name, [*command.split(), "--output", str(path)])
     report = json.loads(path.read_text())

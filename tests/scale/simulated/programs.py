@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmark.agents.replay import MIN_OUTPUT, Recorded, recorded_sessions
-from benchmark.scale.simulated.traffic import App, Kind, Start
 from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
@@ -20,6 +19,7 @@ from parrot.protocol.public import (
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import placeholder
 from parrot.serve.core import ServeCore
+from tests.scale.simulated.traffic import App, Kind, Start
 
 SCALE = 0.25  # of the lengths of recorded agents, as in the replay that was measured
 _MAX_LEN = 32_000

@@ -1,6 +1,6 @@
 """Several ServeCores that share sessions out, with `sim` engines that cost nothing.
 
-    python -m benchmark.scale.bench_shards
+    python -m tests.scale.bench_shards
 
 One service alone and two shards take turns, so that all meet the same machine:
 

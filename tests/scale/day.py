@@ -1,9 +1,9 @@
-"""A day of the cluster that `benchmark.scale.simulate` has: night, morning, peak and evening.
+"""A day of the cluster that `tests.scale.simulate` has: night, morning, peak and evening.
 
-    python -m benchmark.scale.day --part hours
+    python -m tests.scale.day --part hours
 
 Sessions are what they are at the peak; how many begin follows the curves of
-`benchmark.scale.simulated.traffic`, one for each kind. An hour takes `--hour_s` seconds: with less
+`tests.scale.simulated.traffic`, one for each kind. An hour takes `--hour_s` seconds: with less
 than 3,600 it is sampled. Then agents come and go as it begins, its last two thirds count, and the
 caches go on from hour to hour. It begins an hour before the first that counts.
 
@@ -27,11 +27,13 @@ from unittest.mock import patch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from benchmark.scale.simulate import COSTS, OMNISCIENT, engine_config, kv_of
-from benchmark.scale.simulated.division import CALLS, Rule, divide, placed
-from benchmark.scale.simulated.shard import CORE, Outcome, simulate_on
-from benchmark.scale.simulated.summary import joined, summary
-from benchmark.scale.simulated.traffic import (
+from parrot.serve.execution.dispatcher import Returns
+from parrot.simulation.report import percentile
+from tests.scale.simulate import COSTS, OMNISCIENT, engine_config, kv_of
+from tests.scale.simulated.division import CALLS, Rule, divide, placed
+from tests.scale.simulated.shard import CORE, Outcome, simulate_on
+from tests.scale.simulated.summary import joined, summary
+from tests.scale.simulated.traffic import (
     AGENT_S,
     PEAK,
     Day,
@@ -40,8 +42,6 @@ from benchmark.scale.simulated.traffic import (
     applications,
     starts,
 )
-from parrot.serve.execution.dispatcher import Returns
-from parrot.simulation.report import percentile
 
 PARTS = ("hours", "division", "takeover")
 RULES = (str(Rule.SHARDS), OMNISCIENT)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmark.scale.simulated.shard import Outcome
-from benchmark.scale.simulated.traffic import Kind
 from parrot.simulation.report import percentile
+from tests.scale.simulated.shard import Outcome
+from tests.scale.simulated.traffic import Kind
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from benchmark.scale.simulated.traffic import App, Kind, Start
 from parrot.gateway.shards import ShardLoad, homes
+from tests.scale.simulated.traffic import App, Kind, Start
 
 _LIFE_S = {Kind.CHAT: 85.0, Kind.MAP: 1.3, Kind.COPILOT: 2.3}
 """Of a session by the mean; an agent's seat is always taken."""

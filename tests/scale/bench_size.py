@@ -1,9 +1,9 @@
 """What one ServeCore takes, by the number of its engines.
 
-    python -m benchmark.scale.bench_size
+    python -m tests.scale.bench_size
 
   calls       CPU microseconds of a call by stage, of chats, map-reduce and calls with long shared
-              beginnings, as many for each engine as `benchmark.scale.simulate` has; `join`: of an
+              beginnings, as many for each engine as `tests.scale.simulate` has; `join`: of an
               engine that joins, with Python's collector as ServeCore has it
   heartbeats  of the same ServeCore: CPU microseconds of a request by its own app, without sockets:
               the mean, the median, and what the collector took of the mean; and its body's bytes
@@ -27,12 +27,6 @@ import orjson
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from benchmark.scale.simulate import COSTS, engine_config
-from benchmark.scale.simulated.programs import Session, Text
-from benchmark.scale.simulated.shard import CORE, Shard, Window
-from benchmark.scale.simulated.stages import MODEL, STAGES, Stages
-from benchmark.scale.simulated.summary import summary
-from benchmark.scale.simulated.traffic import CALLS_PER_S, PEAK, App, Kind, applications, starts
 from parrot.engine.config import RegisteredConfig
 from parrot.protocol.engine_api import HeartbeatRequest
 from parrot.protocol.serve_client import RegistrationClient
@@ -41,6 +35,12 @@ from parrot.serve.api.app import create_app
 from parrot.simulation import run_virtual
 from parrot.simulation.report import percentile
 from parrot.utils.collector import bounded_collections
+from tests.scale.simulate import COSTS, engine_config
+from tests.scale.simulated.programs import Session, Text
+from tests.scale.simulated.shard import CORE, Shard, Window
+from tests.scale.simulated.stages import MODEL, STAGES, Stages
+from tests.scale.simulated.summary import summary
+from tests.scale.simulated.traffic import CALLS_PER_S, PEAK, App, Kind, applications, starts
 
 CALLS_OF_ENGINE = 3
 TENANTS = 20

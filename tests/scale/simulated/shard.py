@@ -9,11 +9,6 @@ from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
-from benchmark.scale.simulated.engine import Counts, ModelledEngine, engine_info
-from benchmark.scale.simulated.journal import MemoryStorage, VirtualJournal
-from benchmark.scale.simulated.programs import Call, Client, Job
-from benchmark.scale.simulated.stages import MODEL, Stages
-from benchmark.scale.simulated.traffic import Start
 from parrot.engine.config import SimConfig
 from parrot.journal.replay import restore
 from parrot.protocol.engine_api import EngineInfo, RegisterRequest
@@ -26,6 +21,11 @@ from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.simulation import PATIENT, LoopClock, run_virtual
 from parrot.utils.clock import Clock
 from parrot.utils.collector import bounded_collections
+from tests.scale.simulated.engine import Counts, ModelledEngine, engine_info
+from tests.scale.simulated.journal import MemoryStorage, VirtualJournal
+from tests.scale.simulated.programs import Call, Client, Job
+from tests.scale.simulated.stages import MODEL, Stages
+from tests.scale.simulated.traffic import Start
 
 T = TypeVar("T")
 

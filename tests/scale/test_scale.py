@@ -7,13 +7,15 @@ from statistics import fmean
 
 import pytest
 
-from benchmark.scale.simulate import engine_config, kv_of
-from benchmark.scale.simulated.blocks import BlockPool
-from benchmark.scale.simulated.device import Device, Job
-from benchmark.scale.simulated.division import Rule, balance, divide
-from benchmark.scale.simulated.shard import Window, simulate, simulate_on
-from benchmark.scale.simulated.summary import joined, summary
-from benchmark.scale.simulated.traffic import (
+from parrot.protocol.engine_api import FillPiece
+from parrot.simulation import run_virtual
+from tests.scale.simulate import engine_config, kv_of
+from tests.scale.simulated.blocks import BlockPool
+from tests.scale.simulated.device import Device, Job
+from tests.scale.simulated.division import Rule, balance, divide
+from tests.scale.simulated.shard import Window, simulate, simulate_on
+from tests.scale.simulated.summary import joined, summary
+from tests.scale.simulated.traffic import (
     PEAK,
     RATES,
     SEATS,
@@ -23,8 +25,6 @@ from benchmark.scale.simulated.traffic import (
     loads_at,
     starts,
 )
-from parrot.protocol.engine_api import FillPiece
-from parrot.simulation import run_virtual
 
 APPS = applications(3, seed=1)
 HALF = dict.fromkeys(Kind, 0.5)

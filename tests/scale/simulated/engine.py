@@ -5,8 +5,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmark.scale.simulated.blocks import BlockPool
-from benchmark.scale.simulated.device import Device, Job
 from parrot.engine.config import SimConfig
 from parrot.engine.sim.runner import byte_tokenizer_response
 from parrot.protocol.engine_api import (
@@ -25,6 +23,8 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.engine_client import EngineClient, OnChunk
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.transport import Unreachable
+from tests.scale.simulated.blocks import BlockPool
+from tests.scale.simulated.device import Device, Job
 
 _TOKENIZER = byte_tokenizer_response()
 _TOKENIZER_ID = hashlib.sha256(_TOKENIZER.tokenizer_json.encode()).hexdigest()

@@ -8,9 +8,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from benchmark.scale.simulated.blocks import BlockPool
-from benchmark.scale.simulated.device import Device
-from benchmark.scale.simulated.programs import Session
 from parrot.serve.contexts.forecast import ReadyPrefixes
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.core import ServeCore
@@ -19,6 +16,9 @@ from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.activation import Activation
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
+from tests.scale.simulated.blocks import BlockPool
+from tests.scale.simulated.device import Device
+from tests.scale.simulated.programs import Session
 
 MODEL = "model"
 """What is not ServeCore's: engines and programs."""

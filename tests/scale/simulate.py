@@ -1,6 +1,6 @@
 """Thousands of engines in virtual time: the real ServeCore, modelled engines and a day's programs.
 
-    python -m benchmark.scale.simulate --part windows
+    python -m tests.scale.simulate --part windows
 
 The cluster has `--shards` ServeCores with `--engines` engines each: H200s with an 8B model, by the
 costs that were fitted to measured steps, with a quarter of their KV for agents a quarter as long.
@@ -30,10 +30,13 @@ from unittest.mock import patch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from benchmark.scale.simulated.division import Divided, Rule, balance, divide
-from benchmark.scale.simulated.shard import CORE, Outcome, Window, simulate
-from benchmark.scale.simulated.summary import joined, summary
-from benchmark.scale.simulated.traffic import (
+from benchmark.simulated import ENGINES, changed, sim_engine
+from parrot.engine.config import SimConfig
+from parrot.serve.contexts.index import Room
+from tests.scale.simulated.division import Divided, Rule, balance, divide
+from tests.scale.simulated.shard import CORE, Outcome, Window, simulate
+from tests.scale.simulated.summary import joined, summary
+from tests.scale.simulated.traffic import (
     PEAK,
     App,
     Kind,
@@ -43,9 +46,6 @@ from benchmark.scale.simulated.traffic import (
     loads_at,
     starts,
 )
-from benchmark.simulated import ENGINES, changed, sim_engine
-from parrot.engine.config import SimConfig
-from parrot.serve.contexts.index import Room
 
 COSTS = ENGINES / "sim_llama_3_1_8b.json"
 PARTS = ("division", "windows", "fullest", "failures")
