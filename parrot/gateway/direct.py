@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from parrot.gateway.conversation import prompt_tokens
+from parrot.gateway.transcript import prompt_tokens
 from parrot.protocol.engine_api import CHARS_PER_TOKEN, EmbedRequest, ScoreRequest
 from parrot.protocol.errors import (
     InvalidRequest,

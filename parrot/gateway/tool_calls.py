@@ -32,10 +32,20 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from parrot.gateway.answers import AnswerParser, PlainParser, TaggedParser, ToolCall, WholeParser
-from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.sampling import MAX_GRAMMAR
+from parrot.gateway.answers import (
+    AnswerParser,
+    PlainParser,
+    ReasoningParser,
+    TaggedParser,
+    ToolCall,
+    WholeParser,
+)
+from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.sampling import CONSTRAINTS, MAX_GRAMMAR, SamplingConfig
+from parrot.serve.prompts.encode import ModelTokenizer
 from parrot.utils.json_schemas import exact_schema
+
+_FREE = dict.fromkeys(CONSTRAINTS)
 
 _MAX_NAME = 100
 
@@ -519,3 +529,62 @@ def tool_family(template: str) -> Family | None:
         return None
     families = (f for f in _FAMILIES if all(mark in template for mark in f.marks))
     return next(families, None)
+
+
+def answer_parser(
+    tools: Sequence[Mapping[str, Any]], model: str, tokenizer: ModelTokenizer | None
+) -> Callable[[], AnswerParser]:
+    """Makes parsers of answers that may call the tools. Raises `UnsupportedField` if it is not
+    known how the model calls them."""
+    functions = [tool.get("function", {}) for tool in tools]
+    return partial(_family(model, tokenizer).make_parser, functions)
+
+
+def constrained_calls(
+    samplings: Sequence[SamplingConfig],
+    rules: CallRules,
+    model: str,
+    tokenizer: ModelTokenizer | None,
+) -> Sequence[SamplingConfig]:
+    """The samplings of answers whose calls obey the rules; what constrains them already is for
+    answers that call nothing. Raises `UnsupportedField` and `InvalidRequest`."""
+    return [_constrained(sampling, rules, model, tokenizer) for sampling in samplings]
+
+
+def _constrained(
+    sampling: SamplingConfig, rules: CallRules, model: str, tokenizer: ModelTokenizer | None
+) -> SamplingConfig:
+    if not rules.constrains and sampling.json_schema is None:
+        return sampling
+    if sampling.constraint not in (None, "json_schema") and not rules.must_call:
+        raise UnsupportedField(
+            f"an answer with `{sampling.constraint}` cannot call strict tools", param="tools"
+        )
+    schema = sampling.json_schema
+    if isinstance(schema, str):
+        raise UnsupportedField("with tools a schema must be an object", param="response_format")
+    markup = _family(model, tokenizer).markup
+    if markup is None:
+        raise UnsupportedField(f"calls of tools by `{model}` cannot be enforced", param="tools")
+    grammar = call_grammar(markup, rules, schema)
+    return sampling.model_copy(update=_FREE | {"grammar": grammar})
+
+
+def _family(model: str, tokenizer: ModelTokenizer | None) -> Family:
+    chat = None if tokenizer is None else tokenizer.chat
+    family = None if chat is None else tool_family(chat.source)
+    if family is None:
+        raise UnsupportedField(f"it is not known how `{model}` calls tools", param="tools")
+    return family
+
+
+def served_parser(rules: CallRules | None, *, may_reason: bool) -> Callable[[], AnswerParser]:
+    """Makes parsers of answers."""
+
+    def make() -> AnswerParser:
+        parser: AnswerParser = PlainParser()
+        if rules is not None:
+            parser = TaggedParser("<tool_call>", "</tool_call>", read_json)
+        return ReasoningParser(parser) if may_reason else parser
+
+    return make

@@ -18,22 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from parrot.gateway.answers import AnswerParser, FirstCallParser
-from parrot.gateway.conversation import (
-    Body,
-    TokenPrompt,
-    answer_parser,
-    constrained_calls,
-    prompt_of_tokens,
-    prompt_tokens,
-    reasoning_parser,
-    require_fits,
-    served_body,
-    served_parser,
-    served_transcript,
-    text_of_tokens,
-    transcript_of,
-)
+from parrot.gateway.answers import AnswerParser, FirstCallParser, PlainParser, with_reasoning
 from parrot.gateway.programs import (
     Endings,
     PrefixDoctor,
@@ -41,8 +26,22 @@ from parrot.gateway.programs import (
     PromptPlace,
     ShownPrompt,
 )
-from parrot.gateway.tool_calls import CallRules
-from parrot.gateway.transcript import Message, Transcript, mark_places, put_variables
+from parrot.gateway.tool_calls import CallRules, answer_parser, constrained_calls, served_parser
+from parrot.gateway.transcript import (
+    Body,
+    Message,
+    TokenPrompt,
+    Transcript,
+    mark_places,
+    prompt_of_tokens,
+    prompt_tokens,
+    put_variables,
+    require_fits,
+    served_body,
+    served_transcript,
+    text_of_tokens,
+    transcript_of,
+)
 from parrot.protocol.errors import InvalidRequest, NotFound
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
@@ -449,11 +448,15 @@ def rendered(
 ) -> Rendered:
     """The request's turn with this prompt. Raises `UnsupportedField` and `InvalidRequest`."""
     options, model = request.options, request.model
-    make_parser = answer_parser(options, model, tokenizer)
-    samplings = constrained_calls(request.samplings, request.calls, model, tokenizer)
+    make_parser: Callable[[], AnswerParser] = PlainParser
+    if tools := options.get("tools"):
+        make_parser = answer_parser(tools, model, tokenizer)
+    samplings = request.samplings
+    if request.calls is not None:
+        samplings = constrained_calls(samplings, request.calls, model, tokenizer)
     shown = transcript_of(prompt, options, model, tokenizer)
-    if request.may_reason:
-        make_parser = reasoning_parser(make_parser, shown.text, tokenizer)
+    if request.may_reason and tokenizer is not None and tokenizer.chat is not None:
+        make_parser = with_reasoning(make_parser, tokenizer.chat.source, shown.text)
     return Rendered(shown, samplings, make_parser)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from parrot.gateway.conversation import transcript_of
+from parrot.gateway.transcript import transcript_of
 
 GPT_4 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -46,7 +46,7 @@ TOKENIZERS = {
 
 
 def parts(text: str) -> list[str]:
-    with patch("parrot.gateway.conversation._PART", 4):
+    with patch("parrot.gateway.transcript._PART", 4):
         return [piece.text for piece in transcript_of(text, {}, "m", None).pieces()]
 
 

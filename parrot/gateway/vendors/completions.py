@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Discriminator, Field, Tag
 
-from parrot.gateway.conversation import TokenPrompt
 from parrot.gateway.direct import DirectRequests
+from parrot.gateway.transcript import TokenPrompt
 from parrot.gateway.turns import Turn, TurnRequest, Turns
 from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
 from parrot.gateway.vendors.errors import openai_error
