@@ -227,7 +227,7 @@ class ModelRunner:
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device)
         copies = self._cache.host_copies(options.num_host_blocks)
-        self._copies = copies if unit is None else RankCopies(copies, unit)
+        self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         self._info = runner_info(
             model,
             self._cache,
@@ -289,7 +289,8 @@ class ModelRunner:
     @torch.inference_mode()
     def compute(self, step: RankStep) -> None:
         """Do what the ranks besides rank 0 do for a step."""
-        self._copies.follow(step.transfers)
+        if self._copies is not None:
+            self._copies.follow(step.transfers)
         self._compute(step)
 
     def _compute(self, step: RankStep) -> torch.Tensor | None:
@@ -322,9 +323,11 @@ class ModelRunner:
         return self._model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
+        assert self._copies is not None, "there is no host tier"
         self._copies.transfer(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
+        assert self._copies is not None, "there is no host tier"
         return self._copies.landed(wait=wait)
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:

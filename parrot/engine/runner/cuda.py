@@ -119,7 +119,7 @@ class CudaRunner:
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
         copies = self._cache.host_copies(options.num_host_blocks)
-        self._copies = copies if unit is None else RankCopies(copies, unit)
+        self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         layer_weights = spec.num_layer_weights
         mixed = mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
         self._info = runner_info(
@@ -183,15 +183,18 @@ class CudaRunner:
         except BaseException:
             self.computer.close()  # or the communicator, which waits for its graphs, would not end
             raise
-        report("trying copies to the host")
-        self._copies.warm_up(self._cache.num_blocks - 1)
+        if self._copies is not None:
+            report("trying copies to the host")
+            self._copies.warm_up(self._cache.num_blocks - 1)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
+        assert self._copies is not None, "there is no host tier"
         with together(self._unit):
             wait((self._launching,))
             self._copies.transfer(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
+        assert self._copies is not None, "there is no host tier"
         return self._copies.landed(wait=wait)
 
     @torch.inference_mode()
@@ -203,7 +206,8 @@ class CudaRunner:
             with noticing_loss(self._device), together(self._unit):
                 if plan.num_tokens:
                     return self._launch(plan, None).wait()
-                self._copies.guard(plan)
+                if self._copies is not None:
+                    self._copies.guard(plan)
                 inputs = self._inputs.build(plan)
                 self._tell(RankStep(plan.copies, inputs, None, None, needs_logits=False))
                 self._cache.prepare(plan.copies)
@@ -230,7 +234,8 @@ class CudaRunner:
     def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched:
         if self._launching.exception() is not None:  # of the step before, now that it is launched
             self._inputs.forget()
-        self._copies.guard(plan)
+        if self._copies is not None:
+            self._copies.guard(plan)
         self._cache.prepare(plan.copies)
         inputs = self._inputs.build(plan)
         work = self.planner.plan(inputs.versions, inputs.step, inputs.rows)
@@ -257,7 +262,8 @@ class CudaRunner:
     @torch.inference_mode()
     def compute(self, step: RankStep) -> None:
         """Launch what the ranks besides rank 0 do for a step."""
-        self._copies.follow(step.transfers)
+        if self._copies is not None:
+            self._copies.follow(step.transfers)
         self._cache.prepare(step.copies)
         if step.work is not None:
             planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)

@@ -112,9 +112,11 @@ class KVCache:
         With `paged`, `t[l, i, :, b]` is contiguous."""
         return (self.pool,) if self.exponents is None else (self.pool, self.exponents)
 
-    def host_copies(self, num_slots: int) -> HostCopies:
-        """Make a host tier of so many slots; with 0 there is nothing to copy."""
-        if num_slots and self._paged and self.pool.is_cuda:
+    def host_copies(self, num_slots: int) -> HostCopies | None:
+        """Make a host tier of so many slots; None if there is to be none."""
+        if not num_slots:
+            return None
+        if self._paged and self.pool.is_cuda:
             from parrot.engine.runner.host.cuda import CudaCopies  # imports triton
 
             return CudaCopies(self.block_tensors, self.layout.block_size, num_slots)
