@@ -302,17 +302,30 @@ class BlockPool:
                     self._free.append(block)
             self.shares.forget_if_gone(group)
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Let a block in use be found by `key`, unless another one is found by it already."""
+    def publish(self, block: int, key: bytes) -> int:
+        """Let a block in use be found by `key`, unless it has another one, or another block is
+        found by it already: then return that one."""
         assert self._refs[block] > 0, f"block {block} is free and cannot be published"
-        if key not in self._by_key and self._keys[block] is None:
+        if (known := self._by_key.get(key)) is not None:
+            return known
+        if self._keys[block] is None:
             self._by_key[key] = block
             self._keys[block] = key
             if self.watcher is not None:
                 self.watcher.published(block, key)
+        return block
 
     def find(self, key: bytes) -> int | None:
         return self._by_key.get(key)
+
+    def find_run(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of these keys, as far as they are found without a gap."""
+        found = []
+        for key in keys:
+            if (block := self._by_key.get(key)) is None:
+                break
+            found.append(block)
+        return found
 
     def forget(self, blocks: Iterable[int]) -> None:
         """These blocks must not be found any more: what they hold changes."""

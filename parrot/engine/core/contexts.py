@@ -168,12 +168,8 @@ class ContextTree:
         if self.next_key(context) is None:
             return 0
         first = context.num_computed // self.block_size
-        found = []
-        for key in context.keys[first : len(context.token_ids) // self.block_size]:
-            if (block := self.pool.find(key)) is None:
-                break
-            found.append(block)
-        if not found:
+        num_full = len(context.token_ids) // self.block_size
+        if not (found := self.pool.find_run(context.keys[first:num_full])):
             return 0
         before = context.num_computed
         self.pool.share(found)
@@ -186,13 +182,15 @@ class ContextTree:
     def num_to_compute(self, context: Context, elsewhere: Container[bytes] = ()) -> int:
         """Tokens that the context misses, without those whose KV is published, or has a key that is
         found `elsewhere`."""
-        num_found = 0
-        if self.next_key(context) is not None:
-            for key in context.keys[context.num_computed // self.block_size :]:
-                if self.pool.find(key) is None and key not in elsewhere:
-                    break
-                num_found += self.block_size
-        return max(1, context.num_missing - num_found)
+        if self.next_key(context) is None:
+            return max(1, context.num_missing)
+        keys = context.keys[context.num_computed // self.block_size :]
+        num_found = len(self.pool.find_run(keys))
+        for key in keys[num_found:]:
+            if key not in elsewhere and self.pool.find(key) is None:
+                break
+            num_found += 1
+        return max(1, context.num_missing - num_found * self.block_size)
 
     def publish(self, context: Context) -> None:
         """Let the context's full computed blocks be adopted. Where others hold the same, these
@@ -203,10 +201,7 @@ class ContextTree:
         self._hasher.extend(context.keys, context.root, context.token_ids, num_full)
         for index in range(context.num_published, num_full):
             own, key = context.block_ids[index], context.keys[index]
-            published = self.pool.find(key)
-            if published is None:
-                self.pool.publish(own, key)
-            elif published != own:
+            if (published := self.pool.publish(own, key)) != own:
                 self.pool.share((published,))
                 self.pool.release((own,))
                 context.block_ids[index] = published

@@ -299,7 +299,7 @@ class EngineCore:
             began = max(step.planned_at, launched_at, self._last_step_ended)
             num_others = step.num_fill_tokens + step.num_background_tokens
             self._drafter.costs.stepped(now - began, len(step.jobs), step.num_drafts, num_others)
-        self._count_step(step, now - max(step.planned_at, self._last_step_ended))
+        self._count_steps(step, (now - max(step.planned_at, self._last_step_ended),))
         self._last_step_ended = now
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
             if job.has_ended:
@@ -353,15 +353,16 @@ class EngineCore:
             context.num_computed += num_steps
             context.token_ids.extend(tokens[job.job_id])
             generation.push_all(tokens[job.job_id])
-        for elapsed_s in step_seconds:
-            self._count_step(step, elapsed_s)
+        self._count_steps(step, step_seconds)
 
-    def _count_step(self, step: Step, elapsed_s: float) -> None:
+    def _count_steps(self, step: Step, step_seconds: Sequence[float]) -> None:
+        """Count steps like this one that are over."""
         num_prompt_tokens = step.num_fill_tokens + step.num_background_tokens
-        self._totals.add(len(step.jobs), num_prompt_tokens)
-        self._costs.count(step.plan.sequences, num_prompt_tokens + step.num_drafts, elapsed_s)
-        self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
-        self._scheduler.stepped(step, elapsed_s)
+        self._totals.add(len(step_seconds), len(step.jobs), num_prompt_tokens)
+        self._costs.count(step.plan.sequences, num_prompt_tokens + step.num_drafts, step_seconds)
+        for elapsed_s in step_seconds:
+            self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
+        self._scheduler.stepped(step, step_seconds)
 
     def _take_tokens_of(
         self, job: Job, token_ids: Sequence[int], scores: TokenScores | None, now: float
@@ -413,7 +414,7 @@ class EngineCore:
             recent_average_latency=self._latency_ns,
             num_steps=self._totals.num_steps,
             costs=costs if host is None else host.with_copies(costs),
-            host_tier=None if host is None else host.info(),
+            host_tier=None if host is None else host.tier.info(),
             num_ranks=self.info.num_ranks,
             prompt_tokens=self.requests.prompts.payload(),
         )

@@ -17,7 +17,7 @@ may be given away.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
@@ -28,7 +28,7 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, IdleContexts, drop_kv
 from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
-from parrot.engine.core.plan import PENDING, BlockCopy, StepPlan
+from parrot.engine.core.plan import PENDING, BlockCopy, SequenceStep, StepPlan
 from parrot.engine.core.shares import TenantBudgets, TenantShare
 from parrot.engine.core.step_costs import StepCostMeter
 
@@ -65,19 +65,20 @@ class BackgroundPace:
         """A step in which jobs generate has so many background tokens."""
         self._has_paused = not num_background  # else nobody would know what steps cost without
 
-    def stepped(self, elapsed_s: float, num_background: int, share: float) -> None:
-        """A step is over in which jobs generated and so many background tokens were computed, and
+    def stepped(self, step_seconds: Sequence[float], num_background: int, share: float) -> None:
+        """Steps are over in which jobs generated and so many background tokens were computed, and
         nothing else. `share`: how much longer such steps may become on average."""
-        if not num_background:
-            before = elapsed_s if self._decode_s is None else self._decode_s
-            self._decode_s = before + _SMOOTHING * (elapsed_s - before)
-        if self._decode_s is None:
-            return
-        earned_s = share * self._decode_s
-        spent_s = max(0.0, elapsed_s - self._decode_s) if num_background else 0.0
-        self._credit_s = min(earned_s, self._credit_s + earned_s - spent_s)
-        if num_background:
-            self._resize(num_background, spent_s / self._decode_s)
+        for elapsed_s in step_seconds:
+            if not num_background:
+                before = elapsed_s if self._decode_s is None else self._decode_s
+                self._decode_s = before + _SMOOTHING * (elapsed_s - before)
+            if self._decode_s is None:
+                continue
+            earned_s = share * self._decode_s
+            spent_s = max(0.0, elapsed_s - self._decode_s) if num_background else 0.0
+            self._credit_s = min(earned_s, self._credit_s + earned_s - spent_s)
+            if num_background:
+                self._resize(num_background, spent_s / self._decode_s)
 
     def _resize(self, num_tokens: int, longer: float) -> None:
         if longer > _MUCH:
@@ -86,30 +87,17 @@ class BackgroundPace:
             self._num_beside = min(self._num_beside * 2, self._chunk_size)
 
 
-class JobQueue:
-    """Jobs in order of their keys. A job's key must not change while it is in a queue."""
-
-    def __init__(self) -> None:
-        self._jobs: list[Job] = []
-
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def __iter__(self) -> Iterator[Job]:
-        """A snapshot, so the loop may change the queue."""
-        return iter(self._jobs[:])
-
-    def __contains__(self, job: Job) -> bool:
-        at = bisect_left(self._jobs, job.key, key=_KEY)
-        return at < len(self._jobs) and self._jobs[at] is job
+class JobQueue(list[Job]):
+    """Jobs in order of their keys. A job's key must not change while it is in a queue. A loop that
+    changes the queue runs over a copy."""
 
     def add(self, job: Job) -> None:
-        insort(self._jobs, job, key=_KEY)
+        insort(self, job, key=_KEY)
 
     def remove(self, job: Job) -> None:
-        at = bisect_left(self._jobs, job.key, key=_KEY)
-        assert self._jobs[at] is job, f"job {job.job_id} is not in the queue"
-        del self._jobs[at]
+        at = bisect_left(self, job.key, key=_KEY)
+        assert self[at] is job, f"job {job.job_id} is not in the queue"
+        del self[at]
 
 
 POLICIES: dict[str, Callable[[Job], tuple[int, ...]]] = {
@@ -155,7 +143,7 @@ class LocalScheduler:
     is `admitted` while its context holds blocks for all its known tokens.
 
     Room for KV is taken in this order: free blocks, KV of idle contexts but for what is protected
-    (fair/kv_shares.py), KV of jobs with a later key (they are no longer admitted, and compute it
+    (shares.py), KV of jobs with a later key (they are no longer admitted, and compute it
     again), what is protected. So the first job never waits for room, and every job becomes the
     first. Background jobs are the exception: they take free blocks only, give way before idle
     contexts do, and without room they are turned away."""
@@ -171,8 +159,8 @@ class LocalScheduler:
         self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
         self._tree = tree
         self._policy = POLICIES[limits.policy]
-        self._decoding, self._queue, self._background = JobQueue(), JobQueue(), JobQueue()
-        self._queues = (self._decoding, self._queue, self._background)
+        self.decoding, self._queue, self._background = JobQueue(), JobQueue(), JobQueue()
+        self._queues = (self.decoding, self._queue, self._background)
         self._pace = BackgroundPace(limits.background_chunk_size)
         self._turned_away: list[Job] = []
         self._num_decodes = 0
@@ -193,24 +181,19 @@ class LocalScheduler:
     @property
     def num_admitted(self) -> int:
         queues = (self._queue, self._background)
-        return len(self._decoding) + sum(job.is_admitted for queue in queues for job in queue)
-
-    @property
-    def decoding(self) -> JobQueue:
-        """The jobs that generate."""
-        return self._decoding
+        return len(self.decoding) + sum(job.is_admitted for queue in queues for job in queue[:])
 
     def num_sure_steps(self, token_ids: Collection[int]) -> int:
         """How many steps from now on are sure to give the same jobs a token each, and to end none,
         if nothing is asked meanwhile and what is sampled is among `token_ids`."""
         is_limited = self._limits.max_total_tokens is not None
-        if not self._decoding or self._queue or self._background or is_limited:
+        if not self.decoding or self._queue or self._background or is_limited:
             return 0
         if self._budgets is not None and self._budgets.are_bound:
             return 0
-        room = self._tree.pool.num_free // len(self._decoding) - 1  # one may have to be copied
+        room = self._tree.pool.num_free // len(self.decoding) - 1  # one may have to be copied
         num_steps = room * self._tree.block_size
-        for job in self._decoding:
+        for job in self.decoding:
             if job.generation is None or not job.generation.is_unmoved_by(token_ids):
                 return 0
             num_steps = min(num_steps, job.generation.num_left - 1)
@@ -235,7 +218,7 @@ class LocalScheduler:
         """One more job comes, while all others are of the first tenant. One whose steps may grow as
         they like, and that has no job any more, is as if it had not been here."""
         first = self._first_tenant
-        if first is None or (first.tenant != share.tenant and not self._is_guarded(first)):
+        if first is None or (first.tenant != share.tenant and self._is_forgotten(first)):
             self._first_tenant, self._most_jobs = share, 1
         elif first.tenant == share.tenant:
             if share.step_growth is None:
@@ -246,8 +229,8 @@ class LocalScheduler:
             self._budgets = TenantBudgets(self._costs, self._tree.block_size)
             self._budgets.was_here(first, self.num_jobs, self._most_jobs, self._planned_at)
 
-    def _is_guarded(self, first: TenantShare) -> bool:
-        return self.num_jobs > 0 or first.step_growth is not None
+    def _is_forgotten(self, first: TenantShare) -> bool:
+        return self.num_jobs == 0 and first.step_growth is None
 
     def remove(self, job: Job) -> None:
         """A job that has ended. Its context keeps its KV."""
@@ -265,7 +248,7 @@ class LocalScheduler:
             job.is_decoding = True
             job.place = 0
             job.key = self._policy(job)
-            self._decoding.add(job)
+            self.decoding.add(job)
 
     def reprioritise(self, job: Job, priority: int) -> None:
         self._queue_of(job).remove(job)
@@ -275,7 +258,7 @@ class LocalScheduler:
 
     def _queue_of(self, job: Job) -> JobQueue:
         if job.is_decoding:
-            return self._decoding
+            return self.decoding
         return self._background if job.is_background else self._queue
 
     def take_turned_away(self) -> list[Job]:
@@ -293,16 +276,16 @@ class LocalScheduler:
 
     def _readmit(self, job: Job) -> None:
         if job.is_decoding:
-            self._decoding.remove(job)
+            self.decoding.remove(job)
             job.is_decoding = False
             self._queue.add(job)
         job.is_admitted = False
 
-    def stepped(self, step: Step, elapsed_s: float) -> None:
-        """A step is over."""
+    def stepped(self, step: Step, step_seconds: Sequence[float]) -> None:
+        """Count steps like this one that are over."""
         if step.num_decodes and not step.num_fill_tokens:
             share = self._background_share()
-            self._pace.stepped(elapsed_s, step.num_background_tokens, share)
+            self._pace.stepped(step_seconds, step.num_background_tokens, share)
 
     def _background_share(self) -> float:
         """The share that the first background job may take, within the engine's limit."""
@@ -313,7 +296,7 @@ class LocalScheduler:
     def schedule(self, now: float, drafts: Drafts = NO_DRAFTS) -> Step | None:
         """The next step, or None when no job can run. `drafts`: of jobs that generate and await no
         token; taken as far as there is room for them that nobody else needs."""
-        going_on = [job for job in self._decoding if job.awaits_token and job.may_go_on]
+        going_on = [job for job in self.decoding if job.awaits_token and job.may_go_on]
         for job in going_on:
             job.context.token_ids.append(PENDING)
         try:
@@ -333,14 +316,14 @@ class LocalScheduler:
         self._num_background_tokens = 0
         self._planned_at = now
         if (budgets := self._budgets) is not None:
-            budgets.begin(now, self._decoding)
-        for job in self._decoding:
+            budgets.begin(now, self.decoding)
+        for job in self.decoding[:]:
             missing = job.context.num_missing if budgets is None else budgets.num_tokens(job)
             if job.is_admitted and missing and self._has_place(job):
                 self._take(job, 1)
         self._num_decodes = len(self._shares)
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
-        for job in self._queue:
+        for job in self._queue[:]:
             budget = self._fill_budget(job)
             if not budget:
                 break
@@ -367,7 +350,7 @@ class LocalScheduler:
     def _fill_budget(self, job: Job) -> int:
         """Tokens that the step may still spend on `job`. Beside jobs of a higher priority that
         generate they are few: else these would get a token only once per long step."""
-        first = next(iter(self._decoding), None)
+        first = next(iter(self.decoding), None)
         if first is None or first.priority >= job.priority:
             return self._tokens_left
         left = self._limits.mixed_fill_tokens - self._fill_tokens_taken()
@@ -376,8 +359,8 @@ class LocalScheduler:
     def _plan_background(self) -> None:
         if self._turned_away:
             return
-        budget = min(self._pace.num_tokens(len(self._decoding)), self._tokens_left)
-        for job in self._background:
+        budget = min(self._pace.num_tokens(len(self.decoding)), self._tokens_left)
+        for job in self._background[:]:
             if not budget or not self._has_place(job):
                 return
             if not job.is_admitted and self._must_wait(job):
@@ -467,7 +450,7 @@ class LocalScheduler:
             if other.key > job.key and other.context.block_ids
         ]
         later.sort(key=attrgetter("key"), reverse=True)
-        is_first = all(next(iter(q), job).key >= job.key for q in (self._decoding, self._queue))
+        is_first = all(next(iter(q), job).key >= job.key for q in (self.decoding, self._queue))
         changed, has_room = self.idle.make_room(
             job.context, [other.context for other in later], num_blocks, is_first=is_first
         )
@@ -481,7 +464,7 @@ class LocalScheduler:
 
     def _gave_way(self, contexts: Collection[Context]) -> None:
         """These contexts have lost KV to a job: theirs get nothing of the step."""
-        decoding = [job for job in self._decoding if job in self._shares]
+        decoding = [job for job in self.decoding if job in self._shares]
         self.lost_kv(contexts)
         self._num_decodes -= sum(not job.is_decoding for job in decoding)
         for job in [context.jobs[0] for context in contexts if context.jobs]:
@@ -496,10 +479,13 @@ class LocalScheduler:
 
     def _build(self, num_fill_tokens: int, now: float) -> Step:
         size = self._tree.block_size
-        shares = self._shares.items()
-        sequences = [job.sequence(share.num_tokens, share.drafts, size) for job, share in shares]
-        copies = [copy for share in self._shares.values() for copy in share.copies]
-        num_drafts = sum([len(share.drafts) for share in self._shares.values()])
+        sequences: list[SequenceStep] = []
+        copies: list[BlockCopy] = []
+        num_drafts = 0
+        for job, share in self._shares.items():
+            sequences.append(job.sequence(share.num_tokens, share.drafts, size))
+            copies += share.copies
+            num_drafts += len(share.drafts)
         return Step(
             StepPlan(tuple(sequences), tuple(copies)),
             tuple(self._shares),
@@ -520,12 +506,12 @@ class LocalScheduler:
                 has_work = job.context.num_missing > 0 or job.awaits_token
                 assert has_work, f"job {job.job_id} has nothing to do"
                 assert job.is_background is (queue is self._background), job
-                assert job.is_decoding is (queue is self._decoding), job
+                assert job.is_decoding is (queue is self.decoding), job
         assert not self._turned_away, self._turned_away
         assert self.num_jobs == sum(len(queue) for queue in self._queues), self.num_jobs
         if self._budgets is not None:
             self._budgets.check_integrity(job for queue in self._queues for job in queue)
-        for job in self._decoding:
+        for job in self.decoding:
             num_missing = job.context.num_missing
             goes_on = num_missing == (0 if job.awaits_token else 1)
             assert goes_on, f"job {job.job_id} misses {num_missing} tokens"

@@ -34,10 +34,11 @@ class StepTotals:
     num_sequences: int = 0
     num_prompt_tokens: int = 0
 
-    def add(self, num_sequences: int, num_prompt_tokens: int) -> None:
-        self.num_steps += 1
-        self.num_sequences += num_sequences
-        self.num_prompt_tokens += num_prompt_tokens
+    def add(self, num_steps: int, num_sequences: int, num_prompt_tokens: int) -> None:
+        """Count steps, each with these."""
+        self.num_steps += num_steps
+        self.num_sequences += num_steps * num_sequences
+        self.num_prompt_tokens += num_steps * num_prompt_tokens
 
 
 class StepCostMeter:
@@ -60,18 +61,24 @@ class StepCostMeter:
         return self._recent
 
     def count(
-        self, sequences: Sequence[SequenceStep], num_prompt_tokens: int, seconds: float
+        self,
+        sequences: Sequence[SequenceStep],
+        num_prompt_tokens: int,
+        step_seconds: Sequence[float],
     ) -> None:
-        """Take in a step that has run."""
-        self._num_steps += 1
-        is_due = self._num_steps <= _OBSERVE_FIRST or self._num_steps % _OBSERVE_EVERY == 0
-        if self._known is None and is_due:
-            self._fit.observe(
-                seconds,
-                num_sequences=len(sequences),
-                num_tokens=self._unique_kv.count(sequences),
-                num_prompt_tokens=num_prompt_tokens,
-            )
+        """Take in steps like this one that have run."""
+        if self._known is not None:
+            self._num_steps += len(step_seconds)
+            return
+        for seconds in step_seconds:
+            self._num_steps += 1
+            if self._num_steps <= _OBSERVE_FIRST or self._num_steps % _OBSERVE_EVERY == 0:
+                self._fit.observe(
+                    seconds,
+                    num_sequences=len(sequences),
+                    num_tokens=self._unique_kv.count(sequences),
+                    num_prompt_tokens=num_prompt_tokens,
+                )
 
     def costs(self) -> StepCosts | None:
         """The costs; None before the first step. May be called from another thread."""
@@ -167,13 +174,15 @@ class UniqueKv:
     def count(self, sequences: Sequence[SequenceStep]) -> int:
         """Tokens that the attention of this step reads. Only the last block of a sequence may be
         partly filled, and nobody shares a block that is being written."""
-        tables = {s.context_id: s.block_ids for s in sequences}
+        tables: dict[int, Sequence[int]] = {}
+        unfilled, size = 0, self._block_size
+        for sequence in sequences:
+            tables[sequence.context_id] = sequence.block_ids
+            unfilled += len(sequence.block_ids) * size - sequence.end
         for context_id in self._tables.keys() - tables.keys():
             self._drop(self._tables.pop(context_id), 0)
         for context_id, table in tables.items():
             self._update(context_id, table)
-        size = self._block_size
-        unfilled = sum(len(s.block_ids) * size - s.end for s in sequences)
         return len(self._refs) * size - unfilled
 
     def _update(self, context_id: int, table: Sequence[int]) -> None:

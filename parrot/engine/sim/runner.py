@@ -121,7 +121,7 @@ class SimRunner:
             length, checksum = self._checksums[job_id]
             for _ in range(num_steps - 1):
                 checksum = zlib.crc32(_AS_BYTES[made[-1]], checksum)
-                made.append(token_after(checksum))
+                made.append(_LETTERS[checksum % len(_LETTERS)])  # as `token_after`
             self._checksums[job_id] = (length + num_steps - 1, checksum)
         return tokens
 
@@ -129,8 +129,11 @@ class SimRunner:
         """Seconds the step takes: see `SimInstance`. Generated tokens count as sequences."""
         costs, sequences = self._instance, plan.sequences
         prompts = [s for s in sequences if len(s.token_ids) > 1]
+        (decode_s,) = self.costs(plan, 1)
+        if not prompts:
+            return decode_s
         return (
-            self._decode_cost(len(sequences), self._num_read(sequences))
+            decode_s
             + costs.prefill_token_s * sum(len(s.token_ids) for s in prompts)
             + costs.prefill_pair_s * sum(len(s.token_ids) * (s.start + s.end) / 2 for s in prompts)
         )
@@ -139,11 +142,9 @@ class SimRunner:
         """Seconds of each of `num_steps` steps, of which `plan` is the first. All its sequences
         have one token."""
         count, num_read = len(plan.sequences), self._num_read(plan.sequences)
-        return [self._decode_cost(count, num_read + n * count) for n in range(num_steps)]
-
-    def _decode_cost(self, num_sequences: int, num_read: int) -> float:
-        costs = self._instance
-        return costs.step_s + costs.sequence_s * num_sequences + costs.context_token_s * num_read
+        first_s = self._instance.step_s + self._instance.sequence_s * count
+        token_s = self._instance.context_token_s
+        return [first_s + token_s * (num_read + n * count) for n in range(num_steps)]
 
     def _num_read(self, sequences: Sequence[SequenceStep]) -> int:
         if self._instance.shared_prefix:

@@ -122,7 +122,7 @@ async def test_whoever_continues_it_makes_it_normal_work():
 
 def step(pace: BackgroundPace, elapsed_s: float, num_tokens: int, share: float) -> None:
     pace.planned(num_tokens)
-    pace.stepped(elapsed_s, num_tokens, share)
+    pace.stepped([elapsed_s], num_tokens, share)
 
 
 def num_pauses(pace: BackgroundPace, share: float) -> int:

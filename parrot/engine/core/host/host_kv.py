@@ -6,7 +6,7 @@ from parrot.engine.core.contexts import ContextTree, IdleContexts
 from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.plan import StepPlan, TieredRunner
-from parrot.protocol.engine_api import HostTierInfo, StepCosts
+from parrot.protocol.engine_api import StepCosts
 
 
 class HostKv:
@@ -90,10 +90,6 @@ class HostKv:
         if costs is None:
             return None
         return costs.model_copy(update={"host_token_s": self.tier.token_s})
-
-    def info(self) -> HostTierInfo:
-        """Plain reads: may be called from any thread."""
-        return self.tier.info()
 
     def check_integrity(self) -> None:
         """Recount the references to blocks, and check both tiers."""
