@@ -9,7 +9,7 @@ from typing import Any
 from rich.markup import escape
 
 from parrot.cli.console import ERR, OUT, fail
-from parrot.cli.page_feed import RequestFailed, Server
+from parrot.cli.page_feed import RemoteServer, RequestFailed
 from parrot.cli.run import host_and_port
 
 _FORGET = "/new"
@@ -21,7 +21,9 @@ _LEAVE = ("/exit", "/quit")
 class Chat:
     """The turns until now; each request sends them all."""
 
-    def __init__(self, server: Server, model: str, system: str | None, options: dict[str, Any]):
+    def __init__(
+        self, server: RemoteServer, model: str, system: str | None, options: dict[str, Any]
+    ):
         self._server = server
         self.model = model
         self._options = options
@@ -58,7 +60,7 @@ def chat(
 ) -> None:
     """Talk until the input ends, or ask one `question`. Ends by `SystemExit` when that fails."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    server = Server(*host_and_port(core), headers)
+    server = RemoteServer(*host_and_port(core), headers)
     try:
         conversation = Chat(server, _chosen(server, model), system, options)
         if question is not None:
@@ -123,7 +125,7 @@ def _content(data: str) -> str:
         raise RequestFailed(f"not an answer of OpenAI's API: {data:.80}") from None
 
 
-def _chosen(server: Server, model: str | None) -> str:
+def _chosen(server: RemoteServer, model: str | None) -> str:
     """The model, or the first that is served. Raises `RequestFailed`."""
     answer, _ = server.ask("GET", "/v1/models")
     try:

@@ -27,7 +27,7 @@ class RequestFailed(Exception):
         self.status = status
 
 
-class Server:
+class RemoteServer:
     """The server at an address. `headers` go with every request."""
 
     def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None) -> None:
@@ -104,7 +104,7 @@ class PageFeed:
         """Raises `RequestFailed` that says what to do, and `ConfigError`."""
         self._core = core
         host, port = host_and_port(core)
-        self._server = Server(host, port)
+        self._server = RemoteServer(host, port)
         if self._is_let_in():
             return
         if api_key is None and config_path is None and not is_loopback(host):

@@ -7,7 +7,7 @@ core's. A launch file names configs, relative to itself, and may override keys o
      "engines": [{"config": "../engine/vicuna_7b.json", "port": 9001, "device": "cuda:0"}, ...]}
 
 An entry's keys of `LAUNCHERS` say where it runs, to the launcher of that name alone. For a launcher
-of several machines a `Plan` has the servers, before it is known where they run.
+of several machines a `ClusterPlan` has the servers, before it is known where they run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,14 +73,14 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ClusterPlan:
     """ServeCore and its engines, which share a cluster token."""
 
     core: Server
     engines: tuple[Server, ...]
 
 
-def plan(core: ServerConfig, engines: Sequence[ServerConfig]) -> Plan:
+def plan(core: ServerConfig, engines: Sequence[ServerConfig]) -> ClusterPlan:
     """The servers of checked configs, to run on several machines: bound to every interface unless
     a config names an address, with one cluster token (a new one if ServeCore's config has none)
     and engine names of their own (`engine-0`, ... by default). Raises `ConfigError` if a server
@@ -94,7 +94,7 @@ def plan(core: ServerConfig, engines: Sequence[ServerConfig]) -> Plan:
             raise ConfigError(f"two servers are named {name!r}; set `engine_name`")
         names.add(name)
         servers.append(engine_server(server.config, engine, name))
-    return Plan(server, tuple(servers))
+    return ClusterPlan(server, tuple(servers))
 
 
 def _core_server(core: ServerConfig) -> Server:

@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.engine.config import parse_engine_config
-from parrot.launch.configs import Plan, plan
+from parrot.launch.configs import ClusterPlan, plan
 from parrot.serve.config import CoreConfig
 from parrot.utils.config import ConfigError, parse_config
 
@@ -11,7 +11,7 @@ CORE = {"host": "localhost", "api_keys": ["key"]}
 SIM = {"engine_type": "sim"}
 
 
-def two_engines() -> Plan:
+def two_engines() -> ClusterPlan:
     return plan(CORE, [SIM, {**SIM, "engine_name": "big", "drain_timeout": 5.0}])
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.launch.on_ray.pools import Autoscaler, Load, Scaling, measured, spared
+from parrot.launch.on_ray.pools import Autoscaler, PoolLoad, Scaling, measured, spared
 from parrot.protocol.public import EngineStatus
 from parrot.utils.config import ConfigError, parse_config
 
 TICK_S = 5.0
-IDLE = Load(1, 0, 0.0)
+IDLE = PoolLoad(1, 0, 0.0)
 
 
 def scaler(**keys: float) -> Autoscaler:
@@ -19,7 +19,7 @@ def scaler(**keys: float) -> Autoscaler:
 
 
 def follow(
-    autoscaler: Autoscaler, seconds: float, load_of: Callable[[int], Load], start: float = 0.0
+    autoscaler: Autoscaler, seconds: float, load_of: Callable[[int], PoolLoad], start: float = 0.0
 ) -> list[int]:
     """The wanted numbers under a load that depends on them, where engines serve at once."""
     return [
@@ -28,9 +28,9 @@ def follow(
     ]
 
 
-def demand(calls: float, slots: float = 10.0) -> Callable[[int], Load]:
+def demand(calls: float, slots: float = 10.0) -> Callable[[int], PoolLoad]:
     """A load of as many calls at once, with `slots` on each engine: what does not fit waits."""
-    return lambda n: Load(n, max(0.0, calls - n * slots), min(1.0, calls / (n * slots)))
+    return lambda n: PoolLoad(n, max(0.0, calls - n * slots), min(1.0, calls / (n * slots)))
 
 
 def test_a_queue_brings_engines() -> None:
@@ -42,14 +42,14 @@ def test_a_queue_brings_engines() -> None:
 
 
 def test_kv_alone_brings_one_at_a_time() -> None:
-    wanted = follow(scaler(), 100, lambda n: Load(n, 0, 0.95 if n < 3 else 0.6))
+    wanted = follow(scaler(), 100, lambda n: PoolLoad(n, 0, 0.95 if n < 3 else 0.6))
     assert sorted(set(wanted)) == [1, 2, 3]
 
 
 def test_while_an_engine_starts_nothing_more_is_wanted() -> None:
     autoscaler = scaler()
-    assert follow(autoscaler, 40, lambda n: Load(1, 8, 1.0))[-1] == 2
-    assert set(follow(autoscaler, 1000, lambda n: Load(1, 100, 1.0), 40)) == {2}
+    assert follow(autoscaler, 40, lambda n: PoolLoad(1, 8, 1.0))[-1] == 2
+    assert set(follow(autoscaler, 1000, lambda n: PoolLoad(1, 100, 1.0), 40)) == {2}
 
 
 def test_one_that_never_serves_is_given_up_when_nothing_waits() -> None:
@@ -61,7 +61,7 @@ def test_one_that_never_serves_is_given_up_when_nothing_waits() -> None:
 def test_engines_go_one_by_one_after_a_quiet_time() -> None:
     autoscaler = scaler()
     autoscaler.adopt(3)
-    wanted = follow(autoscaler, 1000, lambda n: Load(n, 0, 0.1))
+    wanted = follow(autoscaler, 1000, lambda n: PoolLoad(n, 0, 0.1))
     assert wanted.index(2) == 60
     assert wanted.index(1) == 121
 
@@ -69,15 +69,15 @@ def test_engines_go_one_by_one_after_a_quiet_time() -> None:
 def test_one_that_is_needed_stays() -> None:
     autoscaler = scaler()
     autoscaler.adopt(2)
-    assert set(follow(autoscaler, 1000, lambda n: Load(2, 0, 0.3))) == {2}  # 0.6 for one
+    assert set(follow(autoscaler, 1000, lambda n: PoolLoad(2, 0, 0.3))) == {2}  # 0.6 for one
     autoscaler.observe(1000, None)
-    busy = [Load(2, 0, 0.0)] * 20 + [Load(2, 1, 0.0)]  # now and then one waits
+    busy = [PoolLoad(2, 0, 0.0)] * 20 + [PoolLoad(2, 1, 0.0)]  # now and then one waits
     assert {autoscaler.observe(2000 + 5.0 * t, busy[t % 21]) for t in range(400)} == {2}
 
 
 def test_what_is_not_known_changes_nothing_and_begins_anew() -> None:
     autoscaler = scaler()
-    loads = [Load(1, 50, 1.0)] * 6 + [None]
+    loads = [PoolLoad(1, 50, 1.0)] * 6 + [None]
     assert {autoscaler.observe(5.0 * t, loads[t % 7]) for t in range(100)} == {1}
     assert {autoscaler.observe(1000.0 + 31 * t, loads[0]) for t in range(100)} == {1}  # too seldom
 
@@ -103,12 +103,12 @@ def scalings(draw: st.DrawFn) -> Scaling:
     )
 
 
-loads = st.none() | st.builds(Load, st.integers(0, 12), st.floats(0, 1e4), st.floats(0, 2))
+loads = st.none() | st.builds(PoolLoad, st.integers(0, 12), st.floats(0, 1e4), st.floats(0, 2))
 
 
 @settings(deadline=None)
 @given(scalings(), st.lists(st.tuples(st.floats(0, 60), loads), max_size=200))
-def test_bounds_and_pauses(config: Scaling, observed: list[tuple[float, Load | None]]) -> None:
+def test_bounds_and_pauses(config: Scaling, observed: list[tuple[float, PoolLoad | None]]) -> None:
     """Never under the least nor over the most; at most doubled, at most one taken away; and from
     one change to the next a window passes."""
     autoscaler, now = Autoscaler(config), 0.0
@@ -140,7 +140,7 @@ def test_no_flapping_under_a_constant_demand(
     autoscaler.adopt(begin)
     load_of = demand(calls)
     if by_kv:
-        load_of = lambda n: Load(n, 0, calls / (n * 10))  # noqa: E731
+        load_of = lambda n: PoolLoad(n, 0, calls / (n * 10))  # noqa: E731
     wanted = follow(autoscaler, 15 * (config.idle_window + config.window), load_of)
     top = wanted.index(max(wanted))
     assert wanted[:top] == sorted(wanted[:top])
@@ -164,9 +164,9 @@ def status(name: str, num_running: int = 0, **fields: int) -> EngineStatus:
 def test_a_load_is_of_all_engines_of_the_pool() -> None:
     full = status("a", 8, needed_tokens=100, tokens_capacity=1000, num_queued=3)
     empty = status("b", 0, needed_tokens=900, tokens_capacity=1000, num_queued=3)
-    assert measured([full, empty]) == Load(2, 3, 0.5)
-    assert measured([full]) == Load(1, 3, 0.8)
-    assert measured([]) == Load(0, 0, 0.0)
+    assert measured([full, empty]) == PoolLoad(2, 3, 0.5)
+    assert measured([full]) == PoolLoad(1, 3, 0.8)
+    assert measured([]) == PoolLoad(0, 0, 0.0)
     assert measured([status("c", tasks_capacity=0)]).use == 0.0
 
 

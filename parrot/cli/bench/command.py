@@ -16,11 +16,11 @@ from urllib.parse import urlsplit
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from parrot.cli.bench.figures import CAPTION, Figures, Measured, figures, table
+from parrot.cli.bench.figures import CAPTION, Figures, MeasuredSide, figures, table
 from parrot.cli.bench.plan import JobRunner
 from parrot.cli.bench.program import COMMON_WORDS, TextSource
 from parrot.cli.bench.sides import Address, CannotMeasure, Connections
-from parrot.cli.bench.workloads import Load, parse_load
+from parrot.cli.bench.workloads import TimedWorkload, parse_load
 from parrot.cli.console import ERR, OUT, fail, warn
 
 _CONCURRENCY = 8
@@ -77,7 +77,7 @@ def bench(url: str, options: BenchOptions) -> None:
         sys.exit(1)
 
 
-def _load(options: BenchOptions) -> Load:
+def _load(options: BenchOptions) -> TimedWorkload:
     """Raises `ValueError`."""
     lengths = {
         "num_requests": options.num_requests,
@@ -108,12 +108,12 @@ def _addresses(url: str, options: BenchOptions) -> list[Address]:
 class Bench:
     """One run of the command. `is_stopped`: a signal came; then `measured` is what there was."""
 
-    def __init__(self, load: Load, options: BenchOptions, seed: int) -> None:
+    def __init__(self, load: TimedWorkload, options: BenchOptions, seed: int) -> None:
         self._load = load
         self._options = options
         self._seed = seed
         self._running: asyncio.Task[None] | None = None
-        self.measured: list[Measured] = []
+        self.measured: list[MeasuredSide] = []
         self.is_stopped = False
 
     async def run(self, first: Address, *others: Address) -> None:
@@ -122,7 +122,7 @@ class Bench:
         async with AsyncExitStack() as stack:
             connections = Connections(stack, is_chat=options.is_chat, timeout_s=options.timeout_s)
             sides = await connections.sides(first, others, is_application=self._load.is_application)
-            self.measured = [Measured(side) for side in sides]
+            self.measured = [MeasuredSide(side) for side in sides]
             stack.enter_context(self._stopping_at_signals())
             with _progress() as progress:
                 for repeat in range(options.repeat):
@@ -153,7 +153,7 @@ class Bench:
         finally:
             release()
 
-    async def _run_side(self, measured: Measured, repeat: int, progress: Progress) -> None:
+    async def _run_side(self, measured: MeasuredSide, repeat: int, progress: Progress) -> None:
         """The same lengths and arrivals for all sides; where a server would remember the words of
         the side before, others."""
         side, seed = measured.side, self._seed + repeat
@@ -180,7 +180,7 @@ def _progress() -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=ERR, disable=not ERR.is_terminal)
 
 
-def _show(rows: Sequence[Figures], load: Load, seed: int) -> None:
+def _show(rows: Sequence[Figures], load: TimedWorkload, seed: int) -> None:
     jobs = "applications" if load.is_application else "requests"
     parameters = ", ".join(f"{k}={v}" for k, v in load.workload.parameters().items())
     OUT.print(f"[bold]{load.name}[/]: {parameters}; --seed {seed}", soft_wrap=True)
@@ -194,7 +194,12 @@ def _show(rows: Sequence[Figures], load: Load, seed: int) -> None:
 
 
 def _report(
-    rows: Sequence[Figures], load: Load, options: BenchOptions, seed: int, *, is_whole: bool
+    rows: Sequence[Figures],
+    load: TimedWorkload,
+    options: BenchOptions,
+    seed: int,
+    *,
+    is_whole: bool,
 ) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

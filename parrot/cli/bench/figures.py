@@ -30,7 +30,7 @@ _ERRORS_SHOWN = 3
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredSide:
     """The work that a side has done until now. `seconds`: while it was at work."""
 
     side: Side
@@ -39,7 +39,7 @@ class Measured:
     results: list[JobResult] = field(default_factory=list)
 
 
-def figures(measured: Measured) -> Figures:
+def figures(measured: MeasuredSide) -> Figures:
     """Times are those of jobs that completed, as whoever runs them sees them: TTFT, TPOT and ITL of
     the outputs that a program reads, TTFT since the program began. Tokens are the server's count;
     where it has none, `total_output_tokens` is what was asked for, and the prompts' are None."""

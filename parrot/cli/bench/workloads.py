@@ -309,7 +309,7 @@ PRESETS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class TimedWorkload:
     """A workload, and when its jobs begin: at most `concurrency` at once, or also at random times
     with `request_rate` of them a second."""
 
@@ -336,7 +336,7 @@ def parse_load(
     options: Mapping[str, int | None],
     concurrency: int | None,
     request_rate: float | None,
-) -> Load:
+) -> TimedWorkload:
     """`text`: NAME[:KEY=VALUE,...]. `options`: those of the command, None where not given. Raises
     `ValueError` that says what there is."""
     name, _, rest = text.partition(":")
@@ -354,7 +354,7 @@ def parse_load(
                 f"--workload {name}:KEY=VALUE sets {', '.join(preset.workload.parameters())}"
             )
         changes[preset.options[option]] = str(value)
-    return Load(name, preset.workload.changed(changes), concurrency, request_rate)
+    return TimedWorkload(name, preset.workload.changed(changes), concurrency, request_rate)
 
 
 def _pair(text: str) -> tuple[str, str]:

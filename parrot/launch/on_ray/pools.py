@@ -60,7 +60,7 @@ class Scaling(ConfigModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PoolLoad:
     """A pool at one time. `use` is the part of its engines that is taken, of 1."""
 
     num_serving: int
@@ -68,10 +68,10 @@ class Load:
     use: float
 
 
-def measured(engines: Iterable[EngineStatus]) -> Load:
+def measured(engines: Iterable[EngineStatus]) -> PoolLoad:
     """The load of a pool whose serving engines these are."""
     serving = list(engines)
-    return Load(
+    return PoolLoad(
         len(serving),
         max((engine.num_queued for engine in serving), default=0),
         max(
@@ -93,9 +93,9 @@ class Autoscaler:
         self._config = config
         self.wanted = config.min_engines
         self._since: float | None = None
-        self._loads: deque[tuple[float, Load]] = deque()
+        self._loads: deque[tuple[float, PoolLoad]] = deque()
 
-    def observe(self, now: float, load: Load | None) -> int:
+    def observe(self, now: float, load: PoolLoad | None) -> int:
         """The wanted number of engines after this load (None: not known) at the time `now`, which
         must never decrease."""
         if load is None:
@@ -126,7 +126,7 @@ class Autoscaler:
         self._since = None
         self._loads.clear()
 
-    def _window(self, now: float, window_s: float) -> list[Load]:
+    def _window(self, now: float, window_s: float) -> list[PoolLoad]:
         """The loads of the window; none if it is not over yet."""
         if self._since is None or self._since > now - window_s:
             return []
@@ -170,7 +170,7 @@ def _part(taken: int, total: int) -> float:
 Amount = Annotated[float, Field(ge=0, le=1e6)]
 
 
-class Place(ConfigModel):
+class ServerPlace(ConfigModel):
     """The needs of a server, which its node gives."""
 
     num_cpus: Amount = 1.0
@@ -179,7 +179,7 @@ class Place(ConfigModel):
     )
 
 
-class EnginePlace(Place):
+class EnginePlace(ServerPlace):
     """The needs of each engine of a pool, and their number."""
 
     num_gpus: Amount | None = Field(
@@ -245,7 +245,7 @@ def ray_plan(core: Entry, engines: Sequence[Entry]) -> RayPlan:
     names = [planned.core.name, *(name for pool in pools for name in pool.names())]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"two servers are named {min(twice)!r}; set `engine_name`")
-    own = parse_config(Place, core.place, f"{core.where}.ray")
+    own = parse_config(ServerPlace, core.place, f"{core.where}.ray")
     return RayPlan(planned.core, Needs(own.num_cpus, 0.0, own.resources), tuple(pools))
 
 
