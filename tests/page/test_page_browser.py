@@ -245,7 +245,8 @@ async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
     events.emit(CompletionRetried, completion, ATTACKS[0])
     await visit.open("events")
     await visit.wait_text("td", "engine joined")
-    assert await visit.page.locator("tbody tr").first.locator(".words").inner_text() == ATTACKS[0]
+    shown = await visit.page.locator("tbody tr").first.locator(".words").inner_text()
+    assert shown == f"{completion.func_name}: {ATTACKS[0]}"
     await visit.page.click(f"td a >> text={scope['session_id']}")
     await visit.wait_text("aside h2", "out")
     read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
