@@ -7,8 +7,8 @@ and a program that draws its random numbers from seeds runs the same way every t
 import asyncio
 import heapq
 import selectors
-from asyncio import AbstractEventLoop, Handle, TimerHandle
-from collections.abc import Callable, Coroutine, Iterator
+from asyncio import AbstractEventLoop, TimerHandle
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextvars import Context
 from typing import Any, TypeVar, TypeVarTuple, Unpack
@@ -65,21 +65,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _pass_time(self) -> None:
         """Go to the next timer, and make all that are due then ready to run."""
-        due = list(self._take_due())
-        if not due:
-            raise Deadlock(_explain(self))
-        ready: Any = self._ready  # type: ignore[attr-defined]
-        ready.extend(due)
-
-    def _take_due(self) -> Iterator[Handle]:
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
         if not timers or timers[0][0] > self._end_s:
-            return
+            raise Deadlock(_explain(self))
         self._now = max(self._now, timers[0][0])
+        ready: Any = self._ready  # type: ignore[attr-defined]
         while timers and timers[0][0] <= self._now:
-            yield heapq.heappop(timers)[2]
+            ready.append(heapq.heappop(timers)[2])
 
 
 class _IdleSelector(selectors.SelectSelector):
