@@ -9,7 +9,7 @@ from parrot.protocol.sampling import LikelyToken, Logprobs, TokenLogprob
 SLICE = 64  # tokens that are looked at at once, within a few milliseconds
 
 
-class Scored(NamedTuple):
+class ScoredToken(NamedTuple):
     """A token, its log probability, and the most likely tokens in its place."""
 
     token: bytes
@@ -17,7 +17,7 @@ class Scored(NamedTuple):
     likely: Sequence[tuple[bytes, float]]
 
 
-async def scored_tokens(found: Logprobs, start: int = 0) -> AsyncIterator[Scored]:
+async def scored_tokens(found: Logprobs, start: int = 0) -> AsyncIterator[ScoredToken]:
     """Yield the tokens from `start` on, those that are there now. Now and then others may run."""
     stop = len(found)
     for first in range(start, stop, SLICE):
@@ -47,7 +47,7 @@ async def logprobs_view(found: Logprobs) -> list[TokenLogprob] | None:
     ]
 
 
-def _scored(found: Logprobs, start: int, stop: int) -> Iterator[Scored]:
+def _scored(found: Logprobs, start: int, stop: int) -> Iterator[ScoredToken]:
     width, tokens = found.width, found.tokens
     assert tokens is not None, "the bytes of the tokens are unknown"
     for first in range(start * width, stop * width, width):
@@ -57,4 +57,4 @@ def _scored(found: Logprobs, start: int, stop: int) -> Iterator[Scored]:
             if found.ids[at] >= 0
         ]
         (token, logprob), *likely = row
-        yield Scored(token, logprob, likely)
+        yield ScoredToken(token, logprob, likely)

@@ -35,7 +35,7 @@ class Fork:
     `length` is None, it takes all."""
 
     length: int | None
-    after: "Turn | None"
+    after: "ContextTurn | None"
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class TextContext:
     fork: Fork | None = None
     own_len: int = 0
     pieces: list[str] = field(default_factory=list)
-    turns: list["Turn"] = field(default_factory=list)
+    turns: list["ContextTurn"] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.parent_len + self.own_len
@@ -78,7 +78,7 @@ class TextContext:
         self.fork = None
 
 
-class Turn:
+class ContextTurn:
     """One job's place in the order of a context, behind all that have one. `final_len`: the
     context's length when the turn was over."""
 
@@ -122,10 +122,10 @@ class TextContexts:
 
     def enter(
         self, wanted: Iterable[FillPiece | GenerateRequest], job: object, salt: str = ""
-    ) -> dict[int, Turn]:
+    ) -> dict[int, ContextTurn]:
         """Take a turn on every context that a job uses, creating those that are new. A parent that
         is unknown, of another salt, or known to be too short, raises and leaves nothing behind."""
-        turns: dict[int, Turn] = {}
+        turns: dict[int, ContextTurn] = {}
         created: dict[int, FillPiece | GenerateRequest] = {}
         try:
             for piece in wanted:
@@ -140,7 +140,7 @@ class TextContexts:
                         f"no context {piece.context_id} of this salt", param="context_id"
                     )
                 if piece.context_id not in turns:
-                    turns[piece.context_id] = Turn(context, job)
+                    turns[piece.context_id] = ContextTurn(context, job)
         except (InvalidRequest, NotFound):
             for turn in turns.values():
                 turn.leave()
@@ -150,7 +150,7 @@ class TextContexts:
         return turns
 
     def _create(
-        self, piece: FillPiece | GenerateRequest, turns: Mapping[int, Turn], salt: str
+        self, piece: FillPiece | GenerateRequest, turns: Mapping[int, ContextTurn], salt: str
     ) -> TextContext:
         if piece.parent_context_id == NO_PARENT:
             return TextContext(piece.context_id, salt)

@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.core.step_costs import StepCostFit
-from parrot.engine.openai.contexts import TextContext, TextContexts, Turn
+from parrot.engine.openai.contexts import ContextTurn, TextContext, TextContexts
 from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.probe import LoadWatch
 from parrot.engine.openai.upstream import Upstream
@@ -70,7 +70,7 @@ _LATENCY_SMOOTHING = 0.1
 class _Asked(Generic[_R]):
     """One request. `error` is why it was aborted, if it was. The last of `chunks` is None."""
 
-    turns: dict[int, Turn]
+    turns: dict[int, ContextTurn]
     chunks: "asyncio.Queue[StreamChunk | None]"
     task: "asyncio.Task[_R]" = field(init=False)
     error: ParrotError | None = None

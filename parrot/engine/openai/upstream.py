@@ -17,9 +17,9 @@ from parrot.engine.openai.logprobs import prompt_logprobs
 from parrot.engine.openai.probe import PROBE_TIMEOUT_S, Told, ask_server, read_metrics
 from parrot.engine.openai.wire import (
     DONE,
-    Answer,
     Embeddings,
     Question,
+    ServerAnswer,
     Target,
     parse_answer,
     parse_embeddings,
@@ -311,7 +311,7 @@ class Upstream:
             name = min(lacking)
             raise UnsupportedField(f"{server} does not support `{name}` yet", param=name)
 
-    async def complete(self, question: Question) -> AsyncGenerator[Answer, None]:
+    async def complete(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """As `stream`, but the answer comes whole."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
@@ -328,7 +328,7 @@ class Upstream:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
         yield answer
 
-    async def stream(self, question: Question) -> AsyncGenerator[Answer, None]:
+    async def stream(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """The chunks of an answer, complete when the iteration ends without an error. Tries again
         only while nothing has come. A stream that is over before its text has ended was cut off."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
@@ -389,7 +389,7 @@ class Upstream:
     def _body(self, question: Question, stream: bool = False) -> dict[str, Any]:
         return request_body(self._target, self._assumed, self._can, question, stream=stream)
 
-    def _chunk(self, data: bytes) -> Answer:
+    def _chunk(self, data: bytes) -> ServerAnswer:
         try:
             payload = orjson.loads(data)
         except orjson.JSONDecodeError:

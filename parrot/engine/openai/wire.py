@@ -236,7 +236,7 @@ class WireUsage(BaseModel):
         return min((details and details.cached_tokens) or 0, self.prompt_tokens)
 
 
-class Answer(BaseModel):
+class ServerAnswer(BaseModel):
     """A whole answer, or one chunk of a stream."""
 
     choices: list[_Choice] = []
@@ -284,10 +284,10 @@ class Answer(BaseModel):
 _UNFINISHED = frozenset({"content_filter", "abort", "error", "function_call"})
 
 
-def parse_answer(payload: Any) -> Answer:
+def parse_answer(payload: Any) -> ServerAnswer:
     """Raises `EngineFailed` when it is none, and when the model refused to answer in the schema."""
     try:
-        answer = Answer.model_validate(payload)
+        answer = ServerAnswer.model_validate(payload)
     except ValidationError:
         raise EngineFailed("the server behind this engine sent no OpenAI answer") from None
     for choice in answer.choices[:1]:

@@ -14,7 +14,7 @@ import orjson
 
 from parrot.gateway.turns import Turn
 from parrot.protocol.sampling import Logprobs
-from parrot.serve.scored_tokens import SLICE, Scored, scored_tokens
+from parrot.serve.scored_tokens import SLICE, ScoredToken, scored_tokens
 
 Json = dict[str, Any]
 Entry = orjson.Fragment
@@ -33,13 +33,13 @@ class LogprobsReader:
         self._num_bytes = 0  # of the text up to there, by its tokens
         self._num_shown = 0  # of the text that was read
 
-    async def take(self, text: str) -> list[Scored]:
+    async def take(self, text: str) -> list[ScoredToken]:
         """Log probabilities of some more of the text; empty if none are wanted."""
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
             return []
         self._num_shown += len(text.encode())
-        taken: list[Scored] = []
+        taken: list[ScoredToken] = []
         async for scored in scored_tokens(found, self._num_taken):
             if self._num_bytes >= self._num_shown:
                 break
@@ -48,7 +48,7 @@ class LogprobsReader:
         self._num_taken += len(taken)
         return taken
 
-    async def pieces(self, text: str) -> list[tuple[str, list[Scored]]]:
+    async def pieces(self, text: str) -> list[tuple[str, list[ScoredToken]]]:
         """Some more of the text, cut where its tokens end, and the tokens that end there: what a
         token is a part of may change in the middle of the text. One piece if none are wanted."""
         at = self._num_bytes - self._num_shown  # where the next token begins
@@ -56,7 +56,7 @@ class LogprobsReader:
         if len(scored) < 2:
             return [(text, scored)]
         data, start = text.encode(), 0
-        pieces: list[tuple[str, list[Scored]]] = [("", [])]
+        pieces: list[tuple[str, list[ScoredToken]]] = [("", [])]
         for one in scored:
             at += len(one.token)
             pieces[-1][1].append(one)
@@ -67,7 +67,7 @@ class LogprobsReader:
         pieces[-1] = (data[start:].decode(), pieces[-1][1])
         return pieces
 
-    async def rest(self, *, with_ending: bool = False) -> list[Scored]:
+    async def rest(self, *, with_ending: bool = False) -> list[ScoredToken]:
         """Log probabilities not yet taken, of an answer that has ended; also of what ended it."""
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
@@ -78,7 +78,7 @@ class LogprobsReader:
         return rest
 
 
-async def entries_of(scored: Sequence[Scored]) -> list[Entry]:
+async def entries_of(scored: Sequence[ScoredToken]) -> list[Entry]:
     """The tokens as chat completions show them."""
     entries: list[Entry] = []
     for first in range(0, len(scored), SLICE):
@@ -102,7 +102,7 @@ class CompletionLogprobs:
     async def add_prompt(self, found: Logprobs, text: str) -> None:
         """The tokens of a prompt, for the next part. Nothing is known of the first. Tokens may
         begin with what `text` does not: a BOS token, a space."""
-        some: list[Scored] = []
+        some: list[ScoredToken] = []
         self._is_unknown = True
         async for scored in scored_tokens(found):
             some.append(scored)
@@ -114,7 +114,7 @@ class CompletionLogprobs:
                 some = []
         self._add(some)
 
-    async def part(self, scored: Sequence[Scored]) -> Json:
+    async def part(self, scored: Sequence[ScoredToken]) -> Json:
         """The next tokens, behind what was added."""
         for first in range(0, len(scored), SLICE):
             if first:
@@ -126,12 +126,12 @@ class CompletionLogprobs:
             for name, pieces in zip(_COLUMNS, written, strict=True)
         }
 
-    def _add(self, scored: Sequence[Scored]) -> None:
+    def _add(self, scored: Sequence[ScoredToken]) -> None:
         rows = [self._row(one) for one in scored]
         for pieces, column in zip(self._written, zip(*rows, strict=True), strict=False):
             pieces.append(orjson.dumps(column)[1:-1])
 
-    def _row(self, one: Scored) -> tuple[Any, ...]:
+    def _row(self, one: ScoredToken) -> tuple[Any, ...]:
         offset = max(0, self._offset)
         text, self._held = _whole_characters(self._held + one.token)
         self._offset += len(text)
@@ -142,7 +142,7 @@ class CompletionLogprobs:
         return _name(one.token), one.logprob, likely, offset
 
 
-def _shown(scored: Scored) -> Entry:
+def _shown(scored: ScoredToken) -> Entry:
     likely = [_entry(token, logprob) for token, logprob in scored.likely]
     shown = _entry(scored.token, scored.logprob) | {"top_logprobs": likely}
     return orjson.Fragment(orjson.dumps(shown))

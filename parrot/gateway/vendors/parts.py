@@ -16,7 +16,7 @@ from parrot.gateway.turns import Turn
 from parrot.gateway.vendors.logprobs import Entry, LogprobsReader, entries_of
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import VarGetResponse
-from parrot.serve.scored_tokens import Scored
+from parrot.serve.scored_tokens import ScoredToken
 
 _Delta = str | VarGetResponse
 _MAX_AHEAD = 64  # deltas that wait for the client
@@ -67,7 +67,7 @@ async def stream_parts(
                     yield i, [*await _likelihoods(scored), *parser.feed(text)]
 
 
-async def _likelihoods(scored: Sequence[Scored]) -> list[Part]:
+async def _likelihoods(scored: Sequence[ScoredToken]) -> list[Part]:
     return [Likelihoods(await entries_of(scored))] if scored else []
 
 

@@ -27,8 +27,8 @@ from parrot.serve.contexts.think_time import ThinkTimes
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.graph.variable import VariableState
 from parrot.serve.prompts.segments import (
-    Link,
     PrefixHasher,
+    PrefixLink,
     Segment,
     extend_key,
     fill_segments,
@@ -151,8 +151,10 @@ class ReadyPrefixes:
         self._hasher = hasher or PrefixHasher()
         self._expectations = expectations
         self._waiting: dict[Completion, ReadyPrefix] = {}
-        self._links: WeakKeyDictionary[Completion, Link] = WeakKeyDictionary()
-        self._groups: WeakKeyDictionary[Completion, Link] = WeakKeyDictionary()  # by their last
+        self._links: WeakKeyDictionary[Completion, PrefixLink] = WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[Completion, PrefixLink] = (
+            WeakKeyDictionary()
+        )  # by their last
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -213,7 +215,7 @@ class ReadyPrefixes:
 
     def _chain(
         self, completions: Sequence[Completion], end: bytes, *, may_group: bool
-    ) -> Iterator[Link]:
+    ) -> Iterator[PrefixLink]:
         """The links behind the prefix key `end`, with the old ones of a long conversation in
         groups: hundreds would be looked at for each of its turns. A chat's segments have markup
         between them, so they cannot be one."""
@@ -226,14 +228,14 @@ class ReadyPrefixes:
             yield link
             at, end = stop, link.keys[-1]
 
-    def _link(self, completions: Sequence[Completion], end: bytes) -> Link:
+    def _link(self, completions: Sequence[Completion], end: bytes) -> PrefixLink:
         """One link, or a group of them as one."""
         is_group = len(completions) > 1
         known = self._groups if is_group else self._links
         link = known.get(completions[-1])
         if link is None:
             if is_group:
-                links: list[Link] = []
+                links: list[PrefixLink] = []
                 for completion in completions:
                     links.append(self._link([completion], links[-1].keys[-1] if links else end))
                 link = merged(links)

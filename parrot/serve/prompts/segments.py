@@ -41,7 +41,7 @@ class Segment(NamedTuple):
         return self.part_chars or len(self.text)
 
 
-class Link(NamedTuple):
+class PrefixLink(NamedTuple):
     """A completion that is done as a part of the prompts that continue it: the segments of its
     prompt and its output, and a prefix key for each."""
 
@@ -59,7 +59,7 @@ def preceding(completion: Completion) -> list[Completion]:
     return chain[::-1]
 
 
-def link_of(completion: Completion, key: bytes) -> Link:
+def link_of(completion: Completion, key: bytes) -> PrefixLink:
     """A link of a chain whose prefix key before it is `key`.
 
     A turn's prompt is one segment for all that come after it, since they begin with all of it, and
@@ -74,14 +74,14 @@ def link_of(completion: Completion, key: bytes) -> Link:
     if completion.previous is not None and not completion.options.chat and len(segments) > 2:
         segments[:-1] = [_joined(segments[:-1])]
         keys[:-2] = []
-    return Link(tuple(segments), tuple(keys))
+    return PrefixLink(tuple(segments), tuple(keys))
 
 
-def merged(links: Sequence[Link]) -> Link:
+def merged(links: Sequence[PrefixLink]) -> PrefixLink:
     """Links that follow each other as one segment."""
     segments = [segment for link in links for segment in link.segments]
     parts = [part for segment in segments for part in segment.parts or (segment,)]
-    return Link((_joined(parts),), links[-1].keys[-1:])
+    return PrefixLink((_joined(parts),), links[-1].keys[-1:])
 
 
 def _joined(parts: Sequence[Segment]) -> Segment:
