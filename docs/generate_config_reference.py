@@ -22,12 +22,12 @@ from starlette.routing import BaseRoute
 
 from parrot.engine import config as cores
 from parrot.engine import config as engine_config
+from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.core.plan import SUPPORTED_SAMPLING
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.gateway.vendors.chat_completions import ChatRequest
 from parrot.gateway.vendors.completions import CompletionRequest
 from parrot.gateway.vendors.messages import MessagesRequest

@@ -17,7 +17,7 @@ from benchmark.results import Report, run
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.sim.runner import VOCAB_SIZE, SimRunner, byte_tokenizer_response
+from parrot.engine.sim import VOCAB_SIZE, SimRunner, byte_tokenizer_response
 from parrot.utils.clock import MonotonicClock
 
 LANGUAGE = Language.of(byte_tokenizer_response())

@@ -30,7 +30,7 @@ from benchmark.engine.gpu_cases import (
 from benchmark.kernels import MEMORY_RATE
 from benchmark.results import ROOT, Report, load, run
 from parrot.engine.config import SimConfig, load_engine_config
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import FillPiece, GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.simulation import LoopClock, run_virtual

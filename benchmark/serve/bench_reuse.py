@@ -26,7 +26,7 @@ from benchmark.results import Report, run
 from benchmark.simulated import core_config
 from parrot.cli.bench.styles import Session, Var, spaced
 from parrot.engine.config import SimConfig
-from parrot.engine.sim.runner import byte_tokenizer_response
+from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,

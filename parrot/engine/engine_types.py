@@ -30,7 +30,7 @@ def create_service(config: AnyEngineConfig) -> EngineService:
     """The engine that the config names. Loads nothing yet: `start` does, models in the thread that
     will run them."""
     if isinstance(config, SimConfig):
-        from parrot.engine.sim.engine import SimService
+        from parrot.engine.sim import SimService
 
         return SimService(config)
     if isinstance(config, OpenAIConfig):

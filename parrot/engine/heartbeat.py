@@ -7,10 +7,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
-from parrot.engine.app import EngineFront
+from parrot.engine.app import EngineFront, Fence, ReorderBuffer
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.plan import DeviceLost
-from parrot.engine.fence import Fence, ReorderBuffer
 from parrot.engine.service import EngineService, ServiceState
 from parrot.protocol.engine_api import (
     EngineInfo,

@@ -10,12 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_config
 from parrot.engine.core.driver import core_thread_is_alive
 from parrot.engine.core.plan import DeviceLost
 from parrot.engine.engine_types import create_service
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.heartbeat import Heartbeat, registration
 from parrot.engine.service import EngineService
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options

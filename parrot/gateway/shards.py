@@ -15,7 +15,8 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
-from parrot.protocol.endpoint import BodyBudget, BodyLease, Endpoint
+from parrot.protocol.bodies import BodyBudget, BodyLease
+from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import MisdirectedRequest, Unavailable
 from parrot.protocol.failover_client import LivenessProbe
 from parrot.protocol.public import GraphRequest, SessionCreateRequest

@@ -12,7 +12,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from functools import wraps
 from typing import Any, NamedTuple, Self, TypeVar
@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from parrot.protocol.answers import (
     JSON,
+    Check,
     EventStream,
     JsonResponse,
     has_long_list,
@@ -33,6 +34,7 @@ from parrot.protocol.answers import (
     json_in_turns,
     run_until_disconnect,
 )
+from parrot.protocol.bodies import SMALL, BodyBudget, JsonMeter
 from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -40,12 +42,10 @@ from parrot.protocol.errors import (
     InvalidRequest,
     PayloadTooLarge,
     SessionGone,
-    Unavailable,
     UnsupportedMediaType,
     ValidationFailed,
 )
 from parrot.protocol.fields import Id, Label, Path
-from parrot.protocol.json_size import JsonMeter
 from parrot.utils.ids import tokens_equal
 from parrot.utils.traceparent import TraceParent
 
@@ -54,14 +54,10 @@ _LARGE = 2**17  # bytes of a body
 _MAX_FIELDS = 64
 _MAX_KEY = 256  # characters of a client's for a request
 LARGE = 2**20
-_SMALL = 2**16  # bytes of a body that are not counted: the server has as many in its buffers
 T = TypeVar("T", bound=BaseModel)
 
 
 Verb = Callable[..., Any]
-Check = Callable[[Request], object]
-"""Raises `AuthenticationFailed` or `PermissionDenied` for a request that may not be made."""
-
 Handler = Callable[[Request], Awaitable[Response]]
 Wrapper = Callable[[Request, Handler], Awaitable[Response]]
 """Answers a request in the place of the handler, which it may ask."""
@@ -124,40 +120,6 @@ def rules(routes: Iterable[BaseRoute]) -> Iterator[Rule]:
             raise TypeError(f"nobody says who may use {route}")
 
 
-class BodyBudget:
-    """The memory for bodies that are being read or handed on."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self._num_free = num_bytes
-
-    @contextmanager
-    def lease(self) -> "Iterator[BodyLease]":
-        """A part of the budget, which is given back at the end."""
-        lease = BodyLease(self)
-        try:
-            yield lease
-        finally:
-            self._num_free += lease.num_bytes
-
-    def take(self, num_bytes: int) -> None:
-        """Raises `Unavailable` if there is not so much."""
-        if num_bytes > self._num_free:
-            raise Unavailable("the server is reading too many large requests: try again")
-        self._num_free -= num_bytes
-
-
-class BodyLease:
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.num_bytes = 0
-
-    def hold(self, size: int) -> None:
-        """Let it be for a body of which there are so many bytes."""
-        num_bytes = max(0, size - _SMALL)
-        self._budget.take(num_bytes - self.num_bytes)
-        self.num_bytes = num_bytes
-
-
 class BodyRules(NamedTuple):
     """The bodies that a route takes. `max_size`: bytes of a body, if less than the server's limit.
     `admits`: whether a body of more than 1 MiB is read, as the request's head tells. `is_metered`:
@@ -180,7 +142,7 @@ class BodyRules(NamedTuple):
 
 ANY_BODY = BodyRules()
 PEER_BODY = BodyRules(is_metered=False)
-SMALL_BODY = BodyRules(_SMALL)
+SMALL_BODY = BodyRules(SMALL)
 
 
 class PathParameters(BaseModel):
@@ -398,7 +360,7 @@ async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
         rules.check(request, declared)
     message = await request.receive()
     is_whole = message["type"] == "http.request" and not message.get("more_body", False)
-    if is_whole and len(body := message["body"]) <= min(declared, _SMALL):
+    if is_whole and len(body := message["body"]) <= min(declared, SMALL):
         return bytes(body)  # as nearly all are: small, and there at once
     budget: BodyBudget = request.app.state.body_budget
     with budget.lease() as lease:
@@ -411,7 +373,7 @@ async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
                 chunks.append(chunk)
                 size += len(chunk)
                 rules.check(request, size)
-            if size > _SMALL:
+            if size > SMALL:
                 lease.hold(size)
                 if rules.is_metered:
                     for piece in chunks if meter is None else (chunk,):

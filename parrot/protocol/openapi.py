@@ -10,7 +10,8 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.routing import BaseRoute
 
-from parrot.protocol.endpoint import Access, Check, Endpoint, PathParameters, rules
+from parrot.protocol.answers import Check
+from parrot.protocol.endpoint import Access, Endpoint, PathParameters, rules
 from parrot.protocol.public import Answer, EmptyResponse
 
 

@@ -62,7 +62,7 @@ from parrot.serve.views import (
     variables_view,
 )
 from parrot.utils.clock import Clock, MonotonicClock
-from parrot.utils.timers import TimerQueue
+from parrot.utils.heaps import TimerQueue
 
 _InfoSteps = Generator[None, None, SessionInfo]
 

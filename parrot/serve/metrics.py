@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from parrot.serve.config import CoreConfig, TokenPrices
-from parrot.serve.contexts.kv_log import KvCounts
+from parrot.serve.contexts.ledger import KvCounts
 from parrot.serve.events import ContextEvicted, PrefixBroken, SessionEnded, Sink, TaskEnded
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView

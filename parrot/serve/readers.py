@@ -12,8 +12,8 @@ from parrot.serve.graph.nodes import Reader
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
+from parrot.utils.heaps import TimerQueue
 from parrot.utils.ids import IdCounter
-from parrot.utils.timers import TimerQueue
 
 # After a read has timed out, its work goes on for this long: a program that reads again and again
 # with short timeouts must not start it from the beginning each time.

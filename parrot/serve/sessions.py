@@ -32,10 +32,10 @@ from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.tenants.quotas import Account, num_bytes, usage_of, usage_of_graph
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
+from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.ids import derived_token, tokens_equal
 from parrot.utils.shard import Shard
 from parrot.utils.span_export import sampler_of
-from parrot.utils.timers import Timer, TimerQueue
 
 RESERVED = "reserved"  # the kind of a record that tells which ids may have been given out
 _RESERVED_IDS = 1024  # at once

@@ -1,9 +1,8 @@
 """One engine of a simulated cluster: its service, its app, and the client to it."""
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import ReorderBuffer
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import HeartbeatRequest, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.serve.core import ServeCore

@@ -8,7 +8,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from parrot.engine.sim.runner import token_after
+from parrot.engine.sim import token_after
 
 
 @dataclass(frozen=True)

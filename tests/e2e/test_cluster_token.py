@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from parrot.cluster.ports import free_port
+from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.engine_types import create_service
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.heartbeat import registration
 from parrot.engine.http_server import run_engine
 from parrot.protocol.http import HttpClient

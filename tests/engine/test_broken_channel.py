@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import ReorderBuffer
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import GenerateRequest, StreamChunk
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient

@@ -15,10 +15,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import OpenAIConfig, SimConfig, parse_engine_config
 from parrot.engine.engine_types import create_service
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import EmbedRequest, EmbedResponse, GenerateRequest
 from parrot.protocol.engine_client import EngineClient

@@ -7,10 +7,9 @@ from contextlib import asynccontextmanager
 import orjson
 import pytest
 
-from parrot.engine.app import create_app
+from parrot.engine.app import Fence, ReorderBuffer, create_app
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import Fence, ReorderBuffer
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.engine_client import REGISTRATION_HEADER, EngineClient
 from parrot.protocol.errors import Cancelled, StaleCore

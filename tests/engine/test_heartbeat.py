@@ -6,12 +6,12 @@ import socket
 import pytest
 from fastapi import Request
 
+from parrot.engine.app import Fence, ReorderBuffer
 from parrot.engine.config import SimConfig
 from parrot.engine.core.plan import DeviceLost
-from parrot.engine.fence import Fence, ReorderBuffer
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, Registered, reachable
 from parrot.engine.service import ServiceState
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import (
     FillRequest,
     GenerateRequest,

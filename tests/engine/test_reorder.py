@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from parrot.engine.fence import GRACE_S, ReorderBuffer
+from parrot.engine.app import GRACE_S, ReorderBuffer
 from parrot.protocol.engine_api import FillPiece
 from parrot.protocol.errors import Cancelled
 from tests.support.manual_clock import ManualClock

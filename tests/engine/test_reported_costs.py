@@ -11,9 +11,7 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo
 from parrot.engine.openai.service import AnswerCosts
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.sim.driver import SimDriver
-from parrot.engine.sim.engine import SimService
-from parrot.engine.sim.runner import SimRunner, byte_tokenizer_response
+from parrot.engine.sim import SimDriver, SimRunner, SimService, byte_tokenizer_response
 from parrot.protocol.engine_api import FillPiece, GenerateRequest, ServerLoad, StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
 from parrot.simulation import run_virtual

@@ -10,7 +10,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Sink
 from parrot.engine.core.output import Language
 from parrot.engine.runner_service import RunnerService
-from parrot.engine.sim.runner import SimRunner, byte_tokenizer_response
+from parrot.engine.sim import SimRunner, byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.errors import Cancelled
 from tests.support.manual_clock import ManualClock

@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.runner_service import RunnerService
 from parrot.protocol.engine_api import (
     EmbedRequest,

@@ -19,7 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from parrot.cluster.ports import free_port
 from parrot.gateway.shards import Forwarding
-from parrot.protocol.endpoint import BodyBudget
+from parrot.protocol.answers import create_base_app, own_layers
+from parrot.protocol.bodies import BodyBudget
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import (
     MisdirectedRequest,
@@ -29,7 +30,6 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.protocol.http import HttpClient
-from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.api.app import create_app
 from parrot.serve.config import CoreConfig

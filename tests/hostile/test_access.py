@@ -8,13 +8,13 @@ import aiohttp
 import pytest
 from starlette.routing import Route
 
+from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import ReorderBuffer
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.gateway.page.visitors import page_key
+from parrot.protocol.answers import create_base_app, own_layers
 from parrot.protocol.endpoint import Access, Rule, rules
-from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.openapi import install
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.api.app import create_app as core_app

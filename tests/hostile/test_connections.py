@@ -10,11 +10,11 @@ import orjson
 import pytest
 from pydantic import BaseModel
 
+from parrot.protocol.answers import create_base_app, own_layers
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
-from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.server_config import ConnectionLimits
 
 LIMITS = ConnectionLimits(

@@ -8,10 +8,10 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError
 from starlette.routing import BaseRoute
 
+from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import ReorderBuffer
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.gateway.page.endpoints import EnterRequest
 from parrot.protocol.endpoint import Endpoint, PathParameters
 from parrot.protocol.fields import BodyText, JsonObject

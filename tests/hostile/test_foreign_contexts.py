@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import EngineConfig, OpenAIConfig, SimConfig
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.openai.service import OpenAIService
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import NotFound

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parrot.protocol.bodies import MAX_ESCAPES, MAX_KEYS, MAX_NESTED, MAX_VALUES, JsonMeter
 from parrot.protocol.errors import PayloadTooLarge
-from parrot.protocol.json_size import MAX_ESCAPES, MAX_KEYS, MAX_NESTED, MAX_VALUES, JsonMeter
 
 TEXTS = st.text(alphabet='",:[]{}\\\n a\u00e9')
 JSON = st.recursive(
@@ -36,7 +36,7 @@ def counted(value: Any) -> list[int]:
 def test_it_counts_what_is_outside_of_strings(value: Any, cuts: list[int], is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
     meter, start = JsonMeter(), 0
-    with patch("parrot.protocol.json_size._MAX_UNREAD", -1):
+    with patch("parrot.protocol.bodies._MAX_UNREAD", -1):
         for cut in [*sorted(cuts), len(raw)]:
             meter.feed(raw[start:cut])
             start = max(start, cut)
@@ -51,8 +51,8 @@ def test_it_refuses_the_same_however_late_it_looks(
     is_refused, start = False, 0
     meter = JsonMeter()
     with (
-        patch("parrot.protocol.json_size._MOST", (most, most, most)),
-        patch("parrot.protocol.json_size._MAX_UNREAD", unread),
+        patch("parrot.protocol.bodies._MOST", (most, most, most)),
+        patch("parrot.protocol.bodies._MAX_UNREAD", unread),
     ):
         try:
             for cut in [*sorted(cuts), len(raw)]:

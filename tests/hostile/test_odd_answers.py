@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from parrot.engine.app import Fence, ReorderBuffer
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import Fence, ReorderBuffer
 from parrot.engine.heartbeat import Heartbeat, Registered
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EngineInfo,

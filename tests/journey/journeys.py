@@ -25,10 +25,9 @@ from typing import Any
 import pydantic
 
 import parrot
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.engine_types import create_service
-from parrot.engine.fence import ReorderBuffer
 from parrot.protocol.engine_api import FillPiece, GenerateRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest, SessionCreateResponse

@@ -16,7 +16,13 @@ from starlette.routing import Route
 from starlette.types import Message
 
 from parrot.protocol import answers
-from parrot.protocol.answers import EventStream, json_response, run_until_disconnect
+from parrot.protocol.answers import (
+    EventStream,
+    create_base_app,
+    json_response,
+    own_layers,
+    run_until_disconnect,
+)
 from parrot.protocol.endpoint import (
     Access,
     Endpoint,
@@ -34,7 +40,6 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
-from parrot.protocol.middleware import create_base_app, own_layers
 from parrot.protocol.public import EmptyResponse
 from parrot.protocol.transport import AppTransport, Transport
 from tests.support.app_server import serve_app

@@ -21,7 +21,7 @@ from parrot.protocol.public import (
     SemanticCallRequest,
 )
 from parrot.serve.contexts.index import Context, PrefixIndex
-from parrot.serve.contexts.kv_log import KvCounts, KvLog
+from parrot.serve.contexts.ledger import KvCounts, KvLog
 from parrot.serve.events import Events
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
@@ -38,8 +38,7 @@ from parrot.serve.graph.nodes import (
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.fairness import Counters
 from parrot.serve.scheduling.load import LoadIndex
-from parrot.serve.scheduling.predictor import Estimates
-from parrot.serve.scheduling.task import Decision
+from parrot.serve.scheduling.task import Decision, Estimates
 from parrot.serve.tenants.quotas import QueuedByTenant
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import Backlog

@@ -15,7 +15,7 @@ from parrot.serve.sessions import SessionRegistry
 from parrot.serve.tasks import NativeRunner, check_call
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import MonotonicClock
-from parrot.utils.timers import TimerQueue
+from parrot.utils.heaps import TimerQueue
 from tests.serve.serve_fakes import given, made, native
 
 _ids = count()

@@ -6,10 +6,10 @@ from parrot.protocol.errors import AuthenticationFailed, NotFound, QuotaExceeded
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.config import CoreConfig
 from parrot.serve.scheduling.load import LoadIndex
-from parrot.serve.scheduling.predictor import Estimates
+from parrot.serve.scheduling.task import Estimates
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.serve.tenants.table import TenantTable
-from parrot.utils.timers import TimerQueue
+from parrot.utils.heaps import TimerQueue
 from tests.serve.serve_fakes import FakeRunner, add_reader, link_call
 from tests.support.manual_clock import ManualClock
 

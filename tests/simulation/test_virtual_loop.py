@@ -6,7 +6,7 @@ import pytest
 
 from parrot.simulation.loop import Deadlock, LoopClock, run_virtual
 from parrot.utils.clock import Clock
-from parrot.utils.timers import TimerQueue
+from parrot.utils.heaps import TimerQueue
 
 
 def test_an_hour_takes_no_time():

@@ -11,7 +11,7 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.core.shares import ALONE, TenantShare
-from parrot.engine.sim.runner import VOCAB_SIZE, byte_tokenizer_response
+from parrot.engine.sim import VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT, DraftSources, PoolingKind
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.answer import Answer

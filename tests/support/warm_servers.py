@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import IO, Any, Self
 
 SERVERS = ("parrot.serve.http_server", "parrot.engine.http_server")
-_IMPORTED = (*SERVERS, "parrot.engine.sim.driver", "parrot.engine.sim.engine")
+_IMPORTED = (*SERVERS, "parrot.engine.sim", "parrot.engine.sim")
 _MAX_REQUEST = 2**17
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.utils.timers import TimerQueue
+from parrot.utils.heaps import TimerQueue
 from tests.support.manual_clock import ManualClock
 
 

@@ -10,7 +10,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from parrot.gateway.turns import Turn
-from parrot.protocol.answers import EventStream, error_headers, run_until_disconnect
+from parrot.protocol.answers import EventStream, error_headers, request_id_of, run_until_disconnect
 from parrot.protocol.endpoint import (
     Access,
     Described,
@@ -20,7 +20,6 @@ from parrot.protocol.endpoint import (
     read_json,
 )
 from parrot.protocol.errors import InternalError, InvalidRequest, NotFound, ParrotError
-from parrot.protocol.middleware import request_id_of
 from parrot.serve.core import ServeCore
 from parrot.utils.shard import ElsewhereError
 from parrot.utils.traceparent import TraceParent

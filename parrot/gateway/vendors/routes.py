@@ -26,9 +26,9 @@ from parrot.gateway.vendors.tokens import (
     Tokenize,
     Tokens,
 )
+from parrot.protocol.answers import request_id_of
 from parrot.protocol.endpoint import Described, Endpoint
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.middleware import request_id_of
 from parrot.serve.core import ServeCore
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504, 507)

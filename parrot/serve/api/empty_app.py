@@ -7,8 +7,7 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from parrot.protocol.answers import ErrorForm
-from parrot.protocol.middleware import Layer, RequestIds, create_base_app, own_layers
+from parrot.protocol.answers import ErrorForm, Layer, RequestIds, create_base_app, own_layers
 from parrot.serve.config import CoreConfig
 
 

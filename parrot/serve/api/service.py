@@ -6,12 +6,12 @@ from typing import Any
 
 from fastapi import Request
 
+from parrot.protocol.answers import Check
 from parrot.protocol.endpoint import (
     LARGE,
     SMALL_BODY,
     Access,
     BodyRules,
-    Check,
     Described,
     Endpoint,
     Verb,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-from parrot.serve.contexts.think_time import Source
+from parrot.serve.graph.nodes import Completion, given_name
 from parrot.utils.heaps import LruDict
 
 _MAX_CACHED = 65_536  # prompts that engines are believed to have
@@ -22,6 +22,18 @@ class FreeReason(StrEnum):
     SESSION = "session"  # its session ended
     BROKEN = "broken"  # its run was stopped or failed
     ENGINE = "engine"  # its engine was lost
+
+
+class Source(NamedTuple):
+    """The calls of one function with one cache salt, which are taken to be continued alike; so are
+    all calls whose functions have no name."""
+
+    salt: str
+    func_name: str
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Source":
+        return cls(completion.options.cache_salt, given_name(completion))
 
 
 class Boundary(NamedTuple):

@@ -34,12 +34,11 @@ from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.scheduling.load import Models
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
-from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.task import Estimates
 from parrot.utils.clock import Clock
-from parrot.utils.heaps import LruDict
+from parrot.utils.heaps import LruDict, Timer, TimerQueue
 from parrot.utils.tasks import Backlog
-from parrot.utils.timers import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
 

@@ -24,16 +24,15 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import EngineFailed, InvalidRequest, ParrotError, PromptTooLong
 from parrot.protocol.sampling import Logprobs, SamplingConfig
-from parrot.serve.contexts.index import Boundary, Context, Owner
+from parrot.serve.contexts.index import Boundary, Context, Owner, Source
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.nodes import Completion, VariablePiece, given_name
 from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units, encode_prompt, encode_text, join
 from parrot.serve.prompts.segments import extend_key, output_segment
-from parrot.serve.scheduling.predictor import function_key
+from parrot.serve.scheduling.task import function_key
 from parrot.utils.heaps import LruDict
 from parrot.utils.tasks import TaskSet
 

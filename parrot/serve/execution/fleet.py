@@ -28,14 +28,13 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
-from parrot.serve.contexts.kv_log import KvCounts
-from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.contexts.ledger import ContextLedger, KvCounts
 from parrot.serve.events import EngineJoined, EngineLost, Events
 from parrot.serve.prompts.encode import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
 from parrot.utils.clock import Clock
+from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.tasks import TaskSet
-from parrot.utils.timers import Timer, TimerQueue
 
 _FREE_INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
 _MAX_FREE_INTERVAL_S = 5.0  # between two that fail

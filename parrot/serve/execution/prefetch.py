@@ -25,9 +25,8 @@ from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.prompts.encode import encode_prompt
-from parrot.serve.scheduling.predictor import Estimates
 from parrot.serve.scheduling.scheduler import Scheduler
-from parrot.serve.scheduling.task import CompletionTask
+from parrot.serve.scheduling.task import CompletionTask, Estimates
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 

@@ -30,7 +30,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.transport import Unreachable
 from parrot.serve.contexts.index import Context, Owner
-from parrot.serve.contexts.kv_log import Lost
+from parrot.serve.contexts.ledger import Lost
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats
 from parrot.serve.graph.objective import strictest_objective

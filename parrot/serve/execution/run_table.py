@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from parrot.protocol.errors import InternalError, NotFound, OutOfMemory, ParrotError
+from parrot.serve.contexts.index import Source
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.contexts.think_time import Source
 from parrot.serve.execution.exchange import Exchange, delivered
 from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.result_cache import Result, reused

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.scheduling.predictor import Pace
-from parrot.serve.scheduling.task import CompletionTask
+from parrot.serve.scheduling.task import CompletionTask, Pace
 from parrot.utils.heaps import LazyHeap
 
 _HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;

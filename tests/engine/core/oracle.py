@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from parrot.engine.core.contexts import Context
 from parrot.engine.core.jobs import BACKGROUND, Outcome, Piece
-from parrot.engine.sim.runner import EOS_ID
+from parrot.engine.sim import EOS_ID
 from parrot.protocol.engine_api import (
     NO_PARENT,
     FillResponse,

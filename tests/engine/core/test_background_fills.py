@@ -7,7 +7,7 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.engine.core.jobs import BACKGROUND
 from parrot.engine.core.scheduler import BackgroundPace
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import FillRequest
 from parrot.protocol.errors import OutOfMemory
 from tests.support.core_harness import Harness, piece

@@ -17,8 +17,7 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.plan import StepPlan, StepResult
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import ServiceState
-from parrot.engine.sim.driver import SimDriver
-from parrot.engine.sim.runner import SimRunner, byte_tokenizer_response
+from parrot.engine.sim import SimDriver, SimRunner, byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateResponse
 from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.protocol.sampling import SamplingConfig

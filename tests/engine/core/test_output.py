@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from parrot.engine.core import output
 from parrot.engine.core.output import Detokenizer, Generation, Language, StopStrings, decode, untold
-from parrot.engine.sim.runner import BOS_ID, EOS_ID, byte_tokenizer_response
+from parrot.engine.sim import BOS_ID, EOS_ID, byte_tokenizer_response
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.byte_tokenizer import plain_byte_tokenizer

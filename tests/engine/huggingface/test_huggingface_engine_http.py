@@ -11,10 +11,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.engine_types import create_service
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import FillPiece, GenerateRequest, GenerateResponse
 from parrot.protocol.engine_client import EngineClient

@@ -6,10 +6,9 @@ from contextlib import aclosing
 
 import pytest
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.engine_types import create_service
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import (
     FillPiece,

@@ -7,8 +7,7 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.engine.runner_service import RunnerService
 from parrot.engine.service import EngineService, ServiceState
-from parrot.engine.sim.engine import SimService
-from parrot.engine.sim.runner import BOS_ID, EOS_ID, VOCAB_SIZE, byte_tokenizer
+from parrot.engine.sim import BOS_ID, EOS_ID, VOCAB_SIZE, SimService, byte_tokenizer
 from parrot.protocol.engine_api import (
     EngineType,
     FillPiece,

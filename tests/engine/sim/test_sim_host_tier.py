@@ -5,7 +5,7 @@ import asyncio
 
 from parrot.engine.config import SimConfig
 from parrot.engine.metrics import EngineMetrics
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import GenerateRequest, Usage
 from parrot.simulation.loop import LoopClock, run_virtual
 

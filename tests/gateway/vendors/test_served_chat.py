@@ -7,9 +7,9 @@ from typing import Any
 import aiohttp
 import pytest
 
+from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import Capabilities, RegisterRequest
 from parrot.protocol.engine_client import EngineClient

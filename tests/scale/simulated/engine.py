@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parrot.engine.config import SimConfig
-from parrot.engine.sim.runner import byte_tokenizer_response
+from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import (
     EngineInfo,
     EngineType,

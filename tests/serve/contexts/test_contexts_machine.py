@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from parrot.serve.config import KvEviction
-from parrot.serve.contexts.index import Boundary, Context, Owner
-from parrot.serve.contexts.think_time import Source
+from parrot.serve.contexts.index import Boundary, Context, Owner, Source
 from tests.serve.contexts.ledger_book import Book
 
 SOURCE = Source("acme", "f")

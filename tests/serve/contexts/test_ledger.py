@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from parrot.serve.contexts.index import Boundary, Context, FreeReason
-from parrot.serve.contexts.think_time import Source
+from parrot.serve.contexts.index import Boundary, Context, FreeReason, Source
 from tests.serve.contexts.ledger_book import Book
 
 SOURCE = Source("acme", "f")

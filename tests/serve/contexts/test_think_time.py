@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.serve.contexts.think_time import Source, ThinkTimes
+from parrot.serve.contexts.forecast import ThinkTimes
+from parrot.serve.contexts.index import Source
 from parrot.serve.graph.nodes import Completion
 from tests.serve.serve_fakes import made, make_graph, semantic
 

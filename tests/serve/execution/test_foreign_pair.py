@@ -7,9 +7,8 @@ from itertools import count
 
 import pytest
 
-from parrot.engine.app import create_app
+from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.fence import ReorderBuffer
 from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import (
     Capabilities,

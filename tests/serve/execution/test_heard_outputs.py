@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parrot.engine.core.output import Generation, Language, untold
-from parrot.engine.sim.runner import byte_tokenizer_response
+from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import HeartbeatRequest, OutputPart, RuntimeInfo
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient

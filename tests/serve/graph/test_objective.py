@@ -11,7 +11,7 @@ from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Objective, Prediction, Task
 from parrot.serve.graph.objective import strictest
 from parrot.serve.scheduling.load import LoadIndex
-from parrot.serve.scheduling.predictor import Estimates
+from parrot.serve.scheduling.task import Estimates
 from tests.serve.serve_fakes import (
     FakeRunner,
     add_reader,

@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, TextPiece, VariablePiece
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
-from parrot.serve.prompts.segments import (
-    PieceKind,
-    PrefixHasher,
-    Segment,
-    extend_key,
-    output_segment,
-)
+from parrot.serve.prompts.encode import PieceKind
+from parrot.serve.prompts.segments import PrefixHasher, Segment, extend_key, output_segment
 from tests.support.prompts import prefix_keys, prompt_segments
 
 TEXTS = st.sampled_from(["", "a", "b", "ab", "c", "é\u4e2d", "a" * 100])

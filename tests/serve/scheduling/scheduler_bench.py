@@ -9,7 +9,8 @@ from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
-from parrot.serve.prompts.segments import PieceKind, PrefixHasher, Segment
+from parrot.serve.prompts.encode import PieceKind
+from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.scheduling.fairness import Weigh
 from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
 from parrot.serve.scheduling.scheduler import Scheduler

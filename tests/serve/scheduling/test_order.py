@@ -12,7 +12,8 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective
 from parrot.serve.graph.variable import SemanticVariable
-from parrot.serve.prompts.segments import PieceKind, Segment
+from parrot.serve.prompts.encode import PieceKind
+from parrot.serve.prompts.segments import Segment
 from parrot.serve.scheduling.policy import order_maker
 from parrot.serve.scheduling.queue import OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask

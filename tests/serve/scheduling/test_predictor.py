@@ -9,7 +9,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, TextPiece, VariablePiece
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.scheduling.load import LoadIndex
-from parrot.serve.scheduling.predictor import Estimates, OutputLengths, Pace
+from parrot.serve.scheduling.task import Estimates, OutputLengths, Pace
 
 NATIVE = NativeCall(
     id=1,

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
-from parrot.engine.fence import ReorderBuffer
-from parrot.engine.sim.engine import SimService
+from parrot.engine.sim import SimService
 from parrot.engine.traces import EngineTracer
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.http import HttpClient

@@ -1,13 +1,21 @@
-"""The parts of JSON, counted as its bytes come. A byte of it can become hundreds in memory and a
-microsecond of work: 30 MB of empty lists take 13 seconds to read and to forget."""
+"""The bodies of requests: how much memory those have that are being read, and how much JSON one may
+be made of."""
 
-from parrot.protocol.errors import PayloadTooLarge
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from parrot.protocol.errors import PayloadTooLarge, Unavailable
+
+SMALL = 2**16  # bytes of a body that are not counted: the server has as many in its buffers
 MAX_VALUES = 2**19
 MAX_KEYS = 2**17  # of all objects
 MAX_NESTED = 2**15  # arrays and objects
 MAX_ESCAPES = 2**23  # backslashes: eight million take 0.03 s to read
 _MAX_UNREAD = 2**20  # of bytes, which take a millisecond or two to look at
+
+
+_MOST = (MAX_VALUES, MAX_KEYS, MAX_NESTED)
+_WHAT = ("values", "keys", "arrays and objects")
 
 
 class JsonMeter:
@@ -58,5 +66,35 @@ def _signs(text: bytes) -> tuple[int, int, int]:
     return text.count(b","), text.count(b":"), text.count(b"[") + text.count(b"{")
 
 
-_MOST = (MAX_VALUES, MAX_KEYS, MAX_NESTED)
-_WHAT = ("values", "keys", "arrays and objects")
+class BodyBudget:
+    """The memory for bodies that are being read or handed on."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_free = num_bytes
+
+    @contextmanager
+    def lease(self) -> "Iterator[BodyLease]":
+        """A part of the budget, which is given back at the end."""
+        lease = BodyLease(self)
+        try:
+            yield lease
+        finally:
+            self._num_free += lease.num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Raises `Unavailable` if there is not so much."""
+        if num_bytes > self._num_free:
+            raise Unavailable("the server is reading too many large requests: try again")
+        self._num_free -= num_bytes
+
+
+class BodyLease:
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.num_bytes = 0
+
+    def hold(self, size: int) -> None:
+        """Let it be for a body of which there are so many bytes."""
+        num_bytes = max(0, size - SMALL)
+        self._budget.take(num_bytes - self.num_bytes)
+        self.num_bytes = num_bytes
