@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from parrot.protocol.endpoint import Access, Endpoint, Handler
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import ParrotError
-from parrot.serve.api.admin import Drain
+from parrot.protocol.public import DrainRequest
 from parrot.utils.config import ConfigError
 from parrot.utils.private_files import open_private
 
@@ -105,7 +105,7 @@ def _facts(arguments: Mapping[str, Any]) -> dict[str, Any]:
         case RegisterRequest(engine_config=info):
             address = f"{info.host}:{info.port}"
             facts |= {"engine": info.engine_name, "model": info.model, "address": address}
-        case Drain(is_wanted=is_wanted):
+        case DrainRequest(is_wanted=is_wanted):
             facts["is_wanted"] = is_wanted
     return facts
 

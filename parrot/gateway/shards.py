@@ -20,7 +20,6 @@ from parrot.protocol.endpoint import Endpoint
 from parrot.protocol.errors import MisdirectedRequest, Unavailable
 from parrot.protocol.failover_client import LivenessProbe
 from parrot.protocol.public import GraphRequest, SessionCreateRequest
-from parrot.serve.api.routes import begun_session
 from parrot.serve.core import ServeCore
 from parrot.utils.shard import ElsewhereError, Shard
 
@@ -121,7 +120,7 @@ def placed(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> Endpoin
 
     def check(request: Request, arguments: dict[str, Any]) -> None:
         asked = arguments["request"]
-        session = begun_session(asked) if isinstance(asked, GraphRequest) else asked
+        session = asked.begins() if isinstance(asked, GraphRequest) else asked
         if session is not None:
             tenant = core.tenant(session.api_key)
             affinity.check(request, tenant, session.apps or ())

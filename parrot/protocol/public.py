@@ -232,6 +232,12 @@ class GraphRequest(Payload):
             raise ValueError(f"its templates have more than {MAX_BRACES} `{{{{` together")
         return fields
 
+    def begins(self) -> SessionCreateRequest | None:
+        """The session that is to begin with the graph; None if it has one."""
+        if self.session is None or self.session.api_key is not None:
+            return self.session
+        return self.session.model_copy(update={"api_key": self.session_auth})
+
     @model_validator(mode="after")
     def _one_session(self) -> Self:
         if (self.session_id is None) == (self.session is None):
@@ -489,6 +495,12 @@ class EngineStatus(Answer):
     hit_tokens: int = Field(0, description="prompt tokens that a context had")
     recomputed_tokens: int = Field(0, description="those computed though a context had them once")
     evicted_tokens: int = Field(0, description="tokens of contexts that were freed to make room")
+
+
+class DrainRequest(BaseModel):
+    """`is_wanted`: no more calls for the engine; false: calls again."""
+
+    is_wanted: bool
 
 
 class ReadyResponse(Answer):

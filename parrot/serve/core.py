@@ -1,5 +1,6 @@
 """ServeCore: the service as a whole. Each verb is one request, from what it asks to its answer."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Protocol
@@ -19,6 +20,8 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     SessionCreateResponse,
     SessionInfo,
+    SessionListRequest,
+    SessionListResponse,
     VarGetRequest,
     VarGetResponse,
     VarListResponse,
@@ -58,6 +61,7 @@ from parrot.serve.views import (
     engine_view,
     read_view,
     session_steps,
+    session_summary,
     session_view,
     variables_view,
 )
@@ -172,6 +176,23 @@ class ServeCore:
             tenant = self.tenants.find_by_key(api_key or "")
             return tenant is not None and tenant.id == session.tenant
         return session.is_program and self.tenants.of_key(api_key).id == session.tenant
+
+    async def list_sessions(self, request: SessionListRequest) -> SessionListResponse:
+        """Sessions of the API key's tenant; where there are no `api_keys` its conversations only,
+        since a program's session is known to that program alone. Raises `AuthenticationFailed`."""
+        tenant = self.tenant(request.api_key)
+        is_closed = self.tenants.is_closed
+        found = [s for s in self.sessions if s.tenant == tenant and (is_closed or s.is_program)]
+        if request.before is not None:
+            found = [session for session in found if session.id < request.before]
+        found.sort(key=lambda session: session.id, reverse=True)
+        summaries = []
+        for session in found[: request.limit]:
+            if self.sessions.find(session.id) is session:
+                remaining_s = self.sessions.remaining_s(session)
+                summaries.append(session_summary(session, self.clock.now(), remaining_s))
+            await asyncio.sleep(0)  # others may go on
+        return SessionListResponse(sessions=summaries, has_more=len(found) > request.limit)
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
         session = self.sessions.authenticate(session_id, session_auth)

@@ -118,15 +118,13 @@ def session_counts(session: Session) -> SessionCounts:
     )
 
 
-def session_summary(
-    session: Session, now: float, expires_in_s: float, *, is_conversation: bool
-) -> SessionSummary:
+def session_summary(session: Session, now: float, expires_in_s: float) -> SessionSummary:
     counts = session_counts(session)
     prompt = counts.prompt_tokens
     return SessionSummary(
         **dict(counts),
         session_id=session.id,
-        kind="conversation" if is_conversation else "program",
+        kind="conversation" if session.is_program else "program",
         apps=list(session.apps),
         age_s=now - session.created_at,
         expires_in_s=expires_in_s,

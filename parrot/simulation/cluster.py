@@ -9,7 +9,7 @@ from parrot.observe.recorder import Recorder
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.trace import TraceSink
 from parrot.protocol.transport import App
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

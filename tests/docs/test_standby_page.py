@@ -7,7 +7,7 @@ import aiohttp
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.journal.standby import standby_app
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from tests.docs.haproxy import haproxy_of

@@ -17,7 +17,7 @@ from parrot.engine.heartbeat import registration
 from parrot.engine.http_server import run_engine
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.api.app import create_app as create_core_app
+from parrot.serve.app import create_app as create_core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.clock import MonotonicClock

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from parrot import P
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig, TokenPrices
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

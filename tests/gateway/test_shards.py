@@ -31,7 +31,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

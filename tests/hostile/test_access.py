@@ -17,7 +17,7 @@ from parrot.protocol.answers import create_base_app, own_layers
 from parrot.protocol.endpoint import Access, Rule, rules
 from parrot.protocol.openapi import install
 from parrot.protocol.public import SessionCreateRequest
-from parrot.serve.api.app import create_app as core_app
+from parrot.serve.app import create_app as core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.clock import MonotonicClock

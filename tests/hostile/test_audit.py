@@ -13,7 +13,7 @@ from fastapi import Request
 from parrot.gateway.audit import AuditLog
 from parrot.gateway.page.visitors import page_key
 from parrot.protocol.public import SessionCreateRequest
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.config import ConfigError

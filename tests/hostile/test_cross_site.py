@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from parrot.cluster import Cluster
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from tests.support.app_server import serve_app

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parrot.protocol.endpoint import Access, Rule, rules
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from tests.gateway.vendors.conftest import MODEL, Site, serve

@@ -12,7 +12,7 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.template import placeholder
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

@@ -28,7 +28,7 @@ from parrot.integrations.langchain import (
     LazyPrompt,
     fetch,
 )
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

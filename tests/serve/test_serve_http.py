@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from parrot.protocol.fields import MAX_TEXT
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota
 from parrot.serve.core import ServeCore
 from tests.serve.serve_fakes import FakeDispatcher, given, made, taken

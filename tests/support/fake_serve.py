@@ -28,7 +28,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import EngineFailed, ParrotError
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.events import CallAdded, ReadBegan, ReadEnded, SessionDeleted, Sink

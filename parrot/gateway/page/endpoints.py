@@ -29,8 +29,12 @@ from parrot.protocol.endpoint import (
 )
 from parrot.protocol.errors import NotFound, PermissionDenied
 from parrot.protocol.fields import Credential, Label
-from parrot.protocol.public import EmptyResponse, SessionCreateRequest, SessionCreateResponse
-from parrot.serve.api.admin import Drain
+from parrot.protocol.public import (
+    DrainRequest,
+    EmptyResponse,
+    SessionCreateRequest,
+    SessionCreateResponse,
+)
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.sessions import Session
@@ -83,7 +87,9 @@ class Page:
             self._endpoint(
                 "GET", "sessions/{session_id}/vars/{var_id}", taking(Since, self.variable)
             ),
-            self._endpoint("POST", "engines/{engine_id}/drain", taking(Drain, self.drain_engine)),
+            self._endpoint(
+                "POST", "engines/{engine_id}/drain", taking(DrainRequest, self.drain_engine)
+            ),
             self._endpoint("POST", "sessions", self.begin_session),
             self._endpoint("POST", "sessions/{session_id}/end", self.end_session),
             self._endpoint("POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call),

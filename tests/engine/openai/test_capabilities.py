@@ -19,7 +19,7 @@ from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.config import ConfigError, parse_config

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from parrot.protocol.engine_api import RegisterRequest
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

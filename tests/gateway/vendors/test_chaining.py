@@ -14,7 +14,7 @@ from parrot.gateway.transcript import MAX_PLACES
 from parrot.observe.recorder import Recorder
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.trace import AnswerLine, AnyTraceEvent, CallLine, ReadLine, SessionLine
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

@@ -11,7 +11,7 @@ from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion

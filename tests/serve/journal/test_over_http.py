@@ -12,7 +12,7 @@ import pytest
 
 from parrot.journal.log import Journal, Record
 from parrot.protocol.engine_api import RegisterRequest
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher

@@ -26,7 +26,7 @@ from parrot.cluster.ports import free_port
 from parrot.engine.traces import EngineTracer
 from parrot.observe.spans import session_spans
 from parrot.observe.tracer import Tracer
-from parrot.serve.api.app import create_app
+from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.clock import MonotonicClock

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.serve.config import CoreConfig
-from parrot.serve.process import main
+from parrot.serve.http_server import main
 from parrot.serve.tenants.table import KeyEntry, Scope, TenantLimits, TenantTable, read_keys
 from parrot.utils.config import ConfigError
 from tests.serve.tenants.keys import entry, write_keys

@@ -1,0 +1,644 @@
+"""ServeCore's app: which verb answers which method and path, the layers before them, and the wings
+that stand on the core where they are configured.
+
+A route reads its fields, calls one verb of `ServeCore`, and writes the answer. It does not know how
+the verb does its work, and nothing behind it knows HTTP."""
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from parrot.gateway.audit import AuditedRefusals, AuditLog, audited, of_operators
+from parrot.gateway.page.endpoints import Page
+from parrot.gateway.programs import ENDING
+from parrot.gateway.shards import Forwarding, load_of, placed
+from parrot.gateway.turns import Turns
+from parrot.gateway.vendors.responses.responses import Responses
+from parrot.gateway.vendors.routes import error_form, response_endpoints, vendor_endpoints
+from parrot.journal.log import Journal
+from parrot.journal.replay import restore
+from parrot.protocol.answers import Check, ErrorForm, Layer, RequestIds, create_base_app, own_layers
+from parrot.protocol.endpoint import (
+    ANY_BODY,
+    LARGE,
+    SMALL_BODY,
+    Access,
+    BodyRules,
+    Described,
+    Durable,
+    Endpoint,
+    Verb,
+    api_key_of,
+    bearer_token,
+    durably,
+    knows_cluster_token,
+    lasting,
+    require_cluster_token,
+    taking,
+)
+from parrot.protocol.errors import AuthenticationFailed, NotFound
+from parrot.protocol.openapi import install
+from parrot.protocol.public import (
+    Answer,
+    DrainRequest,
+    EngineStatus,
+    GraphRequest,
+    GraphResponse,
+    ModelCard,
+    SessionCreateRequest,
+    SessionCreateResponse,
+    SessionInfo,
+    SessionScoped,
+    StreamDelta,
+    StreamDone,
+    VarCreateRequest,
+    VarCreateResponse,
+    VarGetRequest,
+    VarSetRequest,
+)
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.sessions import Session
+from parrot.serve.tenants.keys_file import KeysWatch
+from parrot.serve.tenants.table import KeysChange, Scope, Tenant, TenantLimits
+from parrot.serve.views import engine_view, read_view
+from parrot.utils.metrics import CONTENT_TYPE
+from parrot.utils.tasks import TaskSet, in_turns
+
+_SCOPED = (401, 404, 410)
+_SUBMIT = (*_SCOPED, 409, 413, 429, 507)
+_READ = (*_SCOPED, 409, 429, 499, 502, 503, 504)
+_EVENTS = (
+    "Events `delta` with `{text}` from the first token on, whenever the reader came; then one final"
+    " event: `done` with `{content, finish_reason, usage}`, or `error` with an error body. Comments"
+    " keep it alive."
+)
+
+
+def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
+    """The app of one ServeCore, which it closes when it ends. With a journal, the core is restored
+    from it first. Raises `ConfigError` if that cannot be read."""
+
+    forwarding: list[Forwarding] = []
+
+    def forwarded(urls: Sequence[str], routes: ASGIApp) -> ASGIApp:
+        forwarding.append(Forwarding(routes, urls, lambda: load_of(core)))
+        return forwarding[-1]
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            async with _watched_keys(core, None if audit is None else audit.event):
+                yield
+        finally:
+            for way in forwarding:
+                await way.close()
+            await core.close()
+            await responses.close()
+            if audit is not None:
+                audit.close()
+
+    config = core.config
+    audit = None if config.audit_path is None else AuditLog(config.audit_path)
+    turns = Turns(core)
+    responses = Responses(turns, config)
+    if journal is not None:
+        restore(core, journal, {ENDING: turns.restore_ending, **responses.kept.restorers})
+        turns.restored()
+        responses.kept.keep_in(journal, lambda: core.is_closing)
+        responses.resume(core.fleet.joined, config.unserved_timeout_s)
+    app = empty_app(
+        config,
+        error_form,
+        lifespan,
+        outer=[] if audit is None else [partial(AuditedRefusals, audit=audit)],
+        inner=[] if config.shards is None else [partial(forwarded, config.shards.cores)],
+    )
+    served = endpoints(core)
+    if config.shards is not None:
+        served = [placed(core, config.shards.cores, endpoint) for endpoint in served]
+    if audit is not None:
+        served = [audited(one, audit) if of_operators(one) else one for one in served]
+    served += vendor_endpoints(core, turns)
+    served += response_endpoints(core, responses)
+    shown = Page(core, audit).routes() if config.page else []
+    install(app, served, shown, access=Access.API_KEY, check=_key_check(core))
+    return app
+
+
+def empty_app(
+    config: CoreConfig,
+    error_form: ErrorForm,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+    *,
+    outer: Sequence[Layer] = (),
+    inner: Sequence[Layer] = (),
+) -> FastAPI:
+    """An app that knows whom it answers and how errors look, and has no endpoint. `outer` and
+    `inner`: layers before and behind all others."""
+    own_names = () if config.shards is None else (config.shards.own_name,)
+    layers: list[Layer] = [*outer, RequestIds]
+    if config.cors_origins:
+        layers.append(
+            partial(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "request-id", "retry-after"],
+            )
+        )
+    layers += own_layers(
+        max_body_size=config.max_body_size,
+        names=(config.host, *config.allowed_hosts, *own_names),
+        error_form=error_form,
+    )
+    return create_base_app(
+        "Parrot ServeCore",
+        [*layers, *inner],
+        max_body_memory=config.connections.max_body_memory,
+        lifespan=lifespan,
+    )
+
+
+@asynccontextmanager
+async def _watched_keys(core: ServeCore, note: Callable[..., None] | None) -> AsyncIterator[None]:
+    """Take in changes of the file of keys during the block. `note` is told of each."""
+
+    async def changed(change: KeysChange) -> None:
+        if note is not None:
+            note("keys changed", "ok", **change._asdict())
+        for _ in core.sessions.keys_changed():
+            await asyncio.sleep(0)  # others may have a turn
+
+    def refused(reason: str) -> None:
+        if note is not None:
+            note("keys changed", "refused", reason=reason)
+
+    tasks = TaskSet()
+    tasks.spawn(KeysWatch(core.tenants, core.clock, changed, refused).run(), name="keys")
+    try:
+        yield
+    finally:
+        await tasks.close()
+
+
+def endpoints(core: ServeCore) -> list[Endpoint]:
+    """The two that every call needs come first, since routes are tried in order."""
+    return [*_program_endpoints(core), *_service_endpoints(core), *_admin_endpoints(core)]
+
+
+def _program_endpoints(core: ServeCore) -> list[Endpoint]:
+    """Sessions, calls, variables and reads. What adds something is told when it is on disk, if it
+    is written down at all. So is what ends something; but while nothing can be written, when it is
+    done."""
+    journal = core.sessions.journal
+    durable = None if journal is None else journal.durable
+    published = None if journal is None else journal.published
+    known = _known(core)
+
+    def of_session(
+        method: str,
+        path: str,
+        verb: Verb,
+        summary: str,
+        errors: Sequence[int],
+        *,
+        body: BodyRules = SMALL_BODY,
+        access: Access = Access.SESSION,
+    ) -> Endpoint:
+        described = Described(tuple(errors))
+        return Endpoint(method, path, verb, summary, body=body, access=access, described=described)
+
+    def adding(verb: Verb) -> Verb:
+        return lasting(verb, durable)
+
+    def scoped(verb: Verb) -> Verb:
+        return lasting(taking(SessionScoped, verb), published)
+
+    async def session_info(session_id: int, session_auth: str | None) -> SessionInfo:
+        return await in_turns(core.session_steps(session_id, session_auth))
+
+    async def create_session(request: SessionCreateRequest) -> SessionCreateResponse:
+        session = core.create_session(request)
+        with _known_or_ended(core, session.model_dump()):
+            if durable is not None:
+                await durable()
+        return session
+
+    async def submit_graph(request: GraphRequest) -> GraphResponse:
+        return await _submit_graph(core, request, durable)
+
+    def create_var(request: VarCreateRequest) -> VarCreateResponse:
+        return VarCreateResponse(var_id=core.create_var(**dict(request)))
+
+    def stream_var(request: VarGetRequest, var_id: str) -> AsyncIterator[tuple[str, BaseModel]]:
+        return _events(core.stream(request, var_id), core.variable(request, var_id))
+
+    return [
+        of_session(
+            "GET",
+            "/v1/semantic_var/{var_id}",
+            core.read,
+            "Wait for a variable's value (long poll), which makes its work run",
+            _READ,
+        ),
+        of_session(
+            "POST",
+            "/v1/semantic_call",
+            adding(core.submit_call),
+            "Submit a semantic call; a read makes it run",
+            _SUBMIT,
+            body=known,
+        ),
+        of_session(
+            "POST",
+            "/v1/py_native_call",
+            adding(core.submit_native),
+            "Submit a native function's call; a read makes it run, in a sandbox",
+            _SUBMIT,
+            body=known,
+        ),
+        of_session(
+            "POST",
+            "/v1/semantic_graph",
+            submit_graph,
+            "Submit variables and calls that name each other, all of them or none",
+            (*_SUBMIT, 503),
+            body=known if core.tenants.is_closed else ANY_BODY,
+            access=Access.SESSION_OR_KEY,
+        ),
+        of_session(
+            "POST",
+            "/v1/request/{request_id}/cancel",
+            scoped(core.cancel_call),
+            "Cancel every output of a call",
+            _SCOPED,
+        ),
+        of_session(
+            "POST",
+            "/v1/semantic_var",
+            adding(create_var),
+            "Create a variable",
+            (*_SCOPED, 413, 429, 507),
+            body=known,
+        ),
+        of_session(
+            "GET",
+            "/v1/semantic_var",
+            scoped(core.list_vars),
+            "All variables of a session",
+            _SCOPED,
+        ),
+        of_session(
+            "POST",
+            "/v1/semantic_var/{var_id}",
+            adding(taking(VarSetRequest, core.set_var)),
+            "Set a variable, once",
+            (*_SCOPED, 409, 413, 429, 507),
+            body=known,
+        ),
+        of_session(
+            "POST",
+            "/v1/semantic_var/{var_id}/cancel",
+            scoped(core.cancel_var),
+            "Stop making a variable",
+            _SCOPED,
+        ),
+        of_session(
+            "POST",
+            "/v1/semantic_vars/first",
+            core.first,
+            "Wait for the first k of some variables; work for the others stops",
+            _READ,
+            body=known,
+        ),
+        Endpoint(
+            "GET",
+            "/v1/semantic_var/{var_id}/stream",
+            stream_var,
+            "A variable's text as it is made",
+            body=SMALL_BODY,
+            access=Access.SESSION,
+            described=Described(_READ, about=_EVENTS, media_type="text/event-stream"),
+        ),
+        of_session(
+            "POST",
+            "/v1/session",
+            create_session,
+            "Begin a session",
+            (401, 429, 503, 507),
+            access=Access.API_KEY,
+        ),
+        of_session(
+            "GET",
+            "/v1/sessions",
+            core.list_sessions,
+            "The live sessions of an API key (Bearer), the newest first",
+            (401, 503),
+            access=Access.API_KEY,
+        ),
+        of_session(
+            "GET",
+            "/v1/session/{session_id}",
+            scoped(session_info),
+            "State, variables, calls, graph and timings of a session",
+            _SCOPED,
+            access=Access.SESSION_OR_KEY,
+        ),
+        of_session(
+            "DELETE",
+            "/v1/session/{session_id}",
+            scoped(core.delete_session),
+            "End a session: work is cancelled, contexts freed, open reads get an error",
+            _SCOPED,
+        ),
+    ]
+
+
+def _known(core: ServeCore) -> BodyRules:
+    """Bodies that are large only if the head tells who sends them."""
+
+    def admits(request: Request) -> bool:
+        credential = bearer_token(request) or request.query_params.get("session_auth", "")
+        if core.sessions.shard is not None:
+            core.sessions.shard.require_token(credential)
+        return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
+
+    return BodyRules(admits=admits)
+
+
+@contextmanager
+def _known_or_ended(core: ServeCore, scope: Mapping[str, Any]) -> Iterator[None]:
+    """End a new session if the block raises, be it since the client left: nobody knows of it."""
+    try:
+        yield
+    except BaseException:
+        core.delete_session(**scope)
+        raise
+
+
+async def _submit_graph(
+    core: ServeCore, request: GraphRequest, durable: Durable | None
+) -> GraphResponse:
+    """If the graph is to have a session of its own, that begins only if all of it is right."""
+    begun = request.begins()
+    if begun is None:
+        async with durably(durable):
+            return core.submit_graph(request)
+    scope = core.create_session(begun).model_dump()
+    with _known_or_ended(core, scope):
+        async with durably(durable):
+            response = core.submit_graph(request.model_copy(update=scope))
+    return response.model_copy(update=scope)
+
+
+async def _events(
+    deltas: AsyncGenerator[str], variable: SemanticVariable
+) -> AsyncIterator[tuple[str, BaseModel]]:
+    async with aclosing(deltas):  # a reader that goes is withdrawn now, not when collected
+        async for text in deltas:
+            yield "delta", StreamDelta(text=text)
+    yield "done", StreamDone(**dict(await read_view(variable)))
+
+
+def _service_endpoints(core: ServeCore) -> list[Endpoint]:
+    def model(model_id: str) -> ModelCard:
+        for card in core.models().data:
+            if card.id == model_id:
+                return card
+        raise NotFound(f"unknown model: {model_id}", param="model")
+
+    async def metrics() -> bytes:
+        parts: list[bytes] = []
+        for part in core.metrics():
+            parts.append(part)
+            await asyncio.sleep(0)  # others may have a turn
+        return b"".join(parts)
+
+    def with_key(path: str, verb: Verb, summary: str, *errors: int) -> Endpoint:
+        endpoint = Endpoint(
+            "GET", path, verb, summary, access=Access.API_KEY, described=Described(errors)
+        )
+        return endpoint.checked(_key_check(core))
+
+    return [
+        with_key("/v1/models", core.models, "Models that are served now", 401, 403),
+        with_key("/v1/models/{model_id:path}", model, "A model", 401, 403, 404),
+        Endpoint("GET", "/health", _alive, "The process answers", access=Access.ANYBODY),
+        _ready_endpoint(core),
+        Endpoint(
+            "GET",
+            "/metrics",
+            metrics,
+            "Metrics for Prometheus (Bearer: the cluster token, or a key)",
+            access=Access.METRICS,
+            described=Described((401, 403), media_type=CONTENT_TYPE),
+        ).checked(_holder_of(core, Scope.METRICS)),
+        *_engine_endpoints(core),
+    ]
+
+
+def _key_check(core: ServeCore) -> Check:
+    """Requests must have an API key, where there are any."""
+
+    def check(request: Request) -> None:
+        core.tenant(api_key_of(request))
+
+    return check
+
+
+def _holder_of(core: ServeCore, scope: Scope) -> Callable[[Request], str]:
+    """Says who asks: whoever has the cluster token, or a key with the scope. What it gives raises
+    `AuthenticationFailed` and `PermissionDenied` for others."""
+    token = core.config.cluster_token
+
+    def holder(request: Request) -> str:
+        if knows_cluster_token(request, token):
+            return "operator"
+        tenant = core.tenants.find_by_key(api_key_of(request) or "")
+        if tenant is None:
+            raise AuthenticationFailed(
+                f"missing or wrong cluster token, or key with the scope `{scope}` "
+                "(`Authorization: Bearer`)"
+            )
+        tenant.require(scope)
+        return f"operator {tenant.id}"
+
+    return holder
+
+
+def _engine_check(core: ServeCore) -> Callable[[Request], str]:
+    token = core.config.cluster_token
+
+    def check(request: Request) -> str:
+        require_cluster_token(request, token)
+        return "engine"
+
+    return check
+
+
+def _engine_endpoints(core: ServeCore) -> list[Endpoint]:
+    def of_engines(path: str, verb: Verb, summary: str, body: BodyRules, *errors: int) -> Endpoint:
+        endpoint = Endpoint(
+            "POST",
+            path,
+            verb,
+            f"{summary} (Bearer: the cluster token)",
+            access=Access.CLUSTER,
+            body=body,
+            described=Described(errors),
+        )
+        return endpoint.checked(_engine_check(core))
+
+    return [
+        of_engines(
+            "/register_engine",
+            core.register_engine,
+            "An engine joins",
+            SMALL_BODY,
+            401,
+            409,
+            429,
+            503,
+        ),
+        of_engines(
+            "/engine_heartbeat", core.fleet.heartbeat, "An engine is alive", BodyRules(LARGE), 401
+        ),
+        of_engines(
+            "/engine_leave",
+            core.dispatcher.drains.engine_leaves,
+            "An engine is about to end",
+            SMALL_BODY,
+            401,
+            404,
+        ),
+    ]
+
+
+def _ready_endpoint(core: ServeCore) -> Endpoint:
+    """Says which engines there are to those who have the cluster token."""
+    token = core.config.cluster_token
+
+    def sees_engines(request: Request, arguments: dict[str, Any]) -> None:
+        arguments["sees_engines"] = knows_cluster_token(request, token)
+
+    return Endpoint(
+        "GET",
+        "/ready",
+        core.readiness,
+        "An engine is there (Bearer: the cluster token, to see which)",
+        access=Access.ANYBODY,
+        described=Described((503,)),
+    ).stepping(sees_engines)
+
+
+def _alive() -> None:
+    pass
+
+
+class TenantView(Answer):
+    """A tenant that has a key, and what it has now."""
+
+    id: str
+    scopes: list[Scope]
+    weight: float
+    share_group: str | None
+    limits: TenantLimits
+    num_sessions: int
+    num_calls_in_flight: int
+
+
+class TenantList(Answer):
+    tenants: list[TenantView]
+
+
+class EngineList(Answer):
+    engines: list[EngineStatus]
+
+
+def _admin_endpoints(core: ServeCore) -> list[Endpoint]:
+    """Cancel, end and drain what is anybody's."""
+
+    def tenants() -> TenantList:
+        return TenantList(tenants=[_tenant_view(core, tenant) for tenant in core.tenants])
+
+    def engines() -> EngineList:
+        return EngineList(engines=[engine_view(engine) for engine in core.fleet.views()])
+
+    def drain(engine_id: int, is_wanted: bool) -> None:
+        core.dispatcher.drains.drain(engine_id, is_wanted=is_wanted)
+
+    def end(session_id: int) -> None:
+        session = _live_session(core, session_id)
+        core.delete_session(session.id, session.auth)
+
+    def cancel(session_id: int, request_id: int) -> None:
+        session = _live_session(core, session_id)
+        core.cancel_call(session.id, session.auth, request_id)
+
+    def endpoint(method: str, path: str, verb: Verb, summary: str) -> Endpoint:
+        one = Endpoint(
+            method,
+            path,
+            verb,
+            summary,
+            access=Access.ADMIN,
+            body=SMALL_BODY,
+            described=Described((401, 403, 404)),
+        )
+        return one.checked(_holder_of(core, Scope.ADMIN))
+
+    return [
+        endpoint("GET", "/v1/admin/tenants", tenants, "Tenants with keys, and what they have now"),
+        endpoint("GET", "/v1/admin/engines", engines, "Live engines"),
+        endpoint(
+            "POST",
+            "/v1/admin/engine/{engine_id}/drain",
+            taking(DrainRequest, drain),
+            "Give an engine no more calls, or calls again",
+        ),
+        endpoint("DELETE", "/v1/admin/session/{session_id}", end, "End anybody's session"),
+        endpoint(
+            "DELETE",
+            "/v1/admin/session/{session_id}/request/{request_id}",
+            cancel,
+            "Cancel a call of anybody's session",
+        ),
+    ]
+
+
+def _live_session(core: ServeCore, session_id: int) -> Session:
+    if core.sessions.shard is not None:
+        core.sessions.shard.require_session(session_id)
+    session = core.sessions.find(session_id)
+    if session is None:
+        raise NotFound(f"no live session {session_id}")
+    return session
+
+
+def _tenant_view(core: ServeCore, tenant: Tenant) -> TenantView:
+    return TenantView(
+        id=tenant.id,
+        scopes=sorted(tenant.scopes),
+        weight=tenant.weight,
+        share_group=tenant.share_group,
+        limits=tenant.limits,
+        num_sessions=core.sessions.num_of(tenant.id),
+        num_calls_in_flight=core.tasks.meters.num_running(tenant.id),
+    )

@@ -1,0 +1,56 @@
+"""The stream of events: who takes what, and what a sink that fails disturbs."""
+
+import logging
+
+import pytest
+
+from parrot.serve.events import CancelAsked, CoreClosed, Events, PrefixBroken
+
+
+def test_a_sink_hears_of_what_it_takes_and_of_nothing_else() -> None:
+    events, heard = Events(), list[object]()
+    events.add({PrefixBroken: heard.append})
+    events.emit(PrefixBroken, "edited")
+    events.emit(CoreClosed, hit=1, recomputed=2, evicted=3)
+    assert heard == [PrefixBroken("edited")]
+    assert events.wants(CoreClosed, PrefixBroken)
+    assert not events.wants(CoreClosed, CancelAsked)
+
+
+def test_an_event_that_nobody_takes_is_not_made() -> None:
+    def never(reason: str) -> PrefixBroken:
+        raise AssertionError(reason)
+
+    Events().emit(never, "edited")
+
+
+def test_a_sink_that_fails_is_told_nothing_more_and_disturbs_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    events, heard = Events(), list[object]()
+
+    def fail(event: PrefixBroken) -> None:
+        raise OSError("the disk is full")
+
+    events.add({PrefixBroken: fail, CoreClosed: heard.append})
+    events.add({PrefixBroken: heard.append})
+    with caplog.at_level(logging.ERROR):
+        events.emit(PrefixBroken, "one")
+        events.emit(PrefixBroken, "two")
+    events.emit(CoreClosed, hit=1, recomputed=2, evicted=3)
+    assert heard == [PrefixBroken("one"), PrefixBroken("two")]
+    assert caplog.text.count("fail failed, and its sink stops") == 1
+    assert not events.wants(CoreClosed)
+
+
+def test_a_sink_that_fails_while_it_fails_is_removed_once() -> None:
+    events = Events()
+
+    def fail(event: PrefixBroken) -> None:
+        if event.reason == "outer":
+            events.emit(PrefixBroken, "inner")
+        raise OSError
+
+    events.add({PrefixBroken: fail})
+    events.emit(PrefixBroken, "outer")
+    assert not events.wants(PrefixBroken)
