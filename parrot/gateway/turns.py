@@ -65,7 +65,7 @@ from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.encode import ModelTokenizer
 from parrot.serve.readers import Reads
 from parrot.serve.sessions import AddPrompt, Session
-from parrot.serve.tenants.quotas import num_bytes
+from parrot.serve.tenants.table import num_bytes
 from parrot.serve.views import value_view
 
 PromptSource = Sequence[Message] | str

@@ -14,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -204,208 +205,226 @@ def endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _program_endpoints(core: ServeCore) -> list[Endpoint]:
-    """Sessions, calls, variables and reads. What adds something is told when it is on disk, if it
-    is written down at all. So is what ends something; but while nothing can be written, when it is
-    done."""
     journal = core.sessions.journal
-    durable = None if journal is None else journal.durable
-    published = None if journal is None else journal.published
-    known = _known(core)
+    if journal is None:
+        return _ProgramRoutes(core, None, None).endpoints()
+    return _ProgramRoutes(core, journal.durable, journal.published).endpoints()
 
-    def of_session(
+
+@dataclass(frozen=True, slots=True)
+class _ProgramRoutes:
+    """The routes of sessions, calls, variables and reads. `durable` waits until what was done is on
+    disk, `published` until that, or that nothing can be written; None: nothing is written down."""
+
+    core: ServeCore
+    durable: Durable | None
+    published: Durable | None
+
+    def endpoints(self) -> list[Endpoint]:
+        return [*self._calls(), *self._variables(), *self._sessions()]
+
+    def _calls(self) -> list[Endpoint]:
+        core, known = self.core, BodyRules(admits=self._admits)
+        return [
+            self._route(
+                "GET",
+                "/v1/semantic_var/{var_id}",
+                core.read,
+                "Wait for a variable's value (long poll), which makes its work run",
+                _READ,
+            ),
+            self._route(
+                "POST",
+                "/v1/semantic_call",
+                self._adding(core.submit_call),
+                "Submit a semantic call; a read makes it run",
+                _SUBMIT,
+                body=known,
+            ),
+            self._route(
+                "POST",
+                "/v1/py_native_call",
+                self._adding(core.submit_native),
+                "Submit a native function's call; a read makes it run, in a sandbox",
+                _SUBMIT,
+                body=known,
+            ),
+            self._route(
+                "POST",
+                "/v1/semantic_graph",
+                self._submit_graph,
+                "Submit variables and calls that name each other, all of them or none",
+                (*_SUBMIT, 503),
+                body=known if core.tenants.is_closed else ANY_BODY,
+                access=Access.SESSION_OR_KEY,
+            ),
+            self._route(
+                "POST",
+                "/v1/request/{request_id}/cancel",
+                self._scoped(core.cancel_call),
+                "Cancel every output of a call",
+                _SCOPED,
+            ),
+        ]
+
+    def _variables(self) -> list[Endpoint]:
+        core, known = self.core, BodyRules(admits=self._admits)
+        return [
+            self._route(
+                "POST",
+                "/v1/semantic_var",
+                self._adding(self._create_var),
+                "Create a variable",
+                (*_SCOPED, 413, 429, 507),
+                body=known,
+            ),
+            self._route(
+                "GET",
+                "/v1/semantic_var",
+                self._scoped(core.list_vars),
+                "All variables of a session",
+                _SCOPED,
+            ),
+            self._route(
+                "POST",
+                "/v1/semantic_var/{var_id}",
+                self._adding(taking(VarSetRequest, core.set_var)),
+                "Set a variable, once",
+                (*_SCOPED, 409, 413, 429, 507),
+                body=known,
+            ),
+            self._route(
+                "POST",
+                "/v1/semantic_var/{var_id}/cancel",
+                self._scoped(core.cancel_var),
+                "Stop making a variable",
+                _SCOPED,
+            ),
+            self._route(
+                "POST",
+                "/v1/semantic_vars/first",
+                core.first,
+                "Wait for the first k of some variables; work for the others stops",
+                _READ,
+                body=known,
+            ),
+            Endpoint(
+                "GET",
+                "/v1/semantic_var/{var_id}/stream",
+                self._stream_var,
+                "A variable's text as it is made",
+                body=SMALL_BODY,
+                access=Access.SESSION,
+                described=Described(_READ, about=_EVENTS, media_type="text/event-stream"),
+            ),
+        ]
+
+    def _sessions(self) -> list[Endpoint]:
+        core = self.core
+        return [
+            self._route(
+                "POST",
+                "/v1/session",
+                self._create_session,
+                "Begin a session",
+                (401, 429, 503, 507),
+                access=Access.API_KEY,
+            ),
+            self._route(
+                "GET",
+                "/v1/sessions",
+                core.list_sessions,
+                "The live sessions of an API key (Bearer), the newest first",
+                (401, 503),
+                access=Access.API_KEY,
+            ),
+            self._route(
+                "GET",
+                "/v1/session/{session_id}",
+                self._scoped(self._session_info),
+                "State, variables, calls, graph and timings of a session",
+                _SCOPED,
+                access=Access.SESSION_OR_KEY,
+            ),
+            self._route(
+                "DELETE",
+                "/v1/session/{session_id}",
+                self._scoped(core.delete_session),
+                "End a session: work is cancelled, contexts freed, open reads get an error",
+                _SCOPED,
+            ),
+        ]
+
+    @staticmethod
+    def _route(
         method: str,
         path: str,
         verb: Verb,
         summary: str,
-        errors: Sequence[int],
+        errors: tuple[int, ...],
         *,
         body: BodyRules = SMALL_BODY,
         access: Access = Access.SESSION,
     ) -> Endpoint:
-        described = Described(tuple(errors))
+        described = Described(errors)
         return Endpoint(method, path, verb, summary, body=body, access=access, described=described)
 
-    def adding(verb: Verb) -> Verb:
-        return lasting(verb, durable)
+    def _adding(self, verb: Verb) -> Verb:
+        """Answers to what adds something wait until that is on disk."""
+        return lasting(verb, self.durable)
 
-    def scoped(verb: Verb) -> Verb:
-        return lasting(taking(SessionScoped, verb), published)
+    def _scoped(self, verb: Verb) -> Verb:
+        """Answers to what shows or ends something, too, but not while nothing can be written."""
+        return lasting(taking(SessionScoped, verb), self.published)
 
-    async def session_info(session_id: int, session_auth: str | None) -> SessionInfo:
-        return await in_turns(core.session_steps(session_id, session_auth))
-
-    async def create_session(request: SessionCreateRequest) -> SessionCreateResponse:
-        session = core.create_session(request)
-        with _known_or_ended(core, session.model_dump()):
-            if durable is not None:
-                await durable()
-        return session
-
-    async def submit_graph(request: GraphRequest) -> GraphResponse:
-        return await _submit_graph(core, request, durable)
-
-    def create_var(request: VarCreateRequest) -> VarCreateResponse:
-        return VarCreateResponse(var_id=core.create_var(**dict(request)))
-
-    def stream_var(request: VarGetRequest, var_id: str) -> AsyncIterator[tuple[str, BaseModel]]:
-        return _events(core.stream(request, var_id), core.variable(request, var_id))
-
-    return [
-        of_session(
-            "GET",
-            "/v1/semantic_var/{var_id}",
-            core.read,
-            "Wait for a variable's value (long poll), which makes its work run",
-            _READ,
-        ),
-        of_session(
-            "POST",
-            "/v1/semantic_call",
-            adding(core.submit_call),
-            "Submit a semantic call; a read makes it run",
-            _SUBMIT,
-            body=known,
-        ),
-        of_session(
-            "POST",
-            "/v1/py_native_call",
-            adding(core.submit_native),
-            "Submit a native function's call; a read makes it run, in a sandbox",
-            _SUBMIT,
-            body=known,
-        ),
-        of_session(
-            "POST",
-            "/v1/semantic_graph",
-            submit_graph,
-            "Submit variables and calls that name each other, all of them or none",
-            (*_SUBMIT, 503),
-            body=known if core.tenants.is_closed else ANY_BODY,
-            access=Access.SESSION_OR_KEY,
-        ),
-        of_session(
-            "POST",
-            "/v1/request/{request_id}/cancel",
-            scoped(core.cancel_call),
-            "Cancel every output of a call",
-            _SCOPED,
-        ),
-        of_session(
-            "POST",
-            "/v1/semantic_var",
-            adding(create_var),
-            "Create a variable",
-            (*_SCOPED, 413, 429, 507),
-            body=known,
-        ),
-        of_session(
-            "GET",
-            "/v1/semantic_var",
-            scoped(core.list_vars),
-            "All variables of a session",
-            _SCOPED,
-        ),
-        of_session(
-            "POST",
-            "/v1/semantic_var/{var_id}",
-            adding(taking(VarSetRequest, core.set_var)),
-            "Set a variable, once",
-            (*_SCOPED, 409, 413, 429, 507),
-            body=known,
-        ),
-        of_session(
-            "POST",
-            "/v1/semantic_var/{var_id}/cancel",
-            scoped(core.cancel_var),
-            "Stop making a variable",
-            _SCOPED,
-        ),
-        of_session(
-            "POST",
-            "/v1/semantic_vars/first",
-            core.first,
-            "Wait for the first k of some variables; work for the others stops",
-            _READ,
-            body=known,
-        ),
-        Endpoint(
-            "GET",
-            "/v1/semantic_var/{var_id}/stream",
-            stream_var,
-            "A variable's text as it is made",
-            body=SMALL_BODY,
-            access=Access.SESSION,
-            described=Described(_READ, about=_EVENTS, media_type="text/event-stream"),
-        ),
-        of_session(
-            "POST",
-            "/v1/session",
-            create_session,
-            "Begin a session",
-            (401, 429, 503, 507),
-            access=Access.API_KEY,
-        ),
-        of_session(
-            "GET",
-            "/v1/sessions",
-            core.list_sessions,
-            "The live sessions of an API key (Bearer), the newest first",
-            (401, 503),
-            access=Access.API_KEY,
-        ),
-        of_session(
-            "GET",
-            "/v1/session/{session_id}",
-            scoped(session_info),
-            "State, variables, calls, graph and timings of a session",
-            _SCOPED,
-            access=Access.SESSION_OR_KEY,
-        ),
-        of_session(
-            "DELETE",
-            "/v1/session/{session_id}",
-            scoped(core.delete_session),
-            "End a session: work is cancelled, contexts freed, open reads get an error",
-            _SCOPED,
-        ),
-    ]
-
-
-def _known(core: ServeCore) -> BodyRules:
-    """Bodies that are large only if the head tells who sends them."""
-
-    def admits(request: Request) -> bool:
+    def _admits(self, request: Request) -> bool:
+        """Bodies may be large only if the head tells who sends them."""
+        core = self.core
         credential = bearer_token(request) or request.query_params.get("session_auth", "")
         if core.sessions.shard is not None:
             core.sessions.shard.require_token(credential)
         return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
 
-    return BodyRules(admits=admits)
+    async def _create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
+        session = self.core.create_session(request)
+        with self._known_or_ended(session.model_dump()):
+            if self.durable is not None:
+                await self.durable()
+        return session
 
+    async def _submit_graph(self, request: GraphRequest) -> GraphResponse:
+        """If the graph is to have a session of its own, that begins only if all of it is right."""
+        begun = request.begins()
+        if begun is None:
+            async with durably(self.durable):
+                return self.core.submit_graph(request)
+        scope = self.core.create_session(begun).model_dump()
+        with self._known_or_ended(scope):
+            async with durably(self.durable):
+                response = self.core.submit_graph(request.model_copy(update=scope))
+        return response.model_copy(update=scope)
 
-@contextmanager
-def _known_or_ended(core: ServeCore, scope: Mapping[str, Any]) -> Iterator[None]:
-    """End a new session if the block raises, be it since the client left: nobody knows of it."""
-    try:
-        yield
-    except BaseException:
-        core.delete_session(**scope)
-        raise
+    @contextmanager
+    def _known_or_ended(self, scope: Mapping[str, Any]) -> Iterator[None]:
+        """End a new session if the block raises, be it since the client left: nobody knows of
+        it."""
+        try:
+            yield
+        except BaseException:
+            self.core.delete_session(**scope)
+            raise
 
+    async def _session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
+        return await in_turns(self.core.session_steps(session_id, session_auth))
 
-async def _submit_graph(
-    core: ServeCore, request: GraphRequest, durable: Durable | None
-) -> GraphResponse:
-    """If the graph is to have a session of its own, that begins only if all of it is right."""
-    begun = request.begins()
-    if begun is None:
-        async with durably(durable):
-            return core.submit_graph(request)
-    scope = core.create_session(begun).model_dump()
-    with _known_or_ended(core, scope):
-        async with durably(durable):
-            response = core.submit_graph(request.model_copy(update=scope))
-    return response.model_copy(update=scope)
+    def _create_var(self, request: VarCreateRequest) -> VarCreateResponse:
+        return VarCreateResponse(var_id=self.core.create_var(**dict(request)))
+
+    def _stream_var(
+        self, request: VarGetRequest, var_id: str
+    ) -> AsyncIterator[tuple[str, BaseModel]]:
+        core = self.core
+        return _events(core.stream(request, var_id), core.variable(request, var_id))
 
 
 async def _events(

@@ -25,8 +25,7 @@ from parrot.serve.events import TaskEnded
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
 from parrot.serve.sessions import SessionRegistry
-from parrot.serve.tenants.quotas import Meters, QueuedByTenant, require_share
-from parrot.serve.tenants.table import TenantTable
+from parrot.serve.tenants.table import Meters, QueuedByTenant, TenantTable, require_share
 from parrot.utils.clock import Clock
 from parrot.utils.slots import FairSlots
 from parrot.utils.tasks import TaskSet

@@ -39,7 +39,7 @@ from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.fairness import Counters
 from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.task import Decision, Estimates
-from parrot.serve.tenants.quotas import QueuedByTenant
+from parrot.serve.tenants.table import QueuedByTenant
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import Backlog
 from tests.support.manual_clock import ManualClock

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from parrot.protocol.errors import QueueFull, RateLimited
 from parrot.serve.config import CoreConfig
-from parrot.serve.tenants.quotas import Meters
-from parrot.serve.tenants.table import TenantTable
+from parrot.serve.tenants.table import Meters, TenantTable
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.manual_clock import ManualClock
 
