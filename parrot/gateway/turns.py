@@ -63,10 +63,9 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.encode import ModelTokenizer
-from parrot.serve.readers import Reads
+from parrot.serve.readers import Reads, value_view
 from parrot.serve.sessions import AddPrompt, Session
 from parrot.serve.tenants.table import num_bytes
-from parrot.serve.views import value_view
 
 PromptSource = Sequence[Message] | str
 

@@ -74,10 +74,11 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.readers import read_view
 from parrot.serve.sessions import Session
 from parrot.serve.tenants.keys_file import KeysWatch
 from parrot.serve.tenants.table import KeysChange, Scope, Tenant, TenantLimits
-from parrot.serve.views import engine_view, read_view
+from parrot.serve.views import engine_view
 from parrot.utils.metrics import CONTENT_TYPE
 from parrot.utils.tasks import TaskSet, in_turns
 

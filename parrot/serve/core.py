@@ -44,7 +44,7 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.serve.metrics import CoreMetrics
-from parrot.serve.readers import Reads
+from parrot.serve.readers import Reads, read_view
 from parrot.serve.sessions import (
     AddCall,
     AddGraph,
@@ -59,7 +59,6 @@ from parrot.serve.tasks import Sandbox, TaskRunner
 from parrot.serve.tenants.table import TenantTable
 from parrot.serve.views import (
     engine_view,
-    read_view,
     session_steps,
     session_summary,
     session_view,

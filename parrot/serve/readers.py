@@ -4,9 +4,16 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from math import inf
+from typing import NamedTuple
 
 from parrot.protocol.errors import ParrotError, TimedOut
-from parrot.protocol.public import FirstVarsRequest, ReadOptions
+from parrot.protocol.public import (
+    FirstVarsRequest,
+    ReadOptions,
+    TokenUsage,
+    VarGetResponse,
+)
+from parrot.protocol.sampling import LikelyToken, Logprobs, TokenLogprob
 from parrot.serve.events import Events, ReadBegan, ReadEnded
 from parrot.serve.graph.nodes import Reader
 from parrot.serve.graph.variable import SemanticVariable
@@ -287,3 +294,84 @@ async def time_limit(timers: TimerQueue, deadline: float | None, what: str) -> A
         if not scope.expired():
             raise
         raise TimedOut(f"{what} timed out") from None
+
+
+SLICE = 64  # tokens that are looked at at once, within a few milliseconds
+
+
+class ScoredToken(NamedTuple):
+    """A token, its log probability, and the most likely tokens in its place."""
+
+    token: bytes
+    logprob: float
+    likely: Sequence[tuple[bytes, float]]
+
+
+async def scored_tokens(found: Logprobs, start: int = 0) -> AsyncIterator[ScoredToken]:
+    """Yield the tokens from `start` on, those that are there now. Now and then others may run."""
+    stop = len(found)
+    for first in range(start, stop, SLICE):
+        if first > start:
+            await asyncio.sleep(0)
+        for scored in _scored(found, first, min(first + SLICE, stop)):
+            yield scored
+
+
+async def logprobs_view(found: Logprobs) -> list[TokenLogprob] | None:
+    """The tokens as programs read them."""
+    if found.tokens is None:
+        return None
+    return [
+        TokenLogprob(
+            token=scored.token.decode(errors="replace"),
+            logprob=scored.logprob,
+            bytes=list(scored.token),
+            top_logprobs=[
+                LikelyToken(
+                    token=token.decode(errors="replace"), logprob=logprob, bytes=list(token)
+                )
+                for token, logprob in scored.likely
+            ],
+        )
+        async for scored in scored_tokens(found)
+    ]
+
+
+def _scored(found: Logprobs, start: int, stop: int) -> Iterator[ScoredToken]:
+    width, tokens = found.width, found.tokens
+    assert tokens is not None, "the bytes of the tokens are unknown"
+    for first in range(start * width, stop * width, width):
+        row = [
+            (tokens[found.ids[at]], found.values[at])
+            for at in range(first, first + width)
+            if found.ids[at] >= 0
+        ]
+        (token, logprob), *likely = row
+        yield ScoredToken(token, logprob, likely)
+
+
+def value_view(variable: SemanticVariable) -> VarGetResponse:
+    """The value of a ready variable, as a reader gets it."""
+    stats = variable.stats
+    if stats is None or stats.finish_reason is None:
+        return VarGetResponse(content=variable.text)
+    return VarGetResponse(
+        content=variable.text,
+        finish_reason=stats.finish_reason.value,
+        stop_string=stats.stop_string,
+        usage=TokenUsage(
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            output_tokens=stats.output_tokens,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
+        ),
+    )
+
+
+async def read_view(variable: SemanticVariable) -> VarGetResponse:
+    """The same, and how likely its tokens were, if that is wanted. Else it does not suspend."""
+    value, stats = value_view(variable), variable.stats
+    if stats is not None and stats.logprobs is not None:
+        value.logprobs = await logprobs_view(stats.logprobs)
+    return value

@@ -14,8 +14,8 @@ from parrot.protocol.public import GraphRequest, SessionCreateRequest, VarGetReq
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import CompletionState, Task
+from parrot.serve.readers import value_view
 from parrot.serve.sessions import Session
-from parrot.serve.views import value_view
 from tests.serve.execution.test_result_cache import World
 from tests.support.manual_clock import ManualClock
 

@@ -14,7 +14,7 @@ import orjson
 
 from parrot.gateway.turns import Turn
 from parrot.protocol.sampling import Logprobs
-from parrot.serve.views import SLICE, ScoredToken, scored_tokens
+from parrot.serve.readers import SLICE, ScoredToken, scored_tokens
 
 Json = dict[str, Any]
 Entry = orjson.Fragment

@@ -16,7 +16,7 @@ from parrot.gateway.turns import Turn
 from parrot.gateway.vendors.logprobs import Entry, LogprobsReader, entries_of
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import VarGetResponse
-from parrot.serve.views import ScoredToken
+from parrot.serve.readers import ScoredToken
 
 _Delta = str | VarGetResponse
 _MAX_AHEAD = 64  # deltas that wait for the client
