@@ -20,8 +20,7 @@ from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import Boundary, Context, PrefixIndex
-from parrot.serve.graph.nodes import CallOptions, Completion, Objective, PieceKind
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import CallOptions, Completion, Objective, PieceKind, SemanticVariable
 from parrot.serve.prompts.segments import PrefixHasher, Segment, extend_key
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask, Placement

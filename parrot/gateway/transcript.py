@@ -46,8 +46,14 @@ import orjson
 from parrot.gateway.tool_calls import CallRules
 from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from parrot.protocol.template import Text, parse_template, placeholder
-from parrot.serve.graph.nodes import Piece, PieceKind, TextPiece, VariablePiece
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.graph.nodes import (
+    Piece,
+    PieceKind,
+    SemanticVariable,
+    TextPiece,
+    TokenizedText,
+    VariablePiece,
+)
 from parrot.serve.prompts.encode import ModelTokenizer, Style, encode_prompt, require_chars
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.templates import PLAIN_CHAT, ChatTemplate, sentinel

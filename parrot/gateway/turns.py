@@ -59,9 +59,10 @@ from parrot.serve.graph.nodes import (
     Piece,
     PieceKind,
     Reader,
+    SemanticVariable,
     TextPiece,
+    TokenizedText,
 )
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.prompts.encode import ModelTokenizer
 from parrot.serve.readers import Reads, value_view
 from parrot.serve.sessions import AddPrompt, Session

@@ -22,10 +22,11 @@ from parrot.serve.graph.nodes import (
     Piece,
     PieceKind,
     RunStats,
+    SemanticVariable,
     TextPiece,
+    TokenizedText,
     VariablePiece,
 )
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
 from parrot.serve.sessions import (
     AddCall,
     AddGraph,

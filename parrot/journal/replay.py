@@ -21,7 +21,7 @@ from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import SessionGone
 from parrot.serve.core import ServeCore
 from parrot.serve.events import CompletionPlaced
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.nodes import VariableState
 from parrot.serve.sessions import RESERVED, AddPrompt, Begin, CancelCall, Session
 from parrot.serve.tenants.table import num_bytes
 

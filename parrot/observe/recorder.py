@@ -35,8 +35,7 @@ from parrot.serve.events import (
     VariableCreated,
     VariableSet,
 )
-from parrot.serve.graph.nodes import Completion, NativeCall, Piece, TextPiece
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.nodes import Completion, NativeCall, Piece, TextPiece, VariableState
 from parrot.serve.sessions import Session
 from parrot.serve.views import session_steps, session_view
 from parrot.utils.clock import Clock

@@ -73,7 +73,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.readers import read_view
 from parrot.serve.sessions import Session
 from parrot.serve.tenants.keys_file import KeysWatch

@@ -42,7 +42,7 @@ from parrot.serve.events import (
 )
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
-from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.serve.graph.nodes import SemanticVariable, VariableState
 from parrot.serve.metrics import CoreMetrics
 from parrot.serve.readers import Reads, read_view
 from parrot.serve.sessions import (

@@ -12,8 +12,13 @@ from parrot.serve.contexts.ledger import KvCounts
 from parrot.serve.events import ContextEvicted, PrefixBroken, SessionEnded, Sink, TaskEnded
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import EngineView
-from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, given_name
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.nodes import (
+    Completion,
+    CompletionState,
+    RunStats,
+    VariableState,
+    given_name,
+)
 from parrot.serve.sessions import CommandLog, Session
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.metrics import (

@@ -15,8 +15,7 @@ from parrot.protocol.public import (
 )
 from parrot.protocol.sampling import LikelyToken, Logprobs, TokenLogprob
 from parrot.serve.events import Events, ReadBegan, ReadEnded
-from parrot.serve.graph.nodes import Reader
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import Reader, SemanticVariable
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import TimerQueue

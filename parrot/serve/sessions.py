@@ -27,8 +27,14 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.graph import ResolvedGraph, SessionGraph, SessionIds, Shared, resolve
-from parrot.serve.graph.nodes import Completion, Predictor, Runner, Task
-from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.serve.graph.nodes import (
+    Completion,
+    Predictor,
+    Runner,
+    SemanticVariable,
+    Task,
+    VariableState,
+)
 from parrot.serve.tenants.table import Account, TenantTable, num_bytes, usage_of, usage_of_graph
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue

@@ -16,8 +16,14 @@ from parrot.protocol.public import (
     VarInfo,
 )
 from parrot.serve.execution.fleet import EngineView
-from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, Task, Timeline
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import (
+    Completion,
+    CompletionState,
+    RunStats,
+    SemanticVariable,
+    Task,
+    Timeline,
+)
 from parrot.serve.metrics import Measured, PriceTable
 from parrot.serve.sessions import Session
 from parrot.utils.tasks import Steps, at_once, in_turns

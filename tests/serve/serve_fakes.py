@@ -32,10 +32,10 @@ from parrot.serve.graph.nodes import (
     Piece,
     Predictor,
     Reader,
+    SemanticVariable,
     Task,
     VariablePiece,
 )
-from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.fairness import Counters
 from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.task import Decision, Estimates

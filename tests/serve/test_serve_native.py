@@ -9,8 +9,7 @@ import pytest
 
 from parrot.protocol.errors import InvalidRequest, NativeFunctionFailed
 from parrot.serve.config import CoreConfig
-from parrot.serve.graph.nodes import CallOptions, CompletionState, NativeCall
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import CallOptions, CompletionState, NativeCall, SemanticVariable
 from parrot.serve.sessions import SessionRegistry
 from parrot.serve.tasks import NativeRunner, check_call
 from parrot.serve.tenants.table import TenantTable

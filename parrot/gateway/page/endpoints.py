@@ -36,7 +36,7 @@ from parrot.protocol.public import (
     SessionCreateResponse,
 )
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.sessions import Session
 
 _FILES = Path(__file__).parent / "static"

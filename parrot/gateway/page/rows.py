@@ -30,11 +30,11 @@ from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import (
     Completion,
     Piece,
+    SemanticVariable,
     Task,
     TextPiece,
     VariablePiece,
 )
-from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.task import Decision
 from parrot.serve.sessions import Session
 from parrot.serve.views import engine_view, session_counts, task_view

@@ -50,8 +50,7 @@ from itertools import accumulate
 from weakref import WeakKeyDictionary
 
 from parrot.serve.contexts.index import Boundary, Context, Source
-from parrot.serve.graph.nodes import Completion, CompletionState
-from parrot.serve.graph.variable import VariableState
+from parrot.serve.graph.nodes import Completion, CompletionState, VariableState
 from parrot.serve.prompts.segments import (
     PrefixHasher,
     PrefixLink,

@@ -28,8 +28,7 @@ from parrot.serve.contexts.index import Boundary, Context, Owner, Source
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.run import Attempt, Outcome, Run
-from parrot.serve.graph.nodes import Completion, VariablePiece, given_name
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.nodes import Completion, TokenizedText, VariablePiece, given_name
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units, encode_prompt, encode_text, join
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.scheduling.task import function_key

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
-from parrot.serve.graph.nodes import Completion, RunStats
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.nodes import Completion, RunStats, TokenizedText
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 

@@ -32,9 +32,8 @@ from parrot.protocol.transport import Unreachable
 from parrot.serve.contexts.index import Context, Owner
 from parrot.serve.contexts.ledger import Lost
 from parrot.serve.execution.fleet import Engine
-from parrot.serve.graph.nodes import Completion, Objective, RunStats
+from parrot.serve.graph.nodes import Completion, Objective, RunStats, TokenizedText
 from parrot.serve.graph.objective import strictest_objective
-from parrot.serve.graph.variable import TokenizedText
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 

@@ -25,8 +25,7 @@ from parrot.serve.execution.run import (
     is_broken,
     runs_again,
 )
-from parrot.serve.graph.nodes import Completion, CompletionState, RunStats
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, TokenizedText
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import Placement
 from parrot.serve.tenants.table import QueuedByTenant

@@ -7,7 +7,16 @@ from operator import attrgetter
 
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.graph.nodes import Completion, CompletionState, Predictor, Reader, Runner, Task
+from parrot.serve.graph.nodes import (
+    Completion,
+    CompletionState,
+    Predictor,
+    Reader,
+    Runner,
+    SemanticVariable,
+    Task,
+    VariableState,
+)
 from parrot.serve.graph.objective import (
     deduce,
     earliest_deadline,
@@ -19,7 +28,6 @@ from parrot.serve.graph.objective import (
     relax,
     tighten,
 )
-from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import Backlog
 

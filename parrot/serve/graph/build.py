@@ -15,11 +15,11 @@ from parrot.serve.graph.nodes import (
     Completion,
     Piece,
     PieceKind,
+    SemanticVariable,
     Task,
     TextPiece,
     VariablePiece,
 )
-from parrot.serve.graph.variable import SemanticVariable
 
 MAX_PLACEHOLDERS = 4096
 _DEFAULT_SAMPLING = SamplingConfig()

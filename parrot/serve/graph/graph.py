@@ -44,10 +44,11 @@ from parrot.serve.graph.nodes import (
     Predictor,
     Reader,
     Runner,
+    SemanticVariable,
     Task,
+    VariableState,
     unnamed,
 )
-from parrot.serve.graph.variable import SemanticVariable, VariableState
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, SecretIds
 from parrot.utils.tasks import Backlog

@@ -16,8 +16,15 @@ import secrets
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from parrot.serve.graph.nodes import Completion, Piece, PieceKind, TextPiece
-from parrot.serve.graph.variable import TokenizedText, VariableState, text_digest
+from parrot.serve.graph.nodes import (
+    Completion,
+    Piece,
+    PieceKind,
+    TextPiece,
+    TokenizedText,
+    VariableState,
+    text_digest,
+)
 from parrot.utils.heaps import LruDict
 
 _MAX_ROOTS = 1024  # that are not computed again

@@ -45,10 +45,10 @@ from parrot.serve.graph.nodes import (
     CompletionState,
     Objective,
     Piece,
+    SemanticVariable,
     TextPiece,
     VariablePiece,
 )
-from parrot.serve.graph.variable import SemanticVariable
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask

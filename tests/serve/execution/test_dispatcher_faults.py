@@ -38,10 +38,11 @@ from parrot.serve.graph.nodes import (
     Completion,
     CompletionState,
     Objective,
+    SemanticVariable,
     TextPiece,
     VariablePiece,
+    VariableState,
 )
-from parrot.serve.graph.variable import SemanticVariable, VariableState
 from tests.serve.serve_fakes import prompt_of
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.manual_clock import ManualClock

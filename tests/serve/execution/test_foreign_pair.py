@@ -27,8 +27,14 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import Connect
-from parrot.serve.graph.nodes import CallOptions, Completion, Objective, TextPiece, VariablePiece
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    Objective,
+    SemanticVariable,
+    TextPiece,
+    VariablePiece,
+)
 from parrot.simulation.loop import LoopClock, run_virtual
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.app_server import serve_app

@@ -19,8 +19,14 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.result_cache import ResultCache
-from parrot.serve.graph.nodes import CallOptions, Completion, RunStats, TextPiece
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    RunStats,
+    SemanticVariable,
+    TextPiece,
+    TokenizedText,
+)
 from tests.serve.serve_fakes import given, made, taken, var_ids
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.manual_clock import ManualClock

@@ -15,8 +15,14 @@ from parrot.protocol.errors import (
     SessionGone,
 )
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.graph.nodes import Completion, CompletionState, Reader, Task
-from parrot.serve.graph.variable import SemanticVariable, VariableState
+from parrot.serve.graph.nodes import (
+    Completion,
+    CompletionState,
+    Reader,
+    SemanticVariable,
+    Task,
+    VariableState,
+)
 from parrot.utils.tasks import Backlog
 from tests.serve.serve_fakes import (
     FakeRunner,

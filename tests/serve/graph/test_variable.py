@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from parrot.protocol.errors import AlreadySet, EngineFailed
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import SemanticVariable
 
 
 @pytest.fixture

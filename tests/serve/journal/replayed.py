@@ -6,8 +6,7 @@ from typing import Any
 from parrot.journal.log import ENDED, Record
 from parrot.protocol.errors import ParrotError
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.nodes import Completion
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import Completion, SemanticVariable
 from parrot.serve.sessions import Session
 
 

@@ -36,8 +36,7 @@ from parrot.protocol.public import (
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.nodes import Completion, CompletionState
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.nodes import Completion, CompletionState, TokenizedText
 from parrot.serve.sessions import Session
 from tests.serve.journal.replayed import MemoryFile, _error, state_of
 from tests.serve.serve_fakes import FakeDispatcher

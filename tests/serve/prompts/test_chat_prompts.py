@@ -11,8 +11,7 @@ from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.graph.nodes import Completion
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.nodes import Completion, TokenizedText
 from parrot.serve.prompts.encode import ModelTokenizer, TokenizerRegistry, encode_prompt
 from parrot.serve.prompts.segments import (
     PieceKind,

@@ -7,8 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.graph.nodes import CallOptions, Completion, TextPiece, VariablePiece
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText, text_digest
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    SemanticVariable,
+    TextPiece,
+    TokenizedText,
+    VariablePiece,
+    text_digest,
+)
 from parrot.serve.prompts.encode import PieceKind
 from parrot.serve.prompts.segments import PrefixHasher, Segment, extend_key, output_segment
 from tests.support.prompts import prefix_keys, prompt_segments

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, PromptTooLong
-from parrot.serve.graph.variable import TokenizedText
+from parrot.serve.graph.nodes import TokenizedText
 from parrot.serve.prompts.encode import (
     LARGE_TEXT,
     ModelTokenizer,

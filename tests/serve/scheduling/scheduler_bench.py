@@ -7,8 +7,13 @@ from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.graph.nodes import CallOptions, Completion, Objective
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    Objective,
+    SemanticVariable,
+    TokenizedText,
+)
 from parrot.serve.prompts.encode import PieceKind
 from parrot.serve.prompts.segments import PrefixHasher, Segment
 from parrot.serve.scheduling.fairness import Weigh

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
-from parrot.serve.graph.nodes import CallOptions, Completion, Objective
-from parrot.serve.graph.variable import SemanticVariable
+from parrot.serve.graph.nodes import CallOptions, Completion, Objective, SemanticVariable
 from parrot.serve.prompts.encode import PieceKind
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.scheduling.policy import order_maker

@@ -6,8 +6,15 @@ from hypothesis import strategies as st
 
 from parrot.protocol.engine_api import StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.graph.nodes import CallOptions, Completion, NativeCall, TextPiece, VariablePiece
-from parrot.serve.graph.variable import SemanticVariable, TokenizedText
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    Completion,
+    NativeCall,
+    SemanticVariable,
+    TextPiece,
+    TokenizedText,
+    VariablePiece,
+)
 from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.task import Estimates, OutputLengths, Pace
 
