@@ -17,7 +17,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import ARCHITECTURES, spec_from_config
 from parrot.engine.models.layers import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
-from parrot.engine.runner.cpu import ModelRunner
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.runner_driver import Context, Driver
@@ -49,7 +49,7 @@ class LogitsRunner(ModelRunner):
     """Keeps the hidden states' logits of every row of the last step."""
 
     def __init__(self, model: Decoder) -> None:
-        super().__init__(model, num_blocks=256, block_size=4, gate=SHARE_ALL)
+        super().__init__(model, 256, 4, CpuOptions(gate=SHARE_ALL))
         self.last: torch.Tensor | None = None
         forward = model.forward
 
