@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from parrot.engine import http_server as engine_server
 from parrot.engine.runner.ranks import follower
 from parrot.protocol.endpoint import Access, RuledRoute
-from parrot.serve import process
+from parrot.serve import http_server as core_server
 from parrot.serve.core import ServeCore
 
 ACCOUNT = "/nemesis/account"
@@ -169,15 +169,15 @@ def _be(run: Callable[..., None], config: str, log: str, *facts: Any) -> None:
 
 def run_core(config: str, clock: str) -> None:
     WallClock(Path(clock)).install()
-    create = process.create_app
+    create = core_server.create_app
 
     def create_app(core: ServeCore, *args: Any) -> FastAPI:
         app = create(core, *args)
         _give_account(app, core.check_integrity, lambda: _core_account(core))
         return app
 
-    process.create_app = create_app
-    process.main(["--config_path", config])
+    core_server.create_app = create_app
+    core_server.main(["--config_path", config])
 
 
 def run_engine(config: str, clock: str, advertised: int) -> None:
