@@ -108,7 +108,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--shards",
         type=float,
         default=0.0,
-        help="share of rounds with two ServeCores that share their engines",
+        help="share of rounds with two shards, each with engines of its own",
     )
     parser.add_argument("--keep", type=Path, default=None, help="folder for what went wrong")
 

@@ -18,7 +18,8 @@ DATABASE = "database"
 
 
 class Layout(StrEnum):
-    """One ServeCore, one with its standby and a database, or two that share their engines."""
+    """One ServeCore, one with its standby and a database, or two shards with engines of their
+    own."""
 
     ONE = "one"
     STANDBY = "standby"

@@ -1,5 +1,5 @@
-"""A ServeCore with its journal, or two with one in a database, or two that share their engines, the
-engines, and the links between all of them and to the programs."""
+"""A ServeCore with its journal, or two with one in a database, or two shards, each with engines of
+its own; the engines, and the links between all of them and to the programs."""
 
 import asyncio
 import random
