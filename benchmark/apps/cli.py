@@ -125,7 +125,7 @@ def _add_how(run: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="STYLE[:WHAT]",
         help="settings that run in turns: parrot:on parrot:all-off requests:all-off parrot:-policy "
-        "parrot:policy=las openai:URL",
+        "parrot:policy=fcfs openai:URL",
     )
     run.add_argument("--repeat", type=int, default=1)
     run.add_argument("--seed", type=int, default=0)

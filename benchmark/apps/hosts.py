@@ -16,6 +16,7 @@ from benchmark.apps.backends import (
     scrape,
 )
 from benchmark.apps.metrics import Run
+from benchmark.serve.baselines import NAMES, cluster_with
 from benchmark.simulated import changed, core_config
 from parrot.cluster import Cluster
 from parrot.cluster.cluster import CORE
@@ -34,13 +35,14 @@ ENGINE = "engine."
 STYLES = ("parrot", "requests", "openai")
 
 # What "off" means where a feature is a choice of rules: the first of these that there is.
-_PLAIN = ("fcfs", "fifo", "round_robin", "least_loaded", "lru", "off", "none")
+_PLAIN = ("fcfs", "lru", "off", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One side of a comparison. `overrides`: keys of ServeCore's `global_scheduler`. `engine`: keys
-    of simulated engines' configs, with dots. `base_url`: a server that is not launched here."""
+    """One side of a comparison. `overrides`: keys of ServeCore's `global_scheduler`; over simulated
+    engines `policy` and `placement` may name baselines. `engine`: keys of simulated engines'
+    configs, with dots. `base_url`: a server that is not launched here."""
 
     name: str
     style: str
@@ -65,7 +67,7 @@ def features() -> dict[str, Any]:
 
 def parse_setting(text: str) -> Setting:
     """`STYLE[:WHAT]`. WHAT of `parrot` and `requests`: with commas, `on`, `all-off`, changes:
-    `-policy` (off), `policy=app_fifo`, `engine.tasks_capacity=8`. WHAT of `openai` is a URL.
+    `-policy` (off), `policy=fcfs`, `engine.tasks_capacity=8`. WHAT of `openai` is a URL.
     Raises `ValueError`."""
     style, _, what = text.partition(":")
     if style not in STYLES:
@@ -91,13 +93,16 @@ def _overrides(text: str, parts: Sequence[str]) -> dict[str, Any]:
         name, has_value, value = part.removeprefix("-").partition("=")
         if part == "all-off":
             overrides |= known
+        elif part == "-placement":
+            overrides["placement"] = "round_robin"
         elif part.startswith("-") and name in known:
             overrides[name] = known[name]
         elif has_value and name in GlobalSchedulerConfig.model_fields:
             overrides[name] = _value(value)
         elif part not in ("", "on"):
             raise ValueError(f"{text!r}: unknown part {part!r}; features: {', '.join(known)}")
-    GlobalSchedulerConfig.model_validate(overrides)
+    own = {name: value for name, value in overrides.items() if value not in NAMES}
+    GlobalSchedulerConfig.model_validate(own)
     return overrides
 
 
@@ -238,10 +243,12 @@ class SimHost(Host):
         return {"engines": self._num_engines, "engine": self._config.model_dump(mode="json")}
 
     async def _run(self, setting: Setting, measure: Measure, seed: int) -> Run:
-        features = {"max_queue_size": QUEUE_SIZE} | dict(setting.overrides)
-        core = core_config(**features)
+        baselines = [value for _, value in setting.overrides if value in NAMES]
+        own = {name: value for name, value in setting.overrides if value not in NAMES}
+        core = core_config(**({"max_queue_size": QUEUE_SIZE} | own))
         engine = changed(self._config, **dict(setting.engine))
-        async with SimCluster(self._num_engines, engine=engine, core=core) as cluster:
+        make = cluster_with(*baselines)
+        async with make(self._num_engines, engine=engine, core=core) as cluster:
             network = DelayedNetwork(self._network, seed, asyncio.sleep)
 
             async def scrape_core() -> str:

@@ -50,8 +50,8 @@ def as_vllm(engine: SimConfig, tokens: int) -> SimConfig:
 
 def compare_gpts(args: argparse.Namespace, engine: SimConfig, report: Report) -> None:
     flat = changed(engine, **UNSHARED)
-    sites = {name: Site(engine, {"placement": name}) for name in PLACEMENTS}
-    sites |= {f"{name}, unshared": Site(flat, {"placement": name}) for name in PLACEMENTS[1:]}
+    sites = {name: Site(engine, name) for name in PLACEMENTS}
+    sites |= {f"{name}, unshared": Site(flat, name) for name in PLACEMENTS[1:]}
     sites |= {name: Site(engine, named=True) for name in GPTS_FIXED}
     curves: list[dict[str, Curve]] = [{name: [] for name in sites} for _ in args.seeds]
     for name, site in sites.items():
@@ -133,7 +133,7 @@ def compare_fanout(args: argparse.Namespace, engine: SimConfig, report: Report) 
     }
     for reads, least_s in (("each", spans[best]), ("join", joined_s)):
         for placement in PLACEMENTS:
-            site = Site(engine, {"placement": placement})
+            site = Site(engine, placement)
             makespan_s = site.run(partial(fanout, args=args, join=reads == "join"))
             report[f"{placement} read={reads}"] = {
                 "makespan_s": round(makespan_s, 4),
@@ -142,11 +142,11 @@ def compare_fanout(args: argparse.Namespace, engine: SimConfig, report: Report) 
 
 
 def compare_mixed(args: argparse.Namespace, engine: SimConfig, report: Report) -> None:
-    sites = {name: (Site(engine, {"placement": name}), None) for name in PLACEMENTS}
+    sites = {name: (Site(engine, name), None) for name in PLACEMENTS}
     for name in PLACEMENTS[1:]:
-        settings = {"placement": name, "policy": "fcfs"}
+        settings = {"policy": "fcfs"}
         sites |= {
-            f"{name}, as vLLM {tokens}": (Site(as_vllm(engine, tokens), settings), None)
+            f"{name}, as vLLM {tokens}": (Site(as_vllm(engine, tokens), name, settings), None)
             for tokens in (2048, 8192)
         }
     sites |= {f"fixed, {share:g}": (Site(engine, named=True), share) for share in args.fixed}

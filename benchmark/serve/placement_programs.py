@@ -18,12 +18,13 @@ from benchmark.apps.workloads import (
     DATA,
     chat_length,
 )
+from benchmark.serve.baselines import cluster_with
 from benchmark.simulated import core_config, words
 from parrot.cli.bench.styles import Data, Piece, Session, Var
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
-from parrot.simulation import SimCluster, run_virtual
+from parrot.simulation import run_virtual
 
 NUM_ENGINES = 4
 INSTRUCTION = "Summarize this part of the document in a few sentences, please. "
@@ -50,9 +51,11 @@ T = TypeVar("T")
 
 @dataclass
 class Site:
-    """Four engines, alike or (`named`) each with a model name of its own that calls can ask for."""
+    """Four engines, alike or (`named`) each with a model name of its own that calls can ask for.
+    `placement`: "predicted", or that of a baseline."""
 
     engine: SimConfig
+    placement: str = "predicted"
     settings: Mapping[str, Any] = field(default_factory=dict)
     named: bool = False
 
@@ -61,7 +64,7 @@ class Site:
 
         async def main() -> T:
             core = core_config(max_queue_size=100_000, **self.settings)
-            async with SimCluster(0, engine=self.engine, core=core) as cluster:
+            async with cluster_with(self.placement)(0, engine=self.engine, core=core) as cluster:
                 for i in range(NUM_ENGINES):
                     await cluster.add_engine(None, **({"model": model_of(i)} if self.named else {}))
                 found = await programs(cluster.client())

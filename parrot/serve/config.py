@@ -16,9 +16,9 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 KvEviction = Literal["next_use", "lru"]
-PlacementName = Literal["predicted", "round_robin", "prefix_aware"]
+PlacementName = Literal["predicted"]
 PrefixDiagnosis = Literal["off", "report"]
-OrderName = Literal["critical_path", "las", "app_fifo", "fcfs"]
+OrderName = Literal["critical_path", "fcfs"]
 
 
 class ShardsConfig(ConfigModel):
@@ -80,14 +80,13 @@ class GlobalSchedulerConfig(ConfigModel):
     policy: OrderName = Field(
         "critical_path",
         description="Which application goes first: the one with the least predicted work left "
-        "(aged, with deadlines, the longest path first in it, and no more at once than pays), the "
-        "one that had the least service, the oldest, or none (by the calls' arrival).",
+        "(aged, with deadlines, the longest path first in it, and no more at once than pays), or "
+        "none (by the calls' arrival).",
     )
     placement: PlacementName = Field(
         "predicted",
         description="Which engine runs a call: the one with the least predicted seconds to it and "
-        "to the calls there, each in turn, or the one that was sent the longest beginning of its "
-        "prompt (as request routers do). The other three features of placement need the first.",
+        "to the calls there.",
     )
     reuse_results: bool = Field(
         True,
@@ -109,6 +108,16 @@ class GlobalSchedulerConfig(ConfigModel):
         description="With so many tasks queued, new calls and reads that need work get 503, if "
         "their tenant has its share: a part of this, by the weights of those with queued tasks.",
     )
+
+    @field_validator("policy", "placement", mode="before")
+    @classmethod
+    def _is_no_baseline(cls, value: object) -> object:
+        if value in ("las", "app_fifo", "round_robin", "prefix_aware"):
+            raise ValueError(
+                f"{value} is there for comparisons alone: `benchmark.serve.baselines` of Parrot's "
+                "repository runs it over simulated engines"
+            )
+        return value
 
 
 class SessionQuota(ConfigModel):

@@ -106,7 +106,7 @@ class ServeCore:
         self.fleet = self.dispatcher.fleet
         self.events = self.dispatcher.events
         self.tenants = TenantTable(config)
-        self.dispatcher.shares.weigh = self.tenants.weigh
+        self.dispatcher.weigh_tenants(self.tenants.weigh)
         self._attached: list[Attached] = []
         self.sessions = SessionRegistry(
             config, self.tenants, self.clock, self._timers, first_session_id

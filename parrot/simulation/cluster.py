@@ -2,10 +2,12 @@
 
 from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from parrot.engine.config import SimConfig
 from parrot.observe.recorder import Recorder
+from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.trace import TraceSink
 from parrot.protocol.transport import App
@@ -69,9 +71,7 @@ class SimCluster:
         self.core = ServeCore(
             config,
             clock=self.clock,
-            dispatcher=Dispatcher(
-                config, self.clock, lambda info: self.engines[info.engine_name].client
-            ),
+            dispatcher=self.make_dispatcher(config),
             sandbox=sandbox or BlockingSandbox(),
             sinks=() if trace is None else (Recorder(trace, self.clock).sink,),
         )
@@ -79,7 +79,14 @@ class SimCluster:
         self._tasks = TaskSet()
         self._num_named = 0
 
-    async def __aenter__(self) -> "SimCluster":
+    def make_dispatcher(self, config: CoreConfig) -> Dispatcher:
+        """Make what places calls. Override it to try something else."""
+        return Dispatcher(config, self.clock, self.connect)
+
+    def connect(self, info: EngineInfo) -> EngineClient:
+        return self.engines[info.engine_name].client
+
+    async def __aenter__(self) -> Self:
         for _ in range(self._num_engines):
             await self.add_engine()
         if self.core.config.engine_heartbeat_timeout < _BEATS:

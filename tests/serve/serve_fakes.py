@@ -36,8 +36,7 @@ from parrot.serve.graph.nodes import (
     Task,
     VariablePiece,
 )
-from parrot.serve.scheduling.fairness import Counters
-from parrot.serve.scheduling.load import LoadIndex
+from parrot.serve.scheduling.load import LoadIndex, Weigh
 from parrot.serve.scheduling.task import Decision, Estimates
 from parrot.serve.tenants.table import QueuedByTenant
 from parrot.utils.ids import IdCounter
@@ -257,7 +256,6 @@ class FakeDispatcher(FakeRunner):
         self.fleet = FakeFleet()
         self.events = Events()
         self.kv_log, self.prefetch_counts = KvLog(PrefixIndex(), self.events), PrefetchCounts()
-        self.shares = Counters(lambda tenant: 1.0)
         self.decisions: list[Decision] = []
         self.contexts: Callable[[], list[Context]] = list
         if instant:
@@ -266,6 +264,8 @@ class FakeDispatcher(FakeRunner):
     def submit(self, completion: Completion) -> None:
         completion.times.started = completion.times.ready
         self.start(completion)
+
+    def weigh_tenants(self, weigh: Weigh) -> None: ...
 
     def follow(self, completion: Completion) -> None: ...
 

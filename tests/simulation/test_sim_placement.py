@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmark.serve.baselines import cluster_with
 from parrot.engine.config import SimConfig, SimInstance
 from parrot.protocol.errors import PromptTooLong
 from parrot.protocol.fields import PerformanceCriteria
@@ -143,11 +144,9 @@ async def submit(client: ServeClient, scope: Scope, prompt: str, length: int) ->
 @pytest.mark.parametrize("placement", ["predicted", "round_robin", "prefix_aware"])
 def test_calls_run_where_they_fit_and_are_not_cut(placement: str) -> None:
     """The prompt's estimated tokens are fewer than it has, until an answer has told better."""
-    config = GlobalSchedulerConfig.model_validate({"placement": placement})
-    core = PATIENT.model_copy(update={"global_scheduler": config})
 
     async def main() -> list[int]:
-        async with SimCluster(0, core=core) as cluster:
+        async with cluster_with(placement)() as cluster:
             for max_len in (2048, 2048, 2048, 2048, 2048, 2048, 32768, 1024):
                 instance = SimConfig().instance.model_copy(update={"max_seq_len": max_len})
                 await cluster.add_engine(instance=instance)

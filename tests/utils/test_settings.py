@@ -31,13 +31,13 @@ def test_the_stronger_place_wins() -> None:
 
 
 def test_sections_are_merged_key_by_key() -> None:
-    environ = {"PARROT_CORE__GLOBAL_SCHEDULER__POLICY": "las"}
+    environ = {"PARROT_CORE__GLOBAL_SCHEDULER__POLICY": "fcfs"}
     config, _ = core(environ, {"global_scheduler": {"policy": "fcfs", "max_queue_size": 7}})
-    assert config.global_scheduler.policy == "las"
+    assert config.global_scheduler.policy == "fcfs"
     assert config.global_scheduler.max_queue_size == 7
     whole = {"PARROT_CORE__GLOBAL_SCHEDULER": '{"max_queue_size": 8}', **environ}
     config, _ = core(whole)
-    assert (config.global_scheduler.policy, config.global_scheduler.max_queue_size) == ("las", 8)
+    assert (config.global_scheduler.policy, config.global_scheduler.max_queue_size) == ("fcfs", 8)
 
 
 def test_a_text_is_taken_as_it_is_and_all_else_as_json() -> None:
@@ -129,7 +129,7 @@ def test_yaml_is_read_as_json_would_be(tmp_path: Path) -> None:
         port: 9100
         prefix_repair: off
         session_life_span: 1e3
-        global_scheduler: {policy: las, reuse_results: false}
+        global_scheduler: {policy: fcfs, reuse_results: false}
         api_keys:
           - "1"
           - 12:30
@@ -139,7 +139,7 @@ def test_yaml_is_read_as_json_would_be(tmp_path: Path) -> None:
         "port": 9100,
         "prefix_repair": "off",
         "session_life_span": 1000.0,
-        "global_scheduler": {"policy": "las", "reuse_results": False},
+        "global_scheduler": {"policy": "fcfs", "reuse_results": False},
         "api_keys": ["1", "12:30"],
         "no_engine_timeout": None,
     }

@@ -32,9 +32,8 @@ from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
 from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.nodes import Completion
-from parrot.serve.scheduling.load import Models
-from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
-from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.load import Models, Weigh
+from parrot.serve.scheduling.scheduler import MakeOrder, MakePlacer, Scheduler
 from parrot.serve.scheduling.task import Estimates
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict, Timer, TimerQueue
@@ -267,8 +266,6 @@ class Dispatcher:
         self._ledger = ContextLedger(config, clock, self._on_freed, self.events)
         settings = config.global_scheduler
         self._scheduler = Scheduler(settings, clock, self._ledger.index, order, placer)
-        self.shares = self._scheduler.counters
-        self._ledger.weigh = self.shares.weight
         self.fleet = Fleet(
             config,
             clock,
@@ -303,6 +300,10 @@ class Dispatcher:
         )
         self._alarm: Timer | None = None  # wakes the pump when time alone changes something
         self._is_pump_due = False
+
+    def weigh_tenants(self, weigh: Weigh) -> None:
+        """Share by these weights. Before anything is submitted."""
+        self._scheduler.weigh = self._ledger.weigh = weigh
 
     # Completions
 

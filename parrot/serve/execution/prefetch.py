@@ -261,7 +261,7 @@ class Prefetcher:
             task_id=completion.id,
             cache_salt=completion.options.cache_salt,
             tenant=completion.options.tenant,
-            weight=self._scheduler.counters.weight(completion.options.tenant),
+            weight=self._scheduler.weight(completion.options.tenant),
             background=True,
             background_share=ahead.budget.share,
         )

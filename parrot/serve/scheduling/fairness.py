@@ -1,37 +1,25 @@
-"""The virtual token counter ("Fairness in Serving Large Language Models", OSDI'24): the service
-that each tenant has had, over its weight. Of those that wait, the one with the least comes first.
+"""The shares of tenants, from the second one on.
+
+Whose turn it is says the virtual token counter ("Fairness in Serving Large Language Models",
+OSDI'24): the service that each tenant has had, over its weight. Of those that wait, the one with
+the least comes first.
 
 Service is counted in seconds of an engine, by what engines report: each prompt token that is
 computed, and each output token with what it reads and its part of a step. A beginning that is there
 already, or that a running prompt has, is its first user's to pay."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from parrot.protocol.engine_api import StepCosts
-from parrot.serve.scheduling.load import EngineLoad, Models
+from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, Weigh
 from parrot.serve.scheduling.placement import Held
 from parrot.serve.scheduling.queue import MAX_PASSED, OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap, LruDict
 
-_SHARED_BY = 64  # sequences of a step, among which what every step costs is divided
 _TIMES = 2  # as many tasks, by weight, are under way on average beside a small tenant
 _MAX_IDLE = 4096  # tenants with nothing to do whose counters are remembered
-
-Weigh = Callable[[str], float]
-"""The weight of a tenant: of two that wait all the time, one with twice the weight gets twice as
-much."""
-
-
-def service_s(costs: StepCosts, num_computed: int, num_read: int, num_output: int) -> float:
-    """Seconds of an engine that a call takes: `num_computed` tokens of its prompt, and `num_output`
-    tokens, each of which reads `num_read` of the prompt's and the output before it."""
-    read_s = (num_read + num_output / 2) * costs.token_s
-    token_s = costs.step_s / _SHARED_BY + costs.sequence_s + read_s
-    return num_computed * costs.prefill_s + num_output * token_s
 
 
 @dataclass(slots=True)
@@ -44,16 +32,6 @@ class _Account:
     num_charged: int = 0
 
 
-class _Charge(NamedTuple):
-    """The service that a placed task was predicted to take, in `duration_s` seconds from `at`."""
-
-    service_s: float
-    num_read: int
-    costs: StepCosts
-    at: float
-    duration_s: float
-
-
 class Counters:
     """The counters of all tenants, of the weights that `weigh` gives. A placed task is charged by
     prediction, and what it took in fact is settled when it ends. A tenant that begins to wait is
@@ -61,14 +39,14 @@ class Counters:
     without work is no credit."""
 
     def __init__(self, weigh: Weigh) -> None:
-        self.weigh = weigh
+        self._weigh = weigh
         self._accounts: dict[str, _Account] = {}  # of those with a task
         self._weight = 0.0  # of all these
         self._idle: LruDict[str, float] = LruDict(_MAX_IDLE)
         # By counters that may have grown since. Empty while there is one tenant.
         self._waiting: LazyHeap[str, float] = LazyHeap()
         self._floor = 0.0  # the counter of the last one that waited
-        self._charges: dict[CompletionTask, _Charge] = {}
+        self._num_charged = 0  # of all
 
     @property
     def are_many(self) -> bool:
@@ -82,12 +60,12 @@ class Counters:
     def weight(self, tenant: str) -> float:
         """As long as it has tasks, the weight that it had when it got the first."""
         account = self._accounts.get(tenant)
-        return self.weigh(tenant) if account is None else account.weight
+        return self._weigh(tenant) if account is None else account.weight
 
     def is_small(self, tenant: str) -> bool:
         """Whether it has few tasks under way, by weight, beside the others."""
         own = self._accounts[tenant]
-        return _TIMES * own.num_charged * self._weight < len(self._charges) * own.weight
+        return _TIMES * own.num_charged * self._weight < self._num_charged * own.weight
 
     def queued(self, tenant: str) -> None:
         """One more task of the tenant waits."""
@@ -96,7 +74,7 @@ class Counters:
             counter = self._idle.pop(tenant) or 0.0
             if len(self._accounts) == 1:
                 self._no_longer_alone()
-            account = self._accounts[tenant] = _Account(counter, self.weigh(tenant))
+            account = self._accounts[tenant] = _Account(counter, self._weigh(tenant))
             self._weight += account.weight
         account.num_queued += 1
         if account.num_queued == 1:
@@ -110,47 +88,25 @@ class Counters:
         self._leave_queue(tenant, account)
         self._forget(tenant, account)
 
-    def charge(
-        self,
-        task: CompletionTask,
-        costs: StepCosts,
-        *,
-        num_computed: int,
-        num_read: int,
-        now: float,
-        duration_s: float,
-    ) -> None:
-        """A queued task was placed, and is predicted to take so many seconds."""
-        taken_s = service_s(costs, num_computed, num_read, task.expected_output)
-        self._charges[task] = _Charge(taken_s, num_read, costs, now, duration_s)
-        tenant = task.tenant
+    def charge(self, tenant: str, service_s: float) -> None:
+        """A queued task was placed, and is predicted to take so many seconds of service."""
         account = self._accounts[tenant]
         account.num_charged += 1
-        account.counter += taken_s / account.weight
+        self._num_charged += 1
+        account.counter += service_s / account.weight
         self._leave_queue(tenant, account)
 
-    def settle(self, task: CompletionTask, now: float) -> tuple[float, bool]:
-        """The task has ended. Returns the seconds of service that it has had, and whether that is
-        less than it was charged: by the tokens that its engine counted, or, if it was stopped, the
-        part of its prediction for which it ran."""
-        charge = self._charges.pop(task)
-        if task.used is not None:
-            num_computed, num_output = task.used
-            taken_s = service_s(charge.costs, num_computed, charge.num_read, num_output)
-        elif now - charge.at < charge.duration_s:
-            taken_s = charge.service_s * (now - charge.at) / charge.duration_s
-        else:
-            taken_s = charge.service_s
-        tenant = task.tenant
+    def settle(self, tenant: str, more_s: float) -> None:
+        """A placed task has ended, with so much more service than was predicted, or less."""
         account = self._accounts[tenant]
         account.num_charged -= 1
-        account.counter += (taken_s - charge.service_s) / account.weight
+        self._num_charged -= 1
+        account.counter += more_s / account.weight
         if account.num_queued:
             if len(self._accounts) > 1 and account.counter < self._waiting.key(tenant):
                 self._waiting.set(tenant, account.counter)
         elif not account.num_charged:
             self._forget(tenant, account)
-        return taken_s, taken_s < charge.service_s
 
     def _no_longer_alone(self) -> None:
         ((tenant, account),) = self._accounts.items()
@@ -188,7 +144,7 @@ class Counters:
         placed = {name: a.num_charged for name, a in accounts.items() if a.num_charged}
         assert queued == num_queued, (queued, num_queued)
         assert placed == num_placed, (placed, num_placed)
-        assert len(self._charges) == sum(placed.values()), self._charges
+        assert self._num_charged == sum(placed.values()), self._num_charged
         assert set(self._waiting) == (set(queued) if self.are_many else set()), queued
         assert all(self._waiting.key(name) <= accounts[name].counter for name in self._waiting)
 
@@ -206,8 +162,7 @@ class FairQueue:
     What is set aside in a round of scheduling does not come to the top again before `end_round`;
     `is_over`: nothing does. Every operation costs O(log n) amortised."""
 
-    def __init__(self, models: Models, order: OrderPolicy, counters: Counters) -> None:
-        self.models = models
+    def __init__(self, order: OrderPolicy, counters: Counters) -> None:
         self.is_over = False
         self.num_groups = 0  # with queued tasks
         self._order = order
@@ -227,6 +182,13 @@ class FairQueue:
 
     def tasks(self) -> list[CompletionTask]:
         return [task for queue in self._queues.values() for task in queue.tasks()]
+
+    def adopt(self, tenant: str, queue: TaskQueue) -> None:
+        """Have all the tasks of a tenant, which is the first here. Only between rounds."""
+        self._queues[tenant] = queue
+        self._tenants.set(tenant, self._counters.counter(tenant))
+        self._num_tasks += len(queue)
+        self.num_groups += queue.num_groups
 
     def push(self, task: CompletionTask) -> None:
         tenant = task.tenant
@@ -334,22 +296,19 @@ class HeldByTenants:
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
         self._engines: defaultdict[int, dict[str, _Held]] = defaultdict(dict)
-        self._tokens: dict[CompletionTask, int] = {}
 
-    def add(self, task: CompletionTask, engine_id: int, num_tokens: int) -> None:
-        """`num_tokens`: its prompt, without what other running prompts have, and its room."""
+    def add(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         tenant, there = task.tenant, self._engines[engine_id]
         if (held := there.get(tenant)) is None:
             held = there[tenant] = _Held(self._weight_of(tenant))
         held.num_tasks += 1
-        held.num_tokens += num_tokens
-        self._tokens[task] = num_tokens
+        held.num_tokens += charge.num_tokens
 
-    def remove(self, task: CompletionTask, engine_id: int) -> None:
+    def remove(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         tenant, there = task.tenant, self._engines[engine_id]
         held = there[tenant]
         held.num_tasks -= 1
-        held.num_tokens -= self._tokens.pop(task)
+        held.num_tokens -= charge.num_tokens
         if not held.num_tasks:
             del there[tenant]
             if not there:
@@ -384,10 +343,71 @@ class HeldByTenants:
 
     def check_integrity(self, loads: list[EngineLoad]) -> None:
         """Recount by the placed tasks. Raises AssertionError with what differs."""
-        placed = {task for load in loads for task in load.tasks}
-        assert placed == self._tokens.keys(), self._tokens
         for load in loads:
             there = self._engines.get(load.id, {})
             assert sum(h.num_tasks for h in there.values()) == len(load.tasks), load.id
-            total = sum(self._tokens[task] for task in load.tasks)
+            total = sum(charge.num_tokens for charge in load.tasks.values())
             assert sum(h.num_tokens for h in there.values()) == total, load.id
+
+
+class Fairness:
+    """Keeps what the scheduler asks about tenants' shares. It is made when a second tenant comes,
+    and takes over the work of the first."""
+
+    def __init__(self, weigh: Weigh, order: OrderPolicy, engines: LoadIndex) -> None:
+        self.counters = Counters(weigh)
+        self._order = order
+        self._engines = engines
+        self._held = HeldByTenants(self.counters.weight)
+        self._tenant_of: dict[int, str] = {}  # by session
+        for load in engines:
+            for task, charge in load.tasks.items():
+                self.queued(task)
+                self.placed(task, load.id, charge)
+
+    def adopted(self, queue: TaskQueue) -> FairQueue:
+        """A queue for all tenants, with the tasks of the only one so far, of which there are
+        some."""
+        for task in (tasks := queue.tasks()):
+            self.queued(task)
+        fair = self.new_queue()
+        fair.adopt(tasks[0].tenant, queue)
+        return fair
+
+    def new_queue(self) -> FairQueue:
+        return FairQueue(self._order, self.counters)
+
+    def queued(self, task: CompletionTask) -> None:
+        self._tenant_of[task.completion.session_id] = task.tenant
+        self.counters.queued(task.tenant)
+
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
+        self._held.add(task, engine_id, charge)
+        self.counters.charge(task.tenant, charge.service_s)
+
+    def ended(self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float) -> None:
+        """A placed task has had `taken_s` of service, and runs there no more."""
+        self._held.remove(task, engine_id, charge)
+        self.counters.settle(task.tenant, taken_s - charge.service_s)
+
+    def tenant_of(self, session_id: int) -> str | None:
+        """The tenant of a session that has had a task; None if it has had none."""
+        return self._tenant_of.get(session_id)
+
+    def forget_session(self, session_id: int) -> None:
+        self._tenant_of.pop(session_id, None)
+
+    def is_lesser(self, task: CompletionTask, engine_id: int) -> bool:
+        """Whether the task's tenant has less of an engine than some other there."""
+        return self.counters.are_many and self._held.is_lesser(task, engine_id)
+
+    def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
+        """See `HeldByTenants.share`."""
+        return self._held.share(task, load, num_tokens)
+
+    def check_integrity(self, queued: list[CompletionTask]) -> None:
+        """Recount by the queued tasks and the loads. Raises AssertionError with what differs."""
+        loads = list(self._engines)
+        self._held.check_integrity(loads)
+        placed = Counter(task.tenant for load in loads for task in load.tasks)
+        self.counters.check_integrity(Counter(task.tenant for task in queued), placed)

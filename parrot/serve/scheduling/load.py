@@ -17,6 +17,7 @@ _TYPICAL_OUTPUT = 300  # who reads along judges by the time per token: it is tha
 _MIN_OUTPUT, _MAX_OUTPUT = 150, 1024  # and more for fewer, within bounds
 _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
 _MEMORY_S = 10.0  # an engine's load counts for so long as usual there
+_SHARED_BY = 64  # sequences of a step, among which what every step costs is divided
 _MAX_PROMPT_SHARE = 0.8  # of the time: prompts that are given faster wait, and are not computed
 
 
@@ -62,11 +63,35 @@ class Outlook(NamedTuple):
         return harm_s + self.usual_weight * (num_steps - steps) * growth_s
 
 
-class _Charge(NamedTuple):
-    """A placed task's part of its engine's weight, to be taken back when it ends."""
+def service_s(costs: StepCosts, num_computed: int, num_read: int, num_output: int) -> float:
+    """Seconds of an engine that a call takes: `num_computed` tokens of its prompt, and `num_output`
+    tokens, each of which reads `num_read` of the prompt's and the output before it."""
+    read_s = (num_read + num_output / 2) * costs.token_s
+    token_s = costs.step_s / _SHARED_BY + costs.sequence_s + read_s
+    return num_computed * costs.prefill_s + num_output * token_s
 
-    weight: float
-    end: float  # the predicted time
+
+class Charge(NamedTuple):
+    """A placed task's part of its engine's load, and the service that it is predicted to take."""
+
+    weight: float  # what a second is worth to it
+    begin: float  # when it was placed,
+    end: float  # and when it is predicted to end, behind the prompts there
+    duration_s: float  # the predicted seconds without waiting
+    num_tokens: int  # of its prompt, without what other running prompts have, and of its room
+    num_read: int  # of these, the prompt's
+    costs: StepCosts  # of the engine then
+    service_s: float
+
+    def taken_s(self, task: CompletionTask, now: float) -> float:
+        """The service that the task has had, now that it ends: by the tokens that its engine
+        counted, or, if it was stopped, the part of its prediction for which it ran."""
+        if task.used is not None:
+            num_computed, num_output = task.used
+            return service_s(self.costs, num_computed, self.num_read, num_output)
+        if now - self.begin < self.duration_s:
+            return self.service_s * (now - self.begin) / self.duration_s
+        return self.service_s
 
 
 @dataclass(slots=True)
@@ -99,7 +124,7 @@ class EngineLoad:
     weight: float = 0.0
     weighted_end: float = 0.0
     prefill_until: float = 0.0
-    tasks: dict[CompletionTask, _Charge] = field(default_factory=dict)
+    tasks: dict[CompletionTask, Charge] = field(default_factory=dict)
     since: float = 0.0
     usual_tasks: float = 0.0
     usual_read: float = 0.0
@@ -166,10 +191,9 @@ class EngineLoad:
             )
         return self._outlook
 
-    def admit(self, task: CompletionTask, new_prompt: int, to_compute: int, now: float) -> float:
+    def admit(self, task: CompletionTask, new_prompt: int, to_compute: int, now: float) -> Charge:
         """Book a task of whose prompt `new_prompt` tokens are in no other running one, and
-        `to_compute` in no cache. Returns the seconds that it is predicted to need, without
-        waiting."""
+        `to_compute` in no cache."""
         self._advance(now)
         self._book(task, new_prompt, 1)
         prefill_s = to_compute * self.costs.prefill_s
@@ -178,19 +202,29 @@ class EngineLoad:
         weight, end = weight_of(task), self.prefill_until + decode_s
         self.weight += weight
         self.weighted_end += weight * end
-        self.tasks[task] = _Charge(weight, end)
-        return prefill_s + decode_s
+        charge = self.tasks[task] = Charge(
+            weight,
+            begin=now,
+            end=end,
+            duration_s=prefill_s + decode_s,
+            num_tokens=new_prompt + self.room_for(task),
+            num_read=new_prompt,
+            costs=self.costs,
+            service_s=service_s(self.costs, to_compute, new_prompt, task.expected_output),
+        )
+        return charge
 
-    def release(self, task: CompletionTask, old_prompt: int, now: float) -> None:
+    def release(self, task: CompletionTask, old_prompt: int, now: float) -> Charge:
         """Take back what `admit` booked; no running prompt has these `old_prompt` tokens now."""
         self._advance(now)
         self._book(task, old_prompt, -1)
-        weight, end = self.tasks.pop(task)
-        self.weight -= weight
-        self.weighted_end -= weight * end
+        charge = self.tasks.pop(task)
+        self.weight -= charge.weight
+        self.weighted_end -= charge.weight * charge.end
         if not self.tasks:
             self.weight = self.weighted_end = 0.0  # exactly, whatever was rounded
             self.prefill_until = 0.0
+        return charge
 
     def check_integrity(self, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompts here, shared beginnings once."""
@@ -231,6 +265,10 @@ class EngineLoad:
 
 Models = tuple[str, ...]
 """The models of which a task may run on any; empty: on all."""
+
+Weigh = Callable[[str], float]
+"""The weight of a tenant: of two that wait all the time, one with twice the weight gets twice as
+much."""
 
 Features = frozenset[str] | None
 """The abilities of an engine, see `Capabilities`; None if that is not known."""

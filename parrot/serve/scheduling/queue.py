@@ -311,6 +311,10 @@ class TaskQueue:
         """Number of groups with queued tasks."""
         return len(self._tasks)
 
+    def check_integrity(self) -> None:
+        """Recount the tasks. Raises AssertionError with what differs."""
+        assert sum(map(len, self._tasks.values())) == len(self), len(self)
+
     def push(self, task: CompletionTask) -> int:
         """Returns how many groups more there are."""
         name = self._group_of[task] = self._order.group(task)

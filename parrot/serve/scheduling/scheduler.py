@@ -3,20 +3,32 @@ knows no policy by name."""
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.scheduling.fairness import Counters, FairKey, FairQueue, HeldByTenants, Weigh
-from parrot.serve.scheduling.load import EngineLoad, LoadIndex, Models, RunningPrefixes
-from parrot.serve.scheduling.placement import Place, end_of_patience
-from parrot.serve.scheduling.policy import MakeOrder, MakePlacer, order_maker, placer_maker
-from parrot.serve.scheduling.queue import should_wait
+from parrot.serve.scheduling.load import (
+    EngineLoad,
+    LoadIndex,
+    Models,
+    QueuedBlocks,
+    RunningPrefixes,
+    Weigh,
+)
+from parrot.serve.scheduling.placement import Place, Placer, PredictedSeconds, end_of_patience
+from parrot.serve.scheduling.queue import CriticalPath, OrderPolicy, TaskQueue, should_wait
 from parrot.serve.scheduling.task import CompletionTask, Decision, EngineShare, Placement
 from parrot.utils.clock import Clock
 
+if TYPE_CHECKING:
+    from parrot.serve.scheduling.fairness import Fairness, FairQueue
+
 logger = logging.getLogger(__name__)
+
+MakeOrder = Callable[[Clock], OrderPolicy]
+MakePlacer = Callable[[LoadIndex, RunningPrefixes], Placer]
 
 _MAX_PRIORITY = 2**31 - 1
 _NUM_DECISIONS = 64
@@ -25,10 +37,10 @@ _PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches th
 
 
 class Scheduler:
-    """Tasks are queued per set of models, and there per tenant, whose turn comes by its counter.
-    The loads of `engines` are what was placed and has not ended, by estimates: exact sizes are
-    known only when a prompt meets an engine's tokenizer. `decisions` are the last placements, for
-    whoever wonders about them."""
+    """Tasks are queued per set of models, and from the second tenant on there per tenant. The loads
+    of `engines` are what was placed and has not ended, by estimates: exact sizes are known only
+    when a prompt meets an engine's tokenizer. `decisions` are the last placements, for whoever
+    wonders about them. `weigh`: see `Weigh`."""
 
     def __init__(
         self,
@@ -42,14 +54,14 @@ class Scheduler:
         """`order` and `placer` replace the configured ones."""
         self.engines = LoadIndex()
         self.decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)
+        self.weigh = weigh
         self._clock = clock
         self._running = RunningPrefixes()
         self._order = (order or order_maker(config))(clock)
         self._placer = (placer or placer_maker(config, index))(self.engines, self._running)
-        self._queues: dict[Models, FairQueue] = {}
-        self.counters = Counters(weigh)
-        self._held = HeldByTenants(self.counters.weight)
-        self._tenant_of: dict[int, str] = {}  # by session
+        self._queues: dict[Models, TaskQueue | FairQueue] = {}
+        self._fairness: Fairness | None = None  # there is none before a second tenant comes
+        self._first_tenant: str | None = None
         self._patience: float | None = None  # when that of a task passed over ends first
         self._failed: list[CompletionTask] = []
         self._step_growth = config.tenant_step_growth
@@ -62,7 +74,7 @@ class Scheduler:
         return sum(len(queue) for queue in self._queues.values())
 
     @property
-    def queues(self) -> Mapping[Models, FairQueue]:
+    def queues(self) -> "Mapping[Models, TaskQueue | FairQueue]":
         """The queued tasks, by the models that they want."""
         return {models: queue for models, queue in self._queues.items() if queue}
 
@@ -71,16 +83,15 @@ class Scheduler:
         return [] if queue is None else queue.tasks()
 
     def add(self, task: CompletionTask) -> None:
-        self._tenant_of[task.completion.session_id] = task.tenant
+        if self._fairness is None and task.tenant != self._first_tenant:
+            self._tenant_came(task.tenant)
         self._order.arrived(task)
-        self.counters.queued(task.tenant)
-        self._push(task)
+        self._enter(task)
 
     def remove(self, task: CompletionTask) -> None:
         """A queued task will not run."""
         self._pull(task)
-        self.counters.unqueued(task.tenant)
-        self._order.ended(task)
+        self._leave(task)
 
     def update(self, task: CompletionTask) -> None:
         """A queued task's objective has changed."""
@@ -99,18 +110,26 @@ class Scheduler:
         self._unload(task, engine_id)
         task.refresh()
         self._order.updated(task)
-        self.counters.queued(task.tenant)
-        self._push(task)
+        self._enter(task)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         """See `OrderPolicy.progressed`."""
         for group in self._order.progressed(session_id, remaining_s):
             for queue in self._queues.values():
-                queue.touch(self._tenant_of.get(session_id), group)
+                if isinstance(queue, TaskQueue):
+                    queue.touch(group)
+                elif self._fairness is not None:
+                    queue.touch(self._fairness.tenant_of(session_id), group)
 
     def forget_session(self, session_id: int) -> None:
-        self._tenant_of.pop(session_id, None)
         self._order.forget(session_id)
+        if self._fairness is not None:
+            self._fairness.forget_session(session_id)
+
+    def weight(self, tenant: str) -> float:
+        """The weight of a tenant, as its tasks have it."""
+        fairness = self._fairness
+        return self.weigh(tenant) if fairness is None else fairness.counters.weight(tenant)
 
     # The loop
 
@@ -121,7 +140,7 @@ class Scheduler:
             if task in self._queues.get(task.models, ()):
                 self._pull(task)
                 self._push(task)
-        queues = [queue for queue in self._queues.values() if self.engines.num_open(queue.models)]
+        queues = [queue for models, queue in self._queues.items() if self.engines.num_open(models)]
         self._placer.new_round()
         now = self._clock.now()
         placements: list[Placement] = []
@@ -133,18 +152,16 @@ class Scheduler:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
                 self._placer.unqueued(task)
-                self.counters.unqueued(task.tenant)
-                self._order.ended(task)
+                self._leave(task)
                 self._failed.append(task)
                 continue
             if place is not None:
                 queue.remove(task)
                 placements.append(self._run(task, place, now))
-                queue.is_over = not self.engines.num_open(queue.models)
+                queue.is_over = not self.engines.num_open(task.models)
         self._patience = _next_end([task for queue in queues for task in queue.end_round()], now)
-        if self.counters.are_many:
-            for queue in self._queues.values():
-                placements += self._squeeze_in(queue, now)
+        if self._fairness is not None and self._fairness.counters.are_many:
+            placements += self._squeeze_in(self._fairness, now)
         self._queues = dict(self.queues)
         return placements
 
@@ -177,17 +194,18 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Recount the loads. Raises AssertionError with what differs."""
         queued = [task for queue in self._queues.values() for task in queue.tasks()]
-        placed = [task for load in self.engines for task in load.tasks]
         for queue in self._queues.values():
             queue.check_integrity()
         self._placer.check_integrity(queued)
-        self._held.check_integrity(list(self.engines))
-        self.counters.check_integrity(_by_tenant(queued), _by_tenant(placed))
+        if self._fairness is not None:
+            self._fairness.check_integrity(queued)
         segments = self._running.check_integrity({load.id: load.tasks for load in self.engines})
         for load in self.engines:
             load.check_integrity(segments[load.id])
 
-    def _find_place(self, queue: FairQueue, task: CompletionTask, now: float) -> Place | None:
+    def _find_place(
+        self, queue: "TaskQueue | FairQueue", task: CompletionTask, now: float
+    ) -> Place | None:
         """Where the first task of the queue runs now. None: it was set aside."""
         place = self._placer.choose(task, now)
         if place is None:
@@ -209,7 +227,7 @@ class Scheduler:
         load, to_compute = place.load, place.to_compute
         if not self._order.holds_back or not load.num_tasks:
             return False
-        if self.counters.are_many and self._held.is_lesser(task, load.id):
+        if self._fairness is not None and self._fairness.is_lesser(task, load.id):
             return False
         queue = self._queues.get(task.models)
         num_groups = 0 if queue is None else queue.num_groups
@@ -222,24 +240,50 @@ class Scheduler:
         added_s = _added_s(task, load, new_prompt, to_compute)
         return should_wait(num_ahead, num_others + num_waiting, added_s, step_s)
 
-    def _squeeze_in(self, queue: FairQueue, now: float) -> list[Placement]:
+    def _squeeze_in(self, fairness: "Fairness", now: float) -> list[Placement]:
         """Place calls that somebody waits for beyond the engines' room where their tenants have
         few and others many: they take the places, and if need be the KV, of those."""
         placements: list[Placement] = []
-        for task in queue.firsts():
-            may = partial(self._held.share, task)
-            place = self._placer.squeeze(task, now, may) if task.is_latency else None
-            if place is not None:
-                queue.remove(task)
-                placements.append(self._run(task, place, now))
+        for queue in self._queues.values():
+            firsts = () if isinstance(queue, TaskQueue) else queue.firsts()
+            for task in firsts:
+                may = partial(fairness.share, task)
+                place = self._placer.squeeze(task, now, may) if task.is_latency else None
+                if place is not None:
+                    queue.remove(task)
+                    placements.append(self._run(task, place, now))
         return placements
 
     # Queues and loads
 
+    def _tenant_came(self, tenant: str) -> None:
+        """Share between tenants when the second one comes."""
+        if self._first_tenant is None:
+            self._first_tenant = tenant
+            return
+        from parrot.serve.scheduling.fairness import Fairness  # which few services need
+
+        fairness = self._fairness = Fairness(self.weigh, self._order, self.engines)
+        for models, queue in self.queues.items():
+            if isinstance(queue, TaskQueue):
+                self._queues[models] = fairness.adopted(queue)
+
+    def _enter(self, task: CompletionTask) -> None:
+        if self._fairness is not None:
+            self._fairness.queued(task)
+        self._push(task)
+
+    def _leave(self, task: CompletionTask) -> None:
+        """A task that was queued will not run."""
+        if self._fairness is not None:
+            self._fairness.counters.unqueued(task.tenant)
+        self._order.ended(task)
+
     def _push(self, task: CompletionTask) -> None:
         queue = self._queues.get(task.models)
         if queue is None:
-            queue = FairQueue(task.models, self._order, self.counters)
+            fairness = self._fairness
+            queue = TaskQueue(self._order) if fairness is None else fairness.new_queue()
             self._queues[task.models] = queue
         queue.push(task)
         self._placer.queued(task)
@@ -252,29 +296,20 @@ class Scheduler:
             del self._queues[task.models]
 
     def _run(self, task: CompletionTask, place: Place, now: float) -> Placement:
-        load = place.load
-        tenant = task.tenant
-        is_lesser = self.counters.are_many and self._held.is_lesser(task, load.id)
-        new_prompt = self._running.add(task, load.id)
-        self._held.add(task, load.id, new_prompt + load.room_for(task))
-        work_s = load.admit(task, new_prompt, place.to_compute, now)
-        self.counters.charge(
-            task,
-            load.costs,
-            num_computed=place.to_compute,
-            num_read=new_prompt,
-            now=now,
-            duration_s=work_s,
-        )
+        load, fairness = place.load, self._fairness
+        is_lesser = fairness is not None and fairness.is_lesser(task, load.id)
+        charge = load.admit(task, self._running.add(task, load.id), place.to_compute, now)
+        if fairness is not None:
+            fairness.placed(task, load.id, charge)
         self.engines.changed(load)
         self._placer.unqueued(task)
         self._placer.placed(task, load)
-        self._order.placed(task, load.id, work_s)
+        self._order.placed(task, load.id, charge.duration_s)
         self.decisions.append(_decision(task, place, now))
         is_longest = self.engines.takes_longest(load, task)
         priority = self._priority(task, is_lesser)
         step_growth = self._step_growth if task.is_latency else None
-        share = EngineShare(self.counters.weight(tenant), step_growth)
+        share = EngineShare(self.weight(task.tenant), step_growth)
         return Placement(task, load.id, priority, is_longest, share)
 
     def _priority(self, task: CompletionTask, is_lesser: bool) -> int:
@@ -287,14 +322,34 @@ class Scheduler:
         load = self.engines.get(engine_id)
         assert load is not None, engine_id
         now = self._clock.now()
-        load.release(task, self._running.remove(task, engine_id), now)
-        self._held.remove(task, engine_id)
+        charge = load.release(task, self._running.remove(task, engine_id), now)
         self.engines.changed(load)
-        taken_s, has_shrunk = self.counters.settle(task, now)
+        taken_s = charge.taken_s(task, now)
         task.service_s += taken_s
-        for queue in self._queues.values() if has_shrunk else ():
-            queue.settled(task.tenant)
+        if self._fairness is not None:
+            self._fairness.ended(task, engine_id, charge, taken_s)
+        for queue in self._queues.values() if taken_s < charge.service_s else ():
+            if not isinstance(queue, TaskQueue):
+                queue.settled(task.tenant)
         self._order.unplaced(task, engine_id)
+
+
+def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
+    """The configured order policy."""
+    if config.app_fifo and config.policy == "critical_path":
+        return CriticalPath
+    return lambda clock: OrderPolicy()
+
+
+def placer_maker(config: GlobalSchedulerConfig, index: PrefixIndex) -> MakePlacer:
+    """The configured placer. `index` has the cached prefixes of all engines."""
+    return lambda loads, running: PredictedSeconds(
+        loads,
+        running,
+        QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group),
+        index=index if config.ctx_aware else None,
+        with_running=config.ctx_group,
+    )
 
 
 def queued_by_model(scheduler: Scheduler) -> Counter[str]:
@@ -320,13 +375,11 @@ def _decision(task: CompletionTask, place: Place, now: float) -> Decision:
     )
 
 
-def _by_tenant(tasks: Sequence[CompletionTask]) -> Counter[str]:
-    return Counter(task.tenant for task in tasks)
-
-
-def _first(queues: Sequence[FairQueue]) -> tuple[FairQueue, CompletionTask] | None:
+def _first(
+    queues: "Sequence[TaskQueue | FairQueue]",
+) -> "tuple[TaskQueue | FairQueue, CompletionTask] | None":
     """The task that goes first, and its queue."""
-    best: tuple[FairKey, FairQueue, CompletionTask] | None = None
+    best: tuple[tuple[float, ...], TaskQueue | FairQueue, CompletionTask] | None = None
     for queue in queues:
         top = queue.top()
         if top is not None and (best is None or top[0] < best[0]):

@@ -16,9 +16,8 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.prompts.encode import PieceKind
 from parrot.serve.prompts.segments import PrefixHasher, Segment
-from parrot.serve.scheduling.fairness import Weigh
-from parrot.serve.scheduling.policy import MakeOrder, MakePlacer
-from parrot.serve.scheduling.scheduler import Scheduler
+from parrot.serve.scheduling.load import Weigh
+from parrot.serve.scheduling.scheduler import MakeOrder, MakePlacer, Scheduler
 from parrot.serve.scheduling.task import CompletionTask
 from tests.support.manual_clock import ManualClock
 from tests.support.prompts import prefix_keys

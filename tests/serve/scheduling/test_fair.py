@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from parrot.protocol.engine_api import StepCosts
 from parrot.serve.contexts.index import Boundary, Context
-from parrot.serve.scheduling.fairness import Counters, service_s
+from parrot.serve.scheduling.fairness import Counters
+from parrot.serve.scheduling.load import service_s
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmark.serve.baselines import ORDERS
 from parrot.engine.config import SimConfig
 from parrot.serve.scheduling.queue import should_wait
 from parrot.simulation import SimCluster, fixed, run_virtual
@@ -58,7 +59,8 @@ def test_short_steps_and_lone_applications_wait_for_nobody(
 
 @pytest.mark.parametrize("policy", ["critical_path", "las", "app_fifo", "fcfs"])
 def test_only_the_order_by_remaining_work_holds_calls_back(policy: str) -> None:
-    bench = Bench(policy=policy)
+    config: dict[str, object] = {} if policy in ORDERS else {"policy": policy}
+    bench = Bench(ORDERS.get(policy), **config)
     bench.engines(1, slots=1000)
     tasks = [bench.task(session=i, prefix_len=4000, output=20) for i in range(40)]
     bench.add(*tasks)

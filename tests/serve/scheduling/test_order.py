@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmark.serve.baselines import ORDERS
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective, SemanticVariable
 from parrot.serve.prompts.encode import PieceKind
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.scheduling.policy import order_maker
 from parrot.serve.scheduling.queue import OrderPolicy, TaskQueue
+from parrot.serve.scheduling.scheduler import order_maker
 from parrot.serve.scheduling.task import CompletionTask
 from tests.support.manual_clock import ManualClock
 
@@ -26,8 +27,10 @@ class Line:
 
     def __init__(self, policy: str = "critical_path", **config: object) -> None:
         self.clock = ManualClock()
-        fields = GlobalSchedulerConfig.model_validate({"policy": policy, **config})
-        self.order = order_maker(fields)(self.clock)
+        make = ORDERS.get(policy)
+        if make is None:
+            make = order_maker(GlobalSchedulerConfig.model_validate({"policy": policy, **config}))
+        self.order = make(self.clock)
         self.queue = TaskQueue(self.order)
         self._num_tasks = 0
 
@@ -122,11 +125,10 @@ def test_las_serves_in_turns_of_equal_service() -> None:
     assert line.place() is tasks[2]
 
 
-def test_without_applications_every_policy_is_fcfs() -> None:
-    for policy in ("las", "app_fifo", "critical_path"):
-        line = Line(policy, app_fifo=False)
-        tasks = [line.add(session) for session in (1, 2, 1)]
-        assert line.run() == tasks
+def test_without_applications_order_is_by_arrival() -> None:
+    line = Line(app_fifo=False)
+    tasks = [line.add(session) for session in (1, 2, 1)]
+    assert line.run() == tasks
 
 
 def test_the_least_remaining_work_goes_first_and_the_longest_path_in_it() -> None:

@@ -4,12 +4,13 @@ import asyncio
 from statistics import mean
 from typing import Any
 
+from benchmark.serve.baselines import ORDERS, cluster_with
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
-from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual
+from parrot.simulation import PATIENT, fixed, run_virtual
 
 STEP_S = 0.01
 COSTS = {"step_s": STEP_S, "prefill_token_s": 0.0, "sequence_s": 0.0, "context_token_s": 0.0}
@@ -45,7 +46,7 @@ async def application(
 
 
 def with_policy(policy: str) -> CoreConfig:
-    order = GlobalSchedulerConfig.model_validate({"policy": policy})
+    order = GlobalSchedulerConfig.model_validate({} if policy in ORDERS else {"policy": policy})
     return PATIENT.model_copy(update={"global_scheduler": order})
 
 
@@ -54,7 +55,7 @@ def simulate(policy: str, *applications: tuple[Any, ...]) -> list[float]:
 
     async def main() -> list[float]:
         core = with_policy(policy)
-        async with SimCluster(1, engine=ONE_SLOT, core=core, engine_rtt_s=0.0) as cluster:
+        async with cluster_with(policy)(1, engine=ONE_SLOT, core=core, engine_rtt_s=0.0) as cluster:
             client = cluster.client(fixed(0.0))
             ends = await asyncio.gather(*[application(client, *a) for a in applications])
             await asyncio.sleep(1)

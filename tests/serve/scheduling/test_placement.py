@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from benchmark.serve.baselines import PLACERS, PrefixAware, RoundRobin
 from parrot.protocol.engine_api import StepCosts
 from parrot.serve.contexts.index import Boundary, Context, Room
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
-PLACEMENTS = ("predicted", "round_robin", "prefix_aware")
+PLACEMENTS = {"predicted": None, **PLACERS}
 
 
 def test_load_is_spread() -> None:
@@ -255,7 +256,7 @@ def test_where_no_engine_takes_its_length_a_task_goes_to_the_longest() -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_preview_changes_nothing(placement: str) -> None:
     def engines(previews: int) -> list[int]:
-        bench = Bench(placement=placement)
+        bench = Bench(placer=PLACEMENTS[placement])
         bench.engines(3)
         chosen = []
         for i in range(7):
@@ -444,7 +445,7 @@ def test_the_pace_follows_the_load() -> None:
 
 
 def test_round_robin_takes_turns() -> None:
-    bench = Bench(placement="round_robin")
+    bench = Bench(placer=RoundRobin)
     bench.engines(3)
     tasks = [bench.task("same", prefix_len=1000) for _ in range(7)]
     bench.add(*tasks)
@@ -453,7 +454,7 @@ def test_round_robin_takes_turns() -> None:
 
 
 def test_round_robin_skips_engines_that_are_full() -> None:
-    bench = Bench(placement="round_robin")
+    bench = Bench(placer=RoundRobin)
     bench.engines(1, slots=1)
     bench.engines(1, slots=3)
     bench.add(*[bench.task() for _ in range(5)])
@@ -462,7 +463,7 @@ def test_round_robin_skips_engines_that_are_full() -> None:
 
 
 def test_prefix_aware_follows_what_it_sent() -> None:
-    bench = Bench(placement="prefix_aware")
+    bench = Bench(placer=PrefixAware)
     bench.engines(3)
     for _ in range(3):
         tasks = [bench.task(text, prefix_len=1000) for text in ("a", "b", "c")]
@@ -474,12 +475,12 @@ def test_prefix_aware_follows_what_it_sent() -> None:
 
 
 def test_prefix_aware_ignores_short_matches_and_balances() -> None:
-    bench = Bench(placement="prefix_aware")
+    bench = Bench(placer=PrefixAware)
     bench.engines(2, slots=1000)
     bench.add(*[bench.task("a", prefix_len=10, own_len=1000) for _ in range(10)])
     placed = list(bench.run().values())
     assert placed.count(0) == 5
-    bench = Bench(placement="prefix_aware")
+    bench = Bench(placer=PrefixAware)
     bench.engines(2, slots=1000)
     bench.add(*[bench.task("a", prefix_len=1000) for _ in range(100)])
     placed = list(bench.run().values())
@@ -488,7 +489,7 @@ def test_prefix_aware_ignores_short_matches_and_balances() -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_engines_of_the_model_are_chosen_and_bad_ones_avoided(placement: str) -> None:
-    bench = Bench(placement=placement)
+    bench = Bench(placer=PLACEMENTS[placement])
     bench.engines(2, model="a")
     bench.engines(2, model="b")
     task = bench.task(models=("b",))
@@ -503,7 +504,7 @@ def test_engines_of_the_model_are_chosen_and_bad_ones_avoided(placement: str) ->
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_every_placement_ends_every_task(placement: str) -> None:
-    bench = Bench(placement=placement)
+    bench = Bench(placer=PLACEMENTS[placement])
     bench.engines(3, slots=2, tokens=3000)
     tasks = [
         bench.task(

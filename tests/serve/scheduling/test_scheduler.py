@@ -1,17 +1,15 @@
 """The global scheduler: order, capacity, and that nothing starves or leaks."""
 
 import random
-import subprocess
-import sys
 from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmark.serve.baselines import ORDERS, AppFifo, RoundRobin
 from parrot.serve.config import OrderName
 from parrot.serve.graph.nodes import Objective
-from parrot.serve.scheduling.baselines import RoundRobin
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.queue import OrderPolicy
 from parrot.serve.scheduling.scheduler import queued_by_model
@@ -116,15 +114,6 @@ def test_order_and_placement_can_be_given() -> None:
     assert bench.run() == {tasks[2]: 0, tasks[1]: 1, tasks[0]: 2}
 
 
-def test_baselines_are_imported_only_where_they_are_named() -> None:
-    code = "import sys, parrot.serve.core as c; c.ServeCore(c.CoreConfig()); print(*sys.modules)"
-    modules = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert "parrot.serve.scheduling.placement" in modules
-    assert "parrot.serve.scheduling.baselines" not in modules
-
-
 def test_update_moves_a_task() -> None:
     bench = Bench()
     bench.engines(1, slots=1)
@@ -149,7 +138,7 @@ def test_requeued_tasks_keep_their_age() -> None:
 
 
 def test_priorities_follow_the_order_of_apps() -> None:
-    bench = Bench(policy="app_fifo")
+    bench = Bench(order=AppFifo)
     bench.engines(1)
     early = bench.task(session=1)
     bench.add(early)
@@ -331,7 +320,7 @@ def test_a_removed_engine_gets_nothing() -> None:
 @settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
-    st.sampled_from(get_args(OrderName)),
+    st.sampled_from([*get_args(OrderName), *ORDERS]),
     st.booleans(),
     st.integers(1, 3),
 )
@@ -339,7 +328,8 @@ def test_random_histories_leave_nothing_behind(
     seed: int, policy: str, grouped: bool, num_tenants: int
 ) -> None:
     rng = random.Random(seed)
-    bench = Bench(policy=policy, ctx_group=grouped, graph_group=grouped)
+    config: dict[str, object] = {} if policy in ORDERS else {"policy": policy}
+    bench = Bench(ORDERS.get(policy), ctx_group=grouped, graph_group=grouped, **config)
     bench.engines(3, slots=3, tokens=900)
     running: dict[CompletionTask, int] = {}
     queued: set[CompletionTask] = set()

@@ -1,5 +1,5 @@
-"""Order and placement as other services have them, to compare with. Nothing but measurements and
-configurations that name one of them imports this module.
+"""Order and placement as other services have them, to compare with, and a simulated cluster that
+has them.
 
     app_fifo        by application: the first to come first; in it, by arrival
     las             by application: the least service had so far first; in it, by arrival
@@ -8,13 +8,17 @@ configurations that name one of them imports this module.
 
 They know neither graphs nor predicted seconds."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from itertools import chain
 
+from parrot.serve.config import CoreConfig
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.scheduling.load import EngineLoad, LoadIndex, RunningPrefixes
 from parrot.serve.scheduling.placement import Place, Placer
 from parrot.serve.scheduling.queue import ByApplication
+from parrot.serve.scheduling.scheduler import MakeOrder, MakePlacer
 from parrot.serve.scheduling.task import CompletionTask
+from parrot.simulation import SimCluster
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 
@@ -134,3 +138,23 @@ class PrefixAware(Router):
                 break
             matched += length
         return matched
+
+
+ORDERS: Mapping[str, MakeOrder] = {"app_fifo": AppFifo, "las": LeastAttainedService}
+PLACERS: Mapping[str, MakePlacer] = {"round_robin": RoundRobin, "prefix_aware": PrefixAware}
+
+
+NAMES = frozenset({*ORDERS, *PLACERS})
+
+
+def cluster_with(*names: str) -> type[SimCluster]:
+    """Simulated clusters whose calls are ordered and placed by the baselines of these names, and
+    else as their config says. Names of no baseline change nothing."""
+
+    class BaselineCluster(SimCluster):
+        def make_dispatcher(self, config: CoreConfig) -> Dispatcher:
+            order = next((ORDERS[name] for name in names if name in ORDERS), None)
+            placer = next((PLACERS[name] for name in names if name in PLACERS), None)
+            return Dispatcher(config, self.clock, self.connect, order=order, placer=placer)
+
+    return BaselineCluster
