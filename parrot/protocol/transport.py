@@ -167,7 +167,8 @@ def _called(
     headers = [(b"content-length", b"%d" % len(raw)), (b"content-type", b"application/json")]
     if (bearer := options.get("bearer")) is not None:
         headers.append((b"authorization", f"Bearer {bearer}".encode()))
-    if (span := TraceParent.parse(options.get("traceparent"))) is not None:
+    given = options.get("traceparent")
+    if given and (span := TraceParent.parse(given)) is not None:
         headers.append((b"traceparent", str(span).encode()))
     scope = {
         "type": "http",

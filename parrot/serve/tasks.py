@@ -6,6 +6,7 @@ import keyword
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from textwrap import dedent
 from typing import Protocol
 
@@ -94,7 +95,8 @@ class TaskRunner:
         self._max_queue_size = config.global_scheduler.max_queue_size
         self._clock = clock
         self._dispatcher = dispatcher
-        self._native = NativeRunner(config, clock, sandbox, sessions)
+        self._make_native = partial(NativeRunner, config, clock, sandbox, sessions)
+        self._native: NativeRunner | None = None  # there is none before the first native call
         self._max_native_timeout_s = config.native_timeout
         self._tenants = tenants
         self.meters = Meters(tenants, clock)
@@ -109,9 +111,11 @@ class TaskRunner:
         meters raise. To be asked before anything that may set work going. What one read sets going
         is queued all at once, however much it is: it exists already, and refusing a part of it
         would fail the whole."""
-        limit = self._max_queue_size
-        if self._dispatcher.num_queued + self._native.num_waiting >= limit:
-            queues = (self._dispatcher.queued_by_tenant, self._native.waiting_by_tenant)
+        limit, native = self._max_queue_size, self._native
+        if self._dispatcher.num_queued + (0 if native is None else native.num_waiting) >= limit:
+            queues = [self._dispatcher.queued_by_tenant]
+            if native is not None:
+                queues.append(native.waiting_by_tenant)
             require_share(tenant, limit, self._tenants.weigh, self._wait_s(), *queues)
         self.meters.admit(tenant)
 
@@ -150,6 +154,8 @@ class TaskRunner:
             self._dispatcher.submit(task)
         else:
             self.meters.began(task.id, tenant, 0)
+            if self._native is None:
+                self._native = self._make_native()
             self._native.start(task)
 
     def withdraw(self, task: Task) -> None:
@@ -158,7 +164,7 @@ class TaskRunner:
             return
         if isinstance(task, Completion):
             self._dispatcher.withdraw(task)
-        else:
+        elif self._native is not None:
             self._native.stop(task)
         self._ended(task)
 
@@ -167,7 +173,7 @@ class TaskRunner:
             self._held.pop(task.id, None)
         elif isinstance(task, Completion):
             self._dispatcher.cancel(task, error)
-        else:
+        elif self._native is not None:
             self._native.cancel(task, error)
 
     def reprioritise(self, completion: Completion) -> None:
@@ -189,7 +195,8 @@ class TaskRunner:
         self.meters.ended(task.id, task.stats.used_tokens if isinstance(task, Completion) else 0)
 
     async def close(self) -> None:
-        await self._native.close()
+        if self._native is not None:
+            await self._native.close()
         await self._dispatcher.close()
 
 

@@ -162,7 +162,8 @@ def require_shallow(value: Any) -> None:
 
 def _span(request: Request) -> TraceParent | None:
     """The caller's."""
-    return TraceParent.parse(request.headers.get("traceparent"))
+    given = request.headers.get("traceparent")
+    return None if given is None else TraceParent.parse(given)
 
 
 def _program(request: Request) -> str | None:

@@ -276,9 +276,9 @@ class SessionGraph:
 
     def cancel_call(self, request_id: int) -> None:
         """Cancel every output of the call that is not settled."""
-        error = Cancelled(f"request {request_id} was cancelled")
-        for task in reversed(self._call(request_id).tasks):
-            self.flow.cancel(task, error)
+        unfinished = [task for task in self._call(request_id).tasks if not task.is_finished]
+        for task in reversed(unfinished):
+            self.flow.cancel(task, Cancelled(f"request {request_id} was cancelled"))
 
     def close(self, error: ParrotError) -> Iterator[int]:
         """The session ends, and nothing of it starts any more. The steps stop all work, and fail
