@@ -24,7 +24,7 @@ from parrot.engine import config as cores
 from parrot.engine import config as engine_config
 from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as engine_app
-from parrot.engine.core.plan import SUPPORTED_SAMPLING
+from parrot.engine.core.steps import SUPPORTED_SAMPLING
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.sim import SimService

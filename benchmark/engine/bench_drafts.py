@@ -38,7 +38,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import RunnerInfo, SampleSpec, StepPlan, StepResult
+from parrot.engine.core.steps import RunnerInfo, SampleSpec, StepPlan, StepResult
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tokenizers import word_tokenizer

@@ -46,7 +46,7 @@ from parrot.cluster import Cluster
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import StepPlan
+from parrot.engine.core.steps import StepPlan
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner

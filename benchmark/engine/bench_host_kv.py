@@ -26,7 +26,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Outcome, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import Transfer
+from parrot.engine.core.steps import Transfer
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.host.copies import GIB, HostMemory, block_parts
 from parrot.engine.runner.load import load_runner

@@ -19,7 +19,7 @@ import torch
 from benchmark.engine.bench_gpu import config_of, load_cuda, run_ms
 from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
-from parrot.engine.core.plan import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.protocol.sampling import SamplingConfig
 

@@ -30,7 +30,7 @@ from benchmark.engine.bench_gpu import (
 from benchmark.engine.gpu_cases import COPILOT, PLAIN, Decode, Row, Sequences, Shape
 from benchmark.results import Report, run
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.plan import PENDING, LaunchedStep, StepPlan
+from parrot.engine.core.steps import PENDING, LaunchedStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec

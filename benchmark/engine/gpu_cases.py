@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
-from parrot.engine.core.plan import RunnerInfo, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import RunnerInfo, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.protocol.sampling import SamplingConfig

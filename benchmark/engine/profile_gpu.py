@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmark.engine.bench_gpu import config_of, load_cuda
 from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
-from parrot.engine.core.plan import StepPlan
+from parrot.engine.core.steps import StepPlan
 from parrot.engine.runner.cuda import CudaRunner
 
 STEPS = 10

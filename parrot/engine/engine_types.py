@@ -11,12 +11,10 @@ from parrot.engine.config import (
     OpenAIConfig,
     SimConfig,
 )
-from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import DividedRunner, Runner
-from parrot.engine.runner_service import RunnerService
-from parrot.engine.service import EngineService
+from parrot.engine.core.steps import DividedRunner, Runner
+from parrot.engine.service import EngineService, RunnerService, ThreadDriver
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from parrot.engine.app import EngineFront, Fence, ReorderBuffer
 from parrot.engine.config import EngineConfig
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.steps import DeviceLost
 from parrot.engine.service import EngineService, ServiceState
 from parrot.protocol.engine_api import (
     EngineInfo,

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 
 from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_config
-from parrot.engine.core.driver import core_thread_is_alive
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.steps import DeviceLost
 from parrot.engine.engine_types import create_service
 from parrot.engine.heartbeat import Heartbeat, registration
-from parrot.engine.service import EngineService
+from parrot.engine.service import EngineService, core_thread_is_alive
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.protocol.server_config import settled_token
 from parrot.utils.clock import MonotonicClock

@@ -23,7 +23,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from parrot.engine.config import HuggingFaceConfig
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     BlockCopy,
     RunnerInfo,
     ScoreSpec,

@@ -16,10 +16,10 @@ from itertools import accumulate
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from parrot.engine.config import SimConfig, SimInstance
-from parrot.engine.core.driver import Verb, apply_verbs, deliver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import (
+from parrot.engine.core.scheduler import Step
+from parrot.engine.core.steps import (
     Landed,
     RunnerInfo,
     SequenceStep,
@@ -27,10 +27,9 @@ from parrot.engine.core.plan import (
     StepResult,
     TokenScores,
     Transfer,
+    UniqueKv,
 )
-from parrot.engine.core.scheduler import Step
-from parrot.engine.core.step_costs import UniqueKv
-from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import RunnerService, Verb, apply_verbs, deliver
 from parrot.protocol.engine_api import RuntimeInfo, SpecialIds, StepCosts, TokenizerResponse
 from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.utils.byte_symbols import byte_symbols

@@ -17,14 +17,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import BuiltinConfig, HuggingFaceConfig, SimConfig
-from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import DeviceLost, StepPlan, StepResult
+from parrot.engine.core.steps import DeviceLost, StepPlan, StepResult
 from parrot.engine.engine_types import _load_model, create_service
 from parrot.engine.http_server import main
-from parrot.engine.runner_service import RunnerService
-from parrot.engine.service import ServiceState
+from parrot.engine.service import RunnerService, ServiceState, ThreadDriver
 from parrot.engine.sim import SimRunner, SimService, byte_tokenizer_response
 from parrot.protocol.engine_api import EngineType, FillRequest, GenerateRequest, GenerateResponse
 from parrot.protocol.engine_client import CORE_HEADER, CoreIdentity, EngineClient

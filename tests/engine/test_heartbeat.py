@@ -8,7 +8,7 @@ from fastapi import Request
 
 from parrot.engine.app import Fence, ReorderBuffer
 from parrot.engine.config import SimConfig
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.steps import DeviceLost
 from parrot.engine.heartbeat import MAX_RETRY_S, Heartbeat, Registered, reachable
 from parrot.engine.service import ServiceState
 from parrot.engine.sim import SimService

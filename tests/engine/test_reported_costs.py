@@ -8,9 +8,9 @@ import pytest
 from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import RunnerInfo
+from parrot.engine.core.steps import RunnerInfo
 from parrot.engine.openai.service import AnswerCosts
-from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import RunnerService
 from parrot.engine.sim import SimDriver, SimRunner, SimService, byte_tokenizer_response
 from parrot.protocol.engine_api import FillPiece, GenerateRequest, ServerLoad, StepCosts, Usage
 from parrot.protocol.sampling import SamplingConfig

@@ -16,7 +16,7 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     PENDING,
     Landed,
     LaunchedStep,

@@ -9,9 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from parrot.engine.app import ReorderBuffer, create_app
-from parrot.engine.core.driver import ThreadDriver
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import RunnerService, ThreadDriver
 from parrot.protocol.engine_api import (
     EmbedRequest,
     FillRequest,

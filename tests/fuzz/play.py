@@ -6,7 +6,7 @@ from functools import partial
 
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import Outcome
-from parrot.engine.core.plan import RunnerInfo
+from parrot.engine.core.steps import RunnerInfo
 from parrot.protocol.engine_api import StreamChunk
 from tests.fuzz.alone import echo, engine_request
 from tests.fuzz.books import Asked, Books

@@ -18,7 +18,7 @@ import transformers
 
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.plan import PoolSpec, SampleSpec, SequenceStep, StepPlan, StepResult
+from parrot.engine.core.steps import PoolSpec, SampleSpec, SequenceStep, StepPlan, StepResult
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import cpu

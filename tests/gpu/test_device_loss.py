@@ -18,7 +18,7 @@ from contextlib import suppress
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.checkpoint import load_decoder
-from parrot.engine.core.plan import DeviceLost, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import DeviceLost, SampleSpec, SequenceStep, StepPlan
 from parrot.protocol.sampling import SamplingConfig
 
 model = load_decoder(open_checkpoint(sys.argv[1]), torch.float32, torch.device("cuda"))

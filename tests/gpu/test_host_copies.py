@@ -17,7 +17,7 @@ import torch
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import SequenceStep, StepPlan, Transfer
+from parrot.engine.core.steps import SequenceStep, StepPlan, Transfer
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.host.copies import GIB
@@ -193,7 +193,7 @@ def test_random_operations(tmp_path: Path) -> None:
 
 SCRIPT = """
 import torch
-from parrot.engine.core.plan import Transfer
+from parrot.engine.core.steps import Transfer
 from tests.gpu.test_host_copies import BLOCK_SIZE, LAYOUTS, CudaCopies, KVCache
 
 cache = KVCache(LAYOUTS["bf16"], 2000, torch.device("cuda"), paged=True)

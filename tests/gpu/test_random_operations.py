@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import PENDING, LaunchedStep, StepPlan
+from parrot.engine.core.steps import PENDING, LaunchedStep, StepPlan
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from parrot.utils.clock import MonotonicClock

@@ -23,7 +23,7 @@ import torch
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.steps import DeviceLost
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner.cuda import CudaRunner

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     PENDING,
     LaunchedStep,
     PoolSpec,

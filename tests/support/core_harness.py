@@ -9,8 +9,8 @@ from parrot.engine.core.contexts import Context
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import RunnerInfo, StepPlan
 from parrot.engine.core.shares import ALONE, TenantShare
+from parrot.engine.core.steps import RunnerInfo, StepPlan
 from parrot.engine.sim import VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT, DraftSources, PoolingKind
 from parrot.protocol.sampling import SamplingConfig

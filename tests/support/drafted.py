@@ -11,7 +11,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import Runner
+from parrot.engine.core.steps import Runner
 from parrot.protocol.engine_api import DraftSources, GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from parrot.engine.core.plan import SampleSpec
+from parrot.engine.core.steps import SampleSpec
 from parrot.engine.kernels.noise import noise_keys
 from parrot.engine.kernels.sampling import adjust_logits
 from parrot.engine.kernels.sampling_layout import KEY_0, KEY_1

@@ -5,7 +5,7 @@ from array import array
 
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
-from parrot.engine.core.plan import Runner
+from parrot.engine.core.steps import Runner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.answer import Answer

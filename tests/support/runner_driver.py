@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     BlockCopy,
     PoolSpec,
     Runner,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     Landed,
     LaunchedStep,
     RunnerInfo,

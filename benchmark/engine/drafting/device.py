@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmark.engine.drafting.texts import Targets
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     LaunchedStep,
     RunnerInfo,
     StepPlan,

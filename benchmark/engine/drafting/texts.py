@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from benchmark.engine.drafting.edit_pairs import EditPair
-from parrot.engine.core.plan import SampleSpec, StepPlan, StepResult, sample_specs
+from parrot.engine.core.steps import SampleSpec, StepPlan, StepResult, sample_specs
 from parrot.engine.runner.sampling import results
 
 ANY_TOKEN = 7

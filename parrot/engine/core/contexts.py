@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from parrot.engine.core.block_pool import NO_ROOT, BlockHasher, BlockPool, Root
-from parrot.engine.core.plan import BlockCopy
 from parrot.engine.core.shares import FairLine, KvShares, ShareGroup, num_used
+from parrot.engine.core.steps import BlockCopy
 from parrot.utils.clock import Clock
 
 if TYPE_CHECKING:

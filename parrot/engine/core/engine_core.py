@@ -13,7 +13,7 @@ Requests, aborts and frees change what is planned next, never a step on its way.
 out to have ended leaves a sequence in that step whose token is ignored; what it writes is written
 before any later step, so its blocks may be given away at once.
 
-Not thread-safe: a driver (driver.py) calls everything here, and only between steps.
+Not thread-safe: a driver (engine/service.py) calls everything here, and only between steps.
 """
 
 import logging
@@ -25,7 +25,9 @@ from parrot.engine.core.contexts import make_tree
 from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import (
+from parrot.engine.core.requests import RequestLimits, RequestTable
+from parrot.engine.core.scheduler import NO_DRAFTS, Drafts, LocalScheduler, Step
+from parrot.engine.core.steps import (
     DeviceLost,
     Landed,
     LaunchedStep,
@@ -33,16 +35,15 @@ from parrot.engine.core.plan import (
     Runner,
     RunnerInfo,
     StateRead,
+    StepCostMeter,
     StepPlan,
     StepResult,
+    StepTotals,
     TieredRunner,
     TokenScores,
     Transfer,
     without_drafts,
 )
-from parrot.engine.core.requests import RequestLimits, RequestTable
-from parrot.engine.core.scheduler import NO_DRAFTS, Drafts, LocalScheduler, Step
-from parrot.engine.core.step_costs import StepCostMeter, StepTotals
 from parrot.engine.drafts.drafter import make_drafter
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.protocol.errors import (

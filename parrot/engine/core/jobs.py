@@ -10,16 +10,16 @@ from typing import Any
 from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.host.tier import Arrival
 from parrot.engine.core.output import Generation
-from parrot.engine.core.plan import (
+from parrot.engine.core.shares import ALONE, TenantShare
+from parrot.engine.core.steps import (
     PoolSpec,
     SampleSpec,
     ScoreSpec,
     SequenceStep,
     StateRead,
     StateSum,
+    StepTotals,
 )
-from parrot.engine.core.shares import ALONE, TenantShare
-from parrot.engine.core.step_costs import StepTotals
 from parrot.engine.drafts.drafter import OutputDrafts
 from parrot.engine.drafts.pace import Acceptance
 from parrot.engine.grammar.constraint import Constraint

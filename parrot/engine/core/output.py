@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from parrot.engine.core.plan import TokenScores
+from parrot.engine.core.steps import TokenScores
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import (
     MOST_IDS,

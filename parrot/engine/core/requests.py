@@ -19,7 +19,7 @@ from parrot.engine.core.jobs import (
 )
 from parrot.engine.core.output import Followers, Generation, Language
 from parrot.engine.core.scheduler import LocalScheduler
-from parrot.engine.core.step_costs import StepTotals
+from parrot.engine.core.steps import StepTotals
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.errors import (
     Cancelled,
@@ -53,7 +53,8 @@ class RequestTable:
         clock: Clock,
         totals: StepTotals,
     ) -> None:
-        self._config = config
+        self._max_requests = config.max_requests
+        self._random_seed = config.random_seed
         self._tree = tree
         self._scheduler = scheduler
         self._language = language
@@ -82,7 +83,7 @@ class RequestTable:
             self._refuse(request, sink, EngineFailed("internal error of the engine"))
 
     def _accept(self, request: EngineRequest, sink: Sink) -> None:
-        if len(self._requests) >= self._config.max_requests:
+        if len(self._requests) >= self._max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
         self._limits.check(request, self._tree)
         generation = self._generation(request)
@@ -113,7 +114,7 @@ class RequestTable:
             return None
         seed = request.sampling.seed
         if seed is None:
-            seed = hash((self._config.random_seed, request.request_id)) & (2**63 - 1)
+            seed = hash((self._random_seed, request.request_id)) & (2**63 - 1)
         return Generation(
             request.sampling,
             seed,

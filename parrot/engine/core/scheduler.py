@@ -28,9 +28,8 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, IdleContexts, drop_kv
 from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
-from parrot.engine.core.plan import PENDING, BlockCopy, SequenceStep, StepPlan
 from parrot.engine.core.shares import TenantBudgets, TenantShare
-from parrot.engine.core.step_costs import StepCostMeter
+from parrot.engine.core.steps import PENDING, BlockCopy, SequenceStep, StepCostMeter, StepPlan
 
 _MIN_TOKENS = 32
 _SMOOTHING = 0.25

@@ -19,7 +19,7 @@ from itertools import islice
 from math import ceil, inf
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from parrot.engine.core.step_costs import StepCostMeter
+from parrot.engine.core.steps import StepCostMeter
 from parrot.protocol.engine_api import StepCosts
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.heaps import LazyHeap

@@ -23,7 +23,7 @@ from struct import pack
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.core.step_costs import StepCostFit
+from parrot.engine.core.steps import StepCostFit
 from parrot.engine.openai.contexts import ContextTurn, TextContext, TextContexts
 from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.probe import LoadWatch

@@ -16,7 +16,7 @@ from parrot.engine.attention.context_tree import GateConfig, IntArray
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import StepRows, WorkList, WorkPlanner
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     Landed,
     RunnerInfo,
     StepPlan,

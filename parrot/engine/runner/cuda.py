@@ -9,7 +9,7 @@ import torch
 
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.work_list import WorkPlanner
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     Landed,
     LaunchedStep,
     RunnerInfo,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     DeviceLost,
     PoolSpec,
     ScoreSpec,

@@ -22,7 +22,7 @@ import numpy as np
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.work_list import StepRows
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     PENDING,
     SampleSpec,
     SequenceStep,

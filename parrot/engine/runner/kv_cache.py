@@ -23,7 +23,7 @@ import torch
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.quantised import PooledKV
-from parrot.engine.core.plan import BlockCopy, RunnerInfo
+from parrot.engine.core.steps import BlockCopy, RunnerInfo
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.device import make_of

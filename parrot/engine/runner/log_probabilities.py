@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parrot.engine.core.plan import SampleSpec, TokenScores
+from parrot.engine.core.steps import SampleSpec, TokenScores
 from parrot.protocol.sampling import Logprobs
 
 _MAX_ROWS = 32  # at once: each takes twice a row of logits in float32

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from parrot.engine.core.plan import SampleSpec, StepResult
+from parrot.engine.core.steps import SampleSpec, StepResult
 from parrot.engine.kernels.noise import gumbel_noise, noise_keys
 from parrot.engine.runner.inputs import MIN_TEMPERATURE, masked_rows, masks_of
 from parrot.engine.runner.log_probabilities import score_tokens, scores_of

@@ -13,7 +13,7 @@ from parrot.engine.attention.context_tree import GateConfig, IntArray
 from parrot.engine.attention.tree_attention import PlanBuffers, config_for
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
-from parrot.engine.core.plan import SampleSpec
+from parrot.engine.core.steps import SampleSpec
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import MATRIX_RATE
 from parrot.engine.kernels.linear.tiles import FEW_ROWS

@@ -4,7 +4,7 @@ import pytest
 
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.contexts import Context, ContextTree, Fork, drop_kv, make_tree, unshare_tail
-from parrot.engine.core.plan import BlockCopy
+from parrot.engine.core.steps import BlockCopy
 
 
 @pytest.fixture

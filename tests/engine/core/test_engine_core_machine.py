@@ -12,7 +12,7 @@ from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import RunnerInfo
+from parrot.engine.core.steps import RunnerInfo
 from parrot.engine.sim import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT, DraftSources
 from parrot.protocol.sampling import SamplingConfig

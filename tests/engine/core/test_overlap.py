@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.engine.config import SimConfig
-from parrot.engine.core.driver import ThreadDriver, ask
 from parrot.engine.core.engine_core import EngineCore
-from parrot.engine.core.plan import DeviceLost, LaunchedStep, StepPlan, StepResult
+from parrot.engine.core.steps import DeviceLost, LaunchedStep, StepPlan, StepResult
+from parrot.engine.service import ThreadDriver, ask
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.errors import ParrotError
 from tests.support.checking_runner import Launched, LaunchingRunner

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.engine.core.step_costs import StepCostFit
+from parrot.engine.core.steps import StepCostFit
 from parrot.protocol.engine_api import StepCosts
 
 TRUE = StepCosts(step_s=6.6e-3, sequence_s=5e-5, token_s=1.9e-7, prefill_s=4e-5)

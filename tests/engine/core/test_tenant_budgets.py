@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.core.plan import StepPlan
 from parrot.engine.core.shares import TenantShare
+from parrot.engine.core.steps import StepPlan
 from parrot.protocol.engine_api import StepCosts
 from tests.support.answer import Answer
 from tests.support.core_harness import Harness, piece

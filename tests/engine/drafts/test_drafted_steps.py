@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parrot.engine.core.output import Detokenizer
-from parrot.engine.core.plan import LaunchedStep, StepPlan
+from parrot.engine.core.steps import LaunchedStep, StepPlan
 from parrot.protocol.engine_api import DraftSources, FinishReason
 from parrot.protocol.errors import Cancelled, InvalidRequest
 from tests.engine.core.test_overlap import Overlapping

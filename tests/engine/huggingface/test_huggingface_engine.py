@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from parrot.engine.config import HuggingFaceConfig
-from parrot.engine.core.plan import BlockCopy, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import BlockCopy, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.huggingface import HuggingFaceRunner, load_runner
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from parrot.engine.core.plan import SampleSpec
+from parrot.engine.core.steps import SampleSpec
 from parrot.engine.kernels.noise import gumbel_noise, noise_keys
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.sampling import SamplingConfig

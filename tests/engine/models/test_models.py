@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from parrot.engine.core.plan import PoolSpec
+from parrot.engine.core.steps import PoolSpec
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import ARCHITECTURES, spec_from_config

@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import numpy as np
 import torch
 
-from parrot.engine.core.plan import Transfer
+from parrot.engine.core.steps import Transfer
 from parrot.engine.kernels.ranks import exchanges, kernels
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.models import decoder

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from parrot.engine.core.plan import PENDING, SampleSpec, ScoreSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import PENDING, SampleSpec, ScoreSpec, SequenceStep, StepPlan
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parrot.engine.core.plan import DeviceLost, PoolSpec, ScoreSpec
+from parrot.engine.core.steps import DeviceLost, PoolSpec, ScoreSpec
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.parallel import Shard
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner

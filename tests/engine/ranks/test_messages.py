@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     BlockCopy,
     PoolSpec,
     SampleSpec,

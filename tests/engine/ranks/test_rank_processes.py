@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.plan import DeviceLost, Transfer
+from parrot.engine.core.steps import DeviceLost, Transfer
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner import load as room
@@ -23,8 +23,7 @@ from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import RankStep, processes
 from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner_service import RunnerService
-from parrot.engine.service import ServiceState
+from parrot.engine.service import RunnerService, ServiceState
 from parrot.protocol.engine_api import GenerateRequest, ScoreRequest, ScoreResponse
 from parrot.protocol.errors import Unavailable
 from parrot.utils.config import ConfigError

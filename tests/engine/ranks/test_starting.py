@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.steps import DeviceLost
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import group, processes, unit
 from parrot.engine.runner.ranks.group import Link, RankGroup

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.core.plan import SampleSpec
+from parrot.engine.core.steps import SampleSpec
 from parrot.engine.kernels.sampling_layout import (
     BIAS,
     COUNT,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import load as room
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner

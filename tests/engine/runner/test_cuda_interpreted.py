@@ -22,7 +22,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import (
+from parrot.engine.core.steps import (
     PoolSpec,
     Runner,
     SampleSpec,

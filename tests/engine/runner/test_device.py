@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.steps import DeviceLost
 from parrot.engine.runner.device import noticing_loss
 
 CUDA = torch.device("cuda")

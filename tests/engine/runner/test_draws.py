@@ -3,7 +3,7 @@
 import numpy as np
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.core.plan import PENDING, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import PENDING, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.kernels.noise import noise_keys
 from parrot.engine.kernels.sampling_layout import (
     COUNT,

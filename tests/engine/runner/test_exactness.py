@@ -16,16 +16,16 @@ from tokenizers import Tokenizer
 
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.driver import deliver
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import Runner, StepPlan, StepResult
+from parrot.engine.core.steps import Runner, StepPlan, StepResult
 from parrot.engine.cpu.forward import CompiledLayers
 from parrot.engine.cpu.native import start_loading
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
+from parrot.engine.service import deliver
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.core.plan import PENDING, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.core.steps import PENDING, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.protocol.sampling import SamplingConfig
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from parrot.engine.core.plan import BlockCopy
+from parrot.engine.core.steps import BlockCopy
 from parrot.engine.runner import kv_cache
 from parrot.engine.runner.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
 

@@ -15,7 +15,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import SampleSpec
+from parrot.engine.core.steps import SampleSpec
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.log_probabilities import score_tokens, scores_of

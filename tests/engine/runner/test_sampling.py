@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.engine.core.plan import SampleSpec
+from parrot.engine.core.steps import SampleSpec
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import SamplingConfig

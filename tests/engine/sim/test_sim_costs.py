@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.config import SimConfig, SimInstance, load_engine_config
-from parrot.engine.core.plan import SampleSpec, SequenceStep, StepPlan
-from parrot.engine.core.step_costs import UniqueKv
+from parrot.engine.core.steps import SampleSpec, SequenceStep, StepPlan, UniqueKv
 from parrot.engine.sim import SimRunner
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.manual_clock import ManualClock

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.engine.runner_service import RunnerService
-from parrot.engine.service import EngineService, ServiceState
+from parrot.engine.service import EngineService, RunnerService, ServiceState
 from parrot.engine.sim import BOS_ID, EOS_ID, VOCAB_SIZE, SimService, byte_tokenizer
 from parrot.protocol.engine_api import (
     EngineType,

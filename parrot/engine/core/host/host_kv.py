@@ -5,7 +5,7 @@ from collections.abc import Callable
 from parrot.engine.core.contexts import ContextTree, IdleContexts
 from parrot.engine.core.host.tier import Arrival, HostTier
 from parrot.engine.core.jobs import Job
-from parrot.engine.core.plan import StepPlan, TieredRunner
+from parrot.engine.core.steps import StepPlan, TieredRunner
 from parrot.protocol.engine_api import StepCosts
 
 

@@ -10,8 +10,8 @@ from typing import Generic, TypeVar
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.stores import HostStores
-from parrot.engine.core.plan import Landed, Transfer
 from parrot.engine.core.shares import ShareGroup
+from parrot.engine.core.steps import Landed, Transfer
 from parrot.protocol.engine_api import HostTierInfo
 from parrot.utils.ids import IdCounter
 

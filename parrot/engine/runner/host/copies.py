@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from parrot.engine.core.plan import Landed, StepPlan, Transfer
+from parrot.engine.core.steps import Landed, StepPlan, Transfer
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)

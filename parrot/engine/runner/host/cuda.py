@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parrot.engine.core.plan import Landed, StepPlan, Transfer
+from parrot.engine.core.steps import Landed, StepPlan, Transfer
 from parrot.engine.kernels.block_copies import gather_blocks, scatter_blocks
 from parrot.engine.runner.device import noticing_loss
 from parrot.engine.runner.host.copies import HostMemory, ToldTransfers, block_parts

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.core.plan import DeviceLost
+from parrot.engine.core.steps import DeviceLost
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import Link, RankGroup, device_kind
 from parrot.engine.runner.ranks.unit import NOTICE_S, Unit

@@ -11,7 +11,7 @@ import numpy as np
 
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.work_list import ITEM_FIELDS, StepRows, WorkList
-from parrot.engine.core.plan import BlockCopy, PoolSpec, SampleSpec, ScoreSpec, Transfer
+from parrot.engine.core.steps import BlockCopy, PoolSpec, SampleSpec, ScoreSpec, Transfer
 from parrot.engine.runner.device import Reads
 from parrot.engine.runner.host.copies import NO_TRANSFERS, ToldTransfers
 from parrot.engine.runner.inputs import StepInputs

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from parrot.engine.core.plan import DeviceLost, Landed, StepPlan, Transfer
+from parrot.engine.core.steps import DeviceLost, Landed, StepPlan, Transfer
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.host.copies import HostCopies, ToldTransfers
 from parrot.engine.runner.ranks.group import START_PATIENCE, TIMEOUT, Link, RankGroup

@@ -8,7 +8,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.stores import HostStores
 from parrot.engine.core.host.tier import HostTier
-from parrot.engine.core.plan import RunnerInfo, Transfer
+from parrot.engine.core.steps import RunnerInfo, Transfer
 from parrot.engine.sim import VOCAB_SIZE
 from parrot.protocol.engine_api import StepCosts
 from tests.support.core_harness import LANGUAGE, Harness, next_letter, piece

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from parrot.engine.core.plan import BlockCopy, SequenceStep, StepPlan, Transfer
+from parrot.engine.core.steps import BlockCopy, SequenceStep, StepPlan, Transfer
 from parrot.engine.runner.host import cuda
 from parrot.engine.runner.host.cuda import CudaCopies
 from parrot.engine.runner.kv_cache import KVCache, KVLayout

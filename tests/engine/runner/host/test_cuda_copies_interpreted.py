@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from parrot.engine.core.plan import BlockCopy, Landed, SequenceStep, StepPlan, Transfer
+from parrot.engine.core.steps import BlockCopy, Landed, SequenceStep, StepPlan, Transfer
 from parrot.engine.kernels import block_copy_kernels
 from parrot.engine.runner.host import cuda
 from parrot.engine.runner.host.copies import ToldTransfers

@@ -7,7 +7,7 @@ import pytest
 import torch  # isort: skip
 
 from parrot.engine.config import BuiltinConfig, parse_engine_config
-from parrot.engine.core.plan import Transfer
+from parrot.engine.core.steps import Transfer
 from parrot.engine.runner.host import copies as available
 from parrot.engine.runner.host.copies import GIB, HostMemory, PlainCopies, block_parts, host_slots
 from parrot.engine.runner.kv_cache import KVCache, KVLayout

@@ -11,7 +11,7 @@ import pytest
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import Landed, Transfer
+from parrot.engine.core.steps import Landed, Transfer
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.copies import GIB

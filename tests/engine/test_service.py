@@ -9,7 +9,7 @@ from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Sink
 from parrot.engine.core.output import Language
-from parrot.engine.runner_service import RunnerService
+from parrot.engine.service import RunnerService
 from parrot.engine.sim import SimRunner, byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateRequest
 from parrot.protocol.errors import Cancelled

@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.engine.core.driver import Driver, ThreadDriver, ask, deliver, settle
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.plan import StepPlan, StepResult
-from parrot.engine.runner_service import RunnerService
-from parrot.engine.service import ServiceState
+from parrot.engine.core.steps import StepPlan, StepResult
+from parrot.engine.service import (
+    Driver,
+    RunnerService,
+    ServiceState,
+    ThreadDriver,
+    ask,
+    deliver,
+    settle,
+)
 from parrot.engine.sim import SimDriver, SimRunner, byte_tokenizer_response
 from parrot.protocol.engine_api import FillRequest, GenerateResponse
 from parrot.protocol.errors import EngineFailed, Unavailable
