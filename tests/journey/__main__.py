@@ -1,14 +1,19 @@
-"""Lists what journeys pass; with `--json`, for tests, in a process that nothing else has warmed."""
+"""Lists what journeys pass. With `--write`, renews docs/journey.md; with `--json`, tells tests, in
+a process that nothing else has warmed."""
 
 import json
 import sys
 
 from tests.journey.journeys import measured
+from tests.journey.page import PAGE, rendered
 
 
 def main() -> None:
     passed, borrowed = measured()
     names = sys.argv[1:]
+    if names == ["--write"]:
+        PAGE.write_text(rendered(PAGE.read_text(), passed))
+        return
     if names == ["--json"]:
         figures = {
             name: {
@@ -18,7 +23,8 @@ def main() -> None:
             }
             for name, journey in passed.items()
         }
-        print(json.dumps({"journeys": figures, "borrowed": borrowed}))
+        page = rendered(PAGE.read_text(), passed)
+        print(json.dumps({"journeys": figures, "borrowed": borrowed, "page": page}))
         return
     for name, journey in passed.items():
         stateful = len(journey.stateful)

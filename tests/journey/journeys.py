@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pydantic
 
@@ -28,6 +29,7 @@ import parrot
 from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.engine_types import create_service
+from parrot.engine.runner import load
 from parrot.protocol.engine_api import FillPiece, GenerateRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest, SessionCreateResponse
@@ -170,7 +172,8 @@ async def _chat(wire: DistantTransport, model: str, number: int) -> None:
 
 
 async def engine_journey(profiler: Profiler) -> None:
-    """A prompt and its output on the embedded model, with one thread and no KV on the host."""
+    """A prompt and its output on the embedded model, with one thread and no KV on the host. Without
+    compiled kernels, which are there some seconds after the first start on a machine."""
     config = BuiltinConfig.model_validate(
         {
             "engine_type": "builtin",
@@ -182,7 +185,8 @@ async def engine_journey(profiler: Profiler) -> None:
         }
     )
     service = create_service(config)
-    await service.start()
+    with patch.object(load, "_compiled_layers", return_value=None):
+        await service.start()
     app: App = create_app(service, ReorderBuffer(MonotonicClock()), config, "journey")
     client = EngineClient(DistantTransport(app, lan()))
     try:

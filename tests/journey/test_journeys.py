@@ -51,3 +51,8 @@ def test_what_is_off_is_not_on_the_way(name: str, measured: Any) -> None:
 
 def test_few_public_attributes_are_methods_of_other_objects(measured: Any) -> None:
     assert len(measured["borrowed"]) <= BUDGETS["borrowed"], measured["borrowed"]
+
+
+def test_the_page_shows_the_way_as_it_is(measured: Any) -> None:
+    """Else: python -m tests.journey --write"""
+    assert (ROOT / "docs" / "journey.md").read_text() == measured["page"]

@@ -1,0 +1,74 @@
+"""docs/journey.md: the way of a call, step by step, and what else with state it passes at each.
+
+The steps and why they are there stand in steps.toml; the order, and what is passed beside them, is
+what the profiler saw. `python -m tests.journey --write` renews the page."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.journey.journeys import Passed
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "journey.md"
+_STEPS = Path(__file__).with_name("steps.toml")
+_BEGIN, _END = "<!-- steps -->\n", "<!-- end -->\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A function on the way: `file: Class.method`, of the first journey that passes it."""
+
+    journey: str
+    function: str
+    why: str
+
+
+def steps() -> list[Step]:
+    content = tomllib.loads(_STEPS.read_text())
+    return [Step(**entry) for entry in content["step"]]
+
+
+def rendered(page: str, passed: Mapping[str, Passed]) -> str:
+    """The page with its steps made anew. Raises `ValueError` if a step is not on its journey's way,
+    or comes before the one that stands before it."""
+    before, _, rest = page.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return f"{before}{_BEGIN}{''.join(_lines(steps(), passed))}{_END}{after}"
+
+
+def _lines(steps: Sequence[Step], passed: Mapping[str, Passed]) -> Iterator[str]:
+    beside: dict[Step, list[str]] = {}
+    for journey in dict.fromkeys(step.journey for step in steps):
+        own = [step for step in steps if step.journey == journey]
+        beside |= zip(own, _beside(own, passed[journey]), strict=True)
+    for number, step in enumerate(steps, start=1):
+        yield f"{number}. `{step.function}` - {step.why}\n"
+        if others := beside[step]:
+            yield f"   <br>Also passed: {', '.join(f'`{other}`' for other in others)}.\n"
+
+
+def _beside(steps: Sequence[Step], passed: Passed) -> list[list[str]]:
+    """For each step, the classes with state that are first met between it and the next one. The
+    engine that answers ServeCore is simulated: what an engine is made of, its own journey shows."""
+    order = {f"{file}: {name}": at for at, (file, name) in enumerate(passed.functions)}
+    if missing := [step.function for step in steps if step.function not in order]:
+        raise ValueError(f"not on the way of {steps[0].journey}: {missing}")
+    begins = [order[step.function] for step in steps]
+    if begins != sorted(begins):
+        raise ValueError(f"not in the order of {steps[0].journey}: {begins}")
+    own = {step.function.partition(": ")[2].rpartition(".")[0] for step in steps}
+    left_out = (
+        "parrot.simulation",
+        *(["parrot.engine"] if "engine" not in steps[0].journey else []),
+    )
+    found: list[list[str]] = [[] for _ in steps]
+    for kind in passed.stateful:
+        file, function = passed.classes[kind]
+        first = order[f"{file}: {function}"]
+        at = max((i for i, begin in enumerate(begins) if begin <= first), default=0)
+        module, name = kind
+        if name not in own and not module.startswith(left_out):
+            found[at].append(name.rpartition(">.")[2])
+    return [sorted(names) for names in found]
