@@ -5,15 +5,10 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    model_validator,
 )
 
 MAX_TEXT = 16 * 2**20  # characters in one template or value
-_MAX_FIELDS = 256  # of an object
 MAX_TOKENS = 2**25  # ids in one list; as many as fit in a body
 BOUNDED_BY_BODY = Field(json_schema_extra={"x-bound": "body"})
 """Marks what is as large as the largest body: `max_body_size` bounds its bytes, and the meter of
@@ -36,47 +31,6 @@ Positive = Annotated[int, Field(ge=1, le=2**53)]
 Quantity = Annotated[float, Field(ge=0.0, le=2.0**53, allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
-
-
-class Bounded(BaseModel):
-    """Base of objects with any fields, but not with a million, which would take seconds."""
-
-    model_config = ConfigDict(
-        extra="allow", defer_build=True, json_schema_extra={"maxProperties": _MAX_FIELDS}
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_few_fields(cls, value: Any) -> Any:
-        _check_size(value)
-        return value
-
-
-def _check_size(value: Any) -> None:
-    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
-        raise ValueError(f"an object has more than {_MAX_FIELDS} fields")
-
-
-class Wire(Bounded):
-    """Base of what clients send: fields that are not known are refused by name."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
-
-
-class Item(BaseModel):
-    """The same for what stands in a list of which `Few` checks all: a conversation has hundreds."""
-
-    model_config = Wire.model_config
-
-
-def check_sizes(values: Any) -> Any:
-    """The values, if none has too many fields. Raises `ValueError`."""
-    for value in values if isinstance(values, list) else ():
-        _check_size(value)
-    return values
-
-
-Few = BeforeValidator(check_sizes)
 
 
 class PerformanceCriteria(StrEnum):

@@ -19,7 +19,7 @@ from parrot.gateway.answers import (
 from parrot.gateway.answers import Event as AnswerEvent
 from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.turns import Turn, TurnRequest, Turns
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
+from parrot.gateway.vendors.endpoint import Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import openai_error
 from parrot.gateway.vendors.logprobs import Entry
 from parrot.gateway.vendors.openai_fields import (
@@ -47,7 +47,7 @@ from parrot.gateway.vendors.parts import (
 )
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
-from parrot.protocol.fields import Few, ForeignId, Item, JsonObject, Label, Text, Wire
+from parrot.protocol.fields import ForeignId, JsonObject, Label, Text
 from parrot.protocol.public import VarGetResponse
 from parrot.protocol.sampling import GenLength
 from parrot.utils.ids import new_token

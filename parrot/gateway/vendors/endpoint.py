@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 import orjson
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    model_validator,
+)
 
 from parrot.gateway.turns import Turn
 from parrot.protocol.answers import EventStream, error_headers, request_id_of, run_until_disconnect
@@ -35,6 +40,9 @@ ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
 """The status and the JSON of an error, from it and the request's id."""
 
 
+_MAX_FIELDS = 256  # of an object
+
+
 class Caller(NamedTuple):
     """Who asks. `program`: what a header calls it, if one does. `headers` of the answer may be
     added to. `traceparent`: the caller's span; empty: none. `idempotency_key`: what is made with it
@@ -56,6 +64,47 @@ class VendorAnswer(BaseModel):
     """An answer in the vendor's format, of which the vendor documents more. It only describes."""
 
     model_config = ConfigDict(extra="allow")
+
+
+class Bounded(BaseModel):
+    """Base of objects with any fields, but not with a million, which would take seconds."""
+
+    model_config = ConfigDict(
+        extra="allow", defer_build=True, json_schema_extra={"maxProperties": _MAX_FIELDS}
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _require_few_fields(cls, value: Any) -> Any:
+        _check_size(value)
+        return value
+
+
+def _check_size(value: Any) -> None:
+    if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+        raise ValueError(f"an object has more than {_MAX_FIELDS} fields")
+
+
+class Wire(Bounded):
+    """Base of what clients send: fields that are not known are refused by name."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
+
+
+class Item(BaseModel):
+    """The same for what stands in a list of which `Few` checks all: a conversation has hundreds."""
+
+    model_config = Wire.model_config
+
+
+def check_sizes(values: Any) -> Any:
+    """The values, if none has too many fields. Raises `ValueError`."""
+    for value in values if isinstance(values, list) else ():
+        _check_size(value)
+    return values
+
+
+Few = BeforeValidator(check_sizes)
 
 
 class Offer(NamedTuple):

@@ -21,7 +21,7 @@ from parrot.gateway.answers import (
 from parrot.gateway.answers import Event as AnswerEvent
 from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.turns import Turn, TurnRequest, Turns
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
+from parrot.gateway.vendors.endpoint import Bounded, Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import anthropic_error
 from parrot.gateway.vendors.openai_fields import (
     MAX_PARTS,
@@ -38,7 +38,7 @@ from parrot.gateway.vendors.parts import AnswerEnd, Likelihoods, Part, read_all,
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
-from parrot.protocol.fields import Bounded, Few, ForeignId, Item, JsonObject, Label, Name, Wire
+from parrot.protocol.fields import ForeignId, JsonObject, Label, Name
 from parrot.protocol.fields import Text as _Text
 from parrot.protocol.public import TokenUsage, VarGetResponse
 from parrot.protocol.sampling import GenLength, SamplingConfig, StopStrings

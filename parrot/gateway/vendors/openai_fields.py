@@ -14,12 +14,11 @@ from pydantic import (
 from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.transcript import MAX_PLACES
 from parrot.gateway.turns import Turn, TurnChain
-from parrot.gateway.vendors.endpoint import Caller, require_shallow
+from parrot.gateway.vendors.endpoint import Bounded, Caller, Wire, require_shallow
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.fields import (
     AnyJson,
-    Bounded,
     Credential,
     ForeignId,
     Id,
@@ -28,7 +27,6 @@ from parrot.protocol.fields import (
     Name,
     PerformanceCriteria,
     Text,
-    Wire,
 )
 from parrot.protocol.public import Timeout, VarGetResponse
 from parrot.protocol.sampling import (

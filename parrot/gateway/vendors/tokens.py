@@ -12,10 +12,10 @@ from pydantic import Discriminator, Field, Tag
 from parrot.gateway.direct import DirectRequests
 from parrot.gateway.turns import Turns
 from parrot.gateway.vendors.chat_completions import MAX_MESSAGES, ChatMessage, template_messages
-from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
+from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, Wire
 from parrot.gateway.vendors.openai_fields import Ignored
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.fields import MAX_TOKENS, Name, Text, TokenIds, Wire
+from parrot.protocol.fields import MAX_TOKENS, Name, Text, TokenIds
 from parrot.serve.core import ServeCore
 
 MAX_INPUTS = 2048  # OpenAI's

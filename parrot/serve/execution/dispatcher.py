@@ -196,7 +196,8 @@ class Drains:
 
     def drain(self, engine_id: int, *, is_wanted: bool) -> None:
         """Not `is_wanted`: give it calls again. Raises `NotFound`."""
-        engine, load = self._fleet.get(engine_id), self._scheduler.engines.get(engine_id)
+        engine = self._fleet.engines.get(engine_id)
+        load = self._scheduler.engines.get(engine_id)
         if engine is None or load is None:
             raise NotFound(f"no live engine {engine_id}")
         if load.is_draining == is_wanted:
@@ -216,8 +217,7 @@ class Drains:
         if request.core != self._fleet.identity.id:  # ids are another's
             raise NotFound(f"no live engine {engine_id}")
         self.drain(engine_id, is_wanted=True)
-        engine = self._fleet.get(engine_id)
-        assert engine is not None, request
+        engine = self._fleet.engines[engine_id]
         loop = asyncio.get_running_loop()
         over, left = loop.create_future(), self.leaving.setdefault(engine_id, loop.create_future())
         when = self._clock.now() + request.timeout_s
@@ -448,9 +448,7 @@ class Dispatcher:
     def _advance(self) -> None:
         waits_until = self._returns.awaited_until() if self._returns.awaited else None
         for placement in self._scheduler.schedule() if waits_until is None else ():
-            engine = self.fleet.get(placement.engine_id)
-            assert engine is not None, placement
-            self._runs.place(placement, engine)
+            self._runs.place(placement, self.fleet.engines[placement.engine_id])
         for task in self._scheduler.take_failed():
             assert isinstance(task, Run), task
             self._runs.fail(task, _DEFECT, is_scheduled=False)

@@ -71,16 +71,15 @@ class Engine:
     review: Timer | None = None
     ping: "asyncio.Task[bool] | None" = None
     direct: "set[asyncio.Task[Any]]" = field(default_factory=set)
+    max_len: int = field(init=False)  # tokens of the longest sequence that it takes
+
+    def __post_init__(self) -> None:
+        self.max_len = min(self.info.max_seq_len, self.info.tokens_capacity)
 
     @property
     def units(self) -> int:
         """Units that a token takes in its contexts: 1, or so many characters."""
         return CHARS_PER_TOKEN if self.tokenizer is None else 1
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of the longest sequence that it takes."""
-        return min(self.info.max_seq_len, self.info.tokens_capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +187,7 @@ class Fleet:
         self._tokenizers = TokenizerRegistry(config.public_prefixes)
         self._ids = itertools.count()
         self._joined = asyncio.Event()  # set, and another, when one joins
-        self._engines: dict[int, Engine] = {}
+        self.engines: dict[int, Engine] = {}  # by id; nobody else changes it
         self._late_at = -math.inf  # when a review came too late
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
@@ -196,10 +195,7 @@ class Fleet:
         self._frees = FreeSender(clock)
 
     def __iter__(self) -> Iterator[Engine]:
-        return iter(tuple(self._engines.values()))
-
-    def get(self, engine_id: int) -> Engine | None:
-        return self._engines.get(engine_id)
+        return iter(tuple(self.engines.values()))
 
     async def register(self, info: EngineInfo) -> int:
         """The same name and address again replaces the engine, with all that it was doing. Raises
@@ -220,7 +216,7 @@ class Fleet:
             self.lose(old, "it registered again")
         now = self._clock.now()
         engine = Engine(next(self._ids), info, client, tokenizer, now, now)
-        self._engines[engine.id] = self._by_address[_address(info)] = engine
+        self.engines[engine.id] = self._by_address[_address(info)] = engine
         self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)
         self._on_joined(engine)
@@ -235,7 +231,7 @@ class Fleet:
         await self._joined.wait()
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        engine, runtime = self.get(request.engine_id), request.runtime_info
+        engine, runtime = self.engines.get(request.engine_id), request.runtime_info
         is_ours = request.core in ("", self.identity.id)  # else ids are another's
         if not is_ours or engine is None or engine.info.engine_name != request.engine_name:
             return HeartbeatResponse(state="unknown")
@@ -266,7 +262,7 @@ class Fleet:
         self._events.emit(EngineLost, engine.info, reason)
         engine.is_alive = False
         self._note_lateness(engine)
-        del self._engines[engine.id], self._by_address[_address(engine.info)]
+        del self.engines[engine.id], self._by_address[_address(engine.info)]
         if engine.review is not None:
             engine.review.cancel()
         for request in engine.direct:
@@ -281,7 +277,7 @@ class Fleet:
 
     def free(self, engine_id: int, context_id: int) -> None:
         """Let the engine forget a context, soon. No effect if it is gone."""
-        if (engine := self.get(engine_id)) is not None:
+        if (engine := self.engines.get(engine_id)) is not None:
             self._frees.send(engine, context_id)
 
     async def close(self) -> None:
@@ -338,7 +334,7 @@ class Fleet:
     def tokenizer(self, model: str) -> ModelTokenizer | None:
         """The model's tokenizer; None if its engines take text. Raises `NotFound` or `NoEngine` if
         it has none."""
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             if engine.info.model == model:
                 return engine.tokenizer
         raise self.unserved([model], param="model")
@@ -347,7 +343,7 @@ class Fleet:
         """Why nothing with one of these models (empty: any) can run. If engines are there, and none
         ever had such a model, it is the request that is wrong, in its field `param`."""
         wanted = " or ".join(models) or "any model"
-        if models and self._engines and self._known_models.keys().isdisjoint(models):
+        if models and self.engines and self._known_models.keys().isdisjoint(models):
             served = ", ".join(sorted({engine.info.model for engine in self}))
             return NotFound(f"unknown model: {wanted}; there is {served}", param=param)
         return NoEngine(f"no live engine serves {wanted}")
@@ -401,7 +397,7 @@ class Fleet:
 
     def _require_room(self, info: EngineInfo) -> None:
         """Raise `QuotaExceeded` if `info` would be one engine too many."""
-        if _address(info) not in self._by_address and len(self._engines) >= self._max_engines:
+        if _address(info) not in self._by_address and len(self.engines) >= self._max_engines:
             raise QuotaExceeded(f"already {self._max_engines} engines are registered")
 
     async def _require_free(self, info: EngineInfo) -> None:

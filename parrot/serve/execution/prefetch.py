@@ -204,7 +204,7 @@ class Prefetcher:
         if not completion.asked:
             preferred = self._ledger.index.holders_of(completion.session_id, task.keys)
         engine_id = self._scheduler.preview(task, preferred)
-        return None if engine_id is None else self._fleet.get(engine_id)
+        return None if engine_id is None else self._fleet.engines.get(engine_id)
 
     def _num_worthwhile(self, task: CompletionTask, engine: Engine) -> int:
         """How many tokens are missing there; 0 if they are few, somebody fills them already, or

@@ -38,7 +38,7 @@ async def test_events_name_engines_calls_and_sessions() -> None:
     read = program.read(output)
     await world.settle()
     await read
-    lost = world.core.fleet.get(0)
+    lost = world.core.fleet.engines.get(0)
     assert lost is not None
     world.core.fleet.lose(lost, "no heartbeat for 30 s")
     other.end()

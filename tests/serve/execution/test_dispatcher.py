@@ -123,7 +123,7 @@ class World:
         completion.output.restart()
 
     def lose(self, engine_id: int) -> None:
-        engine = self.dispatcher.fleet.get(engine_id)
+        engine = self.dispatcher.fleet.engines.get(engine_id)
         assert engine is not None
         self.dispatcher.fleet.lose(engine, "test")
 

@@ -23,11 +23,11 @@ async def join(fleet: Fleet, name: str, model: str = "tiny") -> int:
 
 async def test_ids_are_never_used_again(fleet: Fleet) -> None:
     first_id = await join(fleet, "a")
-    first = fleet.get(first_id)
+    first = fleet.engines.get(first_id)
     assert first is not None
     fleet.lose(first, "test")
     assert not first.is_alive
-    assert fleet.get(first_id) is None
+    assert fleet.engines.get(first_id) is None
     second_id = await join(fleet, "a")
     assert second_id != first_id
     assert [engine.id for engine in fleet] == [second_id]

@@ -126,7 +126,7 @@ def test_a_silent_engine_that_comes_back_has_its_prompts() -> None:
             assert call.engine is not None
             there = cluster.engines[call.engine]
             for _ in range(100):
-                engine = cluster.core.fleet.get(there.engine_id)
+                engine = cluster.core.fleet.engines.get(there.engine_id)
                 assert engine is not None
                 cluster.core.fleet.lose(engine, "a test")
                 await there.come_back(cluster.core)

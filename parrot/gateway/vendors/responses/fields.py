@@ -18,7 +18,8 @@ from pydantic import (
 
 from parrot.gateway.answers import reasoning_options
 from parrot.gateway.tool_calls import CallRules
-from parrot.gateway.vendors.endpoint import VendorAnswer
+from parrot.gateway.vendors.endpoint import Bounded, VendorAnswer, Wire, check_sizes
+from parrot.gateway.vendors.endpoint import Item as ListItem
 from parrot.gateway.vendors.openai_fields import (
     DEFAULT_MAX_TOKENS,
     MAX_PARTS,
@@ -39,16 +40,12 @@ from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.fields import (
     Amount,
     AnyJson,
-    Bounded,
     ForeignId,
     JsonObject,
     Label,
     PerformanceCriteria,
     Text,
-    Wire,
-    check_sizes,
 )
-from parrot.protocol.fields import Item as ListItem
 from parrot.protocol.sampling import GenLength, SamplingConfig
 
 MAX_ITEMS = 4096
