@@ -10,12 +10,19 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import Ended, EngineMetrics, log_ended, told
 from parrot.engine.service import EngineService, ServiceState
 from parrot.engine.traces import EngineTracer
-from parrot.protocol.answers import Guard, Layer, create_base_app, own_layers
+from parrot.protocol.answers import (
+    Guard,
+    Layer,
+    create_base_app,
+    error_response,
+    own_layers,
+)
 from parrot.protocol.endpoint import PEER_BODY, Access, Described, Endpoint, require_cluster_token
 from parrot.protocol.engine_api import (
     NO_PARENT,
@@ -39,7 +46,14 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
 )
 from parrot.protocol.engine_client import CORE_HEADER, REGISTRATION_HEADER, CoreIdentity
-from parrot.protocol.errors import Cancelled, Conflict, NotFound, StaleCore, Unavailable
+from parrot.protocol.errors import (
+    Cancelled,
+    Conflict,
+    NotFound,
+    ParrotError,
+    StaleCore,
+    Unavailable,
+)
 from parrot.protocol.openapi import install
 from parrot.utils.clock import Clock
 from parrot.utils.ids import new_token
@@ -63,8 +77,9 @@ class Fence:
     What was sent under an earlier registration is refused, since nobody frees what it would make.
     Requests that name no ServeCore and no registration are let in always.
 
-    `era` counts registrations: what came before one and is handed in after it is refused, too.
-    `registration`: the name of the one that has begun; empty: none."""
+    `era`: what comes in one and is handed in after it is refused, too. `registration`: the name of
+    the one that has begun; empty: none. `answer`: there while it has not been answered, and set
+    then."""
 
     def __init__(self) -> None:
         self.era = 0
@@ -74,18 +89,30 @@ class Fence:
         self._owner: CoreIdentity | None = None
         self._is_registered = False
         self.registration = ""
+        self.answer: asyncio.Event | None = None
 
     def registering(self) -> str:
-        """Name the registration that begins now."""
+        """Name the registration that begins now. `answered` must follow."""
         self.registration = new_token()
+        self.answer = asyncio.Event()
         return self.registration
+
+    def answered(self) -> None:
+        """It was taken, or not: those who wait for that go on."""
+        if self.answer is not None:
+            self.answer.set()
+            self.answer = None
 
     def registered(self, owner: CoreIdentity) -> None:
         self._owner, self._is_registered = owner, True
 
     def released(self) -> None:
-        """It registers again."""
+        """Nobody is obeyed that was."""
         self._is_registered, self.registration = False, ""
+        self.begin_era()
+
+    def begin_era(self) -> None:
+        """All that the engine did has ended."""
         self.era += 1
         self._attempts.clear()
 
@@ -198,6 +225,30 @@ class ReorderBuffer:
             self._freed_early.popitem(last=False)
 
 
+class _Gate:
+    """Refuses requests of those whom the engine does not obey. Those of the ServeCore that takes it
+    just now wait until it knows, and has ended what it did for others."""
+
+    def __init__(self, app: ASGIApp, fence: Fence) -> None:
+        self._app = app
+        self._fence = fence
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
+        if scope["type"] == "http" and scope["path"] != "/tokenizer":
+            request = Request(scope)
+            try:
+                self._fence.check(request)
+                answer = self._fence.answer
+                if answer is not None and REGISTRATION_HEADER in request.headers:
+                    await answer.wait()
+                    self._fence.check(request)
+            except ParrotError as error:
+                await error_response(request, error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 class EngineFront:
     """The parts of an engine's HTTP face besides its service. Whoever registers the engine tells
     the fence, and whoever shuts it down closes the channels."""
@@ -267,8 +318,7 @@ def create_app(
     if config.cluster_token is not None:
         check = partial(require_cluster_token, expected=config.cluster_token)
         layers.append(partial(Guard, check=check, open_paths=open_paths))
-    # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
-    layers.append(partial(Guard, check=front.fence.check, open_paths=("/tokenizer",)))
+    layers.append(partial(_Gate, fence=front.fence))
     names = (config.host, *config.allowed_hosts)
     app = create_base_app(
         "Parrot engine",

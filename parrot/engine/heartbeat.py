@@ -17,9 +17,10 @@ from parrot.protocol.engine_api import (
     RegisterResponse,
 )
 from parrot.protocol.engine_client import CoreIdentity
-from parrot.protocol.errors import ParrotError, Unavailable
+from parrot.protocol.errors import InternalError, ParrotError, Standby, Unavailable
 from parrot.protocol.failover_client import client_of
 from parrot.protocol.serve_client import RegistrationClient
+from parrot.protocol.transport import Unreachable
 from parrot.utils.clock import Clock, MonotonicClock
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,11 @@ class Heartbeat:
 
     ServeCore may start later than the engine, restart, or give the engine up after a silence; each
     time the engine registers again, under the same name. Contexts belong to the ServeCore that
-    made them and their ids begin anew with the next one, so all are freed before that: as soon as a
-    ServeCore says that it does not know the engine, or has not answered for its lease. What is in
-    their blocks is still found by what it is, so calls that run again need not compute it."""
+    made them and their ids begin anew with the next one, so all are freed between the two: as soon
+    as a ServeCore says that it does not know the engine, or has not answered for its lease, or may
+    have taken a registration that it did not answer. Those who ask the engine itself lose theirs
+    once a ServeCore has taken it, never to one that is not there or refuses it. What is in the
+    blocks is still found by what it is, so calls that run again need not compute it."""
 
     def __init__(
         self,
@@ -74,11 +77,12 @@ class Heartbeat:
             if self._is_ending():
                 return
             terms = self._terms = await self._until_answered(self._register)
-            self._fence.registered(CoreIdentity(terms.epoch, terms.core))
             name = self._service.engine_info().engine_name
             logger.info("registered as engine %d (%s)", terms.engine_id, name)
             await self._beat_while_known(terms, name)
-        await self._end_work()
+            if not self._is_ending():
+                self._fence.released()
+                await self._end_work()
 
     def _is_ending(self) -> bool:
         """Whether the engine shuts down: nobody may send it calls any more, each of which would be
@@ -109,20 +113,30 @@ class Heartbeat:
                 logger.warning("%d calls have not ended, and run elsewhere", answer.num_calls)
 
     async def _register(self) -> RegisterResponse:
-        """Forget everything first: also of an attempt whose answer was lost there may be work. But
-        not while it is certain that nobody is there to register with: each attempt would take their
-        work from those who ask the engine itself."""
-        await self._client.find_core()
-        await self._end_work()
+        """Ask ServeCore to take the engine. Its first requests wait until the work for others has
+        ended (`Fence.answer`). If it may have taken the engine and not said so, there may be work
+        of its own: that ends, too."""
         info = await reachable(self._service.engine_info(), self._where.cores)
         names = {
             "incarnation": self._where.incarnation,
             "registration": self._fence.registering(),
         }
-        return await self._client.register_engine(info.model_copy(update=names))
+        try:
+            terms = await self._client.register_engine(info.model_copy(update=names))
+            self._fence.begin_era()
+            await self._end_work()
+            self._fence.registered(CoreIdentity(terms.epoch, terms.core))
+            return terms
+        except ParrotError as error:
+            if not _is_refusal(error):
+                self._fence.released()
+                await self._end_work()
+            raise
+        finally:
+            self._fence.answered()
 
     async def _end_work(self) -> None:
-        self._fence.released()
+        """A new era of the fence has begun."""
         self._reorder.reset()
         await self._service.reset()
 
@@ -186,6 +200,11 @@ class Heartbeat:
                 reason = type(error)
             await self._clock.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_RETRY_S)
+
+
+def _is_refusal(error: ParrotError) -> bool:
+    """Whether no ServeCore has taken what failed so."""
+    return isinstance(error, Unreachable | Standby) or error.status < InternalError.status
 
 
 async def reachable(info: EngineInfo, cores: Sequence[tuple[str, int]]) -> EngineInfo:

@@ -16,7 +16,6 @@ from parrot.protocol.engine_api import (
     RegisterResponse,
     RuntimeInfo,
 )
-from parrot.protocol.errors import ParrotError, Standby
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
@@ -36,7 +35,6 @@ from parrot.protocol.public import (
 from parrot.protocol.transport import (
     RequestOptions,
     Transport,
-    Unreachable,
     read_answer,
     until_done,
 )
@@ -44,7 +42,6 @@ from parrot.protocol.transport import (
 T = TypeVar("T", bound=BaseModel)
 
 _IN_HEAD = {"session_auth"}
-_FIND_S = 10.0
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
 
 
@@ -203,16 +200,6 @@ class RegistrationClient:
 
     async def close(self) -> None:
         await self._http.close()
-
-    async def find_core(self) -> None:
-        """Raises `Unreachable` or `Standby` if no ServeCore can take a registration now. Else one
-        may: it has answered, whatever it said, or may have."""
-        try:
-            await self._http.request("GET", "/ready", timeout_s=_FIND_S)
-        except (Unreachable, Standby):
-            raise
-        except ParrotError:
-            return
 
     async def register_engine(self, engine: EngineInfo) -> RegisterResponse:
         body = RegisterRequest(engine_config=engine).model_dump(mode="json")

@@ -1,11 +1,16 @@
 """Each server is ended and started again in turn, while a program goes on."""
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 
 from parrot import P
 from parrot.cluster import Cluster
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
+from tests.e2e.programs import program
+from tests.e2e.test_faults import engine_of_a_running_call
 
 SIM = {
     "engine_type": "sim",
@@ -61,3 +66,27 @@ async def test_no_read_fails_while_every_server_is_restarted_in_turn(tmp_path: P
         await asyncio.wait_for(asyncio.gather(*running), HANGS_S)
     assert len(answers) > 6
     assert len(set(answers)) == 1
+
+
+async def test_an_engine_that_is_drained_and_ends_answers_what_it_has(tmp_path: Path) -> None:
+    audit = tmp_path / "audit"
+    with Cluster(core={"audit_path": str(audit)}, engines=[SIM]) as cluster:
+        async with (
+            HttpClient(cluster.core_url) as http,
+            HttpClient(cluster.core_url, bearer_token=cluster.cluster_token) as operator,
+            program(ServeClient(http)) as session,
+        ):
+            var_id = await session.call("Count: {{out}}", 150)
+            reading = asyncio.create_task(session.get(var_id, timeout_s=None))
+            await engine_of_a_running_call(session)
+            path = "/v1/admin/engine/0/drain"
+            await operator.request("POST", path, body={"is_wanted": True})
+            process = cluster.process("engine-0")
+            process.terminate()  # it leaves: `/engine_leave` waits for the call
+            assert len(await asyncio.wait_for(reading, HANGS_S)) == 150
+            assert await asyncio.to_thread(process.wait, HANGS_S)
+            assert process.exit_code == 0, process.log_tail()
+    joined, drained = map(json.loads, audit.read_text().splitlines())
+    assert (joined["who"], joined["engine"]) == ("engine", "engine-0")
+    assert (drained["who"], drained["what"]) == ("operator", f"POST {path}")
+    assert (drained["outcome"], drained["engine_id"], drained["is_wanted"]) == ("ok", 0, True)

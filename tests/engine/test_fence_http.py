@@ -30,6 +30,7 @@ async def registered() -> AsyncIterator[tuple[EngineClient, Fence, SimService, R
     fence: Fence = owner.fence
     async with serve_app(app) as url:
         headers = {REGISTRATION_HEADER: fence.registering()}
+        fence.answered()
         async with HttpClient(url, headers=headers) as http:
             yield EngineClient(http), fence, service, reorder, url
     service.check_integrity()
@@ -42,6 +43,7 @@ async def registers_again(fence: Fence, service: SimService, reorder: ReorderBuf
     reorder.reset()
     await service.reset()
     fence.registering()
+    fence.answered()
 
 
 def fill(context_id: int, parent_id: int = -1) -> FillRequest:
@@ -94,6 +96,30 @@ async def test_what_is_still_being_sent_when_the_engine_registers_again_is_refus
         assert b"stale_core" in answer, answer
         writer.close()
         assert service.runtime_info().num_cached_tokens == 0
+
+
+async def test_a_core_that_calls_before_the_engine_has_its_answer_waits() -> None:
+    async with (
+        registered() as (_, fence, service, reorder, url),
+        HttpClient(url) as http,
+        HttpClient(url, headers={REGISTRATION_HEADER: fence.registering()}) as of_core,
+    ):
+        direct, core = EngineClient(http), EngineClient(of_core)
+        await direct.fill(fill(1))
+        calling = asyncio.ensure_future(core.fill(fill(1)))
+        freeing = asyncio.ensure_future(core.free_contexts([2]))
+        await direct.fill(fill(1))
+        assert service.runtime_info().num_cached_tokens == 48  # three blocks: 40 tokens
+        fence.begin_era()
+        reorder.reset()
+        await service.reset()
+        fence.answered()
+        await asyncio.gather(calling, freeing)
+        assert service.runtime_info().num_cached_tokens == 32
+        fence.registering()
+        late = asyncio.ensure_future(core.fill(fill(3)))
+        with pytest.raises(StaleCore):
+            await late
 
 
 async def test_an_attempt_older_than_one_of_the_same_call_is_refused() -> None:

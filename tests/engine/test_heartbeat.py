@@ -21,7 +21,14 @@ from parrot.protocol.engine_api import (
     RegisterResponse,
 )
 from parrot.protocol.engine_client import REGISTRATION_HEADER, CoreIdentity
-from parrot.protocol.errors import AuthenticationFailed, InvalidRequest, StaleCore, Unavailable
+from parrot.protocol.errors import (
+    AuthenticationFailed,
+    InvalidRequest,
+    QuotaExceeded,
+    StaleCore,
+    Standby,
+    Unavailable,
+)
 from parrot.protocol.transport import Unreachable
 from parrot.utils.clock import Clock, MonotonicClock
 from tests.support.manual_clock import ManualClock
@@ -56,11 +63,6 @@ class FakeServeClient:
         self.registered.set()
         count = len(self.infos)
         return RegisterResponse(engine_id=count, core=f"core{count}", epoch=count, lease_s=30.0)
-
-    async def find_core(self) -> None:
-        """Somebody is there, whatever he will say, unless it is certain that nobody is."""
-        if isinstance(self.error, Unreachable):
-            self._answer()
 
     async def engine_heartbeat(
         self, engine_id, engine_name, runtime_info, core
@@ -455,9 +457,18 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
     assert not client.beats
 
 
-async def test_while_nobody_is_there_to_register_with_those_who_ask_it_keep_their_work(scene):
+@pytest.mark.parametrize(
+    "error",
+    [
+        Unreachable("http://localhost:9000: connection refused"),
+        Standby("another one serves"),
+        AuthenticationFailed("wrong token"),
+        QuotaExceeded("there are 64 engines"),
+    ],
+)
+async def test_while_no_core_takes_it_those_who_ask_it_keep_their_work(scene, error):
     client, clock, service = scene
-    client.error = Unreachable("http://localhost:9000: connection refused")
+    client.error = error
     await fill(service, clock)
     client.start()
     await clock.advance(4 * MAX_RETRY_S)
