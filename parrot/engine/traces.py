@@ -6,8 +6,7 @@ from typing import Self
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import Ended
-from parrot.utils.otel import SpanRecord, Value
-from parrot.utils.span_export import Sampler, SpanExport, sampler_of, span_export
+from parrot.utils.span_export import Sampler, SpanExport, SpanRecord, Value, sampler_of, span_export
 from parrot.utils.traceparent import TraceParent, span_id_of
 
 

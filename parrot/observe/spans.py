@@ -4,7 +4,7 @@ sends them makes them: `python -m parrot.observe.spans ENDPOINT SERVICE`."""
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from parrot.utils.otel import SpanRecord, Value
+from parrot.utils.span_export import SpanRecord, Value
 from parrot.utils.traceparent import SessionSpans, TraceParent
 
 

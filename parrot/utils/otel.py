@@ -1,6 +1,7 @@
 """Exports spans by OTLP over HTTP: `python -m parrot.utils.otel ENDPOINT SERVICE`.
 
 Reads span records, a JSON list of them a line, until its input ends; other modules that run `main`
+from parrot.utils.span_export import SpanRecord
 read other facts. Needs the extra `otel`: nothing else of Parrot imports OpenTelemetry."""
 
 import logging
@@ -9,8 +10,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,27 +21,8 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from parrot.utils.span_export import SpanRecord
 from parrot.utils.traceparent import TraceParent
-
-Value = str | int | float | bool | Sequence[str]
-
-
-@dataclass(slots=True)
-class SpanRecord:
-    """`start` and `end` in seconds of Unix time, as those of `events`. An attribute that is None is
-    left out. `links`: spans whose results this one took."""
-
-    name: str
-    own: TraceParent
-    parent: TraceParent | None
-    start: float
-    end: float
-    attributes: Mapping[str, Value | None]
-    events: Sequence[tuple[str, float | None]] = ()
-    links: Sequence[TraceParent] = ()
-    is_server: bool = False
-    error: str | None = None
-
 
 logger = logging.getLogger(__name__)
 

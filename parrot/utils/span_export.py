@@ -206,3 +206,23 @@ def _share(environ: Mapping[str, str]) -> float:
     if not 0 <= share <= 1:
         raise ConfigError(f"{_ARGUMENT}: {text!r:.80} is no number from 0 to 1")
     return share
+
+
+Value = str | int | float | bool | Sequence[str]
+
+
+@dataclass(slots=True)
+class SpanRecord:
+    """`start` and `end` in seconds of Unix time, as those of `events`. An attribute that is None is
+    left out. `links`: spans whose results this one took."""
+
+    name: str
+    own: TraceParent
+    parent: TraceParent | None
+    start: float
+    end: float
+    attributes: Mapping[str, Value | None]
+    events: Sequence[tuple[str, float | None]] = ()
+    links: Sequence[TraceParent] = ()
+    is_server: bool = False
+    error: str | None = None

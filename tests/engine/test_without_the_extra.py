@@ -1,4 +1,5 @@
-"""Servers that run no model need nothing of the extra `engine`."""
+"""Servers that run no model need nothing of the extra `engine`, and none that exports no traces
+anything of `otel`."""
 
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {extra}:
+        if name.partition(".")[0] in {extra} or name.startswith({traces}):
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, Absent())
@@ -25,8 +26,12 @@ for kind in ("sim", "openai"):
 """
 
 
-def test_engines_in_front_of_other_servers_start_without_numpy() -> None:
+def test_engines_in_front_of_other_servers_start_without_extras() -> None:
     extra = {"torch", "transformers", "numpy", "safetensors", "gguf", "llguidance"}
-    program = PROGRAM.format(extra=extra, instance={"base_url": "http://localhost:1/v1"})
+    program = PROGRAM.format(
+        extra=extra,
+        traces=("opentelemetry.sdk", "opentelemetry.exporter"),
+        instance={"base_url": "http://localhost:1/v1"},
+    )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

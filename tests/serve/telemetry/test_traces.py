@@ -31,8 +31,8 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
-from parrot.utils.otel import OtelSink, SpanRecord
-from parrot.utils.span_export import OtlpProcess, SpanExport, span_export
+from parrot.utils.otel import OtelSink
+from parrot.utils.span_export import OtlpProcess, SpanExport, SpanRecord, span_export
 from parrot.utils.traceparent import TraceParent, current_traceparent, new_trace_id, span_id_of
 from tests.serve.telemetry.program import over_http, write_and_review
 from tests.support.app_server import serve_app
