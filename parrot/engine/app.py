@@ -346,7 +346,8 @@ def _verbs(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -> 
             await front.service.prepare(request)
             await front.reorder.enter((*request.fills, request))
             front.fence.hand_in(request, era)
-            response = await front.service.generate(request, front.channels.sink(request))
+            sink = front.channels.sink(request) if request.channel else None
+            response = await front.service.generate(request, sink)
             answered(response)
             return response
 

@@ -51,15 +51,15 @@ _COUNTERS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Ended:
     """A request that has its response, or has failed. `began`: in Unix time."""
 
     request: GenerateRequest
     began: float
-    seconds: float = 0.0
-    response: GenerateResponse | None = None
-    error: BaseException | None = None
+    seconds: float
+    response: GenerateResponse | None
+    error: BaseException | None
 
     @property
     def parent(self) -> TraceParent | None:
@@ -85,19 +85,22 @@ def told(
 ) -> Iterator[Callable[[GenerateResponse], None]]:
     """Tell the listeners how the request ends that is served in the block, which gives its response
     to the function that is yielded, or raises."""
-    ended, began = Ended(request, time.time()), time.perf_counter()
+    began_at, began = time.time(), time.perf_counter()
+    response: GenerateResponse | None = None
+    ended_at = failure = None
 
-    def answered(response: GenerateResponse) -> None:
-        ended.response, ended.seconds = response, time.perf_counter() - began
+    def answered(given: GenerateResponse) -> None:
+        nonlocal response, ended_at
+        response, ended_at = given, time.perf_counter()
 
     try:
         yield answered
     except BaseException as error:
-        ended.error = error
+        failure = error
         raise
     finally:
-        if ended.response is None:
-            ended.seconds = time.perf_counter() - began
+        seconds = (ended_at or time.perf_counter()) - began
+        ended = Ended(request, began_at, seconds, response, failure)
         for listener in listeners:
             listener(ended)
 

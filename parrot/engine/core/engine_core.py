@@ -135,7 +135,8 @@ class EngineCore:
         elif self._land(running, None):
             self._step_behind(None)
             self._count_turn(0.0, running.step.num_drafts)
-        self._give_chunks()
+        if self._streams:
+            self._give_chunks()
         return has_worked
 
     def _step_behind(self, running: _Flight | None) -> bool:
@@ -151,8 +152,10 @@ class EngineCore:
         if planned is not None and launched is not None:
             self._enter(planned, {})
             self._flight = _Flight(launched, planned, launched_at)
-        elif planned is not None:
+        elif planned is not None and running is not None:
             self._run_planned(planned)
+        elif planned is not None:
+            self.deliver(planned, self.run(planned))
         if planned is not None or running is not None:
             return True
         return self.host is not None and self.host.wait()
@@ -207,9 +210,10 @@ class EngineCore:
 
     def _launch(self, step: Step, before: _Flight | None) -> LaunchedStep | None:
         """Launch a step, or return None if it must be run once the one before it has landed."""
-        self._suspects = [job for job in self._suspects if not job.has_ended]
         if self._suspects:
-            return None
+            self._suspects = [job for job in self._suspects if not job.has_ended]
+            if self._suspects:
+                return None
         return self._runner.launch(step.plan, None if before is None else before.launched)
 
     def _give_up(self, steps: Sequence[Step]) -> None:
@@ -266,7 +270,8 @@ class EngineCore:
         """Enter what the step has computed, and answer the requests that it completed."""
         self._enter(step, result.broken)
         self._take_tokens(step, result)
-        self._give_chunks()
+        if self._streams:
+            self._give_chunks()
 
     def _enter(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
         """The KV that a step computes is there for all that comes after it."""

@@ -87,8 +87,8 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 class StopStrings:
-    """Finds the first stop string in text that comes in pieces. `held`, its only memory, is text
-    that may be the beginning of one; `found`, the one that was found, if one was."""
+    """Finds the first of some stop strings in text that comes in pieces. `held`, its only memory,
+    is text that may be the beginning of one; `found`, the one that was found, if one was."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -97,8 +97,6 @@ class StopStrings:
 
     def push(self, piece: str) -> str:
         """The text that is now certain to come before any stop string. After `found`, no more."""
-        if not self._stops:
-            return piece
         text = self.held + piece
         hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
@@ -179,10 +177,10 @@ class Generation:
         self._stop_ids = language.stop_ids(sampling)
         if constraint is not None:
             self._stop_ids = (*self._stop_ids, *constraint.end_ids)
-        self._stops = StopStrings(sampling.stop_strings)
+        stops = sampling.stop_strings
+        self._stops = StopStrings(stops) if stops else None
         self.is_streamed = stream
-        self._is_watched = bool(sampling.stop_strings)
-        is_seen = stream or self._is_watched or bool(resumed_ids)
+        is_seen = stream or self._stops is not None or bool(resumed_ids)
         self._detokenizer = Detokenizer(language.tokenizer, resumed_ids) if is_seen else None
         self._num_rendered = 0
         self._pieces: list[str] = []  # of the text, as far as it is certain
@@ -193,7 +191,7 @@ class Generation:
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text; None if none did."""
-        return self._stops.found
+        return None if self._stops is None else self._stops.found
 
     @property
     def num_left(self) -> int:
@@ -224,7 +222,7 @@ class Generation:
         else:
             if self.constraint is not None:
                 self._take_constrained(self.constraint, token_id)
-            if self._is_watched:
+            if self._stops is not None:
                 self._render()
         if self.finish_reason is None and len(self.output_ids) >= self.max_tokens:
             self.finish_reason = FinishReason.LENGTH
@@ -242,7 +240,7 @@ class Generation:
             return
         self._render()
         self._add_text(self._detokenizer.flush())
-        if self.stop_string is None:
+        if self._stops is not None and self.stop_string is None:
             self._pieces.append(self._stops.flush())
 
     def _render(self) -> None:
@@ -255,11 +253,12 @@ class Generation:
         self._num_rendered = end
 
     def _add_text(self, piece: str) -> None:
-        certain = self._stops.push(piece)
-        if self.stop_string is not None:
-            self.finish_reason = FinishReason.STOP
-        if certain:
-            self._pieces.append(certain)
+        if self._stops is not None:
+            piece = self._stops.push(piece)
+            if self.stop_string is not None:
+                self.finish_reason = FinishReason.STOP
+        if piece:
+            self._pieces.append(piece)
 
     def stream(self) -> StreamChunk | None:
         """Make its text as it comes from now on, for `take_chunk`; returns what was taken so far,
@@ -276,7 +275,8 @@ class Generation:
         uncertain: it may end inside a character or begin a stop string."""
         self._render()
         pieces = self._pieces[self._num_streamed_pieces :]
-        if self.finish_reason is None and (self._stops.held or not pieces):
+        held = "" if self._stops is None else self._stops.held
+        if self.finish_reason is None and (held or not pieces):
             return None
         start = self._num_streamed_ids
         self._num_streamed_pieces = len(self._pieces)
@@ -332,29 +332,29 @@ class Followers:
         that."""
         self._find = find
         self._send = send
-        self._of: dict[int, list[Follower]] = {}
+        self.of: dict[int, list[Follower]] = {}  # not to be changed by others
 
     def enter(self, context_id: int, follower: Follower) -> None:
-        self._of.setdefault(context_id, []).append(follower)
+        self.of.setdefault(context_id, []).append(follower)
         if (generation := self._find(context_id)) is not None:
             self._begin(generation, [follower])
 
     def leave(self, context_id: int, follower: Follower) -> None:
-        followers = self._of.get(context_id, [])
+        followers = self.of.get(context_id, [])
         if follower in followers:
             followers.remove(follower)
         if not followers:
-            self._of.pop(context_id, None)
+            self.of.pop(context_id, None)
 
     def began(self, context_id: int, generation: Generation) -> None:
         """It is generated there, or will be, behind another one."""
-        followers = self._of.get(context_id)
+        followers = self.of.get(context_id)
         if followers and self._find(context_id) is generation:
             self._begin(generation, followers)
 
     def give(self, context_id: int, chunk: StreamChunk | None) -> None:
         """Send a chunk to all followers of this context's output; None ends them."""
-        of = self._of
+        of = self.of
         for follower in (of.pop if chunk is None else of.get)(context_id, ()):
             self._send(follower, chunk)
 

@@ -96,7 +96,7 @@ class RequestTable:
             job = Job(job_id, state, context, piece, ends, request.priority)
             job.reading = request.reading()
             self._add(job)
-        if generation is not None:
+        if generation is not None and self.followers.of:
             self.followers.began(state.context_id, generation)
         share, contexts = request.share, dict.fromkeys(job.context for job in state.jobs)
         self._tree.shares.came(state.jobs[0].context.group, share.tenant, share.weight)
@@ -256,7 +256,8 @@ class RequestTable:
             return
         if request.wanted.stream:
             self.outbox.add(request.sink, chunk)
-        self.followers.give(request.context_id, chunk)
+        if self.followers.of:
+            self.followers.give(request.context_id, chunk)
 
     def finish(self, job: Job) -> None:
         """A running job has all it wanted: answer if it was its request's last, open the next."""
@@ -284,7 +285,7 @@ class RequestTable:
     def _close(self, request: RequestState) -> None:
         request.has_ended = True
         del self._requests[request.wanted.request_id]
-        if request.generation is not None:
+        if request.generation is not None and self.followers.of:
             self.followers.give(request.context_id, None)
 
     def abort(self, request_id: int) -> None:

@@ -1,6 +1,7 @@
 """Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -106,7 +107,7 @@ class ThreadPolicy:
             self._judge(kind, kind.probed, cost)
 
     def _kind(self, num_rows: int) -> _Kind:
-        return self._kinds[sum(num_rows > most for most in _KINDS)]
+        return self._kinds[bisect_left(_KINDS, num_rows)]
 
     def _count(self, kind: _Kind, cost: float) -> None:
         """A step with the number in use; a probe may be due after it."""

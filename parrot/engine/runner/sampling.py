@@ -82,10 +82,12 @@ def results(
 
 def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
     """Penalties, then biases, then what constraints leave."""
-    for row, spec in enumerate(specs):
-        _penalize_repetition(logits, row, spec)
-    _add_penalties_and_biases(logits, specs)
-    masks = masks_of(masked_rows(specs, [None] * len(specs)))
+    if any(spec.sampling.adjusts_logits for spec in specs):
+        for row, spec in enumerate(specs):
+            _penalize_repetition(logits, row, spec)
+        _add_penalties_and_biases(logits, specs)
+    constrained = masked_rows(specs, [None] * len(specs))
+    masks = masks_of(constrained) if constrained else None
     if masks is not None:
         bits = np.unpackbits(masks.words.view(np.uint8), axis=1, bitorder="little")
         rows = _tensor(masks.rows, logits, torch.long)
@@ -164,8 +166,10 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
 def _floors(scores: torch.Tensor, configs: Sequence[SamplingConfig]) -> torch.Tensor | None:
     """The least score [rows, 1] that may be sampled; None: any."""
     vocab_size = scores.shape[1]
-    floors = [math.log(c.min_p) if c.min_p else -math.inf for c in configs]
-    found = _column(floors, scores) if any(c.min_p for c in configs) else None
+    found = None
+    if any(c.min_p for c in configs):
+        floors = [math.log(c.min_p) if c.min_p else -math.inf for c in configs]
+        found = _column(floors, scores)
     if all((c.top_k or vocab_size) >= vocab_size and c.top_p == 1.0 for c in configs):
         return found
     top_k = _tensor([min(c.top_k or vocab_size, vocab_size) for c in configs], scores, torch.long)
