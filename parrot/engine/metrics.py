@@ -146,18 +146,20 @@ class EngineMetrics:
             self._answered(ended.response, ended.seconds)
 
     def _answered(self, response: GenerateResponse, seconds: float) -> None:
-        usage = response.usage
+        usage, histograms = response.usage, self._histograms
         num_prompt = usage.cached_tokens + usage.computed_tokens
-        self._observe("e2e_request_latency_seconds", seconds)
-        self._observe("request_prompt_tokens", num_prompt)
-        self._observe("request_generation_tokens", usage.output_tokens)
+        histograms["e2e_request_latency_seconds"].observe(seconds)
+        histograms["request_prompt_tokens"].observe(num_prompt)
+        histograms["request_generation_tokens"].observe(usage.output_tokens)
         if usage.steps:
-            self._observe("request_queue_time_seconds", usage.queue_s)
-            self._observe("request_prefill_time_seconds", usage.prefill_s)
-            self._observe("request_decode_time_seconds", usage.decode_s)
-            self._observe("time_to_first_token_seconds", usage.queue_s + usage.prefill_s)
+            histograms["request_queue_time_seconds"].observe(usage.queue_s)
+            histograms["request_prefill_time_seconds"].observe(usage.prefill_s)
+            histograms["request_decode_time_seconds"].observe(usage.decode_s)
+            histograms["time_to_first_token_seconds"].observe(usage.queue_s + usage.prefill_s)
             if (num_more := usage.output_tokens - 1) > 0:
-                self._observe("request_time_per_output_token_seconds", usage.decode_s / num_more)
+                histograms["request_time_per_output_token_seconds"].observe(
+                    usage.decode_s / num_more
+                )
         counts = self._counts
         counts["prompt_tokens"] += num_prompt
         counts["generation_tokens"] += usage.output_tokens
@@ -165,9 +167,6 @@ class EngineMetrics:
         counts["prefix_cache_hits"] += usage.cached_tokens
         counts["spec_decode_num_draft_tokens"] += usage.drafted_tokens
         counts["spec_decode_num_accepted_tokens"] += usage.accepted_tokens
-
-    def _observe(self, name: str, value: float) -> None:
-        self._histograms[name].observe(value)
 
     def render(self, info: RuntimeInfo) -> bytes:
         return render_metrics(self.families(info))

@@ -305,15 +305,23 @@ class BlockPool:
     def publish(self, block: int, key: bytes) -> int:
         """Let a block in use be found by `key`, unless it has another one, or another block is
         found by it already: then return that one."""
-        assert self._refs[block] > 0, f"block {block} is free and cannot be published"
-        if (known := self._by_key.get(key)) is not None:
-            return known
-        if self._keys[block] is None:
-            self._by_key[key] = block
-            self._keys[block] = key
-            if self.watcher is not None:
-                self.watcher.published(block, key)
-        return block
+        return self.publish_run((block,), (key,))[0]
+
+    def publish_run(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
+        """Publish each of these blocks by its key."""
+        found = []
+        for block, key in zip(blocks, keys, strict=True):
+            assert self._refs[block] > 0, f"block {block} is free and cannot be published"
+            if (known := self._by_key.get(key)) is not None:
+                found.append(known)
+                continue
+            if self._keys[block] is None:
+                self._by_key[key] = block
+                self._keys[block] = key
+                if self.watcher is not None:
+                    self.watcher.published(block, key)
+            found.append(block)
+        return found
 
     def find(self, key: bytes) -> int | None:
         return self._by_key.get(key)

@@ -199,9 +199,11 @@ class ContextTree:
         if self._hasher is None or context.is_temporary or num_full <= context.num_published:
             return
         self._hasher.extend(context.keys, context.root, context.token_ids, num_full)
-        for index in range(context.num_published, num_full):
-            own, key = context.block_ids[index], context.keys[index]
-            if (published := self.pool.publish(own, key)) != own:
+        first = context.num_published
+        blocks, keys = context.block_ids[first:num_full], context.keys[first:num_full]
+        found = self.pool.publish_run(blocks, keys)
+        for index, (own, published) in enumerate(zip(blocks, found, strict=True), first):
+            if published != own:
                 self.pool.share((published,))
                 self.pool.release((own,))
                 context.block_ids[index] = published
