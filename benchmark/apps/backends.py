@@ -11,13 +11,13 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from parrot.cli.bench.program import Backend, Call, Network, Output
+from parrot.cli.bench.program import Backend, Network, ProgramCall, ProgramOutput
 from parrot.cli.bench.styles import (
+    BenchSession,
     Data,
     GraphProgram,
     OpenAIProgram,
     OpenAITarget,
-    Session,
     WaitingProgram,
     close_session,
     openai_http,
@@ -167,14 +167,14 @@ class RequestProgram(WaitingProgram):
         self._app = app
         self._releases: list[asyncio.Task[None]] = []
 
-    async def _complete(self, call: Call, texts: Sequence[str]) -> str:
+    async def _complete(self, call: ProgramCall, texts: Sequence[str]) -> str:
         inputs = {
             piece: Data(text)
             for piece, text in zip(call.prompt, texts, strict=True)
-            if isinstance(piece, Output)
+            if isinstance(piece, ProgramOutput)
         }
         async with self._network.trip() as way_s:
-            session = await Session.begin(self._client, self._app)
+            session = await BenchSession.begin(self._client, self._app)
             try:
                 var = await submit_call(session, call, inputs)
                 if call.streamed:
@@ -188,5 +188,5 @@ class RequestProgram(WaitingProgram):
         await super().end()
         await asyncio.gather(*self._releases)
 
-    async def _release(self, session: Session) -> None:
+    async def _release(self, session: BenchSession) -> None:
         self.account.usages += await close_session(session)

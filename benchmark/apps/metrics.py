@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmark.apps.backends import EAGER_TOKENS, CountedBackend, Counters, growth
 from parrot.cli.bench.plan import JobResult, JobRunner, Plan
-from parrot.cli.bench.program import Call, Output, Text, TextSource
+from parrot.cli.bench.program import ProgramCall, ProgramOutput, PromptText, TextSource
 from parrot.simulation.report import percentile
 
 BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50
@@ -125,7 +125,7 @@ class PlanRunner:
             await asyncio.shield(program.end())
 
 
-def unique_prompt_tokens(calls: Iterable[Call]) -> int:
+def unique_prompt_tokens(calls: Iterable[ProgramCall]) -> int:
     """The prompt tokens that a cache which forgets nothing would compute: each prefix of pieces
     once, and never what generation itself put there."""
     prefixes: dict[int, int] = {}
@@ -139,8 +139,8 @@ def unique_prompt_tokens(calls: Iterable[Call]) -> int:
     return sum(tokens for key, tokens in prefixes.items() if key not in generated)
 
 
-def _identity(piece: Text | Output) -> object:
-    return piece.content if isinstance(piece, Text) else id(piece)
+def _identity(piece: PromptText | ProgramOutput) -> object:
+    return piece.content if isinstance(piece, PromptText) else id(piece)
 
 
 Figures = dict[str, Any]

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parrot.cli.bench.plan import Job, Plan, Workload, numbered, poisson, poisson_for
-from parrot.cli.bench.program import Output, Piece, Program, TextSource
+from parrot.cli.bench.plan import BenchJob, Plan, Workload, numbered, poisson, poisson_for
+from parrot.cli.bench.program import Piece, Program, ProgramOutput, TextSource
 from parrot.cli.bench.workloads import Chain, ChainMany, Copilot, MapReduce, MultiAgent, request
 
 DATA = Path(__file__).parent / "data"
@@ -95,7 +95,7 @@ class FanoutCold(Workload):
     output: int = 100
 
     def plan(self, text: TextSource, seed: int) -> Plan:
-        return Plan([Job("fanout", partial(self.run, text=text))])
+        return Plan([BenchJob("fanout", partial(self.run, text=text))])
 
     async def run(self, program: Program, text: TextSource) -> None:
         prefix = text.data(self.sized(self.prefix), "prefix")
@@ -124,14 +124,14 @@ def chat_length(rng: random.Random, mean: float, spread: float) -> int:
 
 def chat_job(
     kind: str, text: TextSource, key: object, prompt: int, output: int, start: float
-) -> Job:
+) -> BenchJob:
     """One short request of a user who reads along."""
 
     async def run(program: Program) -> None:
         query = text.data(prompt, kind, key)
         await program.stream(program.call(kind, [query], output, streamed=True))
 
-    return Job(kind, run, start)
+    return BenchJob(kind, run, start)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class RefineLoop(Workload):
         for edit in range(self.edits):
             request = text.data(self.sized(self.request), "edit", number, edit)
             current = program.call("edit", [instruction, current, request], length)
-        assert isinstance(current, Output)
+        assert isinstance(current, ProgramOutput)
         await program.read(current)
 
 
@@ -345,18 +345,18 @@ class JobMix(Workload):
 
     def plan(self, text: TextSource, seed: int) -> Plan:
         rng = random.Random(seed)
-        kinds: tuple[Callable[[JobRun], Output], ...] = (chain, map_reduce, chat, fan)
+        kinds: tuple[Callable[[JobRun], ProgramOutput], ...] = (chain, map_reduce, chat, fan)
         jobs = []
         for number, start in enumerate(poisson(rng, self.rate, self.jobs)):
             kind = kinds[number % len(kinds)]
             run = partial(self._run, kind=kind, text=text, seed=(seed, number))
-            jobs.append(Job(kind.__name__, run, start))
+            jobs.append(BenchJob(kind.__name__, run, start))
         return Plan(jobs)
 
     async def _run(
         self,
         program: Program,
-        kind: "Callable[[JobRun], Output]",
+        kind: "Callable[[JobRun], ProgramOutput]",
         text: TextSource,
         seed: tuple[int, int],
     ) -> None:
@@ -373,7 +373,7 @@ class JobRun:
         self._mix, self._program, self._text, self._seed = mix, program, text, seed
         self._num_calls = 0
 
-    def call(self, function: str, own: int, tokens: int, *taken: Output) -> Output:
+    def call(self, function: str, own: int, tokens: int, *taken: ProgramOutput) -> ProgramOutput:
         """`own`: tokens of the prompt that no other call has."""
         self._num_calls += 1
         instruction = self._text.constant(self._mix.sized(60), function)
@@ -383,28 +383,28 @@ class JobRun:
             return self._program.call(function, prompt, UNKNOWN_LIMIT, stop=STOP)
         return self._program.call(function, prompt, self._mix.sized(tokens))
 
-    def step(self, function: str, *taken: Output) -> Output:
+    def step(self, function: str, *taken: ProgramOutput) -> ProgramOutput:
         own, tokens = self.rng.randint(600, 1500), self.rng.randint(30, 100)
         return self.call(function, own, tokens, *taken)
 
 
-def chain(job: JobRun) -> Output:
+def chain(job: JobRun) -> ProgramOutput:
     output = job.step("refine")
     for _ in range(job.rng.randint(4, 19)):
         output = job.step("refine", output)
     return output
 
 
-def map_reduce(job: JobRun) -> Output:
+def map_reduce(job: JobRun) -> ProgramOutput:
     maps = [job.step("map") for _ in range(job.rng.randint(10, 30))]
     return job.call("reduce", 60, job.rng.randint(100, 200), *maps)
 
 
-def chat(job: JobRun) -> Output:
+def chat(job: JobRun) -> ProgramOutput:
     return job.call("chat", job.rng.randint(50, 1000), job.rng.randint(30, 400))
 
 
-def fan(job: JobRun) -> Output:
+def fan(job: JobRun) -> ProgramOutput:
     own = job.rng.randint(300, 600)
     candidates = range(job.rng.randint(4, 12))
     tries = [job.call("try", own, job.rng.randint(100, 200)) for _ in candidates]

@@ -23,7 +23,7 @@ from typing import Any
 from benchmark.apps.backends import read_counters, total
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, changed, core_config, sim_engine, words
-from parrot.cli.bench.styles import Data, Piece, Session
+from parrot.cli.bench.styles import BenchSession, Data, Piece
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, run_virtual
 from parrot.simulation.report import percentile
@@ -79,7 +79,7 @@ class Load:
         await asyncio.gather(*bystanders)
 
     async def _ask(self, text: random.Random, *, is_later: bool) -> None:
-        session = await Session.begin(self._client)
+        session = await BenchSession.begin(self._client)
         question = await session.create("question")
         context = Data(words(text, CONTEXT))
         prompt: list[Piece] = ["Read this: ", context, " and answer: ", question, " "]
@@ -100,7 +100,7 @@ class Load:
 
     async def _bystand(self, text: random.Random) -> None:
         while not self._is_over:
-            session = await Session.begin(self._client)
+            session = await BenchSession.begin(self._client)
             began = self._now()
             length = text.randint(*BYSTANDER_OUTPUTS)
             prompt = [Data(words(text, BYSTANDER_PROMPT)), " "]

@@ -21,7 +21,7 @@ from benchmark.apps.backends import read_counters, total
 from benchmark.results import Report, run
 from benchmark.serve.kv_belady import RANKS, Replay, Turn, mean_live
 from benchmark.simulated import core_config, words
-from parrot.cli.bench.styles import Data, Piece, Session, Var, spaced
+from parrot.cli.bench.styles import BenchSession, Data, Piece, Var, spaced
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
@@ -113,7 +113,7 @@ class Chats(Load):
         }
 
     async def _chat(self, chat: int, draw: random.Random) -> None:
-        session = await Session.begin(self.client)
+        session = await BenchSession.begin(self.client)
         length, previous = SYSTEM, None
         num_turns = draw.randint(self.setup.num_turns // 2, self.setup.num_turns * 3 // 2)
         for i in range(num_turns):
@@ -134,7 +134,9 @@ class Chats(Load):
         (tool,) = draw.choices(list(tools), widths)
         return f"call_{tool}", draw.uniform(*tools[tool])
 
-    async def _turn(self, session: Session, previous: Var | None, tool: str, message: str) -> Var:
+    async def _turn(
+        self, session: BenchSession, previous: Var | None, tool: str, message: str
+    ) -> Var:
         """A stateful call, which continues the chat so far."""
         prompt = [Data(message)] if previous else [self._system, Data(message)]
         continued = previous.request_id if previous else None
@@ -166,7 +168,7 @@ class Apps(Load):
         return {"num_apps": len(self.seconds), "jct_s": fmean(self.seconds)}
 
     async def _app(self, draw: random.Random) -> None:
-        session = await Session.begin(self.client)
+        session = await BenchSession.begin(self.client)
 
         async def ask(name: str, *prompt: Piece) -> Var:
             prompt = (name, " ", *prompt)

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmark.results import Report, run
 from benchmark.simulated import core_config
-from parrot.cli.bench.styles import Session, Var, spaced
+from parrot.cli.bench.styles import BenchSession, Var, spaced
 from parrot.engine.config import SimConfig
 from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import (
@@ -65,7 +65,7 @@ def log_steps(engine: SimEngine, steps: list[tuple[float, int]]) -> None:
     runner.run = logged  # type: ignore[method-assign]
 
 
-async def candidates(session: Session, rng: random.Random, **options: Any) -> list[Var]:
+async def candidates(session: BenchSession, rng: random.Random, **options: Any) -> list[Var]:
     start = rng.randrange(90_000)
     prompt = [TEXT[start : start + 400], " "]
     return [
@@ -73,14 +73,14 @@ async def candidates(session: Session, rng: random.Random, **options: Any) -> li
     ]
 
 
-async def first(session: Session, candidates: Sequence[Var]) -> list[Var]:
+async def first(session: BenchSession, candidates: Sequence[Var]) -> list[Var]:
     """Read the first few that end; the others are not wanted any more."""
     var_ids = [candidate.id for candidate in candidates]
     found = await session.client.first_vars(**session.scope, var_ids=var_ids, k=NUM_WINNERS)
     return [Var(value.var_id) for value in found]
 
 
-async def best_of_n(session: Session, rng: random.Random, mode: str) -> None:
+async def best_of_n(session: BenchSession, rng: random.Random, mode: str) -> None:
     """One job, in one of the three modes."""
     found = await candidates(session, rng, output_criteria="latency" if mode == "keep" else None)
     if mode == "all":
@@ -94,7 +94,7 @@ async def best_of_n(session: Session, rng: random.Random, mode: str) -> None:
 async def wasted_steps(num_engines: int, seed: int) -> float:
     """Steps per loser that begin after the engine has finished the last winner."""
     async with SimCluster(num_engines, core=PATIENT, leaps=False) as cluster:
-        session = await Session.begin(cluster.client())
+        session = await BenchSession.begin(cluster.client())
         steps: list[tuple[float, int]] = []
         for engine in cluster.engines.values():
             log_steps(engine, steps)
@@ -117,7 +117,7 @@ async def job_times(mode: str, num_programs: int, num_jobs: int) -> list[float]:
         loop = asyncio.get_running_loop()
 
         async def run(seed: int) -> list[float]:
-            session, rng = await Session.begin(cluster.client()), random.Random(seed)
+            session, rng = await BenchSession.begin(cluster.client()), random.Random(seed)
             times: list[float] = []
             for _ in range(num_jobs):
                 began = loop.time()
@@ -135,7 +135,7 @@ async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
     async with SimCluster(2, core=core_config(reuse_results=reuse)) as cluster:
         loop, runs = asyncio.get_running_loop(), []
         for changed in (None, None, num_parts // 2):
-            session = await Session.begin(cluster.client())
+            session = await BenchSession.begin(cluster.client())
             began = loop.time()
             parts = []
             for number in range(num_parts):

@@ -19,7 +19,7 @@ from benchmark.results import Report, run
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
-from parrot.serve.contexts.index import Boundary, Context, PrefixIndex
+from parrot.serve.contexts.index import Boundary, LedgerContext, PrefixIndex
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective, PieceKind, SemanticVariable
 from parrot.serve.prompts.segments import PrefixHasher, Segment, extend_key
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -66,7 +66,7 @@ def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: ran
     """Every tenth task's template is cached on some engine."""
     for i, task in enumerate(tasks[::10]):
         engine_id = rng.randrange(engines)
-        context = Context(i, engine_id, "tenant", None, 0, task.lengths[0], 0, 0.0, 0.0)
+        context = LedgerContext(i, engine_id, "tenant", None, 0, task.lengths[0], 0, 0.0, 0.0)
         index.publish(context, Boundary(task.keys[0], task.lengths[0], 0))
 
 

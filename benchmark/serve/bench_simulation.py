@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, core_config, sim_engine, words
-from parrot.cli.bench.styles import Data, Session, spaced
+from parrot.cli.bench.styles import BenchSession, Data, spaced
 from parrot.protocol.public import CompletionInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, VirtualLoop, run_virtual
@@ -27,7 +27,7 @@ SLOTS = 8  # completions that ServeCore may place on one engine at once
 
 
 async def application(client: ServeClient, prefix: str, rng: random.Random) -> list[CompletionInfo]:
-    session = await Session.begin(client)
+    session = await BenchSession.begin(client)
     parts = []
     for _ in range(NUM_MAPS):
         text = Data(words(rng, rng.randint(100, 600)))

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, core_config, sim_engine, words
-from parrot.cli.bench.styles import Data, Piece, Session
+from parrot.cli.bench.styles import BenchSession, Data, Piece
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
@@ -63,7 +63,7 @@ class Seen:
 async def chat(client: ServeClient, scene: Scene, seen: Seen) -> None:
     """All turns, or those that end before the last of the crowd's calls."""
     draw, now = random.Random(7), asyncio.get_running_loop().time
-    session, history = await Session.begin(client, "chat", "b"), list[Piece]()
+    session, history = await BenchSession.begin(client, "chat", "b"), list[Piece]()
     for turn in range(scene.turns):
         if turn % TURNS_OF_A_CHAT == 0:
             history = [Data(words(draw, 2000))]
@@ -81,7 +81,7 @@ async def chat(client: ServeClient, scene: Scene, seen: Seen) -> None:
 
 async def crowd(client: ServeClient, scene: Scene, seen: Seen) -> None:
     draw = random.Random(3)
-    session, system = await Session.begin(client, "crowd", "a"), words(draw, 300)
+    session, system = await BenchSession.begin(client, "crowd", "a"), words(draw, 300)
     now = asyncio.get_running_loop().time
 
     async def one(query: str, num_tokens: int) -> None:

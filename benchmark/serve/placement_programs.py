@@ -20,7 +20,7 @@ from benchmark.apps.workloads import (
 )
 from benchmark.serve.baselines import cluster_with
 from benchmark.simulated import core_config, words
-from parrot.cli.bench.styles import Data, Piece, Session, Var
+from parrot.cli.bench.styles import BenchSession, Data, Piece, Var
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient
@@ -79,7 +79,7 @@ def model_of(engine: int) -> str:
 
 
 async def call(
-    session: Session, name: str, prompt: Sequence[Piece], tokens: int, engines: Engines = ()
+    session: BenchSession, name: str, prompt: Sequence[Piece], tokens: int, engines: Engines = ()
 ) -> Var:
     models = [model_of(engine) for engine in engines]
     return await session.call(prompt, tokens, sampling=SAMPLING, func_name=name, models=models)
@@ -100,7 +100,7 @@ async def gpts(
     async def request(start: float, app: dict[str, Any], prompt: str, query: str) -> None:
         await asyncio.sleep(start)
         began = loop.time()
-        session = await Session.begin(client)
+        session = await BenchSession.begin(client)
         tokens, name = app["output_length"], app["app_name"]
         out = await call(session, name, [prompt, Data(query)], tokens, fixed.get(name, ()))
         await session.read(out, PerformanceCriteria.TPOT)  # by which it is judged
@@ -125,7 +125,7 @@ async def fanout(
     loop, draw = asyncio.get_running_loop(), random.Random(args.seeds[0])
     placed: list[Engines] = [(i,) for i, size in enumerate(parts) for _ in range(size)]
     places = placed or [()] * args.siblings
-    session, prefix = await Session.begin(client), Data(words(draw, args.prefix))
+    session, prefix = await BenchSession.begin(client), Data(words(draw, args.prefix))
     siblings = [
         call(session, "sibling", [prefix, Data(words(draw, args.query))], args.answer, engines)
         for engines in places
@@ -177,7 +177,7 @@ class Mixed:
 
     async def _chat(self, client: ServeClient, start: float, prompt: str, tokens: int) -> None:
         await asyncio.sleep(start)
-        session = await Session.begin(client)
+        session = await BenchSession.begin(client)
         began = asyncio.get_running_loop().time()
         engines = self._engines(on_first=True)
         output = await call(session, "chat", [Data(prompt)], tokens, engines)
@@ -188,7 +188,7 @@ class Mixed:
 
     async def _map_reduce(self, client: ServeClient) -> None:
         args, loop = self._args, asyncio.get_running_loop()
-        session, began = await Session.begin(client), loop.time()
+        session, began = await BenchSession.begin(client), loop.time()
         chunks = [words(self._draw, args.chunk) for _ in range(args.document // args.chunk)]
         parts = []
         for number, chunk in enumerate(chunks):

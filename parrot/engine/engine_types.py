@@ -13,7 +13,7 @@ from parrot.engine.config import (
 )
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
-from parrot.engine.core.steps import DividedRunner, Runner
+from parrot.engine.core.steps import DividedRunner, StepRunner
 from parrot.engine.service import EngineService, RunnerService, ThreadDriver
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.clock import MonotonicClock
@@ -63,7 +63,7 @@ def _load(config: BuiltinConfig | HuggingFaceConfig, driver: ThreadDriver) -> En
     return EngineCore(config, runner, language, MonotonicClock())
 
 
-def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Language]:
+def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[StepRunner, Language]:
     """Raises `ConfigError` if this installation cannot run models."""
     try:
         from parrot.engine.grammar.compiler import GrammarCompiler
@@ -80,7 +80,7 @@ def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, Lang
         ) from None
 
 
-def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[Runner, TokenizerResponse]:
+def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[StepRunner, TokenizerResponse]:
     if isinstance(config, BuiltinConfig):
         from parrot.engine.runner.load import load_runner
 

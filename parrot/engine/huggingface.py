@@ -41,7 +41,7 @@ from parrot.engine.models.checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from parrot.engine.runner.device import Reads, make_of, noticing_loss
+from parrot.engine.runner.device import StepReads, make_of, noticing_loss
 from parrot.engine.runner.log_probabilities import as_logprobs, score_tokens
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import TokenizerResponse
@@ -99,7 +99,7 @@ class HuggingFaceRunner:
         scores: dict[int, TokenScores] = {}
         read: dict[int, StateRead] = {}
         for batch in _batches(s for s in plan.sequences if not isinstance(s.read, ScoreSpec)):
-            reads = Reads.of(batch)
+            reads = StepReads.of(batch)
             logits = self._forward(batch, reads)[:, -1]
             read |= {} if reads is None else reads.landed()
             wanted = [(row, s.sample) for row, s in enumerate(batch) if s.sample is not None]
@@ -132,7 +132,7 @@ class HuggingFaceRunner:
         return found
 
     def _forward(
-        self, batch: Sequence[SequenceStep], reads: Reads | None = None, num_kept: int = 1
+        self, batch: Sequence[SequenceStep], reads: StepReads | None = None, num_kept: int = 1
     ) -> torch.Tensor:
         """Logits [rows, tokens, vocab], at least after the last `num_kept` tokens of each."""
         num_new = len(batch[0].token_ids)

@@ -38,7 +38,7 @@ class ReasoningDelta(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
+class ParsedToolCall:
     """`arguments`: a JSON object, as text."""
 
     name: str
@@ -46,7 +46,7 @@ class ToolCall:
     id: str
 
     @classmethod
-    def of(cls, name: str, arguments: Mapping[str, Any]) -> "ToolCall":
+    def of(cls, name: str, arguments: Mapping[str, Any]) -> "ParsedToolCall":
         """Raises `ValueError` for arguments that are too deep for JSON."""
         try:
             text = orjson.dumps(arguments).decode()
@@ -60,7 +60,7 @@ class ToolCall:
         return {"id": self.id, "type": "function", "function": function}
 
 
-Event = TextDelta | ReasoningDelta | ToolCall
+Event = TextDelta | ReasoningDelta | ParsedToolCall
 
 
 @dataclass(slots=True)
@@ -68,11 +68,11 @@ class WholeAnswer:
     """All that an answer says."""
 
     text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[ParsedToolCall] = field(default_factory=list)
     reasoning: str = ""
 
     def add(self, event: Event) -> None:
-        if isinstance(event, ToolCall):
+        if isinstance(event, ParsedToolCall):
             self.calls.append(event)
         elif isinstance(event, ReasoningDelta):
             self.reasoning += event.reasoning
@@ -97,11 +97,11 @@ class AnswerParser(Protocol):
         """The answer has ended: whatever was held back."""
 
 
-Read = Callable[[str], Sequence[ToolCall] | None]
+Read = Callable[[str], Sequence[ParsedToolCall] | None]
 """Finds the calls in a text; None, or a `ValueError`, if it is something else."""
 
 
-def _calls_in(text: str, read: Read) -> Sequence[ToolCall] | None:
+def _calls_in(text: str, read: Read) -> Sequence[ParsedToolCall] | None:
     try:
         return read(text)
     except ValueError:
@@ -133,7 +133,7 @@ class FirstCallParser:
 
     def _first(self, events: Iterable[Event]) -> Iterator[Event]:
         for event in events:
-            if isinstance(event, ToolCall):
+            if isinstance(event, ParsedToolCall):
                 if self._has_called:
                     continue
                 self._has_called = True

@@ -34,10 +34,10 @@ import orjson
 
 from parrot.gateway.answers import (
     AnswerParser,
+    ParsedToolCall,
     PlainParser,
     ReasoningParser,
     TaggedParser,
-    ToolCall,
     WholeParser,
 )
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
@@ -172,7 +172,7 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def read_json(text: str) -> list[ToolCall] | None:
+def read_json(text: str) -> list[ParsedToolCall] | None:
     """A JSON object, a list of them, or some one after the other, with semicolons or not. Their
     arguments are called `arguments` or `parameters`."""
     try:
@@ -180,14 +180,14 @@ def read_json(text: str) -> list[ToolCall] | None:
         items = value if isinstance(value, list) else [value]
     except orjson.JSONDecodeError:
         items = _in_sequence(text)
-    calls: list[ToolCall] = []
+    calls: list[ParsedToolCall] = []
     for item in items:
         match item:
             case {"name": str(name), "arguments": dict(arguments)} | {
                 "name": str(name),
                 "parameters": dict(arguments),
             }:
-                calls.append(ToolCall.of(name, arguments))
+                calls.append(ParsedToolCall.of(name, arguments))
             case _:
                 return None
     return calls or None
@@ -213,8 +213,8 @@ def _end_of_gap(text: str, begin: int) -> int:
     return gap.end()
 
 
-def read_deepseek(text: str) -> list[ToolCall] | None:
-    calls: list[ToolCall] = []
+def read_deepseek(text: str) -> list[ParsedToolCall] | None:
+    calls: list[ParsedToolCall] = []
     for found in _whole(_DEEPSEEK_CALL, text) or ():
         try:
             arguments = orjson.loads(found["fenced"] or found["bare"] or "")
@@ -222,13 +222,13 @@ def read_deepseek(text: str) -> list[ToolCall] | None:
             return None
         if not isinstance(arguments, dict):
             return None
-        calls.append(ToolCall.of(found["typed"] or found["name"], arguments))
+        calls.append(ParsedToolCall.of(found["typed"] or found["name"], arguments))
     return calls or None
 
 
-def read_kimi(text: str) -> list[ToolCall] | None:
+def read_kimi(text: str) -> list[ParsedToolCall] | None:
     """Calls keep the ids that the model gives them, since it is shown them again."""
-    calls: list[ToolCall] = []
+    calls: list[ParsedToolCall] = []
     for found in _whole(_KIMI_CALL, text) or ():
         try:
             arguments = orjson.loads(found["arguments"])
@@ -236,13 +236,13 @@ def read_kimi(text: str) -> list[ToolCall] | None:
             return None
         if not isinstance(arguments, dict):
             return None
-        call = ToolCall.of(found["name"], arguments)
+        call = ParsedToolCall.of(found["name"], arguments)
         is_new = all(found["id"] != other.id for other in calls)
         calls.append(replace(call, id=found["id"]) if is_new else call)
     return calls or None
 
 
-def read_gemma(text: str, quote: str, functions: Sequence[Function]) -> list[ToolCall] | None:
+def read_gemma(text: str, quote: str, functions: Sequence[Function]) -> list[ParsedToolCall] | None:
     """`call:look{at:<quote>sky<quote>,n:[1,{far:true}]}`. Values without quotes are JSON, or text
     if the function wants some."""
     found = _GEMMA_CALL.fullmatch(text)
@@ -260,7 +260,7 @@ def read_gemma(text: str, quote: str, functions: Sequence[Function]) -> list[Too
         key: _typed(str(value), schemas.get(key)) if isinstance(value, _Bare) else _plain(value)
         for key, value in arguments.items()
     }
-    return [ToolCall.of(found[1], typed)]
+    return [ParsedToolCall.of(found[1], typed)]
 
 
 class _Bare(str):
@@ -338,13 +338,13 @@ class _GemmaReader:
             raise ValueError(f"{text} is missing")
 
 
-def read_coder(text: str, functions: Sequence[Function]) -> list[ToolCall] | None:
+def read_coder(text: str, functions: Sequence[Function]) -> list[ParsedToolCall] | None:
     """`<function=look><parameter=at>sky</parameter></function>`"""
     found = _CODER_CALL.fullmatch(text)
     return None if found is None else _tagged(found, _CODER_ARGUMENT, functions)
 
 
-def read_glm(text: str, functions: Sequence[Function]) -> list[ToolCall] | None:
+def read_glm(text: str, functions: Sequence[Function]) -> list[ParsedToolCall] | None:
     """`look<arg_key>at</arg_key><arg_value>sky</arg_value>`"""
     found = _GLM_CALL.fullmatch(text)
     return None if found is None else _tagged(found, _GLM_ARGUMENT, functions)
@@ -352,7 +352,7 @@ def read_glm(text: str, functions: Sequence[Function]) -> list[ToolCall] | None:
 
 def _tagged(
     call: re.Match[str], argument: re.Pattern[str], functions: Sequence[Function]
-) -> list[ToolCall] | None:
+) -> list[ParsedToolCall] | None:
     """`call`: the name, and the text of the arguments, which are JSON unless of type string."""
     name, text = call.groups()
     arguments: dict[str, Any] = {}
@@ -363,7 +363,7 @@ def _tagged(
         if key in arguments:
             return None
         arguments[key] = _typed(value, schemas.get(key))
-    return None if found is None else [ToolCall.of(name, arguments)]
+    return None if found is None else [ParsedToolCall.of(name, arguments)]
 
 
 def _properties(name: str, functions: Sequence[Function]) -> Mapping[str, Any]:
@@ -395,7 +395,7 @@ def _whole(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
     return None if text[end:].strip() else matches
 
 
-def read_python(text: str) -> list[ToolCall] | None:
+def read_python(text: str) -> list[ParsedToolCall] | None:
     """`[look(at="sky"), wait(s=3)]`; nothing in it is run."""
     if len(text) > _MAX_PYTHON:
         return None
@@ -409,12 +409,12 @@ def read_python(text: str) -> list[ToolCall] | None:
         return None
 
 
-def _python_call(node: ast.expr) -> ToolCall:
+def _python_call(node: ast.expr) -> ParsedToolCall:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call by names")
     names = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
     values = [_literal(keyword.value) for keyword in node.keywords]
-    return ToolCall.of(_dotted(node.func), dict(zip(names, values, strict=True)))
+    return ParsedToolCall.of(_dotted(node.func), dict(zip(names, values, strict=True)))
 
 
 def _dotted(node: ast.expr) -> str:

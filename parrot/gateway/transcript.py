@@ -45,7 +45,7 @@ import orjson
 
 from parrot.gateway.tool_calls import CallRules
 from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
-from parrot.protocol.template import Text, parse_template, placeholder
+from parrot.protocol.template import TemplateText, parse_template, placeholder
 from parrot.serve.graph.nodes import (
     Piece,
     PieceKind,
@@ -56,7 +56,7 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.prompts.encode import ModelTokenizer, Style, encode_prompt, require_chars
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.prompts.templates import PLAIN_CHAT, ChatTemplate, sentinel
+from parrot.serve.prompts.templates import PLAIN_CHAT, ModelTemplate, sentinel
 
 _PART = 2048  # characters
 _MAX_CHARS = 2**23  # of a prompt: no model has room for two million tokens
@@ -129,7 +129,7 @@ def _append(placed: list[Message], message: Message, *, is_joined: bool) -> None
 
 
 def render_transcript(
-    template: ChatTemplate,
+    template: ModelTemplate,
     messages: Sequence[Message],
     *,
     special_texts: frozenset[str] = frozenset(),
@@ -173,7 +173,7 @@ class _Marked(NamedTuple):
 
 
 def _mark(
-    template: ChatTemplate,
+    template: ModelTemplate,
     messages: Sequence[Message],
     options: Mapping[str, Any],
     num_known: int = 0,
@@ -369,7 +369,7 @@ def mark_places(prompt: Sequence[Message] | str, names: Sequence[str]) -> Marked
             return text
         parts = []
         for piece in parse_template(text):
-            if isinstance(piece, Text):
+            if isinstance(piece, TemplateText):
                 parts.append(piece.text)
             elif piece.name in marks:
                 places[piece.name] += 1

@@ -45,7 +45,7 @@ from parrot.gateway.transcript import (
 from parrot.protocol.errors import InvalidRequest, NotFound
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
-    ReadOptions,
+    ReadLimits,
     VarGetResponse,
 )
 from parrot.protocol.sampling import Logprobs, SamplingConfig
@@ -165,8 +165,8 @@ class Turn:
         return value_view(self.completions[choice].output)
 
     @property
-    def _options(self) -> ReadOptions:
-        return ReadOptions(
+    def _options(self) -> ReadLimits:
+        return ReadLimits(
             session_id=self.session.id, criteria=self.criteria, deadline=self.deadline
         )
 

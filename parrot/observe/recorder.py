@@ -19,7 +19,7 @@ from parrot.protocol.public import (
     SemanticCallRequest,
     SessionScoped,
 )
-from parrot.protocol.template import Text, parse_template, placeholder
+from parrot.protocol.template import TemplateText, parse_template, placeholder
 from parrot.serve.events import (
     CallAdded,
     CancelAsked,
@@ -208,7 +208,7 @@ class Recorder:
     def _pieces(self, request: SemanticCallRequest) -> list[trace.TraceText | str]:
         system = [] if request.system is None else [self._text(request.system)]
         return system + [
-            self._text(piece.text) if isinstance(piece, Text) else piece.name
+            self._text(piece.text) if isinstance(piece, TemplateText) else piece.name
             for piece in parse_template(request.template)
         ]
 

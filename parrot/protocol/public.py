@@ -267,13 +267,13 @@ class VarSetRequest(SessionScoped):
     content: Text
 
 
-class ReadOptions(SessionScoped):
+class ReadLimits(SessionScoped):
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     timeout: Timeout | None = Field(None, description="Seconds until the read fails.")
     deadline: Timeout | None = Field(None, description="In how many seconds: it only orders work.")
 
 
-class VarGetRequest(ReadOptions):
+class VarGetRequest(ReadLimits):
     pass
 
 
@@ -299,7 +299,7 @@ class VarGetResponse(Answer):
     )
 
 
-class FirstVarsRequest(ReadOptions):
+class FirstVarsRequest(ReadLimits):
     var_ids: list[Label] = Field(
         min_length=1, max_length=MAX_PARAMETERS, description="all different"
     )

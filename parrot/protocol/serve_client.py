@@ -45,7 +45,7 @@ _IN_HEAD = {"session_auth"}
 READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
 
 
-class ReadOptions(TypedDict, total=False):
+class ReadWishes(TypedDict, total=False):
     """How a read is made, where that differs from the server's defaults."""
 
     criteria: PerformanceCriteria
@@ -118,13 +118,13 @@ class ServeClient:
         )
 
     async def get_var(
-        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadOptions]
+        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadWishes]
     ) -> str:
         """The text alone of what `read_var` gives."""
         return (await self.read_var(session_id, session_auth, var_id, **options)).content
 
     async def read_var(
-        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadOptions]
+        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadWishes]
     ) -> VarGetResponse:
         """Wait for the value. Cancelling this coroutine closes the connection, which withdraws the
         read at the server."""
@@ -143,7 +143,7 @@ class ServeClient:
         session_auth: str,
         var_ids: Sequence[str],
         k: int = 1,
-        **options: Unpack[ReadOptions],
+        **options: Unpack[ReadWishes],
     ) -> list[VarValue]:
         """Wait for the first `k` to be ready, in the order in which they were. Cancelling this
         coroutine withdraws the read."""
@@ -164,7 +164,7 @@ class ServeClient:
         session_auth: str,
         var_id: str,
         on_done: Callable[[StreamDone], None] | None = None,
-        **options: Unpack[ReadOptions],
+        **options: Unpack[ReadWishes],
     ) -> AsyncIterator[str]:
         """Deltas of the value. Ends normally only after the server's `done` event, of which
         `on_done` is told."""
@@ -236,7 +236,7 @@ class RegistrationClient:
         return read_answer(LeaveResponse, answer)
 
 
-def _wishes(options: ReadOptions) -> dict[str, Any]:
+def _wishes(options: ReadWishes) -> dict[str, Any]:
     """The options under the server's names, without those that are None."""
     named = {name.removesuffix("_s"): value for name, value in options.items()}
     return {name: value for name, value in named.items() if value is not None}
@@ -246,7 +246,7 @@ def _query(fields: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items()}
 
 
-def _patience(options: ReadOptions) -> float | None:
+def _patience(options: ReadWishes) -> float | None:
     """Seconds to wait for a read's answer."""
     timeout_s = options.get("timeout_s")
     return None if timeout_s is None else timeout_s + READ_MARGIN_S

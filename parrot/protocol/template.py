@@ -8,7 +8,7 @@ _PLACEHOLDER = re.compile(r"\{\{([a-zA-Z_][a-zA-Z0-9_]*)\}\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TemplateText:
     text: str
 
 
@@ -17,16 +17,16 @@ class Placeholder:
     name: str
 
 
-def parse_template(template: str) -> Iterator[Text | Placeholder]:
+def parse_template(template: str) -> Iterator[TemplateText | Placeholder]:
     """Yield the pieces in order. Texts are never empty; two texts are never adjacent."""
     end = 0
     for match in _PLACEHOLDER.finditer(template):
         if match.start() > end:
-            yield Text(template[end : match.start()])
+            yield TemplateText(template[end : match.start()])
         yield Placeholder(match.group(1))
         end = match.end()
     if end < len(template):
-        yield Text(template[end:])
+        yield TemplateText(template[end:])
 
 
 def placeholder(name: str) -> str:

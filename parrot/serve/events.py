@@ -11,7 +11,7 @@ from parrot.protocol.engine_api import EngineInfo
 from parrot.protocol.public import (
     CallResponse,
     NativeCallRequest,
-    ReadOptions,
+    ReadLimits,
     SemanticCallRequest,
 )
 from parrot.serve.graph.nodes import Completion, Task
@@ -163,7 +163,7 @@ class PrefixBroken(NamedTuple):
 class ReadBegan(NamedTuple):
     session: Session
     read_id: int
-    options: ReadOptions
+    options: ReadLimits
     var_ids: Sequence[str]
     k: int | None  # a read of the first `k` of several variables; None: of one
     is_stream: bool

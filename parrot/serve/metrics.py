@@ -475,7 +475,7 @@ class PriceTable:
 
 
 @dataclass(slots=True)
-class Usage:
+class TenantUsage:
     """The completions that ran, and their tokens; those of prompts that were there are in `cached`
     and in `prompt`. `cost`: in the prices' currency. `service_s`: of engines' time."""
 
@@ -494,7 +494,7 @@ class Usage:
         self.cost += call.cost
         self.service_s += call.service_s
 
-    def add(self, other: "Usage") -> None:
+    def add(self, other: "TenantUsage") -> None:
         self.calls += other.calls
         self.prompt += other.prompt
         self.cached += other.cached
@@ -510,22 +510,22 @@ class Accounts:
     def __init__(self, tenants: TenantTable, max_names: int) -> None:
         self._tenants = tenants
         self._max_names = max_names
-        self._usage: dict[str, SeriesByName[Usage]] = {}
+        self._usage: dict[str, SeriesByName[TenantUsage]] = {}
 
     def count(self, tenant: str, function: str, call: Measured) -> None:
         label = tenant if self._tenants.is_named(tenant) else OTHER
         if (functions := self._usage.get(label)) is None:
-            functions = self._usage[label] = SeriesByName(self._max_names, Usage)
+            functions = self._usage[label] = SeriesByName(self._max_names, TenantUsage)
         functions.use(function).count(call)
 
-    def __iter__(self) -> Iterator[tuple[str, str, Usage]]:
+    def __iter__(self) -> Iterator[tuple[str, str, TenantUsage]]:
         """Yield tenants and their functions."""
         for tenant, functions in self._usage.items():
             for function, usage in functions.items():
                 yield tenant, function, usage
 
     def families(self) -> Iterator[Metric]:
-        tenants: defaultdict[str, Usage] = defaultdict(Usage)
+        tenants: defaultdict[str, TenantUsage] = defaultdict(TenantUsage)
         for tenant, _, usage in self:
             tenants[tenant].add(usage)
         directions = ("prompt", "cached", "generation")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from parrot.protocol.errors import ParrotError, TimedOut
 from parrot.protocol.public import (
     FirstVarsRequest,
-    ReadOptions,
+    ReadLimits,
     TokenUsage,
     VarGetResponse,
 )
@@ -48,16 +48,14 @@ class Reads:
             when = self._clock.now() + WAKE_DELAY_S
             self._timers.call_at(when, lambda: self._wake(session))
 
-    async def value(
-        self, session: Session, variable: SemanticVariable, options: ReadOptions
-    ) -> str:
+    async def value(self, session: Session, variable: SemanticVariable, options: ReadLimits) -> str:
         if not self._events.wants(ReadBegan, ReadEnded):
             return await self._value(session, variable, options)
         with self._told(session, options, [variable.id]):
             return await self._value(session, variable, options)
 
     async def _value(
-        self, session: Session, variable: SemanticVariable, options: ReadOptions
+        self, session: Session, variable: SemanticVariable, options: ReadLimits
     ) -> str:
         if variable.is_settled:
             return variable.result()
@@ -67,7 +65,7 @@ class Reads:
                 return await variable.wait()
 
     def stream(
-        self, session: Session, variable: SemanticVariable, options: ReadOptions
+        self, session: Session, variable: SemanticVariable, options: ReadLimits
     ) -> AsyncGenerator[str]:
         """All the text in deltas, the past ones first."""
         deltas = self._stream(session, variable, options)
@@ -79,7 +77,7 @@ class Reads:
         self,
         session: Session,
         variable: SemanticVariable,
-        options: ReadOptions,
+        options: ReadLimits,
         deltas: AsyncGenerator[str],
     ) -> AsyncGenerator[str]:
         with self._told(session, options, [variable.id], is_stream=True):
@@ -88,7 +86,7 @@ class Reads:
                     yield delta
 
     async def _stream(
-        self, session: Session, variable: SemanticVariable, options: ReadOptions
+        self, session: Session, variable: SemanticVariable, options: ReadLimits
     ) -> AsyncGenerator[str]:
         if variable.is_settled:
             if text := variable.result():
@@ -138,7 +136,7 @@ class Reads:
     def _told(
         self,
         session: Session,
-        options: ReadOptions,
+        options: ReadLimits,
         var_ids: Sequence[str],
         *,
         k: int | None = None,
@@ -162,7 +160,7 @@ class Reads:
             self.wake_soon(session)
 
     @contextmanager
-    def _open(self, session: Session, options: ReadOptions) -> Iterator["_Read"]:
+    def _open(self, session: Session, options: ReadLimits) -> Iterator["_Read"]:
         read = _Read(session, options, self._clock.now())
         if read.end is not None:
             session.timed_reads[read] = read.end
@@ -187,7 +185,7 @@ class _Read:
     """The wants of one request. `end`: when it times out, on the clock's scale. `candidates` of a
     race: those that were not ready in time are not made in the background either."""
 
-    def __init__(self, session: Session, options: ReadOptions, now: float) -> None:
+    def __init__(self, session: Session, options: ReadLimits, now: float) -> None:
         limits = [s for s in (options.timeout, options.deadline) if s is not None]
         self.end = None if options.timeout is None else now + options.timeout
         self._deadline = now + min(limits) if limits else None

@@ -26,16 +26,23 @@ from parrot.protocol.public import (
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
-from parrot.serve.graph.graph import ResolvedGraph, SessionGraph, SessionIds, Shared, resolve
+from parrot.serve.graph.graph import (
+    GraphServices,
+    ResolvedGraph,
+    SessionGraph,
+    SessionIds,
+    Shared,
+    resolve,
+)
 from parrot.serve.graph.nodes import (
     Completion,
+    Executor,
     Predictor,
-    Runner,
     SemanticVariable,
     Task,
     VariableState,
 )
-from parrot.serve.tenants.table import Account, TenantTable, num_bytes, usage_of, usage_of_graph
+from parrot.serve.tenants.table import Quota, TenantTable, num_bytes, usage_of, usage_of_graph
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.ids import derived_token, tokens_equal
@@ -244,7 +251,7 @@ class Session:
     apps: tuple[str, ...]
     is_program: bool
     graph: SessionGraph
-    account: Account
+    account: Quota
     created_at: float  # times are on the clock's scale
     last_active: float  # when a request came in, or a task of the session ended
     timed_reads: dict[object, float] = field(default_factory=dict)  # the open ones with a timeout
@@ -385,8 +392,7 @@ class SessionRegistry:
         self._tenant_table = tenants
         self._clock = clock
         self._timers = timers
-        self._runner: Runner
-        self._predictor: Predictor
+        self._services: GraphServices
         self._expire: Callable[[Session, str], None]
         self._make_log: Callable[[int], SessionLog]
         self.shard = None if config.shards is None else config.shard
@@ -397,14 +403,15 @@ class SessionRegistry:
         self._ending: dict[int, Session] = {}
         self._auths: set[str] = set()
         # A tenant's account lives as long as one of its sessions, whose accounts refer to it.
-        self._tenants: WeakValueDictionary[str, Account] = WeakValueDictionary()
+        self._tenants: WeakValueDictionary[str, Quota] = WeakValueDictionary()
 
     def connect(
-        self, runner: Runner, predictor: Predictor, expire: Callable[[Session, str], None]
+        self, executor: Executor, predictor: Predictor, expire: Callable[[Session, str], None]
     ) -> None:
         """Let the sessions' graphs use these. `expire` ends a session for a reason, which includes
         `retire` and, in time, `remove`."""
-        self._runner, self._predictor, self._expire = runner, predictor, expire
+        self._services = GraphServices(executor, predictor, self._clock, self.backlog)
+        self._expire = expire
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -481,13 +488,13 @@ class SessionRegistry:
                 self._expire(session, "has ended: its tenant has no key for it any more")
                 yield
 
-    def _account(self, tenant: str) -> Account:
+    def _account(self, tenant: str) -> Quota:
         """A new session's."""
         of_tenant = self._tenants.get(tenant)
         if of_tenant is None:
             own = self._tenant_table.get(tenant).limits.amounts
-            of_tenant = Account(self._config.tenant_quota, own=own)
-        return Account(self._config.session_quota, of_tenant)
+            of_tenant = Quota(self._config.tenant_quota, own=own)
+        return Quota(self._config.session_quota, of_tenant)
 
     def placed(self, completion: Completion) -> None:
         """It was sent to an engine."""
@@ -495,7 +502,7 @@ class SessionRegistry:
         if session is not None and session.log is not None:
             session.log.attempted(completion)
 
-    def _begin(self, begin: Begin, account: Account) -> Session:
+    def _begin(self, begin: Begin, account: Quota) -> Session:
         assert account.parent is not None
         account.add(sessions=1, text_bytes=num_bytes(begin.apps))
         self._tenants[begin.tenant] = account.parent
@@ -504,14 +511,11 @@ class SessionRegistry:
         graph = SessionGraph(
             begin.id,
             begin.tenant,
+            SessionIds(self._shared, begin.auth),
+            self._services,
             cache_salt=self._tenant_table.cache_salt(begin.tenant),
             on_demand=begin.on_demand,
             trace_id=None if self.sampler is None else begin.trace_id,
-            runner=self._runner,
-            predictor=self._predictor,
-            clock=self._clock,
-            ids=SessionIds(self._shared, begin.auth),
-            backlog=self.backlog,
         )
         apps = tuple(begin.apps)
         session = Session(

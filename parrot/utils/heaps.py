@@ -236,7 +236,7 @@ class TimerQueue:
     and nothing while none is. A callback that raises is logged, and stops no other timer."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._timers: LazyHeap[Timer, float] = LazyHeap()
         self._tasks = TaskSet()
         self._sleeper: asyncio.Task[None] | None = None
@@ -263,8 +263,8 @@ class TimerQueue:
     async def _run(self) -> None:
         while (first := self._timers.top()) is not None:
             self._sleeping_until = first[0]
-            await self._clock.sleep(max(0.0, first[0] - self._clock.now()))
-            for timer in self._timers.pop_until(self._clock.now()):
+            await self.clock.sleep(max(0.0, first[0] - self.clock.now()))
+            for timer in self._timers.pop_until(self.clock.now()):
                 try:
                     timer.callback()
                 except Exception:

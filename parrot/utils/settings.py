@@ -21,21 +21,21 @@ _SECTIONS: tuple[Section, ...] = ("core", "engine")
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class SettingsLayer:
     """The values that one place sets; `name` says what errors call it for a key there."""
 
     values: Mapping[str, Any]
     name: Callable[[Loc], str]
 
 
-ConfigFile = Layer | str | Path | None
+ConfigFile = SettingsLayer | str | Path | None
 """A config file: what is in it, its path, or that there is none."""
 
 
 class Settings:
     """Layers, the strongest last. Sections are merged key by key, all else is replaced whole."""
 
-    def __init__(self, layers: Iterable[Layer]) -> None:
+    def __init__(self, layers: Iterable[SettingsLayer]) -> None:
         self._layers = [layer for layer in layers if layer.values]
 
     @property
@@ -68,24 +68,24 @@ def read_settings(
 ) -> Settings:
     """The settings of a server from its config file, `environ`, and the `options` of the command
     line. `model_of` gives the model of what is known as yet. Raises `ConfigError`."""
-    file = file if isinstance(file, Layer) else file_layer(file)
-    given = Layer(options, lambda loc: COMMAND_LINE)
+    file = file if isinstance(file, SettingsLayer) else file_layer(file)
+    given = SettingsLayer(options, lambda loc: COMMAND_LINE)
     known = Settings([file, _untyped(section, environ), given])
     return Settings([file, environment_layer(section, environ, model_of(known)), given])
 
 
-def file_layer(path: str | Path | None) -> Layer:
+def file_layer(path: str | Path | None) -> SettingsLayer:
     """The values of a config file; none if there is no file. Raises `ConfigError`."""
     return layer({} if path is None else read_config_object(path), str(path))
 
 
-def layer(values: Mapping[str, Any], name: str) -> Layer:
-    return Layer(values, lambda loc: name)
+def layer(values: Mapping[str, Any], name: str) -> SettingsLayer:
+    return SettingsLayer(values, lambda loc: name)
 
 
 def environment_layer(
     section: Section, environ: Mapping[str, str], model: type[BaseModel]
-) -> Layer:
+) -> SettingsLayer:
     """The values of a section's variables: text where a key takes text, else JSON. Raises
     `ConfigError` for a name that cannot be meant."""
     values: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def environment_layer(
         for part in reversed(path[:-1]):
             nested = {part: nested}
         values = _merged(values, nested)
-    return Layer(values, lambda loc: _spelled(section, loc) if loc else "environment")
+    return SettingsLayer(values, lambda loc: _spelled(section, loc) if loc else "environment")
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -135,9 +135,9 @@ def _variables(
         yield name, path
 
 
-def _untyped(section: Section, environ: Mapping[str, str]) -> Layer:
+def _untyped(section: Section, environ: Mapping[str, str]) -> SettingsLayer:
     found = {path[0]: environ[name] for name, path in _variables(section, environ) if not path[1:]}
-    return Layer(found, lambda loc: _spelled(section, loc))
+    return SettingsLayer(found, lambda loc: _spelled(section, loc))
 
 
 def _value(field: FieldInfo | None, text: str) -> Any:

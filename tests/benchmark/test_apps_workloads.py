@@ -109,10 +109,10 @@ def test_multi_agent_has_the_recorded_prompts():
             self.prompts: list[int] = []
 
         def call(self, function, prompt, tokens, **options):
-            from parrot.cli.bench.program import Output
+            from parrot.cli.bench.program import ProgramOutput
 
             self.prompts.append(sum(piece.tokens for piece in prompt))
-            return Output(function, tokens)
+            return ProgramOutput(function, tokens)
 
         async def read(self, *outputs):
             assert len(outputs) == 8

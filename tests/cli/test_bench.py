@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from parrot.cli.bench.plan import Job, JobRunner, Plan
+from parrot.cli.bench.plan import BenchJob, JobRunner, Plan
 from parrot.cli.bench.program import Backend, Network, Program
 from parrot.cli.bench.styles import OpenAIProgram, OpenAITarget, openai_http
 from parrot.cli.bench.workloads import PRESETS
@@ -128,7 +128,7 @@ async def test_no_more_run_at_once_than_was_asked_for() -> None:
     target = OpenAITarget(openai_http("http://nobody", None), "m")
     backend = Backend(lambda app: OpenAIProgram(target, Network()), target.http.close)
     runner = JobRunner(backend)
-    await runner.run(Plan([Job("job", run)] * 10, concurrency=3))
+    await runner.run(Plan([BenchJob("job", run)] * 10, concurrency=3))
     assert most == 3
     assert [result.error for result in runner.results] == [None] * 10
 

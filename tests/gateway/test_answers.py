@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parrot.gateway.answers import (
     AnswerParser,
     FirstCallParser,
+    ParsedToolCall,
     PlainParser,
-    ToolCall,
     WholeAnswer,
     read_answer,
 )
@@ -301,7 +301,7 @@ def test_answers_without_tools_are_text() -> None:
 
 
 def test_the_message_of_an_answer() -> None:
-    call = ToolCall("look", '{"at":"sky"}', "call_1")
+    call = ParsedToolCall("look", '{"at":"sky"}', "call_1")
     function = {"name": "look", "arguments": {"at": "sky"}}
     assert WholeAnswer("Hm", [call]).message() == {
         "role": "assistant",

@@ -8,7 +8,7 @@ from parrot.gateway.transcript import mark_places, put_variables, render_transcr
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import parse_template, placeholder
 from parrot.serve.graph.nodes import PieceKind, TextPiece, VariablePiece
-from parrot.serve.prompts.templates import ChatTemplate
+from parrot.serve.prompts.templates import ModelTemplate
 from tests.gateway.test_transcript import HERMES
 from tests.serve.serve_fakes import make_graph
 
@@ -37,7 +37,7 @@ def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[s
     messages = [
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
     ]
-    template = ChatTemplate(HERMES)
+    template = ModelTemplate(HERMES)
     marked = mark_places(messages, names_in(contents))
     pieces = put_variables(render_transcript(template, marked.prompt).pieces(), marked, VALUES)
     text = "".join(
@@ -62,7 +62,7 @@ def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[s
     "shown", ["{{ m.content | tojson }}", "{{ m.content | upper }}", "", "{{ m.content[:9] }}"]
 )
 def test_a_template_that_changes_the_message_is_refused(shown: str) -> None:
-    template = ChatTemplate("{% for m in messages %}" + shown + "{% endfor %}")
+    template = ModelTemplate("{% for m in messages %}" + shown + "{% endfor %}")
     marked = mark_places([{"role": "user", "content": "x {{a}} y"}], ["a"])
     with pytest.raises(InvalidRequest, match="does not show the message of `a`") as caught:
         put_variables(render_transcript(template, marked.prompt).pieces(), marked, VALUES)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from parrot.gateway.transcript import render_transcript, with_system_first
 from parrot.protocol.errors import InvalidRequest
-from parrot.serve.prompts.templates import ChatTemplate
+from parrot.serve.prompts.templates import ModelTemplate
 from tests.serve.prompts.test_chat_prompts import TEMPLATES
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer
 
@@ -100,7 +100,7 @@ def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> s
 def told(template: str, messages: list[dict[str, Any]], **options: Any) -> list[tuple[str, str]]:
     """The pieces, with the words `constant`, `value` and `output`."""
     transcript = render_transcript(
-        ChatTemplate(template, BOS, EOS), messages, special_texts=SPECIAL, **options
+        ModelTemplate(template, BOS, EOS), messages, special_texts=SPECIAL, **options
     )
     return [(piece.kind.name.lower(), piece.text) for piece in transcript.pieces()]
 
@@ -123,7 +123,7 @@ def test_pieces_are_what_transformers_renders(
         messages.insert(0, {"role": "system", "content": system})
     template = ALL_TEMPLATES[name]
     try:
-        transcript = render_transcript(ChatTemplate(template, BOS, EOS), messages)
+        transcript = render_transcript(ModelTemplate(template, BOS, EOS), messages)
     except InvalidRequest:
         pytest.fail("the template takes these messages")
     assert transcript.text == expected(template, messages)
@@ -159,7 +159,7 @@ def test_pieces_behind_a_known_turn_are_those_of_all(
 ) -> None:
     """Wherever the turn ended: it may have been generated otherwise than the template shows it."""
     messages = [*question, *chain.from_iterable(turns)]
-    template = ChatTemplate(ALL_TEMPLATES[name], BOS, EOS)
+    template = ModelTemplate(ALL_TEMPLATES[name], BOS, EOS)
     try:
         transcript = render_transcript(template, messages)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -174,7 +174,7 @@ def test_pieces_behind_a_known_turn_are_those_of_all(
 
 def test_new_messages_are_checked_like_all_others() -> None:
     """Of a turn that continues another, too; what was there before was checked then."""
-    template = ChatTemplate(HERMES, BOS, EOS)
+    template = ModelTemplate(HERMES, BOS, EOS)
 
     def calling(text: str) -> dict[str, Any]:
         function = {"name": "weather", "arguments": {"at": text}}
@@ -313,4 +313,4 @@ def test_a_conversation_that_goes_on_begins_as_it_did(turns: list[list[str]]) ->
     [("qwen", True), ("llama-3", True), ("smollm2", True), ("hermes", True), ("mistral", False)],
 )
 def test_templates_that_show_system_messages_anywhere(name: str, takes: bool) -> None:
-    assert ChatTemplate(ALL_TEMPLATES[name], BOS, EOS).takes_system_anywhere == takes
+    assert ModelTemplate(ALL_TEMPLATES[name], BOS, EOS).takes_system_anywhere == takes

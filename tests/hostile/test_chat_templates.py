@@ -6,7 +6,7 @@ import pytest
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts import templates
-from parrot.serve.prompts.templates import ChatTemplate
+from parrot.serve.prompts.templates import ModelTemplate
 
 WITHIN_CPU_S = 1.5  # of a machine that is busy; the work is bounded to some tenths of that
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
@@ -79,14 +79,14 @@ HOSTILE = [
 def test_a_hostile_template_is_an_error_of_the_request(source: str) -> None:
     began = time.thread_time()
     with pytest.raises(InvalidRequest, match="chat template"):
-        ChatTemplate(source).render(MESSAGES)
+        ModelTemplate(source).render(MESSAGES)
     assert time.thread_time() - began < WITHIN_CPU_S
 
 
 @pytest.mark.parametrize("name", ["format(1)", "format_map({})", "center(900)", "zfill(900)"])
 def test_texts_of_any_size_are_not_begun(name: str) -> None:
     with pytest.raises(InvalidRequest, match="may make a text of any size"):
-        ChatTemplate(f"{{{{ '{{:900000000}}'.{name} }}}}").render(MESSAGES)
+        ModelTemplate(f"{{{{ '{{:900000000}}'.{name} }}}}").render(MESSAGES)
 
 
 HARMLESS = {
@@ -118,7 +118,7 @@ HARMLESS = {
 
 @pytest.mark.parametrize("source", HARMLESS)
 def test_what_templates_do_still_works(source: str) -> None:
-    assert ChatTemplate(source).render(MESSAGES) == HARMLESS[source]
+    assert ModelTemplate(source).render(MESSAGES) == HARMLESS[source]
 
 
 HONEST = """
@@ -166,4 +166,4 @@ def test_an_honest_template_of_a_long_chat_is_not_refused(
     """Not on a slow machine either, and not if it does eight times as much as most."""
     cpu_s = time.thread_time
     monkeypatch.setattr(templates, "thread_time", lambda: slowness * cpu_s())
-    assert ChatTemplate(template).render(ROUND * 300)
+    assert ModelTemplate(template).render(ROUND * 300)

@@ -3,7 +3,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.protocol.template import Placeholder, Text, parse_template, placeholder
+from parrot.protocol.template import Placeholder, parse_template, placeholder
+from parrot.protocol.template import TemplateText as Text
 
 names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]*", fullmatch=True)
 

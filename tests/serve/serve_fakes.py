@@ -20,12 +20,12 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
 )
-from parrot.serve.contexts.index import Context, PrefixIndex
+from parrot.serve.contexts.index import LedgerContext, PrefixIndex
 from parrot.serve.contexts.ledger import KvCounts, KvLog
 from parrot.serve.events import Events
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.execution.prefetch import PrefetchCounts
-from parrot.serve.graph.graph import SessionGraph, SessionIds, Shared
+from parrot.serve.graph.graph import GraphServices, SessionGraph, SessionIds, Shared
 from parrot.serve.graph.nodes import (
     Completion,
     CompletionState,
@@ -132,13 +132,15 @@ def make_graph(
     return SessionGraph(
         7,
         "tenant",
+        SessionIds(Shared(IdCounter(100), IdCounter(1)), "secret"),
+        GraphServices(
+            runner or FakeRunner(),
+            predictor or Estimates(LoadIndex().pace),
+            clock or ManualClock(),
+            backlog or Backlog(per_slice=10**9),  # all at once
+        ),
         cache_salt="tenant",
         on_demand=on_demand,
-        runner=runner or FakeRunner(),
-        predictor=predictor or Estimates(LoadIndex().pace),
-        clock=clock or ManualClock(),
-        ids=SessionIds(Shared(IdCounter(100), IdCounter(1)), "secret"),
-        backlog=backlog or Backlog(per_slice=10**9),  # all at once
     )
 
 
@@ -257,7 +259,7 @@ class FakeDispatcher(FakeRunner):
         self.events = Events()
         self.kv_log, self.prefetch_counts = KvLog(PrefixIndex(), self.events), PrefetchCounts()
         self.decisions: list[Decision] = []
-        self.contexts: Callable[[], list[Context]] = list
+        self.contexts: Callable[[], list[LedgerContext]] = list
         if instant:
             self.on_start = lambda task: self.finish(task)
 

@@ -11,7 +11,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.steps import Runner
+from parrot.engine.core.steps import StepRunner
 from parrot.protocol.engine_api import DraftSources, GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
@@ -32,7 +32,7 @@ class Output:
 
 
 def outputs(
-    runner: Runner,
+    runner: StepRunner,
     language: Language,
     prompts: Texts,
     samplings: Sequence[SamplingConfig],
@@ -77,7 +77,7 @@ def edited(ids: Sequence[int], most: int = 250) -> list[int]:
 
 
 def assert_drafts_change_nothing(
-    runner: Runner, language: Language, prompts: Texts, samplings: Sequence[SamplingConfig]
+    runner: StepRunner, language: Language, prompts: Texts, samplings: Sequence[SamplingConfig]
 ) -> list[Output]:
     """Drafts of what will be said, and of nearly that. Returns the outputs of the former."""
     plain = outputs(runner, language, prompts, samplings)

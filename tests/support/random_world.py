@@ -5,7 +5,7 @@ from array import array
 
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
-from parrot.engine.core.steps import Runner
+from parrot.engine.core.steps import StepRunner
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.answer import Answer
@@ -113,7 +113,7 @@ class World:
         assert not self.running
         self.core.requests.free(range(self._next_id + 1))
 
-    def check_answers(self, runner: Runner, num_answers: int) -> None:
+    def check_answers(self, runner: StepRunner, num_answers: int) -> None:
         """A greedy request, penalized or not, gets the tokens of an undisturbed runner."""
         driver = Driver(runner)
         for kind, prompt, output in self.rng.sample(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from parrot.engine.core.steps import (
     BlockCopy,
     PoolSpec,
-    Runner,
     SampleSpec,
     ScoreSpec,
     SequenceStep,
     StepPlan,
     StepResult,
+    StepRunner,
 )
 from parrot.protocol.sampling import SamplingConfig
 
@@ -39,7 +39,7 @@ class Context:
 class Driver:
     """Blocks come in random order, so that nothing works only because they are neighbours."""
 
-    def __init__(self, runner: Runner, seed: int = 0) -> None:
+    def __init__(self, runner: StepRunner, seed: int = 0) -> None:
         self.runner = runner
         self._free = list(range(runner.info.num_blocks))
         random.Random(seed).shuffle(self._free)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from parrot.cli.bench.program import Account, Backend, Program, TextSource
+from parrot.cli.bench.program import Backend, Program, ProgramAccount, TextSource
 from parrot.protocol.errors import ParrotError
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BenchJob:
     """One application, or one request of a user. `start_s`: seconds after the beginning."""
 
     kind: str
@@ -28,13 +28,15 @@ class Job:
 class Plan:
     """`concurrency`: so many jobs run at once, and the others wait; None: as many as are due."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[BenchJob]
     concurrency: int | None = None
 
 
-def numbered(kind: str, count: int, run: Callable[..., Awaitable[None]], **given: Any) -> list[Job]:
+def numbered(
+    kind: str, count: int, run: Callable[..., Awaitable[None]], **given: Any
+) -> list[BenchJob]:
     """Applications of one kind, each of which is told its `number`."""
-    return [Job(kind, partial(run, number=number, **given)) for number in range(count)]
+    return [BenchJob(kind, partial(run, number=number, **given)) for number in range(count)]
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class JobResult:
     kind: str
     began: float
     seconds: float | None
-    account: Account
+    account: ProgramAccount
     error: str | None = None
 
 
@@ -150,7 +152,7 @@ class JobRunner:
                 group.create_task(self._run_job(job, began + job.start_s, place))
 
     async def _run_job(
-        self, job: Job, due: float, place: AbstractAsyncContextManager[None]
+        self, job: BenchJob, due: float, place: AbstractAsyncContextManager[None]
     ) -> None:
         program = self._backend.program(job.kind)
         seconds: float | None = None

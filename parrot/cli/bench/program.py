@@ -11,7 +11,7 @@ from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class PromptText:
     """A piece of a prompt and its length in tokens. `is_data`: the caller passes it in at run time;
     otherwise it belongs to the function, like an instruction."""
 
@@ -45,21 +45,21 @@ class TextSource:
             tokens_per_word=self._tokens_per_word,
         )
 
-    def constant(self, tokens: int, *key: object) -> Text:
+    def constant(self, tokens: int, *key: object) -> PromptText:
         rng = random.Random(hashlib.sha256(repr((self._salt, key)).encode()).digest())
         num_words = max(1, round(tokens / self._tokens_per_word))
-        return Text("".join(rng.choices(self._words, k=num_words)), tokens)
+        return PromptText("".join(rng.choices(self._words, k=num_words)), tokens)
 
-    def data(self, tokens: int, *key: object) -> Text:
+    def data(self, tokens: int, *key: object) -> PromptText:
         return replace(self.constant(tokens, *key), is_data=True)
 
-    def document(self, number: int, tokens: int, chunk: int) -> list[Text]:
+    def document(self, number: int, tokens: int, chunk: int) -> list[PromptText]:
         """A document of `tokens` in chunks, the last of which may be shorter."""
         sizes = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
         if self._documents is None:
             return [self.data(n, "document", number, i, chunk) for i, n in enumerate(sizes)]
         pieces = _cut(self._documents[number % len(self._documents)], sizes)
-        return [Text(piece, n, is_data=True) for piece, n in zip(pieces, sizes, strict=False)]
+        return [PromptText(piece, n, is_data=True) for piece, n in zip(pieces, sizes, strict=False)]
 
 
 def _cut(document: str, sizes: Sequence[int]) -> Iterator[str]:
@@ -122,26 +122,26 @@ class StreamTimes:
 
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
-class Output:
+class ProgramOutput:
     """A value that a call will give, or (`call` None) what the program will set later."""
 
     name: str
     tokens: int
-    call: "Call | None" = None
+    call: "ProgramCall | None" = None
 
 
-Piece = Text | Output
+Piece = PromptText | ProgramOutput
 
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
-class Call:
+class ProgramCall:
     """`seed`: sampled, with this seed; None: greedy. `streamed`: its reader takes it piece by
     piece. `stop`: a text that ends the output. Without one, lengths are exact: the end of text is
     ignored."""
 
     function: str
     prompt: tuple[Piece, ...]
-    output: Output
+    output: ProgramOutput
     seed: int | None = None
     streamed: bool = False
     stop: str | None = None
@@ -151,12 +151,12 @@ class Call:
         return sum(piece.tokens for piece in self.prompt)
 
     @property
-    def inputs(self) -> list[Output]:
-        return [piece for piece in self.prompt if isinstance(piece, Output)]
+    def inputs(self) -> list[ProgramOutput]:
+        return [piece for piece in self.prompt if isinstance(piece, ProgramOutput)]
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CallUsage:
     """Tokens of a completed call as the server counted them; None: it does not say."""
 
     prompt_tokens: int
@@ -166,13 +166,13 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Account:
+class ProgramAccount:
     """`calls`: all that the program made. `usages`: those the server ran to their end. `streams`:
     outputs that were read piece by piece."""
 
-    calls: list[Call] = field(default_factory=list)
-    usages: list[Usage] = field(default_factory=list)
-    streams: dict[Output, StreamTimes] = field(default_factory=dict)
+    calls: list[ProgramCall] = field(default_factory=list)
+    usages: list[CallUsage] = field(default_factory=list)
+    streams: dict[ProgramOutput, StreamTimes] = field(default_factory=dict)
 
 
 class Program(ABC):
@@ -180,7 +180,7 @@ class Program(ABC):
     completion time counts, in the loop's time."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.account = Account()
+        self.account = ProgramAccount()
         self.now = now
         self.began = now()
 
@@ -197,18 +197,18 @@ class Program(ABC):
         seed: int | None = None,
         streamed: bool = False,
         stop: str | None = None,
-    ) -> Output:
+    ) -> ProgramOutput:
         """A call of a semantic function whose output has exactly `tokens`, or with a `stop` as
         many at most."""
-        output = Output(f"{function}_{len(self.account.calls)}", max(1, tokens))
-        output.call = Call(function, tuple(prompt), output, seed, streamed, stop)
+        output = ProgramOutput(f"{function}_{len(self.account.calls)}", max(1, tokens))
+        output.call = ProgramCall(function, tuple(prompt), output, seed, streamed, stop)
         self.account.calls.append(output.call)
         self._add(output.call)
         return output
 
-    def later(self, name: str, tokens: int) -> Output:
+    def later(self, name: str, tokens: int) -> ProgramOutput:
         """An input that `set` gives its value."""
-        output = Output(name, tokens)
+        output = ProgramOutput(name, tokens)
         self._add_input(output)
         return output
 
@@ -216,18 +216,18 @@ class Program(ABC):
         """Do what a client may do before anybody asks for anything, like opening a connection."""
 
     @abstractmethod
-    async def set(self, output: Output, text: Text) -> None: ...
+    async def set(self, output: ProgramOutput, text: PromptText) -> None: ...
 
     @abstractmethod
-    async def read(self, *outputs: Output) -> None:
+    async def read(self, *outputs: ProgramOutput) -> None:
         """Wait for all of them; the last reader wants low latency. Outputs of `streamed` calls are
         taken piece by piece."""
 
     @abstractmethod
-    async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
+    async def read_first(self, outputs: Sequence[ProgramOutput], count: int) -> list[ProgramOutput]:
         """Wait for the first `count`; nobody wants the others any more."""
 
-    async def stream(self, output: Output) -> StreamTimes:
+    async def stream(self, output: ProgramOutput) -> StreamTimes:
         """Wait for the output of a `streamed` call."""
         await self.read(output)
         return self.account.streams[output]
@@ -237,10 +237,10 @@ class Program(ABC):
         """Complete the account and release everything. Not part of the program's time."""
 
     @abstractmethod
-    def _add(self, call: Call) -> None: ...
+    def _add(self, call: ProgramCall) -> None: ...
 
     @abstractmethod
-    def _add_input(self, output: Output) -> None: ...
+    def _add_input(self, output: ProgramOutput) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ from typing import Any
 
 import orjson
 
-from parrot.cli.bench.program import Call, Network, Output, Program, StreamTimes, Text, Usage
+from parrot.cli.bench.program import (
+    CallUsage,
+    Network,
+    Program,
+    ProgramCall,
+    ProgramOutput,
+    PromptText,
+    StreamTimes,
+)
 from parrot.protocol.errors import (
     EngineFailed,
     InternalError,
@@ -26,11 +34,13 @@ from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.template import placeholder
 
 
-async def first_of(tasks: Mapping[asyncio.Task[Any], Output], count: int) -> list[Output]:
+async def first_of(
+    tasks: Mapping[asyncio.Task[Any], ProgramOutput], count: int
+) -> list[ProgramOutput]:
     """Wait for `count` tasks: their outputs, in the order in which they end. The others are
     cancelled. Raises what one of these did."""
     left = dict(tasks)
-    first: list[Output] = []
+    first: list[ProgramOutput] = []
     while len(first) < count:
         done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -47,21 +57,21 @@ class WaitingProgram(Program):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         super().__init__(self._loop.time)
-        self._tasks: dict[Output, asyncio.Task[str]] = {}
-        self._inputs: dict[Output, asyncio.Future[str]] = {}
+        self._tasks: dict[ProgramOutput, asyncio.Task[str]] = {}
+        self._inputs: dict[ProgramOutput, asyncio.Future[str]] = {}
 
     @abstractmethod
-    async def _complete(self, call: Call, texts: Sequence[str]) -> str:
+    async def _complete(self, call: ProgramCall, texts: Sequence[str]) -> str:
         """One request; `texts` are the prompt's pieces. Records the usage, and for a streamed call
         the times. Cancelling it ends the request."""
 
-    async def set(self, output: Output, text: Text) -> None:
+    async def set(self, output: ProgramOutput, text: PromptText) -> None:
         self._inputs[output].set_result(text.content)
 
-    async def read(self, *outputs: Output) -> None:
+    async def read(self, *outputs: ProgramOutput) -> None:
         await asyncio.gather(*(self._tasks[output] for output in outputs))
 
-    async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
+    async def read_first(self, outputs: Sequence[ProgramOutput], count: int) -> list[ProgramOutput]:
         return await first_of({self._tasks[output]: output for output in outputs}, count)
 
     async def end(self) -> None:
@@ -69,20 +79,20 @@ class WaitingProgram(Program):
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _add(self, call: Call) -> None:
+    def _add(self, call: ProgramCall) -> None:
         self._tasks[call.output] = self._loop.create_task(self._run(call))
 
-    def _add_input(self, output: Output) -> None:
+    def _add_input(self, output: ProgramOutput) -> None:
         self._inputs[output] = self._loop.create_future()
 
-    async def _run(self, call: Call) -> str:
+    async def _run(self, call: ProgramCall) -> str:
         texts = [
-            piece.content if isinstance(piece, Text) else await self._value(piece)
+            piece.content if isinstance(piece, PromptText) else await self._value(piece)
             for piece in call.prompt
         ]
         return await self._complete(call, texts)
 
-    async def _value(self, output: Output) -> str:
+    async def _value(self, output: ProgramOutput) -> str:
         waiting = self._inputs[output] if output.call is None else self._tasks[output]
         return await asyncio.shield(waiting)
 
@@ -112,7 +122,7 @@ def spaced(parts: Iterable[Piece]) -> list[Piece]:
     return [piece for part in parts for piece in (part, " ")]
 
 
-class Session:
+class BenchSession:
     """One session of a program. `scope`: its id and its secret."""
 
     def __init__(self, client: ServeClient, scope: Mapping[str, Any]) -> None:
@@ -122,7 +132,7 @@ class Session:
     @classmethod
     async def begin(
         cls, client: ServeClient, app: str | None = None, api_key: str | None = None
-    ) -> "Session":
+    ) -> "BenchSession":
         created = await client.create_session(api_key, None if app is None else [app])
         return cls(client, created.model_dump())
 
@@ -202,30 +212,30 @@ class GraphProgram(Program):
         self._app = app
         self._api_key = api_key
         self._models = [] if model is None else [model]
-        self._opened: Session | None = None
-        self._vars: dict[Output, Var] = {}
-        self._new: list[Call] = []
-        self._new_inputs: list[Output] = []
+        self._opened: BenchSession | None = None
+        self._vars: dict[ProgramOutput, Var] = {}
+        self._new: list[ProgramCall] = []
+        self._new_inputs: list[ProgramOutput] = []
 
     @property
-    def _session(self) -> Session:
+    def _session(self) -> BenchSession:
         assert self._opened is not None
         return self._opened
 
     async def prepare(self) -> None:
         async with self._network.trip():
-            self._opened = await Session.begin(self._client, self._app, self._api_key)
+            self._opened = await BenchSession.begin(self._client, self._app, self._api_key)
 
-    async def set(self, output: Output, text: Text) -> None:
+    async def set(self, output: ProgramOutput, text: PromptText) -> None:
         await self._submit()
         async with self._network.trip():
             await self._session.set(self._vars[output], text.content)
 
-    async def read(self, *outputs: Output) -> None:
+    async def read(self, *outputs: ProgramOutput) -> None:
         await self._submit()
         await asyncio.gather(*map(self._get, outputs))
 
-    async def read_first(self, outputs: Sequence[Output], count: int) -> list[Output]:
+    async def read_first(self, outputs: Sequence[ProgramOutput], count: int) -> list[ProgramOutput]:
         """A read that is cancelled withdraws what only it wanted."""
         await self._submit()
         reads = {asyncio.create_task(self._get(output)): output for output in outputs}
@@ -237,13 +247,13 @@ class GraphProgram(Program):
         if self._opened is not None:
             self.account.usages += await close_session(self._opened)
 
-    def _add(self, call: Call) -> None:
+    def _add(self, call: ProgramCall) -> None:
         self._new.append(call)
 
-    def _add_input(self, output: Output) -> None:
+    def _add_input(self, output: ProgramOutput) -> None:
         self._new_inputs.append(output)
 
-    async def _get(self, output: Output) -> None:
+    async def _get(self, output: ProgramOutput) -> None:
         var = self._vars[output]
         async with self._network.trip() as way_s:
             if output.call is None or not output.call.streamed:
@@ -271,11 +281,11 @@ class GraphProgram(Program):
         )
         await asyncio.gather(*(self._send(call) for call in later))
 
-    async def _create(self, output: Output) -> None:
+    async def _create(self, output: ProgramOutput) -> None:
         async with self._network.trip():
             self._vars[output] = await self._session.create(output.name)
 
-    async def _send(self, call: Call, *, early: bool = False) -> None:
+    async def _send(self, call: ProgramCall, *, early: bool = False) -> None:
         output = self._vars.get(call.output)
         async with self._network.trip():
             self._vars[call.output] = await submit_call(
@@ -289,16 +299,16 @@ class GraphProgram(Program):
 
 
 async def submit_call(
-    session: Session,
-    call: Call,
-    inputs: Mapping[Output, Var | Data],
+    session: BenchSession,
+    call: ProgramCall,
+    inputs: Mapping[ProgramOutput, Var | Data],
     **options: Any,
 ) -> Var:
     """Constant texts stand in the template; data and outputs of other calls are its inputs.
-    `options`: those of `Session.call`."""
+    `options`: those of `BenchSession.call`."""
     prompt = [
         inputs[piece]
-        if isinstance(piece, Output)
+        if isinstance(piece, ProgramOutput)
         else Data(piece.content)
         if piece.is_data
         else piece.content
@@ -319,7 +329,7 @@ async def submit_call(
     )
 
 
-async def close_session(session: Session) -> list[Usage]:
+async def close_session(session: BenchSession) -> list[CallUsage]:
     """End a session; returns what its calls cost."""
     try:
         info = await session.info()
@@ -327,7 +337,7 @@ async def close_session(session: Session) -> list[Usage]:
     except SessionGone:
         return []
     return [
-        Usage(
+        CallUsage(
             call.cached_tokens + call.computed_tokens,
             call.output_tokens,
             call.cached_tokens,
@@ -388,7 +398,7 @@ class OpenAIProgram(WaitingProgram):
         self._target = target
         self._network = network
 
-    async def _complete(self, call: Call, texts: Sequence[str]) -> str:
+    async def _complete(self, call: ProgramCall, texts: Sequence[str]) -> str:
         target = self._target
         body = target.body("".join(texts), **_fields(call))
         async with self._network.trip() as way_s:
@@ -430,7 +440,9 @@ class OpenAIProgram(WaitingProgram):
             return
         details = usage.get("prompt_tokens_details") or {}
         self.account.usages.append(
-            Usage(usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens"))
+            CallUsage(
+                usage["prompt_tokens"], usage["completion_tokens"], details.get("cached_tokens")
+            )
         )
 
 
@@ -456,7 +468,7 @@ def _text(answer: Any, chat_field: str) -> str:
         raise InternalError("the server's answer is not one of OpenAI's API") from None
 
 
-def _fields(call: Call) -> dict[str, Any]:
+def _fields(call: ProgramCall) -> dict[str, Any]:
     return {
         "max_tokens": call.output.tokens,
         "temperature": 0.0 if call.seed is None else 1.0,

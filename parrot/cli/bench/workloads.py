@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parrot.cli.bench.plan import Job, Plan, Workload, numbered, poisson
-from parrot.cli.bench.program import Output, Piece, Program, Text, TextSource
+from parrot.cli.bench.plan import BenchJob, Plan, Workload, numbered, poisson
+from parrot.cli.bench.program import Piece, Program, ProgramOutput, PromptText, TextSource
 
 SYSTEM_TOKENS = 5107
 SHORTEST_OUTPUT, LONGEST_OUTPUT = 183, 800
@@ -24,21 +24,21 @@ def prompt_lengths() -> list[int]:
 
 
 async def ask(
-    program: Program, *, function: str, prompt: Sequence[Text], tokens: int, streamed: bool
+    program: Program, *, function: str, prompt: Sequence[PromptText], tokens: int, streamed: bool
 ) -> None:
     await program.read(program.call(function, prompt, tokens, streamed=streamed))
 
 
 def request(
     function: str,
-    prompt: Sequence[Text],
+    prompt: Sequence[PromptText],
     tokens: int,
     start_s: float = 0.0,
     *,
     streamed: bool = False,
-) -> Job:
+) -> BenchJob:
     run = partial(ask, function=function, prompt=prompt, tokens=tokens, streamed=streamed)
-    return Job("request", run, start_s)
+    return BenchJob("request", run, start_s)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Chain(Workload):
 
     async def run(self, program: Program, text: TextSource, number: int) -> None:
         instruction = text.constant(self.sized(INSTRUCTION), "chain")
-        summary: Output | None = None
+        summary: ProgramOutput | None = None
         chunks = text.document(number, self.sized(self.document_tokens), self.sized(self.chunk))
         for step, chunk in enumerate(chunks, 1):
             prompt = [instruction, *self._order(summary, chunk)]
@@ -140,7 +140,7 @@ class Chain(Workload):
         assert summary is not None
         await program.read(summary)
 
-    def _order(self, summary: Output | None, chunk: Text) -> list[Piece]:
+    def _order(self, summary: ProgramOutput | None, chunk: PromptText) -> list[Piece]:
         if summary is None:
             return [chunk]
         return [chunk, summary] if self.chunk_first else [summary, chunk]
@@ -254,11 +254,11 @@ class MultiAgent(Workload):
         text: TextSource,
         role: str,
         counts: Round,
-        shared: Sequence[Output],
-        own: Sequence[Output] | None,
+        shared: Sequence[ProgramOutput],
+        own: Sequence[ProgramOutput] | None,
         *,
         read: bool = False,
-    ) -> list[Output]:
+    ) -> list[ProgramOutput]:
         instruction = text.constant(self.sized(counts.constant), role, counts.constant)
         outputs = []
         for file in range(self.files):

@@ -38,7 +38,7 @@ class TreeNode:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextTree:
+class PrefixTree:
     """`order[i]` is the request (row of the block table) at sorted place i. `nodes` holds
     children before their parents; their ranges [lo, hi) are nested or disjoint."""
 
@@ -46,7 +46,7 @@ class ContextTree:
     nodes: tuple[TreeNode, ...]
 
 
-def build_tree(tables: IntArray, num_shareable: IntArray) -> ContextTree:
+def build_tree(tables: IntArray, num_shareable: IntArray) -> PrefixTree:
     """Find every run of two or more requests whose tables begin alike.
 
     `tables` is int32 [requests, pages]; of row r only the first `num_shareable[r]` ids count
@@ -55,7 +55,7 @@ def build_tree(tables: IntArray, num_shareable: IntArray) -> ContextTree:
     width = int(num_shareable.max(initial=0))
     identity = np.arange(num_requests, dtype=np.int32)
     if num_requests < 2 or width == 0 or _all_differ(tables, num_shareable):
-        return ContextTree(identity, ())
+        return PrefixTree(identity, ())
     # Ids that do not count become unique to their row; the extra column ends every prefix.
     keys = np.empty((num_requests, width + 1), dtype=np.int32)
     keys[:, :width] = tables[:, :width]
@@ -65,7 +65,7 @@ def build_tree(tables: IntArray, num_shareable: IntArray) -> ContextTree:
     order = _sort_rows(keys)
     ordered = keys[order]
     common = (ordered[1:] != ordered[:-1]).argmax(axis=1)
-    return ContextTree(order, _nodes_of(common.tolist()))
+    return PrefixTree(order, _nodes_of(common.tolist()))
 
 
 def _all_differ(tables: IntArray, num_shareable: IntArray) -> bool:
@@ -116,7 +116,7 @@ class GateConfig:
 
 
 def choose_shared(
-    tree: ContextTree, q_lens: IntArray, shape: AttentionShape, gate: GateConfig
+    tree: PrefixTree, q_lens: IntArray, shape: AttentionShape, gate: GateConfig
 ) -> tuple[TreeNode, ...]:
     """The nodes to share, children before parents, their spans extended over those merged down.
 

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from parrot.engine.attention.context_tree import (
-    ContextTree,
     GateConfig,
     IntArray,
+    PrefixTree,
     TreeNode,
     build_tree,
     choose_shared,
@@ -189,7 +189,7 @@ def plan_work(
     if len(num_dense) == 1 and num_dense[0] == step.q_lens[0]:
         return _without_items(int(num_dense[0]), split)
     if gate is None:
-        tree = ContextTree(np.arange(len(step.q_lens), dtype=np.int32), ())
+        tree = PrefixTree(np.arange(len(step.q_lens), dtype=np.int32), ())
     else:
         tree = build_tree(step.tables, (step.starts // shape.page_size).astype(np.int32))
     shared = choose_shared(tree, step.q_lens, shape, gate or GateConfig())

@@ -32,12 +32,12 @@ from parrot.engine.core.steps import (
     Landed,
     LaunchedStep,
     OverlappingRunner,
-    Runner,
     RunnerInfo,
     StateRead,
     StepCostMeter,
     StepPlan,
     StepResult,
+    StepRunner,
     StepTotals,
     TieredRunner,
     TokenScores,
@@ -76,7 +76,7 @@ class EngineCore:
     """One model's requests, contexts and steps. Whatever is asked of it goes to its `requests`."""
 
     def __init__(
-        self, config: EngineConfig, runner: Runner, language: Language, clock: Clock
+        self, config: EngineConfig, runner: StepRunner, language: Language, clock: Clock
     ) -> None:
         self.info = info = runner.info
         self.language = language
@@ -439,7 +439,7 @@ class IsolatingRunner:
     others nothing. A runner's defect ends here: everything raises `DeviceLost`, and nothing
     else."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
         self._tiered = runner if isinstance(runner, TieredRunner) else None

@@ -48,7 +48,7 @@ SUPPORTED_SAMPLING = frozenset(
         "logprobs",
     }
 )
-"""The sampling fields that an engine built on `Runner` carries out; others are refused by name.
+"""The sampling fields that an engine built on `StepRunner` carries out; others are refused by name.
 Those that constrain outputs besides, if it knows the bytes of its tokens."""
 
 
@@ -284,7 +284,7 @@ class LaunchedStep(Protocol):
         ...
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """Runs steps, one after the other, always from the same thread."""
 
     @property
@@ -294,7 +294,7 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class DividedRunner(Runner, Protocol):
+class DividedRunner(StepRunner, Protocol):
     """A runner that may be divided among processes."""
 
     def when_lost(self, tell: Callable[[], None]) -> None:
@@ -307,7 +307,7 @@ class DividedRunner(Runner, Protocol):
 
 
 @runtime_checkable
-class OverlappingRunner(Runner, Protocol):
+class OverlappingRunner(StepRunner, Protocol):
     """A runner that can take a step before the tokens of the one before it are known."""
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
@@ -318,7 +318,7 @@ class OverlappingRunner(Runner, Protocol):
 
 
 @runtime_checkable
-class TieredRunner(Runner, Protocol):
+class TieredRunner(StepRunner, Protocol):
     """A runner with a host tier. Transfers take their time beside steps."""
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:

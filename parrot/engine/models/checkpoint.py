@@ -20,7 +20,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.ggml_blocks import FourBit
 from parrot.engine.models.gguf_file import GGUFFile
-from parrot.engine.models.parallel import Part, Shard
+from parrot.engine.models.parallel import Part, Partition
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
 from parrot.engine.models.tokenizers import (
@@ -300,7 +300,7 @@ def load_decoder(
     device: torch.device,
     *,
     four_bit: bool = False,
-    shard: Shard | None = None,
+    shard: Partition | None = None,
 ) -> Decoder:
     """Read, convert and pack the weights, a layer per thread at a time. With `four_bit`, those that
     the checkpoint keeps so are multiplied so where that is faster; `dtype` is then bfloat16.

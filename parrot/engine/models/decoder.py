@@ -49,7 +49,7 @@ class QKNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class DecoderLayer:
     """One layer's parts, and how they are run one after the other."""
 
     index: int
@@ -113,7 +113,7 @@ class Decoder:
         take: TakeTensor,
         dtype: torch.dtype,
         device: torch.device,
-        map_layers: Callable[[Callable[[int], Layer], range], Iterable[Layer]] = map,
+        map_layers: Callable[[Callable[[int], DecoderLayer], range], Iterable[DecoderLayer]] = map,
         take_four_bit: TakeFourBit = lambda name: None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -211,7 +211,7 @@ def _build_layer(
     take_four_bit: TakeFourBit,
     ranks: Ranks | None,
     index: int,
-) -> Layer:
+) -> DecoderLayer:
     names = spec.names
     adds_bias = ranks is None or ranks.rank == 0  # of the products that are summed
     prefix = names.layer.format(i=index)
@@ -230,7 +230,7 @@ def _build_layer(
 
     ups = (names.gate, names.up) if spec.gated else (names.up,)
     up, down = linear(*ups, bias=spec.mlp_bias), summed(names.down, bias=spec.mlp_bias)
-    return Layer(
+    return DecoderLayer(
         index=index,
         spec=spec,
         qkv=linear(names.q, names.k, names.v, bias=spec.qkv_bias),

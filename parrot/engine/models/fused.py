@@ -23,7 +23,7 @@ from parrot.engine.kernels.linear.products import (
     num_splits,
 )
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
-from parrot.engine.models.decoder import Decoder, Layer
+from parrot.engine.models.decoder import Decoder, DecoderLayer
 from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 
@@ -179,7 +179,7 @@ class _FusedLayer:
     head_norm: HeadNorm | None
 
     @classmethod
-    def of(cls, layer: Layer) -> "_FusedLayer":
+    def of(cls, layer: DecoderLayer) -> "_FusedLayer":
         attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         assert isinstance(attn_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)

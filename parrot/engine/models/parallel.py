@@ -81,7 +81,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Partition:
     """The part of a decoder that is one rank's. `spec`: of the whole."""
 
     spec: DecoderSpec

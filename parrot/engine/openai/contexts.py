@@ -29,7 +29,7 @@ def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | Generat
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class TextFork:
     """A fork not yet carried out, since the parent had too little text. It takes of what the parent
     has at the end of the turn `after`, or (None: the fork's own job writes to the parent) now. If
     `length` is None, it takes all."""
@@ -47,7 +47,7 @@ class TextContext:
     salt: str = ""
     parent: "TextContext | None" = None
     parent_len: int = 0
-    fork: Fork | None = None
+    fork: TextFork | None = None
     own_len: int = 0
     pieces: list[str] = field(default_factory=list)
     turns: list["ContextTurn"] = field(default_factory=list)
@@ -65,7 +65,7 @@ class TextContext:
             context = context.parent
         return "".join(reversed(parts))
 
-    def carry_out(self, fork: Fork) -> None:
+    def carry_out(self, fork: TextFork) -> None:
         """Raises `NotFound` if the parent is too short. The fork's turn must be over."""
         assert self.parent is not None
         known = len(self.parent) if fork.after is None else fork.after.final_len
@@ -159,9 +159,9 @@ class TextContexts:
             raise NotFound(f"no context {piece.parent_context_id}", param="parent_context_id")
         child, length = TextContext(piece.context_id, salt, parent), piece.parent_len
         if parent.turns and (length is None or length > len(parent)):
-            child.fork = Fork(length, None if parent.context_id in turns else parent.turns[-1])
+            child.fork = TextFork(length, None if parent.context_id in turns else parent.turns[-1])
         else:
-            child.carry_out(Fork(length, None))
+            child.carry_out(TextFork(length, None))
         return child
 
     def fill(self, context: TextContext, text: str) -> None:

@@ -25,7 +25,7 @@ from parrot.engine.core.steps import (
     Transfer,
 )
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.device import Reads, noticing_loss
+from parrot.engine.runner.device import StepReads, noticing_loss
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
@@ -269,7 +269,7 @@ class ModelRunner:
         inputs = self._inputs.build(plan)
         work = self.planner.plan(inputs.versions, inputs.step) if inputs.num_tokens else None
         needs_all = self._unit is None or needs_logits(inputs.samples)
-        step = RankStep(plan.copies, inputs, work, Reads.of(plan.sequences), needs_all)
+        step = RankStep(plan.copies, inputs, work, StepReads.of(plan.sequences), needs_all)
         if self._threads is None or work is None:
             return self._sampled(step)
         with self._threads.step(inputs.num_tokens):

@@ -19,7 +19,7 @@ from parrot.engine.core.steps import (
 )
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
-from parrot.engine.runner.device import Landing, Mark, Reads, noticing_loss
+from parrot.engine.runner.device import Landing, Mark, StepReads, noticing_loss
 from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
 from parrot.engine.runner.inputs import NO_DRAWS, DrawBuilder, InputBuilder, Scored, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
@@ -64,7 +64,7 @@ class Launched:
     landing: Landing
     due: Mark
     device: torch.device
-    reads: Reads | None
+    reads: StepReads | None
     unit: Unit | None
 
     def wait_until_due(self) -> None:
@@ -247,7 +247,7 @@ class CudaRunner:
         self._landings.reverse()
         due.put()  # of a graph, now; of kernels that are launched one by one, later
         landed = previous.landed if isinstance(previous, Launched) else dict
-        draws, reads = self._draws.build(inputs, landed), Reads.of(plan.sequences)
+        draws, reads = self._draws.build(inputs, landed), StepReads.of(plan.sequences)
         needs_all = self._unit is None or needs_logits(inputs.samples)
         step = PlannedStep(inputs, draws, work, sources, reads, needs_all)
         self._tell(RankStep(plan.copies, inputs, work, reads, needs_all))

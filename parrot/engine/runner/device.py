@@ -143,7 +143,7 @@ class HostSum:
 
 
 @dataclass(slots=True)
-class Reads:
+class StepReads:
     """The states that a step's sequences want read: each with its first row among the step's
     tokens. `sums` [pools, hidden] and `scores` (as `score_tokens` gives them, for the targets of
     all) are on their way to the host, once they are computed."""
@@ -154,7 +154,7 @@ class Reads:
     scores: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, sequences: Sequence[SequenceStep]) -> "Reads | None":
+    def of(cls, sequences: Sequence[SequenceStep]) -> "StepReads | None":
         """None if they want nothing."""
         if not any(sequence.read for sequence in sequences):
             return None

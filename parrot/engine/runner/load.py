@@ -21,7 +21,7 @@ from parrot.engine.models.checkpoint import (
     resolve_dtype,
 )
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.parallel import Shard, require_divisible
+from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
 from parrot.engine.runner.host.copies import available_memory, host_slots
@@ -179,7 +179,7 @@ def _load_decoder(
     shard = None
     if seat is not None:
         require_divisible(checkpoint.spec, seat.group.size, checkpoint.source)
-        shard = Shard(checkpoint.spec, seat.group)
+        shard = Partition(checkpoint.spec, seat.group)
     dtype = resolve_dtype(config.dtype, device)
     four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
     return load_decoder(checkpoint, dtype, device, four_bit=four_bit, shard=shard)

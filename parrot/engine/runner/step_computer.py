@@ -25,7 +25,7 @@ from parrot.engine.kernels.sampling import (
 )
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 from parrot.engine.models.fused import Forward
-from parrot.engine.runner.device import Landing, Mark, Reads, Stage
+from parrot.engine.runner.device import Landing, Mark, Stage, StepReads
 from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
 from parrot.engine.runner.inputs import (
     DRAWN,
@@ -202,7 +202,7 @@ class PlannedStep:
     draws: Draws
     work: WorkList
     sources: Sources | None
-    reads: Reads | None = None
+    reads: StepReads | None = None
     needs_logits: bool = True
 
 
@@ -331,7 +331,7 @@ class StepComputer:
         return self._forward_eagerly(sent.parts, step.work, step.reads), sent
 
     def _forward_eagerly(
-        self, sent: Sequence[torch.Tensor], work: WorkList, reads: Reads | None = None
+        self, sent: Sequence[torch.Tensor], work: WorkList, reads: StepReads | None = None
     ) -> Decoded:
         buffers = PlanBuffers(work, self._device)
         self._stage.sent()

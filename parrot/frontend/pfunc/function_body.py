@@ -11,7 +11,7 @@ from typing import Any
 
 from parrot.frontend.pfunc.template_errors import TemplateError
 from parrot.protocol.sampling import SamplingConfig
-from parrot.protocol.template import Text, parse_template, placeholder
+from parrot.protocol.template import TemplateText, parse_template, placeholder
 
 # What looks like a placeholder: any number of braces, and spaces within.
 _BRACES = re.compile(r"\{+\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*\}+")
@@ -91,7 +91,7 @@ def output_names(template: str, inputs: Sequence[str], number: int) -> list[str]
     places: dict[str, int] = {}
     start = 0
     for piece in parse_template(template):
-        if isinstance(piece, Text):
+        if isinstance(piece, TemplateText):
             start += len(piece.text)
             continue
         if piece.name not in inputs:
@@ -119,7 +119,7 @@ def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiec
     body: list[FuncBodyPiece] = []
     start = 0
     for idx, piece in enumerate(parse_template(template)):
-        if isinstance(piece, Text):
+        if isinstance(piece, TemplateText):
             body.append(Constant(idx, piece.text))
         elif piece.name in params:
             body.append(ParameterLoc(idx, params[piece.name]))

@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.protocol.template import Text, parse_template
+from parrot.protocol.template import TemplateText, parse_template
 
 Criteria = PerformanceCriteria | str
 
@@ -29,7 +29,7 @@ def parse_criteria(value: Criteria) -> PerformanceCriteria:
 
 
 def _without_placeholder(text: str) -> str:
-    if not all(isinstance(piece, Text) for piece in parse_template(text)):
+    if not all(isinstance(piece, TemplateText) for piece in parse_template(text)):
         raise ValueError("it must not contain a placeholder")
     return text
 

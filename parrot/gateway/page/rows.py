@@ -16,7 +16,7 @@ from parrot.gateway.page.feed import Rows
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.engine_api import ServerLoad
 from parrot.protocol.errors import ParrotError
-from parrot.serve.contexts.index import Context
+from parrot.serve.contexts.index import LedgerContext
 from parrot.serve.core import ServeCore
 from parrot.serve.events import (
     CompletionRetried,
@@ -60,7 +60,7 @@ def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
             key = f"decision:{decision.session_id}:{decision.request_id}:{decision.at}"
             rows[key] = _decision_row(decision, names, epoch)
 
-    def tenant_of(context: Context) -> str | None:
+    def tenant_of(context: LedgerContext) -> str | None:
         owner = context.owner
         return owner if isinstance(owner, str) else tenants.get(owner)
 
@@ -71,7 +71,7 @@ def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
     return rows
 
 
-def _own_tokens(context: Context) -> int:
+def _own_tokens(context: LedgerContext) -> int:
     return context.length - context.parent_len
 
 
@@ -92,7 +92,7 @@ def _decision_row(decision: Decision, names: Mapping[int, str], epoch: float) ->
     }
 
 
-def _context_row(context: Context, names: Mapping[int, str]) -> Row:
+def _context_row(context: LedgerContext, names: Mapping[int, str]) -> Row:
     return {
         "engine": _name(context.engine_id, names),
         "parent": None if context.parent is None else context.parent.id,

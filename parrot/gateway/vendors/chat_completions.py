@@ -11,8 +11,8 @@ from pydantic import Field
 
 from parrot.gateway.answers import (
     AnswerParser,
+    ParsedToolCall,
     ReasoningDelta,
-    ToolCall,
     WholeAnswer,
     reasoning_options,
 )
@@ -331,7 +331,7 @@ class _Stream:
                 self.answer.add(part)
 
     def _delta(self, part: AnswerEvent) -> Iterator[Json]:
-        if isinstance(part, ToolCall):
+        if isinstance(part, ParsedToolCall):
             call = {"index": len(self.answer.calls)} | _tool_call(part)
             yield self._chunk({"tool_calls": [call]})
         elif isinstance(part, ReasoningDelta):
@@ -368,7 +368,7 @@ def _message(answer: WholeAnswer) -> Json:
     return message
 
 
-def _tool_call(call: ToolCall) -> Json:
+def _tool_call(call: ParsedToolCall) -> Json:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -11,9 +11,9 @@ from pydantic import Field
 
 from parrot.gateway.answers import (
     AnswerParser,
+    ParsedToolCall,
     ReasoningDelta,
     TextDelta,
-    ToolCall,
     WholeAnswer,
     read_answer,
     reasoning_options,
@@ -368,7 +368,7 @@ class _Stream:
                 yield from self._blocks(part)
 
     def _blocks(self, part: AnswerEvent) -> Iterator[Event]:
-        if isinstance(part, ToolCall):
+        if isinstance(part, ParsedToolCall):
             yield from self._close_open()
             yield from self._block(_tool_use(part, {}))
             yield self._delta({"type": "input_json_delta", "partial_json": part.arguments})
@@ -415,7 +415,7 @@ def _thinking(reasoning: str) -> Json:
     return {"type": "thinking", "thinking": reasoning, "signature": signature}
 
 
-def _tool_use(call: ToolCall, arguments: object) -> Json:
+def _tool_use(call: ParsedToolCall, arguments: object) -> Json:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 

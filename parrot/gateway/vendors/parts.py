@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
 
-from parrot.gateway.answers import AnswerParser, ReasoningDelta, TextDelta, ToolCall
+from parrot.gateway.answers import AnswerParser, ParsedToolCall, ReasoningDelta, TextDelta
 from parrot.gateway.turns import Turn
 from parrot.gateway.vendors.logprobs import Entry, LogprobsReader, entries_of
 from parrot.protocol.errors import ParrotError
@@ -33,7 +33,7 @@ class Likelihoods(NamedTuple):
     entries: list[Entry]
 
 
-Part = TextDelta | ReasoningDelta | ToolCall | Likelihoods | AnswerEnd
+Part = TextDelta | ReasoningDelta | ParsedToolCall | Likelihoods | AnswerEnd
 """Some more of an answer, or its end."""
 
 

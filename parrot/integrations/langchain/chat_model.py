@@ -25,7 +25,7 @@ from parrot.frontend.pfunc.call import SemanticCall
 from parrot.frontend.pfunc.function import Parameter, ParamType, SemanticFunction
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.integrations.langchain.messages import (
-    Constant,
+    FixedMessage,
     LazyAIMessage,
     Part,
     answer_fields,
@@ -33,7 +33,7 @@ from parrot.integrations.langchain.messages import (
 )
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
-from parrot.protocol.template import Text, parse_template, placeholder
+from parrot.protocol.template import TemplateText, parse_template, placeholder
 
 _OUTPUT = "answer"
 _OWN_NAMES = {"max_tokens": "max_gen_length", "stop": "stop_str"}
@@ -223,8 +223,8 @@ def _template(parts: Sequence[Part]) -> tuple[str, dict[str, str | SemanticVaria
     template = ""
     values: dict[str, str | SemanticVariable] = {}
     for part in parts:
-        if isinstance(part, Constant):
-            if all(isinstance(piece, Text) for piece in parse_template(part.text)):
+        if isinstance(part, FixedMessage):
+            if all(isinstance(piece, TemplateText) for piece in parse_template(part.text)):
                 template += part.text
                 continue
             part = part.text

@@ -21,13 +21,13 @@ from parrot.protocol.public import TokenUsage
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class FixedMessage:
     """Text of a prompt's template, which many prompts begin with."""
 
     text: str
 
 
-Part = Constant | str | SemanticVariable
+Part = FixedMessage | str | SemanticVariable
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ def values_of(value: Any, separator: str) -> Iterator[Part]:
         yield value
     elif isinstance(value, BaseMessage):
         for part in parts_of(value):
-            yield part.text if isinstance(part, Constant) else part
+            yield part.text if isinstance(part, FixedMessage) else part
     elif isinstance(value, list | tuple) and any(
         isinstance(item, SemanticVariable | BaseMessage) for item in value
     ):
@@ -195,7 +195,7 @@ def _text(part: Part) -> str:
     if isinstance(part, SemanticVariable):
         assert part.content is not None, part
         return part.content
-    return part.text if isinstance(part, Constant) else part
+    return part.text if isinstance(part, FixedMessage) else part
 
 
 def _fetched(given: Any) -> Any:

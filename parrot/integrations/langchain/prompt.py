@@ -22,7 +22,7 @@ from langchain_core.runnables import RunnableConfig, RunnableSerializable
 from pydantic import model_validator
 
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
-from parrot.integrations.langchain.messages import Constant, LazyHumanMessage, Part, values_of
+from parrot.integrations.langchain.messages import FixedMessage, LazyHumanMessage, Part, values_of
 from parrot.protocol.errors import InvalidRequest
 
 
@@ -88,7 +88,7 @@ class LazyPrompt(RunnableSerializable[Any, PromptValue]):
     def _opened(self, message: BaseMessage, marks: "_Marks") -> BaseMessage:
         if not isinstance(message.content, str) or len(parts := list(marks.split(message))) < 2:
             return message
-        opened = [part for part in self._parts(parts) if part not in ("", Constant(""))]
+        opened = [part for part in self._parts(parts) if part not in ("", FixedMessage(""))]
         if isinstance(message, HumanMessage):
             return LazyHumanMessage.of(opened)
         if any(isinstance(part, SemanticVariable) for part in opened):
@@ -96,7 +96,7 @@ class LazyPrompt(RunnableSerializable[Any, PromptValue]):
                 "a system message cannot have a value that is not there yet: put it into a human "
                 "message, or fetch it before"
             )
-        texts = [part.text if isinstance(part, Constant) else str(part) for part in opened]
+        texts = [part.text if isinstance(part, FixedMessage) else str(part) for part in opened]
         return SystemMessage("".join(texts))
 
     def _parts(self, parts: "list[str | _Mark]") -> Iterator[Part]:
@@ -104,7 +104,7 @@ class LazyPrompt(RunnableSerializable[Any, PromptValue]):
             if isinstance(part, _Mark):
                 yield from values_of(part.value, self.separator)
             else:
-                yield Constant(part)
+                yield FixedMessage(part)
 
 
 class _Marks:

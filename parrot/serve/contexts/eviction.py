@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
-from parrot.serve.contexts.index import Context, Kept, Residence, Room
+from parrot.serve.contexts.index import Kept, LedgerContext, Residence, Room
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LazyHeap, LruDict
 
@@ -26,19 +26,19 @@ class LeastRecentlyUsed:
     """Orders one engine's idle contexts: those without users and forks."""
 
     def __init__(self) -> None:
-        self._idle: LruDict[int, Context] = LruDict()
+        self._idle: LruDict[int, LedgerContext] = LruDict()
 
-    def add(self, context: Context, *, recent: bool) -> None:
+    def add(self, context: LedgerContext, *, recent: bool) -> None:
         """It is idle now, or was already and has moved. `recent`: it was used just now; else only
         what was forked from it has gone."""
         self._idle.put(context.id, context)
         self._idle.touch(context.id, newest=recent)
 
-    def discard(self, context: Context) -> None:
+    def discard(self, context: LedgerContext) -> None:
         """It is not idle any more, or gone."""
         self._idle.pop(context.id)
 
-    def first(self) -> Context | None:
+    def first(self) -> LedgerContext | None:
         """The one to evict; None if none is idle."""
         oldest = self._idle.oldest()
         return None if oldest is None else oldest[1]
@@ -53,23 +53,25 @@ class FarthestNextUse:
     Predictions age: each is made anew after a part of the time that it spans, and before anything
     is evicted by it, a few at a time. Two heaps: an eviction takes O(log n) of all idle ones."""
 
-    def __init__(self, predict: Callable[[Context, float], float], clock: Clock) -> None:
+    def __init__(self, predict: Callable[[LedgerContext, float], float], clock: Clock) -> None:
         self._predict = predict
         self._clock = clock
-        self._fresh: dict[Context, None] = {}  # idle ones without a prediction yet
-        self._farthest: LazyHeap[Context, float] = LazyHeap()  # the others, by minus the next use
-        self._reviews: LazyHeap[Context, float] = LazyHeap()
+        self._fresh: dict[LedgerContext, None] = {}  # idle ones without a prediction yet
+        self._farthest: LazyHeap[LedgerContext, float] = (
+            LazyHeap()
+        )  # the others, by minus the next use
+        self._reviews: LazyHeap[LedgerContext, float] = LazyHeap()
 
-    def add(self, context: Context, *, recent: bool) -> None:
+    def add(self, context: LedgerContext, *, recent: bool) -> None:
         self.discard(context)
         self._fresh[context] = None
 
-    def discard(self, context: Context) -> None:
+    def discard(self, context: LedgerContext) -> None:
         self._fresh.pop(context, None)
         self._farthest.discard(context)
         self._reviews.discard(context)
 
-    def first(self) -> Context | None:
+    def first(self) -> LedgerContext | None:
         now = self._clock.now()
         for context in list(islice(self._fresh, _MAX_FIRST_LOOKS)):
             self._file(context, now)
@@ -89,7 +91,7 @@ class FarthestNextUse:
     def context_ids(self) -> Collection[int]:
         return {context.id for context in (*self._fresh, *self._farthest)}
 
-    def _file(self, context: Context, now: float) -> None:
+    def _file(self, context: LedgerContext, now: float) -> None:
         self._fresh.pop(context, None)
         when = self._predict(context, now)
         self._farthest.set(context, -when)
@@ -123,7 +125,7 @@ class IdleByTenant:
         self._weight = 0.0  # of all
         self._largest: LazyHeap[str, float] = LazyHeap()  # by weight; empty while there is one
 
-    def opened(self, context: Context, size: int) -> None:
+    def opened(self, context: LedgerContext, size: int) -> None:
         tenant = self._tenants.get(context.tenant)
         if tenant is None:
             tenant = _Tenant(self._weight_of(context.tenant), self._make_order())
@@ -134,12 +136,12 @@ class IdleByTenant:
         tenant.num_contexts += 1
         self.resized(context, size)
 
-    def resized(self, context: Context, added: int) -> None:
+    def resized(self, context: LedgerContext, added: int) -> None:
         self._add(context.tenant, added)
         self._tenants[context.tenant].seen = self._clock.now()
         self._tenants.move_to_end(context.tenant)
 
-    def freed(self, context: Context, size: int) -> None:
+    def freed(self, context: LedgerContext, size: int) -> None:
         """Its tenant has not been there for that: else who is away would lose only one."""
         self.discard(context)
         self._add(context.tenant, -size)
@@ -158,22 +160,22 @@ class IdleByTenant:
         if len(self._tenants) > 1:
             self._largest.set(name, -tenant.used / tenant.weight)
 
-    def add(self, context: Context, *, recent: bool) -> None:
+    def add(self, context: LedgerContext, *, recent: bool) -> None:
         """See `EvictionOrder.add`."""
         self._tenants[context.tenant].idle.add(context, recent=recent)
 
-    def discard(self, context: Context) -> None:
+    def discard(self, context: LedgerContext) -> None:
         """It is not idle any more."""
         self._tenants[context.tenant].idle.discard(context)
 
-    def first(self, asking: str | None = None) -> Context | None:
+    def first(self, asking: str | None = None) -> LedgerContext | None:
         """The one to evict for the tenant `asking`; None if there is none that it may have. Without
         a tenant, it may be anybody's."""
         if len(self._tenants) < 2:
             return next((tenant.idle.first() for tenant in self._tenants.values()), None)
         return self._of_absent() or self._of_largest() or self._of_any(asking)
 
-    def _of_absent(self) -> Context | None:
+    def _of_absent(self) -> LedgerContext | None:
         """The first of those who have not been there for long."""
         end = self._clock.now() - _PRESENT_S
         for tenant in islice(self._tenants.values(), _MAX_GROUP_LOOKS):
@@ -183,7 +185,7 @@ class IdleByTenant:
                 return first
         return None
 
-    def _of_largest(self) -> Context | None:
+    def _of_largest(self) -> LedgerContext | None:
         """The first of those who have more than their part."""
         part = self.capacity / self._weight
         for name in self._largest.smallest(_MAX_GROUP_LOOKS):
@@ -194,7 +196,7 @@ class IdleByTenant:
                 return first
         return None
 
-    def _of_any(self, asking: str | None) -> Context | None:
+    def _of_any(self, asking: str | None) -> LedgerContext | None:
         """The first of the tenant that asks, or, without one, of anybody."""
         if asking is not None:
             tenant = self._tenants.get(asking)
@@ -205,7 +207,7 @@ class IdleByTenant:
     def context_ids(self) -> Collection[int]:
         return {i for tenant in self._tenants.values() for i in tenant.idle.context_ids()}
 
-    def check_integrity(self, sizes: dict[Context, int]) -> None:
+    def check_integrity(self, sizes: dict[LedgerContext, int]) -> None:
         """Recount by the sizes of all contexts. Raises AssertionError with what differs."""
         used = dict.fromkeys(self._tenants, 0)
         for context, size in sizes.items():
@@ -216,7 +218,7 @@ class IdleByTenant:
 
 
 @dataclass(slots=True)
-class Account:
+class EngineMemory:
     """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children.
     `capacity` counts the `host`'s, too; `residence` None: there is no host tier; `kept` None: the
     engine keeps what the ledger says, with no server behind it that does as it likes."""
@@ -224,12 +226,12 @@ class Account:
     capacity: int
     block_size: int
     idle: IdleByTenant
-    contexts: dict[int, Context] = field(default_factory=dict)
+    contexts: dict[int, LedgerContext] = field(default_factory=dict)
     used: int = 0
     residence: Residence | None = None
     kept: Kept | None = None
 
-    def use(self, context: Context) -> None:
+    def use(self, context: LedgerContext) -> None:
         """A run has it on the device."""
         if self.residence is not None:
             self.residence.use(context)
@@ -240,7 +242,7 @@ class Account:
         if self.kept is not None:
             self.kept.trim()
 
-    def size(self, context: Context) -> int:
+    def size(self, context: LedgerContext) -> int:
         """Tokens of the blocks that only this context and its forks have: a fork inside a block
         copies that block."""
         end = context.length + context.reserved
@@ -263,7 +265,7 @@ class Account:
             self.kept.check_integrity(contexts)
 
 
-def _check_links(context: Context, live: Mapping[int, Context]) -> None:
+def _check_links(context: LedgerContext, live: Mapping[int, LedgerContext]) -> None:
     pinned = sum(1 for child in context.children if child.pins)
     assert context.pins == context.users + pinned, (context.id, context.pins, pinned)
     assert all(live.get(child.id) is child for child in context.children), context.id
@@ -280,10 +282,10 @@ class Owners:
     def __init__(self, rooms: Mapping[int, Room]) -> None:
         self._rooms = rooms
         self._sizes: dict[int, int] = {}  # of sessions' contexts
-        self._by_session: dict[int, dict[int, Context]] = {}
-        self._of_tenants: LruDict[int, Context] = LruDict()
+        self._by_session: dict[int, dict[int, LedgerContext]] = {}
+        self._of_tenants: LruDict[int, LedgerContext] = LruDict()
 
-    def add(self, context: Context, size: int) -> None:
+    def add(self, context: LedgerContext, size: int) -> None:
         if isinstance(context.owner, int):
             self._by_session.setdefault(context.owner, {})[context.id] = context
             self._sizes[context.id] = 0
@@ -291,13 +293,13 @@ class Owners:
         else:
             self._of_tenants.put(context.id, context)
 
-    def resized(self, context: Context, added: int) -> None:
+    def resized(self, context: LedgerContext, added: int) -> None:
         if context.id in self._sizes:
             self._sizes[context.id] += added
             if (room := self._rooms.get(context.engine_id)) is not None:
                 room.promised += added
 
-    def remove(self, context: Context) -> None:
+    def remove(self, context: LedgerContext) -> None:
         if isinstance(context.owner, str):
             self._of_tenants.pop(context.id)
             return
@@ -308,30 +310,30 @@ class Owners:
         if not owned:
             del self._by_session[context.owner]
 
-    def share(self, context: Context, tenant: str) -> None:
+    def share(self, context: LedgerContext, tenant: str) -> None:
         """Leave a session's context to its tenant: others want it, too."""
         if isinstance(context.owner, int):
             self.remove(context)
             context.owner = tenant
             self.add(context, 0)
 
-    def of_session(self, session_id: int) -> list[Context]:
+    def of_session(self, session_id: int) -> list[LedgerContext]:
         """The session's contexts in the order in which they became its."""
         return list(self._by_session.get(session_id, {}).values())
 
-    def is_of(self, context: Context, session_id: int) -> bool:
+    def is_of(self, context: LedgerContext, session_id: int) -> bool:
         return context.id in self._by_session.get(session_id, {})
 
-    def touch(self, context: Context) -> None:
+    def touch(self, context: LedgerContext) -> None:
         """If it is a tenant's, it is the last to expire."""
         if isinstance(context.owner, str):
             self._of_tenants.touch(context.id)
 
-    def oldest_of_tenants(self) -> Context | None:
+    def oldest_of_tenants(self) -> LedgerContext | None:
         oldest = self._of_tenants.oldest()
         return None if oldest is None else oldest[1]
 
-    def contexts(self) -> list[Context]:
+    def contexts(self) -> list[LedgerContext]:
         """The contexts of all owners."""
         of_sessions = [c for owned in self._by_session.values() for c in owned.values()]
         return of_sessions + list(self._of_tenants.values())
@@ -339,7 +341,7 @@ class Owners:
     def context_ids(self) -> set[int]:
         return set(self._of_tenants).union(*self._by_session.values())
 
-    def check_integrity(self, sizes: Mapping[Context, int]) -> None:
+    def check_integrity(self, sizes: Mapping[LedgerContext, int]) -> None:
         """Recount by the sizes of all contexts. Raises AssertionError with what differs."""
         assert self.context_ids() == {context.id for context in sizes}, self.context_ids()
         promised = dict.fromkeys(self._rooms, 0)

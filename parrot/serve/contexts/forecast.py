@@ -49,7 +49,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from weakref import WeakKeyDictionary
 
-from parrot.serve.contexts.index import Boundary, Context, Source
+from parrot.serve.contexts.index import Boundary, LedgerContext, Source
 from parrot.serve.graph.nodes import Completion, CompletionState, VariableState
 from parrot.serve.prompts.segments import (
     PrefixHasher,
@@ -265,7 +265,7 @@ class Expectations:
 
 
 def next_use(
-    expectations: Expectations, think_times: ThinkTimes, context: Context, now: float
+    expectations: Expectations, think_times: ThinkTimes, context: LedgerContext, now: float
 ) -> float:
     """When the context is expected to be used, on the clock's scale, by what is expected and what
     was learnt."""

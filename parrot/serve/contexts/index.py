@@ -45,7 +45,7 @@ class Boundary(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Context:
+class LedgerContext:
     """`length` tokens are or will be in it before it generates; `reserved` more may be generated.
     `is_computed`: its engine is known to have its tokens; before that, the run that opened it may
     still fail. `retired`: why nobody finds it any more, if so. `awaiting`: whose output it ends
@@ -54,7 +54,7 @@ class Context:
     id: int
     engine_id: int
     owner: Owner
-    parent: "Context | None"
+    parent: "LedgerContext | None"
     parent_len: int
     length: int
     reserved: int
@@ -62,7 +62,7 @@ class Context:
     last_used: float
     kept_at: float = field(default=0.0, init=False)  # when it last outlived its expiry by its forks
     boundaries: list[Boundary] = field(default_factory=list)
-    children: "set[Context]" = field(default_factory=set)
+    children: "set[LedgerContext]" = field(default_factory=set)
     users: int = 0  # runs that generate on it
     pins: int = 0  # users, and children with pins
     is_computed: bool = False
@@ -81,16 +81,16 @@ class Context:
             length = min(length, link.parent_len)
         return count
 
-    def lineage(self) -> "Iterator[Context]":
+    def lineage(self) -> "Iterator[LedgerContext]":
         """Yield it and those that it was forked from, itself first."""
-        link: Context | None = self
+        link: LedgerContext | None = self
         while link is not None:
             yield link
             link = link.parent
 
     def mark_computed(self) -> None:
         """Its engine has computed it, so also all that it was forked from."""
-        link: Context | None = self
+        link: LedgerContext | None = self
         while link is not None and not link.is_computed:  # asked for each chunk of a stream
             link.is_computed = True
             link = link.parent
@@ -100,7 +100,7 @@ class Match(NamedTuple):
     """The first `num_covered` segments of a prompt are the beginning of `context`."""
 
     num_covered: int
-    context: Context
+    context: LedgerContext
     boundary: Boundary
 
 
@@ -111,7 +111,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.kept: dict[int, Kept] = {}
         self.rooms: dict[int, Room] = {}
-        self._entries: dict[bytes, dict[int, tuple[Context, Boundary]]] = {}
+        self._entries: dict[bytes, dict[int, tuple[LedgerContext, Boundary]]] = {}
         self._cached: LruDict[bytes, frozenset[int]] = LruDict(_MAX_CACHED)
 
     def __len__(self) -> int:
@@ -154,13 +154,13 @@ class PrefixIndex:
         there, cached = self._entries.get(key), self._cached.peek(key)
         return there if cached is None else cached.union(there or ())
 
-    def publish(self, context: Context, boundary: Boundary) -> None:
+    def publish(self, context: LedgerContext, boundary: Boundary) -> None:
         context.boundaries.append(boundary)
         self._entries.setdefault(boundary.key, {})[context.engine_id] = (context, boundary)
         if (cached := self._cached.pop(boundary.key)) and (rest := cached - {context.engine_id}):
             self._cached.put(boundary.key, rest)
 
-    def unpublish(self, context: Context) -> None:
+    def unpublish(self, context: LedgerContext) -> None:
         """Nobody will find the context any more. It keeps its boundaries."""
         for boundary in context.boundaries:
             holders = self._entries.get(boundary.key)
@@ -170,7 +170,7 @@ class PrefixIndex:
                 if not holders:
                     del self._entries[boundary.key]
 
-    def contexts(self) -> Iterator[Context]:
+    def contexts(self) -> Iterator[LedgerContext]:
         """Every entry's context, with repetitions."""
         for holders in self._entries.values():
             for context, _ in holders.values():
@@ -209,9 +209,9 @@ class Kept:
 
     def __init__(
         self,
-        size: Callable[[Context], int],
-        next_use: Callable[[Context, float], float],
-        drop: Callable[[Context], None],
+        size: Callable[[LedgerContext], int],
+        next_use: Callable[[LedgerContext, float], float],
+        drop: Callable[[LedgerContext], None],
     ) -> None:
         """`next_use`: when a context is expected to be used, seen from a time. `drop` is told of
         those that the server must have freed."""
@@ -220,16 +220,16 @@ class Kept:
         self._size = size
         self._next_use = next_use
         self._drop = drop
-        self._sizes: dict[Context, int] = {}
-        self._tips: dict[Context, None] = {}  # as far as prompts are counted: few
+        self._sizes: dict[LedgerContext, int] = {}
+        self._tips: dict[LedgerContext, None] = {}  # as far as prompts are counted: few
         self._used = 0
-        self._gone: set[Context] = set()  # of these, those that the ledger has freed
+        self._gone: set[LedgerContext] = set()  # of these, those that the ledger has freed
 
     def bound(self, max_size: int | None, max_prompts: int | None) -> None:
         """The server keeps so much; None: any amount."""
         self.max_size, self.max_prompts = max_size, max_prompts
 
-    def use(self, context: Context) -> None:
+    def use(self, context: LedgerContext) -> None:
         """A run reads all of it and of what it was forked from, or has changed its size."""
         if self.max_size is None and self.max_prompts is None:
             return
@@ -240,7 +240,7 @@ class Kept:
         if self.max_prompts is not None and not self._tips_below(context):
             self._tips[context] = None
 
-    def freed(self, context: Context) -> None:
+    def freed(self, context: LedgerContext) -> None:
         """The ledger has freed it. What was never computed takes no room."""
         if context not in self._sizes:
             return
@@ -265,11 +265,11 @@ class Kept:
                 break
             self._leave([oldest])
 
-    def loss(self, match: Context | None, num_new: int, now: float) -> float:
+    def loss(self, match: LedgerContext | None, num_new: int, now: float) -> float:
         """The size of what would be dropped for a prompt that begins with what `match` has, and has
         `num_new` more: what is expected to be used again only later counts for less."""
         safe = set() if match is None else set(match.lineage())
-        lost: list[Context] = []
+        lost: list[LedgerContext] = []
         if self._tips and self.max_prompts is not None and len(self._tips) >= self.max_prompts:
             below = [] if match is None else self._tips_below(match)
             lost = self._only_below(below[0] if below else next(iter(self._tips)))
@@ -284,31 +284,31 @@ class Kept:
         wanted = [c for c in dict.fromkeys(lost) if c not in safe and c not in self._gone]
         return sum([self._sizes[c] * self._weight(c, now) for c in wanted])
 
-    def check_integrity(self, live: Collection[Context]) -> None:
+    def check_integrity(self, live: Collection[LedgerContext]) -> None:
         assert self._used == sum(self._sizes.values()), (self._used, self._sizes)
         assert self._tips.keys() <= self._sizes.keys(), self._tips
         assert all(self._tips_below(tip) == [tip] for tip in self._tips), self._tips
         assert self._gone <= self._sizes.keys(), self._gone
         assert self._gone == self._sizes.keys() - set(live), self._gone
 
-    def _weight(self, context: Context, now: float) -> float:
+    def _weight(self, context: LedgerContext, now: float) -> float:
         return _HORIZON_S / (_HORIZON_S + max(0.0, self._next_use(context, now) - now))
 
-    def _is_continued(self, tip: Context) -> bool:
+    def _is_continued(self, tip: LedgerContext) -> bool:
         """Whether a later prompt begins as this one: it has taken its place in the server."""
         later = list(self._tips)[list(self._tips).index(tip) + 1 :]
         taken = {link for other in later for link in other.lineage()}
         return not taken.isdisjoint(tip.lineage())
 
-    def _tips_below(self, context: Context) -> list[Context]:
+    def _tips_below(self, context: LedgerContext) -> list[LedgerContext]:
         return [tip for tip in self._tips if context in tip.lineage()]
 
-    def _only_below(self, tip: Context) -> list[Context]:
+    def _only_below(self, tip: LedgerContext) -> list[LedgerContext]:
         """The contexts that no other prompt begins with, the tip first."""
         others = {link for other in self._tips if other is not tip for link in other.lineage()}
         return [link for link in tip.lineage() if link in self._sizes and link not in others]
 
-    def _leave(self, contexts: Collection[Context]) -> None:
+    def _leave(self, contexts: Collection[LedgerContext]) -> None:
         gone = [context in self._gone for context in contexts]
         for context in contexts:
             self._remove(context)
@@ -316,7 +316,7 @@ class Kept:
             if not is_gone:
                 self._drop(context)
 
-    def _remove(self, context: Context) -> None:
+    def _remove(self, context: LedgerContext) -> None:
         self._used -= self._sizes.pop(context, 0)
         self._tips.pop(context, None)
         self._gone.discard(context)
@@ -325,13 +325,13 @@ class Kept:
 class Residence:
     """The contexts on one engine's device, up to its `capacity`. All others are on its host."""
 
-    def __init__(self, capacity: int, size: Callable[[Context], int]) -> None:
+    def __init__(self, capacity: int, size: Callable[[LedgerContext], int]) -> None:
         self._capacity = capacity
         self._size = size
-        self._sizes: dict[Context, int] = {}  # of those on the device, the one used last at the end
+        self._sizes: dict[LedgerContext, int] = {}  # of those on the device, by last use
         self._used = 0
 
-    def use(self, context: Context) -> None:
+    def use(self, context: LedgerContext) -> None:
         """A run reads all of it and of what it was forked from, or has changed its size."""
         for link in context.lineage():
             self.forget(link)
@@ -346,7 +346,7 @@ class Residence:
             self.forget(oldest)
             oldest.on_host = True
 
-    def forget(self, context: Context) -> None:
+    def forget(self, context: LedgerContext) -> None:
         """It is gone, or is not on the device."""
         self._used -= self._sizes.pop(context, 0)
 

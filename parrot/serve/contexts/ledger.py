@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.eviction import (
-    Account,
+    EngineMemory,
     EvictionOrder,
     FarthestNextUse,
     IdleByTenant,
@@ -29,9 +29,9 @@ from parrot.serve.contexts.eviction import (
 from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, ThinkTimes, next_use
 from parrot.serve.contexts.index import (
     Boundary,
-    Context,
     FreeReason,
     Kept,
+    LedgerContext,
     Owner,
     PrefixIndex,
     Residence,
@@ -72,7 +72,7 @@ class ContextLedger:
         self._eviction = config.global_scheduler.kv_eviction
         self._on_free = on_free
         self._ids = IdCounter(1)
-        self._accounts: dict[int, Account] = {}
+        self._accounts: dict[int, EngineMemory] = {}
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
         self.log = KvLog(self.index, events)
@@ -97,7 +97,7 @@ class ContextLedger:
         if self._eviction == "next_use":
             order = partial(FarthestNextUse, predict, self._clock)
         idle = IdleByTenant(capacity + host_capacity, order, lambda t: self.weigh(t), self._clock)
-        account = Account(capacity + host_capacity, block_size, idle)
+        account = EngineMemory(capacity + host_capacity, block_size, idle)
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
         else:
@@ -132,15 +132,15 @@ class ContextLedger:
         *,
         length: int,
         reserved: int = 0,
-        parent: Context | None = None,
+        parent: LedgerContext | None = None,
         parent_len: int = 0,
         function: str = "",
         tenant: str = "",
-    ) -> Context:
+    ) -> LedgerContext:
         """A new context of a tenant, forked at `parent_len`. Nothing is evicted for it: see
         `make_room`."""
         now = self._clock.now()
-        context = Context(
+        context = LedgerContext(
             self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
         )
         context.function, context.tenant = function, tenant
@@ -163,7 +163,7 @@ class ContextLedger:
         account.use(context)
         return context
 
-    def pin(self, context: Context) -> None:
+    def pin(self, context: LedgerContext) -> None:
         """A run uses it."""
         context.users += 1
         account = self._accounts[context.engine_id]
@@ -174,7 +174,7 @@ class ContextLedger:
             if link.pins > 1:
                 return
 
-    def unpin(self, context: Context) -> None:
+    def unpin(self, context: LedgerContext) -> None:
         """The run is over. A retired context may be freed by it."""
         context.users -= 1
         context.last_used = self._clock.now()
@@ -187,7 +187,7 @@ class ContextLedger:
         self._accounts[context.engine_id].trim()
 
     def settle(
-        self, context: Context, length: int, boundary: Boundary | None, source: Source | None
+        self, context: LedgerContext, length: int, boundary: Boundary | None, source: Source | None
     ) -> None:
         """Its generation ended: it has `length` tokens; `boundary` covers the output's text.
         `source`: whose output it is; None if that is not whole."""
@@ -206,7 +206,7 @@ class ContextLedger:
 
     def retire(
         self,
-        context: Context,
+        context: LedgerContext,
         reason: FreeReason = FreeReason.BROKEN,
         *,
         with_ancestors: bool = False,
@@ -251,7 +251,7 @@ class ContextLedger:
             self._evict(first, FreeReason.ROOM)
         return True
 
-    def release(self, context: Context) -> None:
+    def release(self, context: LedgerContext) -> None:
         """Its owner has no use for it any more. It stays as cache if it is computed and
         somebody uses or wants it, or it is a tenant's; else it is retired."""
         account = self._accounts.get(context.engine_id)
@@ -261,7 +261,7 @@ class ContextLedger:
         if not (context.is_computed and (is_kept or self._is_wanted(context))):
             self.retire(context)
 
-    def _is_wanted(self, context: Context) -> bool:
+    def _is_wanted(self, context: LedgerContext) -> bool:
         now = self._clock.now()
         expected = self.expectations.soonest(context.boundaries, now)
         return expected is not None or context.awaiting is not None
@@ -292,7 +292,7 @@ class ContextLedger:
         many queued ones each key, as their owner knows it. Raises AssertionError with what
         differs."""
         self.expectations.check_integrity(queued + self.prefixes.check_integrity())
-        live: dict[int, Context] = {}
+        live: dict[int, LedgerContext] = {}
         for account in self._accounts.values():
             live.update(account.contexts)
             account.check_integrity()
@@ -305,10 +305,10 @@ class ContextLedger:
 
     # Inside
 
-    def _drop(self, context: Context) -> None:
+    def _drop(self, context: LedgerContext) -> None:
         self.retire(context, FreeReason.ROOM)
 
-    def _evict_expired(self, context: Context, now: float) -> None:
+    def _evict_expired(self, context: LedgerContext, now: float) -> None:
         """Evict it and those that it was forked from, if nothing else has used them either."""
         for link in context.lineage():
             is_idle = isinstance(link.owner, str) and not link.pins and not link.children
@@ -316,7 +316,7 @@ class ContextLedger:
                 return
             self._evict(link, FreeReason.EXPIRED)
 
-    def _evict(self, context: Context, reason: FreeReason) -> None:
+    def _evict(self, context: LedgerContext, reason: FreeReason) -> None:
         """Free it. Those who would have continued it would continue its parent now."""
         assert not context.pins, context
         parent, awaiting = context.parent, context.awaiting
@@ -327,7 +327,7 @@ class ContextLedger:
             parent.awaiting = awaiting
         self._rest(parent, recent=False)
 
-    def _rest(self, context: Context, recent: bool) -> None:
+    def _rest(self, context: LedgerContext, recent: bool) -> None:
         """A context may have become idle: offer it for eviction, or free it if retired, and then
         its parent likewise. `recent`: see `EvictionOrder.add`."""
         for link in context.lineage():
@@ -341,7 +341,7 @@ class ContextLedger:
                 return
             self._free(link, link.retired)
 
-    def _free(self, context: Context, reason: FreeReason) -> None:
+    def _free(self, context: LedgerContext, reason: FreeReason) -> None:
         account = self._accounts[context.engine_id]
         assert not context.children, context
         assert not context.pins, context
@@ -358,7 +358,7 @@ class ContextLedger:
             parent.children.discard(context)
         self._on_free(context.engine_id, context.id)
 
-    def _forget(self, context: Context, reason: FreeReason) -> None:
+    def _forget(self, context: LedgerContext, reason: FreeReason) -> None:
         self.index.unpublish(context)
         self.owners.remove(context)
         if context.is_computed:
@@ -403,7 +403,7 @@ class KvLog:
     def forget_engine(self, engine_id: int) -> None:
         self._engines.pop(engine_id, None)
 
-    def freed(self, context: Context, reason: FreeReason) -> None:
+    def freed(self, context: LedgerContext, reason: FreeReason) -> None:
         """A computed context is gone, and with it the prompts that it had."""
         for boundary in context.boundaries:
             self._gone.put(boundary.key, reason)

@@ -268,15 +268,12 @@ class Dispatcher:
         self._scheduler = Scheduler(settings, clock, self._ledger.index, order, placer)
         self.fleet = Fleet(
             config,
-            clock,
             self._timers,
             connect,
             self._scheduler,
             self._ledger,
             self.events,
-            self._on_joined,
-            self._on_reported,
-            self._on_lost,
+            self,
         )
         self.estimates = Estimates(self._scheduler.engines.pace)
         self._fills_eagerly = settings.eager_fill
@@ -506,7 +503,7 @@ class Dispatcher:
 
     # Engines that come and go
 
-    def _on_joined(self, engine: Engine) -> None:
+    def engine_joined(self, engine: Engine) -> None:
         info = engine.info
         is_text, units = engine.tokenizer is None, engine.units  # then there is a server behind it
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
@@ -519,12 +516,12 @@ class Dispatcher:
             info.max_seq_len,
             info.costs,
         )
-        self._on_reported(engine)
+        self.engine_reported(engine)
         self._returns.joined(engine)
         self._grace.engine_joined()
         self._wake()
 
-    def _on_reported(self, engine: Engine) -> None:
+    def engine_reported(self, engine: Engine) -> None:
         """It says what its steps cost, what it can do, what it keeps, and what it generates."""
         self._runs.heard(engine)
         able = engine.info.capabilities
@@ -538,7 +535,7 @@ class Dispatcher:
             size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)
             kept.bound(size, able.kept_prompts)
 
-    def _on_lost(self, engine: Engine) -> None:
+    def engine_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)
         if self._prefetch is not None:
             self._prefetch.forget_engine(engine.id)

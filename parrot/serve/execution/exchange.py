@@ -24,7 +24,7 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import EngineFailed, InvalidRequest, ParrotError, PromptTooLong
 from parrot.protocol.sampling import Logprobs, SamplingConfig
-from parrot.serve.contexts.index import Boundary, Context, Owner, Source
+from parrot.serve.contexts.index import Boundary, LedgerContext, Owner, Source
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.run import Attempt, Outcome, Run
@@ -270,7 +270,7 @@ class _Prompt:
     parts: Sequence[Units]
     keys: Sequence[bytes] = ()
     covered: int = 0
-    parent: Context | None = None
+    parent: LedgerContext | None = None
     length: int = 0
     last: int | str = ""
     public_len: int = 0
@@ -325,7 +325,7 @@ class _Prompt:
         if length >= max(self.attempt.engine.info.block_size, self.public_len):
             self.extend(options.tenant, num_constant)
 
-    def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> Context:
+    def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> LedgerContext:
         """Fork: a context with the parts up to `stop`, by default all."""
         stop = len(self.parts) if stop is None else stop
         units = join(self.parts[self.covered : stop])

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from parrot.protocol.engine_api import (
     CHARS_PER_TOKEN,
@@ -144,10 +144,20 @@ class FreeSender:
         del self._pending[engine]
 
 
+class FleetWatcher(Protocol):
+    """Hears of what becomes of engines, when the set of them has changed."""
+
+    def engine_joined(self, engine: Engine) -> None: ...
+
+    def engine_reported(self, engine: Engine) -> None:
+        """It has sent a heartbeat."""
+
+    def engine_lost(self, engine: Engine) -> None:
+        """Everything about it must be given up."""
+
+
 class Fleet:
-    """Owns the live engines; the id of one that was lost is never used again. Calls `on_joined` and
-    `on_lost` when the set has changed: then everything about a lost engine must be given up. And
-    `on_reported` with each heartbeat.
+    """Owns the live engines; the id of one that was lost is never used again.
 
     An engine lives as long as
 
@@ -162,28 +172,23 @@ class Fleet:
     def __init__(
         self,
         config: CoreConfig,
-        clock: Clock,
         timers: TimerQueue,
         connect: Connect | None,
         scheduler: Scheduler,
         ledger: ContextLedger,
         events: Events,
-        on_joined: Callable[[Engine], None],
-        on_reported: Callable[[Engine], None],
-        on_lost: Callable[[Engine], None],
+        watcher: FleetWatcher,
     ) -> None:
         self._max_engines = config.max_engines_num
         self.lease_s = config.engine_heartbeat_timeout
         self.identity = CoreIdentity.new()
-        self._clock = clock
+        self._clock = timers.clock
         self._timers = timers
         self._connect = connect or http_connect(config.cluster_token, lambda: self.identity)
         self._scheduler = scheduler
         self._ledger = ledger
         self._events = events
-        self._on_joined = on_joined
-        self._on_reported = on_reported
-        self._on_lost = on_lost
+        self._watcher = watcher
         self._tokenizers = TokenizerRegistry(config.public_prefixes)
         self._ids = itertools.count()
         self._joined = asyncio.Event()  # set, and another, when one joins
@@ -192,7 +197,7 @@ class Fleet:
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
         self._pings, self._closing = TaskSet(), TaskSet()
-        self._frees = FreeSender(clock)
+        self._frees = FreeSender(timers.clock)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(tuple(self.engines.values()))
@@ -219,7 +224,7 @@ class Fleet:
         self.engines[engine.id] = self._by_address[_address(info)] = engine
         self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)
-        self._on_joined(engine)
+        self._watcher.engine_joined(engine)
         self._joined.set()
         self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
@@ -241,7 +246,7 @@ class Fleet:
         engine.last_seen, engine.runtime = now, runtime
         if runtime.capabilities is not None:
             engine.info = engine.info.model_copy(update={"capabilities": runtime.capabilities})
-        self._on_reported(engine)
+        self._watcher.engine_reported(engine)
         return HeartbeatResponse(state="ok")
 
     async def answers(self, engine: Engine) -> bool:
@@ -267,7 +272,7 @@ class Fleet:
             engine.review.cancel()
         for request in engine.direct:
             request.cancel()
-        self._on_lost(engine)
+        self._watcher.engine_lost(engine)
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
 
     def stood_still(self, since: float) -> bool:

@@ -18,7 +18,7 @@ from math import inf
 from parrot.protocol.engine_api import FillPiece, FillRequest
 from parrot.protocol.errors import ParrotError
 from parrot.serve.contexts.forecast import ReadyPrefix
-from parrot.serve.contexts.index import Context
+from parrot.serve.contexts.index import LedgerContext
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.exchange import open_fill
 from parrot.serve.execution.fleet import Engine, Fleet
@@ -88,7 +88,7 @@ class _Ahead:
     engine: Engine
     budget: Budget
     current: Attempt | None = None
-    filled: list[Context] = field(default_factory=list)
+    filled: list[LedgerContext] = field(default_factory=list)
     num_asked: int = 0
     num_filled: int = 0
     is_used: bool | None = None
@@ -285,7 +285,7 @@ class Prefetcher:
             self._ledger.unpin(attempt.context)
         self._release(attempt.opened)
 
-    def _release(self, contexts: list[Context]) -> None:
+    def _release(self, contexts: list[LedgerContext]) -> None:
         for context in reversed(contexts):
             self._ledger.release(context)
 

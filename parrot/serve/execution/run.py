@@ -29,7 +29,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.transport import Unreachable
-from parrot.serve.contexts.index import Context, Owner
+from parrot.serve.contexts.index import LedgerContext, Owner
 from parrot.serve.contexts.ledger import Lost
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats, TokenizedText
@@ -75,8 +75,8 @@ class Attempt:
     resumed: Units = ()
     resumed_key: bytes = b""
     num_delivered: int = 0
-    context: Context | None = None
-    opened: list[Context] = field(default_factory=list)
+    context: LedgerContext | None = None
+    opened: list[LedgerContext] = field(default_factory=list)
     lost: Lost | None = None
     is_whole: bool = False
     follower: "asyncio.Task[None] | None" = None

@@ -10,9 +10,9 @@ from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import (
     Completion,
     CompletionState,
+    Executor,
     Predictor,
     Reader,
-    Runner,
     SemanticVariable,
     Task,
     VariableState,
@@ -37,7 +37,7 @@ class RemainingWork:
     after the session's 1st, 2nd, 4th, 8th ... task that is done, so O(log n) predictions for each
     of n tasks."""
 
-    def __init__(self, runner: Runner, predictor: Predictor) -> None:
+    def __init__(self, runner: Executor, predictor: Predictor) -> None:
         self._runner = runner
         self._predictor = predictor
         self._wanted: dict[Task, float] = {}  # with the work in the sum below
@@ -109,7 +109,7 @@ class Activation:
     are complete, and now and then before, see `RemainingWork`."""
 
     def __init__(
-        self, clock: Clock, runner: Runner, predictor: Predictor, backlog: Backlog
+        self, clock: Clock, runner: Executor, predictor: Predictor, backlog: Backlog
     ) -> None:
         self._clock = clock
         self._runner = runner
@@ -447,7 +447,7 @@ class Flow:
     def __init__(
         self,
         clock: Clock,
-        runner: Runner,
+        runner: Executor,
         activation: Activation,
         backlog: Backlog,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from parrot.protocol.errors import CyclicGraph, InvalidRequest
 from parrot.protocol.public import CallParameter, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
-from parrot.protocol.template import Placeholder, Text, parse_template
+from parrot.protocol.template import Placeholder, TemplateText, parse_template
 from parrot.serve.graph.nodes import (
     CallOptions,
     Completion,
@@ -80,7 +80,7 @@ def build_completions(
     filled: set[str] = set()
     previous, fill = ancestor.last, list(ancestor.tail)
     for piece in _parse(request.template):
-        if isinstance(piece, Text):
+        if isinstance(piece, TemplateText):
             fill.append(TextPiece(piece.text))
             continue
         parameter = parameters.get(piece.name)
@@ -145,19 +145,19 @@ def _check_output_place(name: str, filled: set[str], *, has_text: bool) -> None:
         raise InvalidRequest(f"output `{name}` {reason} of the template", param=name)
 
 
-def _parse(template: str) -> tuple[Text | Placeholder, ...]:
+def _parse(template: str) -> tuple[TemplateText | Placeholder, ...]:
     """Programs send the same templates again and again. Raises `InvalidRequest`."""
     is_short = len(template) <= _MAX_CACHED_TEMPLATE
     return _parse_cached(template) if is_short else _parse_any(template)
 
 
 @lru_cache(maxsize=256)
-def _parse_cached(template: str) -> tuple[Text | Placeholder, ...]:
+def _parse_cached(template: str) -> tuple[TemplateText | Placeholder, ...]:
     return _parse_any(template)
 
 
-def _parse_any(template: str) -> tuple[Text | Placeholder, ...]:
-    pieces: list[Text | Placeholder] = []
+def _parse_any(template: str) -> tuple[TemplateText | Placeholder, ...]:
+    pieces: list[TemplateText | Placeholder] = []
     num_placeholders = 0
     for piece in parse_template(template):
         num_placeholders += isinstance(piece, Placeholder)

@@ -40,10 +40,10 @@ from parrot.serve.graph.build import (
 from parrot.serve.graph.nodes import (
     CallOptions,
     Completion,
+    Executor,
     NativeCall,
     Predictor,
     Reader,
-    Runner,
     SemanticVariable,
     Task,
     VariableState,
@@ -94,6 +94,16 @@ class Shared:
     backlog: Backlog = field(default_factory=Backlog)
 
 
+@dataclass(frozen=True, slots=True)
+class GraphServices:
+    """The services that a graph uses. `backlog` is given the walks through it."""
+
+    executor: Executor
+    predictor: Predictor
+    clock: Clock
+    backlog: Backlog
+
+
 class SessionIds:
     """The sources of one session's ids: the shared counters, and ids of variables that
     follow from the session's secret."""
@@ -138,8 +148,8 @@ class _Draft:
 class SessionGraph:
     """Owns the session's variables and tasks. A verb that raises leaves the graph unchanged.
 
-    Tasks run by way of `runner`, when `activation` says that somebody wants them; their results
-    come back through the variables alone. `on_demand` holds for calls that do not say it
+    Tasks run by way of `services.executor`, when `activation` says that somebody wants them; their
+    results come back through the variables alone. `on_demand` holds for calls that do not say it
     themselves: nothing but a reader makes them run. `flow.on_settled` hears of every variable
     that was not born with its value, before what follows from it."""
 
@@ -147,30 +157,28 @@ class SessionGraph:
         self,
         session_id: int,
         tenant: str,
+        ids: SessionIds,
+        services: GraphServices,
         *,
         cache_salt: str = "",
         on_demand: bool = False,
         trace_id: str | None = None,
-        runner: Runner,
-        predictor: Predictor,
-        clock: Clock,
-        ids: SessionIds,
-        backlog: Backlog,
     ) -> None:
-        """`backlog` is given the walks through the graph. `trace_id`: None if nothing is traced,
-        and empty if only calls that have callers of their own are."""
+        """`trace_id`: None if nothing is traced, and empty if only calls that have callers of their
+        own are."""
+        clock, executor, backlog = services.clock, services.executor, services.backlog
         self.session_id = session_id
         self.spans = None if trace_id is None else SessionSpans(trace_id, session_id)
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
-        self.activation = Activation(clock, runner, predictor, backlog)
+        self.activation = Activation(clock, executor, services.predictor, backlog)
         self.replays = Replays()
         self._tenant = tenant
         self.cache_salt = cache_salt
         self._on_demand = on_demand
         self._clock = clock
         self.ids = ids
-        self.flow = Flow(clock, runner, self.activation, backlog)
+        self.flow = Flow(clock, executor, self.activation, backlog)
 
     def num_variables(self, state: VariableState) -> int:
         if state is VariableState.EMPTY:

@@ -492,7 +492,7 @@ def given_name(task: Task) -> str:
     return "" if task.func_name == unnamed(task.request_id) else task.func_name
 
 
-class Runner(Protocol):
+class Executor(Protocol):
     """The verbs that the graph asks of the layers that run tasks. Results come back through the
     variables, possibly before the call returns."""
 

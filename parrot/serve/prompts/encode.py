@@ -22,7 +22,7 @@ from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.segments import Segment
-from parrot.serve.prompts.templates import ChatTemplate
+from parrot.serve.prompts.templates import ModelTemplate
 from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.config import ConfigError
 from parrot.utils.heaps import LruDict
@@ -182,7 +182,7 @@ class ModelTokenizer:
     encoder: PieceEncoder
     bos: int | None
     eos: frozenset[int]
-    chat: ChatTemplate | None
+    chat: ModelTemplate | None
     public: tuple[Ids, ...] = ()
 
     def with_bos(self, ids: Ids) -> Ids:
@@ -246,14 +246,14 @@ def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
         raise InvalidRequest(f"the engine's tokenizer is unusable: {error}") from None
 
 
-def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ChatTemplate | None:
+def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ModelTemplate | None:
     """None also for a broken template: only chat calls need it."""
     if payload.chat_template is None:
         return None
     ids = payload.special_ids
     bos, eos = encoder.token_text(ids.bos), encoder.token_text(ids.eos[0] if ids.eos else None)
     try:
-        return ChatTemplate(payload.chat_template, bos, eos)
+        return ModelTemplate(payload.chat_template, bos, eos)
     except InvalidRequest as error:
         logger.warning("%s; chat calls will be refused", error)
         return None

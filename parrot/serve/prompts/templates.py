@@ -335,7 +335,7 @@ def _asked(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
-class ChatTemplate:
+class ModelTemplate:
     """`bos` and `eos`: the text of these tokens, "" if the model has none.
 
     Each turn has the markup with which its answer is generated, and keeps it when the chat goes on:
@@ -451,7 +451,7 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-PLAIN_CHAT = ChatTemplate(
+PLAIN_CHAT = ModelTemplate(
     "{% for m in messages %}"
     "{% if m.role == 'system' %}{{ m.content + '\n\n' }}"
     "{% else %}{{ m.role | capitalize + ': ' + m.content + '\n\n' }}{% endif %}"

@@ -80,7 +80,7 @@ class OrderPolicy:
 
 
 @dataclass(slots=True)
-class Account:
+class AppProgress:
     """An application's account. `num_tasks` are queued or placed, `served_s` the predicted
     seconds of what it was given so far."""
 
@@ -101,7 +101,7 @@ class ByApplication(OrderPolicy):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._accounts: dict[int, Account] = {}
+        self._accounts: dict[int, AppProgress] = {}
 
     def group(self, task: CompletionTask) -> Hashable:
         return task.completion.session_id
@@ -125,11 +125,11 @@ class ByApplication(OrderPolicy):
             if not account.num_tasks:
                 del self._accounts[session_id]
 
-    def _account(self, session_id: int) -> Account:
+    def _account(self, session_id: int) -> AppProgress:
         """The account of a session that wants something now."""
         account = self._accounts.get(session_id)
         if account is None:
-            account = self._accounts[session_id] = Account(self._clock.now())
+            account = self._accounts[session_id] = AppProgress(self._clock.now())
         return account
 
 
@@ -262,7 +262,7 @@ class CriticalPath(ByApplication):
         self._running.changed(session_id)
         return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
 
-    def _account(self, session_id: int) -> Account:
+    def _account(self, session_id: int) -> AppProgress:
         account, now = super()._account(session_id), self._clock.now()
         if not account.is_active and now - account.last_active > _BURST_GAP_S:
             account.start, account.served_s = now, 0.0

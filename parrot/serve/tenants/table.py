@@ -406,7 +406,7 @@ class TenantQuotaExceeded(QuotaExceeded):
     """It is the tenant's own doing: others need not make room."""
 
 
-class Account:
+class Quota:
     """The amounts that a session or a tenant keeps, named like the keys of their quota. A session's
     also count for its tenant, whose account is its `parent`.
 
@@ -417,7 +417,7 @@ class Account:
     def __init__(
         self,
         quota: SessionQuota | TenantQuota,
-        parent: "Account | None" = None,
+        parent: "Quota | None" = None,
         own: Mapping[str, int] | None = None,
     ) -> None:
         self.used: Counter[str] = Counter()

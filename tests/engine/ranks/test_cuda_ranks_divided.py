@@ -27,7 +27,7 @@ from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.layers import PlainLinear
-from parrot.engine.models.parallel import Shard
+from parrot.engine.models.parallel import Partition
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.host.cuda import CudaCopies
 from parrot.engine.runner.kv_cache import KVCache
@@ -72,7 +72,7 @@ def make_runner(folder: str, ranks: RankGroup | None, unit: Unit | None) -> Cuda
         upcast=True,
         num_host_blocks=0 if ranks is None else 4,
     )
-    shard = None if ranks is None else Shard(checkpoint.spec, ranks)
+    shard = None if ranks is None else Partition(checkpoint.spec, ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "make_linear", PlainLinear)  # the kernels read weights as they are
         if ranks is not None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
-from parrot.engine.models.parallel import Shard, require_divisible
+from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
 from tests.support.rank_threads import on_ranks
@@ -40,7 +40,7 @@ def test_every_rank_has_the_logits_of_the_whole(tmp_path: Path, family: str) -> 
         want = whole.logits(whole.forward(tokens, positions, attend_to_all))
 
     def compute(ranks: RankGroup) -> tuple[torch.Tensor, int]:
-        shard = Shard(checkpoint.spec, ranks)
+        shard = Partition(checkpoint.spec, ranks)
         model = load_decoder(checkpoint, torch.float32, CPU, shard=shard)
         return model.logits(model.forward(tokens, positions, attend_to_all)), model.num_bytes
 
@@ -67,7 +67,9 @@ def test_parts_put_together_are_the_tensors(kind: str) -> None:
         by_rows.append((names.embed, 0))
     for module, dim in [*wholly, *by_rows, *by_columns]:
         name = f"{module}.weight"
-        parts = [Shard(checkpoint.spec, RankGroup(rank, size)).part(name) for rank in range(size)]
+        parts = [
+            Partition(checkpoint.spec, RankGroup(rank, size)).part(name) for rank in range(size)
+        ]
         whole = checkpoint.take(name)
         taken = [checkpoint.take(name, part=part) for part in parts]
         assert torch.equal(whole, taken[0] if dim is None else torch.cat(taken, dim))
@@ -80,7 +82,7 @@ def test_parts_put_together_are_the_tensors(kind: str) -> None:
 def test_a_kv_head_may_be_on_several_ranks() -> None:
     spec = open_checkpoint("qwen3-0.6b", dummy=True).spec  # 8 KV heads of 128
     parts = [
-        Shard(spec, RankGroup(r, 16)).part("model.layers.0.self_attn.k_proj.weight")
+        Partition(spec, RankGroup(r, 16)).part("model.layers.0.self_attn.k_proj.weight")
         for r in range(16)
     ]
     assert [part.start // 128 for part in parts if part] == [r // 2 for r in range(16)]

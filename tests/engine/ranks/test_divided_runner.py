@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parrot.engine.core.steps import DeviceLost, PoolSpec, ScoreSpec
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
-from parrot.engine.models.parallel import Shard
+from parrot.engine.models.parallel import Partition
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.steps import StepReader
@@ -46,7 +46,9 @@ def divided(checkpoint: Checkpoint, size: int, **options: Any) -> Iterator[Model
     links = [Link.pair() for _ in range(1, size)]
 
     def runner(ranks: RankGroup, unit: Unit | None = None) -> ModelRunner:
-        model = load_decoder(checkpoint, torch.float32, CPU, shard=Shard(checkpoint.spec, ranks))
+        model = load_decoder(
+            checkpoint, torch.float32, CPU, shard=Partition(checkpoint.spec, ranks)
+        )
         return ModelRunner(model, BLOCKS, SIZE, CpuOptions(**options), unit=unit)
 
     def follow(ranks: RankGroup) -> None:

@@ -16,7 +16,7 @@ from parrot.engine.core.steps import (
     Transfer,
 )
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.runner.device import Reads
+from parrot.engine.runner.device import StepReads
 from parrot.engine.runner.host.copies import ToldTransfers
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.ranks.steps import RankStep, StepReader, StepWriter
@@ -70,7 +70,7 @@ def test_others_read_what_rank_0_tells(with_tables: bool) -> None:
     for plan in PLANS:
         inputs = builder.build(plan)
         work = work_of(inputs)
-        told = RankStep(plan.copies, inputs, work, Reads.of(plan.sequences), plan is PLANS[1])
+        told = RankStep(plan.copies, inputs, work, StepReads.of(plan.sequences), plan is PLANS[1])
         read = reader.step(writer.message(told))
         assert read.copies == plan.copies
         assert read.needs_logits == told.needs_logits

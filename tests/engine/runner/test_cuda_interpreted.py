@@ -24,11 +24,11 @@ from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.steps import (
     PoolSpec,
-    Runner,
     SampleSpec,
     ScoreSpec,
     SequenceStep,
     StepPlan,
+    StepRunner,
 )
 from parrot.engine.grammar.compiler import GrammarCompiler
 from parrot.engine.kernels.linear import products
@@ -254,7 +254,7 @@ def test_products_of_any_few_rows_are_warm(
     assert seen == warm
 
 
-def core_answers(runner: Runner, samplings: list[SamplingConfig]) -> list[GenerateResponse]:
+def core_answers(runner: StepRunner, samplings: list[SamplingConfig]) -> list[GenerateResponse]:
     """Of requests of different lengths; the last one comes when the others generate."""
     tokenizer = plain_byte_tokenizer(259)
     grammars = GrammarCompiler.of(tokenizer, 259)
@@ -284,7 +284,7 @@ def core_answers(runner: Runner, samplings: list[SamplingConfig]) -> list[Genera
     return [a.response for a in answers if isinstance(a.response, GenerateResponse)]
 
 
-def core_outputs(runner: Runner, samplings: list[SamplingConfig]) -> list[list[int]]:
+def core_outputs(runner: StepRunner, samplings: list[SamplingConfig]) -> list[list[int]]:
     return [answer.generated_ids for answer in core_answers(runner, samplings)]
 
 

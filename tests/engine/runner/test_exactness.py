@@ -19,7 +19,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.steps import Runner, StepPlan, StepResult
+from parrot.engine.core.steps import StepPlan, StepResult, StepRunner
 from parrot.engine.cpu.forward import CompiledLayers
 from parrot.engine.cpu.native import start_loading
 from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
@@ -191,7 +191,7 @@ def language() -> Language:
 
 
 def answers_of(
-    runner: Runner,
+    runner: StepRunner,
     requests: Sequence[tuple[list[int], SamplingConfig]],
     resumed: Sequence[Sequence[int]] = (),
     **config: int,
@@ -244,7 +244,7 @@ def test_an_output_that_began_elsewhere_goes_on_as_if_here(
 
 
 def complete(
-    runner: Runner, requests: Sequence[tuple[list[int], SamplingConfig]], **config: int
+    runner: StepRunner, requests: Sequence[tuple[list[int], SamplingConfig]], **config: int
 ) -> list[list[int]]:
     return [answer.generated_ids for answer in answers_of(runner, requests, **config)]
 

@@ -1,7 +1,7 @@
 """A context ledger to test with."""
 
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, KvEviction
-from parrot.serve.contexts.index import Boundary, Context, Owner
+from parrot.serve.contexts.index import Boundary, LedgerContext, Owner
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.events import Events
 from tests.support.manual_clock import ManualClock
@@ -36,13 +36,13 @@ class Book(ContextLedger):
         self,
         key: str,
         size: int,
-        parent: Context | None = None,
+        parent: LedgerContext | None = None,
         *,
         at: int | None = None,
         owner: Owner = 1,
         reserved: int = 0,
         tenant: str = "",
-    ) -> Context:
+    ) -> LedgerContext:
         parent_len = 0 if parent is None else parent.length if at is None else at
         length = parent_len + size
         boundary = Boundary(key.encode(), length, 0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from parrot.serve.config import KvEviction
-from parrot.serve.contexts.index import Boundary, Context, Owner, Source
+from parrot.serve.contexts.index import Boundary, LedgerContext, Owner, Source
 from tests.serve.contexts.ledger_book import Book
 
 SOURCE = Source("acme", "f")
@@ -24,7 +24,7 @@ class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.book = Book(eviction=self.eviction)
-        self.running: list[Context] = []
+        self.running: list[LedgerContext] = []
         self.freed: set[int] = set()
         self.opened: set[int] = set()
         self.expected: Counter[bytes] = Counter()

@@ -4,12 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.serve.contexts.eviction import EvictionOrder, FarthestNextUse, LeastRecentlyUsed
-from parrot.serve.contexts.index import Context
+from parrot.serve.contexts.index import LedgerContext
 from tests.support.manual_clock import ManualClock
 
 
-def make(context_id: int) -> Context:
-    return Context(context_id, 0, 1, None, 0, 10, 0, 0.0, 0.0)
+def make(context_id: int) -> LedgerContext:
+    return LedgerContext(context_id, 0, 1, None, 0, 10, 0, 0.0, 0.0)
 
 
 class Oracle:
@@ -21,7 +21,7 @@ class Oracle:
         self.asked = 0
         self.order = FarthestNextUse(self._predict, self.clock)
 
-    def _predict(self, context: Context, now: float) -> float:
+    def _predict(self, context: LedgerContext, now: float) -> float:
         self.asked += 1
         return max(self.when[context.id], now)
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from parrot.serve.contexts.index import Context, Kept
+from parrot.serve.contexts.index import Kept, LedgerContext
 from tests.serve.contexts.ledger_book import Book
 
 ENGINE = 7
@@ -16,7 +16,7 @@ def make(max_size: int | None = None, max_prompts: int | None = None) -> tuple[B
     return book, kept
 
 
-def run(book: Book, key: str, size: int, parent: Context | None = None) -> Context:
+def run(book: Book, key: str, size: int, parent: LedgerContext | None = None) -> LedgerContext:
     """A prompt is computed, a second after the one before it."""
     book.later(1.0)
     context = book.add(key, size, parent)

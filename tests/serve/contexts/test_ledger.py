@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from parrot.serve.contexts.index import Boundary, Context, FreeReason, Source
+from parrot.serve.contexts.index import Boundary, FreeReason, LedgerContext, Source
 from tests.serve.contexts.ledger_book import Book
 
 SOURCE = Source("acme", "f")
@@ -248,7 +248,7 @@ def crowd(book: Book, size: int) -> None:
     assert book.make_room(7)
 
 
-def end(book: Book, context: Context, source: Source) -> None:
+def end(book: Book, context: LedgerContext, source: Source) -> None:
     """Its run ends, and the session may continue it."""
     book.pin(context)
     book.settle(context, context.length, None, source)

@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 from parrot.serve.config import CoreConfig
-from parrot.serve.contexts.index import Boundary, Context
+from parrot.serve.contexts.index import Boundary, LedgerContext
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.events import Events
 from tests.support.manual_clock import ManualClock
@@ -16,7 +16,7 @@ def make(capacity: int = 100, host_capacity: int = 200) -> ContextLedger:
     return ledger
 
 
-def add(ledger: ContextLedger, length: int, parent: Context | None = None) -> Context:
+def add(ledger: ContextLedger, length: int, parent: LedgerContext | None = None) -> LedgerContext:
     begin = 0 if parent is None else parent.length
     boundary = Boundary(b"%d" % random.getrandbits(60), length, 0)
     context = ledger.open(1, 7, [boundary], length=length, parent=parent, parent_len=begin)

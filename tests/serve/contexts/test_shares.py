@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.serve.config import KvEviction
-from parrot.serve.contexts.index import Context
+from parrot.serve.contexts.index import LedgerContext
 from tests.serve.contexts.ledger_book import Book
 
 WEIGHTS = {"crowd": 1.0, "chat": 1.0, "heavy": 3.0}
@@ -18,7 +18,7 @@ def book(request: pytest.FixtureRequest) -> Book:
     return book
 
 
-def is_there(context: Context, book: Book) -> bool:
+def is_there(context: LedgerContext, book: Book) -> bool:
     return context.id in book._accounts[7].contexts
 
 

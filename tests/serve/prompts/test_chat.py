@@ -3,7 +3,7 @@
 import pytest
 
 from parrot.protocol.errors import InvalidRequest
-from parrot.serve.prompts.templates import ChatTemplate
+from parrot.serve.prompts.templates import ModelTemplate
 from tests.support.byte_tokenizer import CHATML
 
 LLAMA = (
@@ -15,7 +15,7 @@ LLAMA = (
 
 def test_markup() -> None:
     user, assistant = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
-    template = ChatTemplate(CHATML)
+    template = ModelTemplate(CHATML)
     assert template.markup(1) == (user, assistant)
     assert template.markup(2) == (user, assistant, "<|im_end|>\n" + user, assistant)
     later = ("<|im_end|>\n" + user, assistant)
@@ -30,7 +30,7 @@ def test_markup() -> None:
 
 
 def test_tokens_and_filters() -> None:
-    assert ChatTemplate(LLAMA, "<s>", "</s>").markup(2) == (
+    assert ModelTemplate(LLAMA, "<s>", "</s>").markup(2) == (
         "<s>[INST] ",
         " [/INST]",  # as it was generated, without the space that the template puts there later
         "</s>[INST] ",
@@ -39,18 +39,18 @@ def test_tokens_and_filters() -> None:
 
 
 def test_turns_may_differ_in_their_markup() -> None:
-    template = ChatTemplate("{% for m in messages %}({{ loop.index }}){{ m.content }}{% endfor %}")
+    template = ModelTemplate("{% for m in messages %}({{ loop.index }}){{ m.content }}{% endfor %}")
     assert template.markup(3) == ("(1)", "", "(3)", "", "(5)", "")
     assert template.markup(20)[30:] == ("(31)", "") * 5  # from the sixteenth on they are alike
 
 
 def test_whether_messages_are_stripped() -> None:
-    assert ChatTemplate(LLAMA).strips
-    assert not ChatTemplate(CHATML).strips
+    assert ModelTemplate(LLAMA).strips
+    assert not ModelTemplate(CHATML).strips
 
 
 def test_what_real_templates_use() -> None:
-    template = ChatTemplate(
+    template = ModelTemplate(
         "{%- if not messages %}{{ raise_exception('empty') }}{% endif %}"
         "{{ strftime_now('%Y') | length }}{{ {'a': 1} | tojson }}"
         "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
@@ -73,9 +73,9 @@ def test_what_real_templates_use() -> None:
 )
 def test_templates_that_cannot_be_used(template: str) -> None:
     with pytest.raises(InvalidRequest):
-        ChatTemplate(template).markup(2)
+        ModelTemplate(template).markup(2)
 
 
 def test_broken_template() -> None:
     with pytest.raises(InvalidRequest):
-        ChatTemplate("{% for")
+        ModelTemplate("{% for")

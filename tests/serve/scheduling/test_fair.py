@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.protocol.engine_api import StepCosts
-from parrot.serve.contexts.index import Boundary, Context
+from parrot.serve.contexts.index import Boundary, LedgerContext
 from parrot.serve.scheduling.fairness import Counters
 from parrot.serve.scheduling.load import service_s
 from parrot.serve.scheduling.task import CompletionTask
@@ -246,7 +246,7 @@ def test_a_chat_beside_a_crowd_stays_where_its_prompt_is() -> None:
     bench.add(*(bench.task(tenant="a", output=800) for _ in range(50)))
     assert bench.run() == {}
     chat = bench.task("conversation", tenant="b", prefix_len=1000, output=400)
-    context = Context(1, crowded.id, "b", None, 0, 1000, 0, 0.0, 0.0)
+    context = LedgerContext(1, crowded.id, "b", None, 0, 1000, 0, 0.0, 0.0)
     bench.index.publish(context, Boundary(chat.keys[0], 1000, 0))
     bench.add(chat)
     assert bench.run() == {chat: crowded.id}

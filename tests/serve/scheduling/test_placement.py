@@ -6,7 +6,7 @@ import pytest
 
 from benchmark.serve.baselines import PLACERS, PrefixAware, RoundRobin
 from parrot.protocol.engine_api import StepCosts
-from parrot.serve.contexts.index import Boundary, Context, Room
+from parrot.serve.contexts.index import Boundary, LedgerContext, Room
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
@@ -75,7 +75,7 @@ def test_a_prompt_goes_where_least_of_what_sessions_have_gives_way() -> None:
 def cache(
     bench: Bench, task: CompletionTask, engine_id: int, length: int, *, on_host: bool = False
 ) -> None:
-    context = Context(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0, 0.0)
+    context = LedgerContext(engine_id, engine_id, "tenant", None, 0, length, 0, 0.0, 0.0)
     context.on_host = on_host
     bench.index.publish(context, Boundary(task.keys[0], length, 0))
 

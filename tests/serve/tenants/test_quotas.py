@@ -13,7 +13,7 @@ from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, Sessi
 from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
-from parrot.serve.tenants.table import Account, QueuedByTenant, require_share
+from parrot.serve.tenants.table import QueuedByTenant, Quota, require_share
 from tests.serve.serve_fakes import FakeDispatcher, given, made, var_ids
 from tests.serve.test_serve_core import World
 from tests.support.manual_clock import ManualClock
@@ -106,8 +106,8 @@ async def test_the_queue_admits_no_more_tenants_than_it_has_places() -> None:
 
 def test_what_comes_after_a_session_s_end_is_not_its_tenant_s() -> None:
     """A native function that ends later, with the time that it took."""
-    tenant = Account(TenantQuota())
-    ended, other = (Account(SessionQuota(), tenant) for _ in range(2))
+    tenant = Quota(TenantQuota())
+    ended, other = (Quota(SessionQuota(), tenant) for _ in range(2))
     for session in (ended, other):
         session.add(sessions=1, native_ms=1)
     ended.close()

@@ -12,7 +12,7 @@ import numpy as np
 from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.work_list import ITEM_FIELDS, StepRows, WorkList
 from parrot.engine.core.steps import BlockCopy, PoolSpec, SampleSpec, ScoreSpec, Transfer
-from parrot.engine.runner.device import Reads
+from parrot.engine.runner.device import StepReads
 from parrot.engine.runner.host.copies import NO_TRANSFERS, ToldTransfers
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.sampling import SamplingConfig
@@ -32,7 +32,7 @@ class RankStep:
     copies: tuple[BlockCopy, ...]
     inputs: StepInputs
     work: WorkList | None
-    reads: Reads | None
+    reads: StepReads | None
     needs_logits: bool
     transfers: ToldTransfers = NO_TRANSFERS
 
@@ -131,7 +131,7 @@ def _table(blocks: IntArray, num_rows: int) -> IntArray:
     return blocks.reshape(num_rows, -1 if num_rows else 0)
 
 
-def _reads(reads: Reads | None) -> IntArray:
+def _reads(reads: StepReads | None) -> IntArray:
     """The places of the states that are read; scores need logits, which all ranks compute."""
     if reads is None:
         return _NONE
@@ -140,10 +140,10 @@ def _reads(reads: Reads | None) -> IntArray:
     return _ints([*pools, *scored])
 
 
-def _read_reads(rows: IntArray, *, has_any: bool) -> Reads | None:
+def _read_reads(rows: IntArray, *, has_any: bool) -> StepReads | None:
     if not has_any:
         return None
-    reads = Reads()
+    reads = StepReads()
     for kind, first, start, count, num_top in rows.reshape(-1, 5).tolist():
         if kind == _POOL:
             reads.pools.append((first, PoolSpec(0, start, count)))

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import orjson
 
-from parrot.gateway.answers import ReasoningDelta, TextDelta, ToolCall, WholeAnswer
+from parrot.gateway.answers import ParsedToolCall, ReasoningDelta, TextDelta, WholeAnswer
 from parrot.gateway.turns import Turn
 from parrot.gateway.vendors.logprobs import Entry
 from parrot.gateway.vendors.openai_fields import Json
@@ -83,7 +83,7 @@ class ResponseWriter:
             self._new_entries += part.entries
             return
         self.answer.add(part)
-        if isinstance(part, ToolCall):
+        if isinstance(part, ParsedToolCall):
             self._new_entries.clear()  # its own tokens, which are no text
             yield from self._close_reasoning()
             yield from self._close_message()
@@ -150,7 +150,7 @@ class ResponseWriter:
         self._texts = None
         yield from self._add_item(self._message([_text_part(text, entries)], status))
 
-    def _call(self, call: ToolCall) -> Iterator[Json]:
+    def _call(self, call: ParsedToolCall) -> Iterator[Json]:
         item: Json = {
             "id": self._id("fc"),
             "type": "function_call",
@@ -252,7 +252,7 @@ def told_again(response: Json) -> Iterator[Json]:
 
 def _parts_of(item: Json) -> Iterator[Part]:
     if item["type"] == "function_call":
-        yield ToolCall(item["name"], item["arguments"], item["call_id"])
+        yield ParsedToolCall(item["name"], item["arguments"], item["call_id"])
     for content in item.get("content", ()):
         if item["type"] == "reasoning":
             yield ReasoningDelta(content["text"])
