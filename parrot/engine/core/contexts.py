@@ -49,24 +49,25 @@ class Fork:
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """State of one context; `ContextTree` keeps it. `fork` is set until the fork is carried out,
-    and until then the context has no tokens. `jobs` are those that write to it, in order of
-    arrival; only the first may run. `keys` are those of its first blocks, as far as they were
-    wanted; its first `num_published` blocks need not be published. Only requests with the salt of
-    its `group` may use it. `is_temporary`: it is its only job's, ends with that, and shares KV with
-    nobody."""
+    """State of one context; `ContextTree` keeps it."""
 
     context_id: int
+    # Only requests with the salt of its group may use it.
     group: ShareGroup
+    # What it begins with: until that is carried out, it has no tokens.
     fork: Fork | None = None
-    jobs: "list[Job]" = field(default_factory=list, repr=False)
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
-    owned_from: int = 0
-    root: Root = NO_ROOT
-    keys: list[bytes] = field(default_factory=list)
-    num_published: int = 0
+    # Those that write to it, in order of arrival; only the first may run.
+    jobs: "list[Job]" = field(init=False, default_factory=list, repr=False)
+    token_ids: "array[int]" = field(init=False, default_factory=lambda: array("i"))
+    num_computed: int = field(init=False, default=0)
+    block_ids: list[int] = field(init=False, default_factory=list)
+    owned_from: int = field(init=False, default=0)
+    root: Root = field(init=False, default=NO_ROOT)
+    # Those of its first blocks, as far as they were wanted.
+    keys: list[bytes] = field(init=False, default_factory=list)
+    # Its first blocks that need not be published.
+    num_published: int = field(init=False, default=0)
+    # It is its only job's, ends with that, and shares KV with nobody.
     is_temporary: bool = False
 
     @property

@@ -210,23 +210,24 @@ class PromptTotals:
 @dataclass(slots=True, eq=False)
 class RequestState:
     """An accepted request: the account that its jobs share. Times are the clock's seconds; each is
-    stamped once, and None until then. `before`: the engine's totals when it started.
-    `num_from_host`: tokens whose KV was brought back for it."""
+    stamped once, and None until then."""
 
     wanted: EngineRequest
     sink: Sink
     generation: Generation | None
     submitted_at: float
-    jobs: "list[Job]" = field(default_factory=list)
-    num_unfinished: int = 0
-    num_filled: int = 0
-    num_missing: int = 0
-    num_from_host: int = 0
-    prompt_len: int = 0
-    started_at: float | None = None
-    prompt_done_at: float | None = None
-    before: StepTotals | None = None
-    has_ended: bool = False
+    jobs: "list[Job]" = field(init=False, default_factory=list)
+    num_unfinished: int = field(init=False, default=0)
+    num_filled: int = field(init=False, default=0)
+    num_missing: int = field(init=False, default=0)
+    # Tokens whose KV was brought back for it.
+    num_from_host: int = field(init=False, default=0)
+    prompt_len: int = field(init=False, default=0)
+    started_at: float | None = field(init=False, default=None)
+    prompt_done_at: float | None = field(init=False, default=None)
+    # The engine's totals when it started.
+    before: StepTotals | None = field(init=False, default=None)
+    has_ended: bool = field(init=False, default=False)
 
     @property
     def context_id(self) -> int:
@@ -303,13 +304,7 @@ class Job:
     """Bring a context's KV up to all its tokens, and with a `generation`, sample after the last.
 
     Jobs of one context run in order of arrival. The first of them is opened when its context's
-    fork is carried out: only then are `token_ids` appended. `restores`: it only computes KV again
-    that the context has lost and a fork wants. `place`: its place in the queue, among those of its
-    priority; `key`: among all jobs. `is_decoding`: its prompt is computed, and it has not given way
-    since. `num_counted`: its part of its request's `num_missing`.
-    `awaits_token`: a step that samples for it, or is the last of its `reading`, is on its way.
-    `found`: the reading's result. `drafts`: None if its output is not drafted. `arrival`: KV from
-    the host that it waits for."""
+    fork is carried out: only then are `token_ids` appended."""
 
     job_id: int
     request: RequestState
@@ -317,20 +312,29 @@ class Job:
     piece: Piece
     generation: Generation | None
     priority: int
+    # It only computes KV again that the context has lost and a fork wants.
     restores: bool = False
-    place: int = 0
-    key: tuple[int, ...] = ()
-    is_open: bool = False
-    is_admitted: bool = False
-    is_decoding: bool = False
-    has_begun: bool = False
-    num_counted: int = 0
-    awaits_token: bool = False
-    arrival: "Arrival[Job] | None" = None
-    has_ended: bool = False
-    reading: Pooling | Scoring | None = None
-    found: bytes | Logprobs | None = None
-    drafts: OutputDrafts | None = None
+    # Its place in the queue, among the jobs of its priority.
+    place: int = field(init=False, default=0)
+    # Its place among all jobs.
+    key: tuple[int, ...] = field(init=False, default=())
+    is_open: bool = field(init=False, default=False)
+    is_admitted: bool = field(init=False, default=False)
+    # Its prompt is computed, and it has not given way since.
+    is_decoding: bool = field(init=False, default=False)
+    has_begun: bool = field(init=False, default=False)
+    # Its part of its request's `num_missing`.
+    num_counted: int = field(init=False, default=0)
+    # A step that samples for it, or is the last of its `reading`, is on its way.
+    awaits_token: bool = field(init=False, default=False)
+    # KV from the host that it waits for.
+    arrival: "Arrival[Job] | None" = field(init=False, default=None)
+    has_ended: bool = field(init=False, default=False)
+    reading: Pooling | Scoring | None = field(init=False, default=None)
+    # The reading's result.
+    found: bytes | Logprobs | None = field(init=False, default=None)
+    # None if its output is not drafted.
+    drafts: OutputDrafts | None = field(init=False, default=None)
 
     @property
     def is_background(self) -> bool:

@@ -46,11 +46,11 @@ class TextContext:
     context_id: int
     salt: str = ""
     parent: "TextContext | None" = None
-    parent_len: int = 0
-    fork: TextFork | None = None
-    own_len: int = 0
-    pieces: list[str] = field(default_factory=list)
-    turns: list["ContextTurn"] = field(default_factory=list)
+    parent_len: int = field(init=False, default=0)
+    fork: TextFork | None = field(init=False, default=None)
+    own_len: int = field(init=False, default=0)
+    pieces: list[str] = field(init=False, default_factory=list)
+    turns: list["ContextTurn"] = field(init=False, default_factory=list)
 
     def __len__(self) -> int:
         return self.parent_len + self.own_len
