@@ -185,6 +185,6 @@ class Play:
         assert self.core.runtime_info().num_free_blocks == info.num_blocks, "blocks are left"
         left = (self.core._tree._contexts, self.core._tree.pending, self.core.requests._requests)
         assert not any(left), f"something is left: {left}"
-        assert not self.core.requests.followers._of, "followers are left"
+        assert not self.core.requests.followers.of, "followers are left"
         assert not list(self.core._scheduler.idle), "idle contexts are left"
         assert not self.core.requests.outbox.take()
