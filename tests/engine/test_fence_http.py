@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import orjson
 import pytest
+from starlette.requests import Request
 
 from parrot.engine.app import Fence, ReorderBuffer, create_app
 from parrot.engine.config import SimConfig
@@ -148,3 +149,13 @@ def test_so_many_calls_are_remembered() -> None:
         fence.hand_in(late, fence.era)
     assert len(fence._attempts) == 65_536
     fence.hand_in(late.model_copy(update={"task_id": 0}), fence.era)  # the oldest
+
+
+def test_nothing_comes_in_under_a_registration_that_is_over() -> None:
+    fence = Fence()
+    name = fence.registering().encode()
+    late = Request({"type": "http", "headers": [(REGISTRATION_HEADER.lower().encode(), name)]})
+    fence.check(late)
+    fence.released()
+    with pytest.raises(StaleCore):
+        fence.check(late)

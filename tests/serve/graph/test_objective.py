@@ -82,6 +82,17 @@ def test_a_chain_works_for_its_reader(graph: SessionGraph, criteria: Criteria) -
     assert objective(graph, a).task_group is None
 
 
+@pytest.mark.parametrize("deadlines", [(40, 60), (60, 40)])
+def test_what_two_need_has_the_sooner_deadline(
+    graph: SessionGraph, deadlines: tuple[int, int]
+) -> None:
+    shared = link_call(graph, "shared", [])
+    ends = [link_call(graph, f"end{n}", [shared]) for n in range(2)]
+    for end, deadline in zip(ends, deadlines, strict=True):
+        add_reader(graph, graph.variable(end), Criteria.LATENCY, deadline=deadline)
+    assert objective(graph, shared).deadline == 40
+
+
 def test_a_later_stricter_reader_tightens_all_the_way_up(graph: SessionGraph) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
