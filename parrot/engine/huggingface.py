@@ -71,6 +71,8 @@ class HuggingFaceRunner:
         parameters = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in parameters
         self._takes_kept = "logits_to_keep" in parameters
+        # transformers 5.24 renamed the parameter, and removes the old name in 5.40.
+        self._cache_parameter = "cache" if "cache" in parameters else "past_key_values"
         vocab_size = self._probe(num_blocks, config.vocab_size)
         self._info = RunnerInfo(
             num_blocks=num_blocks,
@@ -138,14 +140,15 @@ class HuggingFaceRunner:
         num_new = len(batch[0].token_ids)
         table, mask = self._slots(batch)
         self._cache.place(Slots(self._tensor(table), num_new))
-        options: dict[str, Any] = {"logits_to_keep": num_kept} if self._takes_kept else {}
+        options: dict[str, Any] = {self._cache_parameter: self._cache}
+        if self._takes_kept:
+            options["logits_to_keep"] = num_kept
         if self._takes_positions:
             starts = np.array([[s.start] for s in batch])
             options["position_ids"] = self._tensor(starts + np.arange(num_new))
         output = self._model(
             input_ids=self._tensor(np.array([s.token_ids for s in batch], dtype=np.int64)),
             attention_mask=self._tensor(mask),
-            past_key_values=self._cache,
             use_cache=True,
             output_hidden_states=reads is not None,
             **options,

@@ -1,8 +1,10 @@
 """The huggingface engine's runner against transformers' own `generate`, on tiny random models."""
 
+import inspect
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -116,6 +118,35 @@ def test_greedy_output_is_that_of_generate(kind: str) -> None:
         for _ in range(12):
             alone.step()
         assert alone.tokens[0][len(prompt) :] == wanted
+
+
+def takes_past_key_values(
+    self: Any, input_ids: Any, past_key_values: Any = None, **rest: Any
+) -> Any:
+    return self.original(input_ids, **{self.parameter: past_key_values}, **rest)
+
+
+def takes_cache(self: Any, input_ids: Any, cache: Any = None, **rest: Any) -> Any:
+    return self.original(input_ids, **{self.parameter: cache}, **rest)
+
+
+@pytest.mark.parametrize("forward", [takes_past_key_values, takes_cache])
+def test_the_cache_is_passed_under_the_name_that_forward_accepts(
+    forward: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers names the parameter `past_key_values` until 5.23 and `cache` from 5.24 on."""
+    model = tiny_model("llama")
+    want = expected(model, PROMPTS[0], 6)
+    accepted = inspect.signature(model.forward).parameters
+    monkeypatch.setattr(model, "original", model.forward, raising=False)
+    monkeypatch.setattr(
+        model, "parameter", "cache" if "cache" in accepted else "past_key_values", raising=False
+    )
+    monkeypatch.setattr(model, "forward", MethodType(forward, model), raising=False)
+    sequences = Sequences(make_runner(model), [PROMPTS[0]])
+    for _ in range(6):
+        sequences.step()
+    assert sequences.tokens[0][len(PROMPTS[0]) :] == want
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "bloom"])
