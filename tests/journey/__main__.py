@@ -17,6 +17,7 @@ def main() -> None:
     if names == ["--json"]:
         figures = {
             name: {
+                "files": sorted(journey.files),
                 "modules": list(journey.modules),
                 "stateful": sorted(".".join(kind) for kind in journey.stateful),
                 "calls": journey.num_calls,

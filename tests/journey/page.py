@@ -59,10 +59,7 @@ def _beside(steps: Sequence[Step], passed: Passed) -> list[list[str]]:
     if begins != sorted(begins):
         raise ValueError(f"not in the order of {steps[0].journey}: {begins}")
     own = {step.function.partition(": ")[2].rpartition(".")[0] for step in steps}
-    left_out = (
-        "parrot.simulation",
-        *(["parrot.engine"] if "engine" not in steps[0].journey else []),
-    )
+    left_out = "parrot.engine" if "engine" not in steps[0].journey else ()
     found: list[list[str]] = [[] for _ in steps]
     for kind in passed.stateful:
         file, function = passed.classes[kind]
