@@ -215,6 +215,28 @@ class Logprobs:
         self.ids.extend(ids)
         self.values.extend(more.values)
 
+    @classmethod
+    def joined(
+        cls,
+        before: "Logprobs | None",
+        more: "Logprobs | None",
+        tokens: TokenTable | None = None,
+        num_shown: int | None = None,
+    ) -> "Logprobs | None":
+        """Return `before` with the rows of `more` appended. Both may change. `tokens`: the table of
+        `more`; None: it has its own. Rows after the first `num_shown` become the `ending`."""
+        if more is None:
+            return before
+        if tokens is not None:
+            more.tokens = tokens
+        joined = shown = more if num_shown is None else more.part(0, num_shown)
+        if before is not None:
+            joined = before
+            joined.extend(shown)
+        if num_shown is not None:
+            joined.ending = more.part(num_shown)
+        return joined
+
     def _own_table(self) -> list[bytes]:
         """Its tokens in a table that may grow."""
         if not isinstance(self.tokens, list):

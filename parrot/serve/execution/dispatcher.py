@@ -516,6 +516,8 @@ class Dispatcher:
             info.max_seq_len,
             info.costs,
         )
+        if engine.uses_drafts:
+            self._runs.use_drafts()
         self.engine_reported(engine)
         self._returns.joined(engine)
         self._grace.engine_joined()

@@ -72,9 +72,12 @@ class Engine:
     ping: "asyncio.Task[bool] | None" = None
     direct: "set[asyncio.Task[Any]]" = field(default_factory=set)
     max_len: int = field(init=False)  # tokens of the longest sequence that it takes
+    uses_drafts: bool = field(init=False)  # whether it drafts from texts that ServeCore sends
 
     def __post_init__(self) -> None:
         self.max_len = min(self.info.max_seq_len, self.info.tokens_capacity)
+        is_builtin = self.info.engine_type is EngineType.BUILTIN
+        self.uses_drafts = is_builtin and self.tokenizer is not None
 
     @property
     def units(self) -> int:

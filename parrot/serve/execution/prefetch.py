@@ -20,8 +20,8 @@ from parrot.protocol.errors import ParrotError
 from parrot.serve.contexts.forecast import ReadyPrefix
 from parrot.serve.contexts.index import LedgerContext
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.exchange import open_fill
 from parrot.serve.execution.fleet import Engine, Fleet
+from parrot.serve.execution.prompting import open_fill
 from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.serve.prompts.encode import encode_prompt

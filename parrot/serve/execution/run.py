@@ -86,6 +86,11 @@ class Attempt:
         self.tokenizer = self.engine.tokenizer
         self.sampling = self.task.completion.sampling
 
+    @property
+    def resumed_ids(self) -> list[int]:
+        """The tokens after which the output continues; empty for engines that take text."""
+        return [unit for unit in self.resumed if isinstance(unit, int)]
+
     def stop(self) -> None:
         """Let its runner do nothing more."""
         assert self.runner is not None, self
@@ -207,8 +212,7 @@ class Run(CompletionTask):
         if not attempt.heard or attempt.follower is not None or attempt.tokenizer is None:
             return
         if self.completion.sampling.logprobs is None:
-            before = [unit for unit in attempt.resumed if isinstance(unit, int)]
-            self.heard = Heard(attempt.tokenizer, (*before, *attempt.heard))
+            self.heard = Heard(attempt.tokenizer, (*attempt.resumed_ids, *attempt.heard))
 
     def count_response(self, attempt: Attempt, outcome: Outcome) -> None:
         """Take over what the engine tells of the attempt's work."""

@@ -13,9 +13,10 @@ from dataclasses import replace
 from parrot.protocol.errors import InternalError, NotFound, OutOfMemory, ParrotError
 from parrot.serve.contexts.index import Source
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.execution.exchange import Exchange, delivered
+from parrot.serve.execution.exchange import Exchange
 from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.result_cache import Result, reused
+from parrot.serve.execution.resuming import delivered
 from parrot.serve.execution.run import (
     Attempt,
     Outcome,
@@ -151,6 +152,10 @@ class RunTable:
         attempt.runner = self._tasks.spawn(
             self._run(run, attempt), name=f"run for completion {run.completion.id}"
         )
+
+    def use_drafts(self) -> None:
+        """Keep draft texts from now on: an engine uses them."""
+        self._exchange.use_drafts()
 
     def heard(self, engine: Engine) -> None:
         """The engine may have told of outputs that nobody gets as they come."""

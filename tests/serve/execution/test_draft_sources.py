@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from parrot.protocol.engine_api import DraftSources, EngineType, GenerateRequest, GenerateResponse
-from parrot.serve.execution.exchange import DraftTexts
+from parrot.serve.execution.drafting import DraftTexts
 from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import CallOptions
 from tests.serve.execution.test_dispatcher import World, value

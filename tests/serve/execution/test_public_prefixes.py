@@ -13,7 +13,7 @@ from parrot.gateway.transcript import prompt_tokens
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.execution.exchange import longest_public, public_len
+from parrot.serve.execution.prompting import longest_public, public_len
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.encode import encode_prompt, join, read_texts
 from parrot.serve.prompts.segments import Segment

@@ -1,0 +1,104 @@
+"""Text that an engine may use as drafts for an output: predictions, and earlier outputs."""
+
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from parrot.protocol.engine_api import MAX_DRAFT_TOKENS, DraftSources, Usage
+from parrot.serve.execution.run import Attempt, Outcome
+from parrot.serve.graph.nodes import Completion, VariablePiece
+from parrot.serve.prompts.encode import encode_text
+from parrot.serve.scheduling.task import function_key
+from parrot.utils.heaps import LruDict
+
+_MAX_FUNCTIONS = 1024
+_KEPT_OUTPUTS = 4  # of one function
+_SENT_OUTPUTS = 2
+_MAX_OUTPUT = 4096  # tokens; what comes behind is not kept
+_ENOUGH = 256.0  # drafted tokens that tell whether drafts pay
+_MEMORY = 2048.0  # drafted tokens after which older ones count half
+_LEAST_ACCEPTED = 0.1  # of the tokens drafted
+_TRIES = 16  # every so many calls, one is drafted although that did not pay
+
+_NOTHING = DraftSources(in_context=False)
+
+
+class _Output(NamedTuple):
+    session_id: int
+    tokenizer_id: str
+    ids: "array[int]"
+
+
+@dataclass(slots=True)
+class _Function:
+    """The newest output is the last."""
+
+    outputs: deque[_Output] = field(default_factory=lambda: deque(maxlen=_KEPT_OUTPUTS))
+    drafted: float = 0.0
+    accepted: float = 0.0
+    num_skipped: int = 0
+
+    def count(self, usage: Usage) -> None:
+        if self.drafted > _MEMORY:
+            self.drafted, self.accepted = self.drafted / 2, self.accepted / 2
+        self.drafted += usage.drafted_tokens
+        self.accepted += usage.accepted_tokens
+
+    def is_to_be_drafted(self) -> bool:
+        if self.drafted < _ENOUGH or self.accepted >= _LEAST_ACCEPTED * self.drafted:
+            return True
+        self.num_skipped += 1
+        return self.num_skipped % _TRIES == 0
+
+    def texts(self, session_id: int, tokenizer_id: str) -> list[list[int]]:
+        """The newest outputs, those of this session first. Siblings of a fan-out are among them."""
+        usable = [o for o in reversed(self.outputs) if o.tokenizer_id == tokenizer_id]
+        usable.sort(key=lambda output: output.session_id != session_id)
+        return [output.ids.tolist() for output in usable[:_SENT_OUTPUTS]]
+
+
+class DraftTexts:
+    """Keeps the last outputs of functions, for each cache salt its own, and what drafts came to: a
+    function whose drafts are hardly ever right is not drafted any more, but for a try now and
+    then. Functions are those whose calls differ in variables."""
+
+    def __init__(self) -> None:
+        self._functions: LruDict[int, _Function] = LruDict(_MAX_FUNCTIONS)
+
+    async def sources(self, attempt: Attempt) -> DraftSources | None:
+        """The texts for an attempt's drafts; None if the engine finds its own, or has none."""
+        completion, tokenizer = attempt.task.completion, attempt.tokenizer
+        if tokenizer is None or not attempt.engine.uses_drafts:
+            return None
+        function = self._functions.get(function_key(completion))
+        if function is not None and not function.is_to_be_drafted():
+            return _NOTHING
+        texts: list[Sequence[int]] = []
+        if prediction := completion.options.prediction:
+            units = await encode_text(prediction, tokenizer)
+            texts.append([unit for unit in units if isinstance(unit, int)])
+        if function is not None:
+            texts += function.texts(completion.session_id, tokenizer.tokenizer_id)
+        room = MAX_DRAFT_TOKENS
+        cut: list[list[int]] = []
+        for text in texts:
+            cut.append(list(text[:room]))
+            room -= len(cut[-1])
+        return DraftSources.model_construct(texts=tuple(cut)) if any(cut) else None
+
+    def learn(self, completion: Completion, outcome: Outcome) -> None:
+        """Take in the output of a call, and what its drafts came to."""
+        if outcome.tokenized is None or not _has_variables(completion):
+            return
+        key = function_key(completion)
+        if (function := self._functions.get(key)) is None:
+            self._functions.put(key, function := _Function())
+        function.count(outcome.response.usage)
+        ids = array("i", outcome.tokenized.ids[:_MAX_OUTPUT])
+        function.outputs.append(_Output(completion.session_id, outcome.tokenized.tokenizer_id, ids))
+
+
+def _has_variables(completion: Completion) -> bool:
+    return any(isinstance(piece, VariablePiece) for piece in completion.fill)

@@ -1,0 +1,208 @@
+"""Build an engine's request from a prompt: which contexts to fork, what to fill, how much room the
+output has, and which first units are public."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
+from parrot.protocol.errors import InvalidRequest, PromptTooLong
+from parrot.serve.contexts.index import Boundary, LedgerContext, Owner
+from parrot.serve.contexts.ledger import ContextLedger
+from parrot.serve.execution.fleet import Engine
+from parrot.serve.execution.run import Attempt, Run
+from parrot.serve.graph.nodes import given_name
+from parrot.serve.prompts.encode import Units, join
+
+
+def public_len(engine: Engine, prompt: Units) -> int:
+    """The length of the longest public prefix, as far as it fills blocks, with which the prompt
+    begins; 0: it begins with none."""
+    return next((len(ids) for ids in _prefixes(engine) if prompt[: len(ids)] == ids), 0)
+
+
+def longest_public(engine: Engine) -> int:
+    """The length of the longest one that any prompt has."""
+    return max(map(len, _prefixes(engine)), default=0)
+
+
+def _prefixes(engine: Engine) -> list[Units]:
+    """The longest first."""
+    if engine.tokenizer is None:
+        return []  # its contexts are text
+    size = engine.info.block_size
+    return [ids[: len(ids) - len(ids) % size] for ids in engine.tokenizer.public]
+
+
+def known_of(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -> tuple[int, int]:
+    """How many of a prompt's segments need not be encoded, since the engine has them, and their
+    tokens; none of what may be a part of a public prefix."""
+    match = ledger.index.match(engine.id, keys)
+    if match is None or match.boundary.length < longest_public(engine):
+        return 0, 0
+    return match.num_covered, match.boundary.length
+
+
+def open_request(
+    ledger: ContextLedger, run: Run, attempt: Attempt, parts: Sequence[Units]
+) -> GenerateRequest | None:
+    """Open and pin the attempt's contexts and say how to fill them; `parts` is the prompt, an item
+    per segment, no matter which for those that the engine has. None if nothing may be generated any
+    more. Raises `PromptTooLong`."""
+    engine, completion = attempt.engine, run.completion
+    prompt = _Prompt(ledger, attempt, parts)
+    room = prompt.limit_output()
+    if room == 0:
+        return None
+    missing = prompt.missing()
+    attempt.lost = ledger.log.used(engine.id, prompt.length, missing)
+    prompt.extend_constant()
+    context = attempt.context = prompt.extend(run.owner, reserved=room)
+    ledger.pin(context)
+    ledger.make_room(engine.id, completion.options.tenant)
+    return GenerateRequest.model_construct(
+        session_id=completion.session_id,
+        task_id=completion.id,
+        attempt=run.stats.attempts,
+        priority=attempt.priority,
+        cache_salt=completion.options.cache_salt,
+        tenant=completion.options.tenant,
+        weight=attempt.share.weight,
+        step_growth=attempt.share.step_growth,
+        traceparent=completion.traceparent,
+        conversation=run.conversation,
+        context_id=context.id,
+        fills=prompt.fills,
+        sampling_config=attempt.sampling,
+        resumed_ids=attempt.resumed_ids,
+    )
+
+
+def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:
+    """Do the same for the beginning of a prompt, behind which nothing is generated. Nothing is to
+    be filled and no context is opened if the engine has it all."""
+    prompt = _Prompt(ledger, attempt, parts)
+    prompt.extend_constant()
+    if any(parts[prompt.covered :]):
+        prompt.extend(attempt.task.completion.session_id)
+    if attempt.opened:
+        attempt.context = attempt.opened[-1]
+        ledger.pin(attempt.context)
+    return prompt.fills
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """How far the prompt is there: `parent` has its first `covered` parts, `length` units, of which
+    `last` is the last. What was delivered of the output is its last part. `public_len`: the first
+    units that are public, unless `parent` has them."""
+
+    ledger: ContextLedger
+    attempt: Attempt
+    parts: Sequence[Units]
+    keys: Sequence[bytes] = ()
+    covered: int = 0
+    parent: LedgerContext | None = None
+    length: int = 0
+    last: int | str = ""
+    public_len: int = 0
+    fills: list[FillPiece] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.keys = self.attempt.task.keys
+        if self.attempt.resumed:
+            self.parts = [*self.parts, self.attempt.resumed]
+            self.keys = [*self.keys, self.attempt.resumed_key]
+        engine = self.attempt.engine
+        match = self.ledger.index.match(engine.id, self.keys)
+        if match is None or match.boundary.length < longest_public(engine):
+            self.public_len = public_len(engine, join(self.parts))
+        if match is not None and match.boundary.length >= self.public_len:
+            self.public_len = 0
+            self.covered, self.parent = match.num_covered, match.context
+            _, self.length, self.last = match.boundary
+
+    def missing(self) -> list[tuple[bytes, int]]:
+        """The key and length of each beginning that is not there."""
+        return list(zip(self.keys[self.covered :], self._ends(len(self.parts)), strict=True))
+
+    def limit_output(self) -> int:
+        """How much room the output needs, in the engine's units; limits the attempt's sampling to
+        it. Engines with text know their limits themselves, so there it is only a guess."""
+        attempt = self.attempt
+        room = attempt.sampling.max_gen_length - attempt.num_delivered
+        length = self.length + sum(map(len, self.parts[self.covered :]))
+        if not length:
+            raise InvalidRequest("the prompt is empty")
+        if attempt.tokenizer is not None:
+            limit = attempt.engine.max_len
+            prompt_len = length - len(attempt.resumed)
+            is_cut = room > limit - length and not attempt.is_longest
+            if prompt_len >= limit or is_cut:
+                message = f"the prompt has {prompt_len} tokens; the limit is {limit - 1}"
+                raise PromptTooLong(message)
+            room = min(room, limit - length)
+        room = max(0, room)
+        if room and room != attempt.sampling.max_gen_length:
+            attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": room})
+        return room
+
+    def extend_constant(self) -> None:
+        """A context with the constant beginning, if that is longer than what is there."""
+        task = self.attempt.task
+        options, num_constant = task.completion.options, task.num_constant
+        if not options.cache_prefix or num_constant <= self.covered:
+            return
+        length = self.length + sum(map(len, self.parts[self.covered : num_constant]))
+        if length >= max(self.attempt.engine.info.block_size, self.public_len):
+            self.extend(options.tenant, num_constant)
+
+    def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> LedgerContext:
+        """Fork: a context with the parts up to `stop`, by default all."""
+        stop = len(self.parts) if stop is None else stop
+        units = join(self.parts[self.covered : stop])
+        boundaries = self._boundaries(stop)
+        if not units:
+            # An engine generates after a unit that the context itself was given.
+            units = self.last if isinstance(self.last, str) else (self.last,)
+            self.length -= 1
+        context = self.ledger.open(
+            self.attempt.engine.id,
+            owner,
+            boundaries,
+            length=self.length + len(units),
+            reserved=reserved,
+            parent=self.parent,
+            parent_len=self.length,
+            function=given_name(self.attempt.task.completion),
+            tenant=self.attempt.task.tenant,
+        )
+        self.attempt.opened.append(context)
+        self.fills.append(
+            FillPiece.model_construct(
+                context_id=context.id,
+                parent_context_id=NO_PARENT if self.parent is None else self.parent.id,
+                parent_len=None if self.parent is None else self.length,
+                token_ids=None if isinstance(units, str) else list(units),
+                text=units if isinstance(units, str) else None,
+                public_len=self.public_len if self.parent is None else 0,
+            )
+        )
+        self.covered, self.parent, self.length = stop, context, context.length
+        self.last = units[-1]
+        return context
+
+    def _boundaries(self, stop: int) -> list[Boundary]:
+        """Where the parts up to `stop` end. Empty ones end where their predecessor does."""
+        last, boundaries = self.last, []
+        keys, parts = self.keys[self.covered : stop], self.parts[self.covered : stop]
+        for key, end, part in zip(keys, self._ends(stop), parts, strict=True):
+            last = part[-1] if part else last
+            if end:
+                boundaries.append(Boundary(key, end, last))
+        return boundaries
+
+    def _ends(self, stop: int) -> list[int]:
+        """The lengths of the prompt at the ends of the parts up to `stop`, from what is there."""
+        sizes = map(len, self.parts[self.covered : stop])
+        return list(accumulate(sizes, initial=self.length))[1:]

@@ -1,0 +1,92 @@
+"""Continue a partial output: what earlier attempts have delivered becomes part of the prompt."""
+
+from collections.abc import Sequence
+
+from parrot.protocol.engine_api import FinishReason, GenerateResponse, Usage
+from parrot.protocol.errors import EngineFailed
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.execution.run import Attempt, Outcome, Run
+from parrot.serve.graph.nodes import TokenizedText
+from parrot.serve.prompts.encode import Ids, ModelTokenizer, encode_text
+from parrot.serve.prompts.segments import extend_key, output_segment
+
+_BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
+_MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
+
+NOTHING_MORE = GenerateResponse(
+    generated_text="", generated_ids=[], finish_reason=FinishReason.LENGTH, usage=Usage()
+)
+
+
+def stop_ids_of(sampling: SamplingConfig, tokenizer: ModelTokenizer) -> frozenset[int]:
+    """The tokens that end an output."""
+    eos: frozenset[int] = frozenset() if sampling.ignore_tokenizer_eos else tokenizer.eos
+    return eos.union(sampling.stop_token_ids)
+
+
+def deliver_heard(run: Run, attempt: Attempt) -> None:
+    """Deliver what was heard of an earlier attempt's output, up to where its text is certain, to go
+    on behind it. What cannot be told for sure, or not be continued here, begins anew."""
+    heard, run.heard = run.heard, None
+    sampling = run.completion.sampling
+    is_bound = sampling.constraint is not None or run.conversation is not None
+    if heard is None or (attempt.tokenizer is None and is_bound):
+        return
+    encoder = heard.tokenizer.encoder
+    if not stop_ids_of(sampling, heard.tokenizer).union(encoder.special_ids).isdisjoint(heard.ids):
+        return  # an engine may show some special tokens as text
+    for end in range(len(heard.ids), max(0, len(heard.ids) - _MAX_HELD_BACK), -1):
+        text = encoder.decode(heard.ids[:end])
+        if text.startswith(run.text) and _is_certain(text, sampling.stop_strings):
+            run.tokenizer_id = heard.tokenizer.tokenizer_id
+            run.ids, run.num_streamed = list(heard.ids[:end]), end
+            run.append(text[len(run.text) :])
+            return
+
+
+def _is_certain(text: str, stop_strings: Sequence[str]) -> bool:
+    """Whether it ends neither inside of a character nor with the beginning of a stop string."""
+    beginnings = (stop[:n] for stop in stop_strings for n in range(1, len(stop) + 1))
+    return not text.endswith((_BROKEN, *beginnings))
+
+
+async def resume(run: Run, attempt: Attempt) -> None:
+    """Go on behind the text that was delivered. Raises `EngineFailed` for a constrained output on
+    an engine that takes text: it cannot be told how far its grammar has come; and for an answer to
+    a conversation that the server renders."""
+    is_bound = attempt.sampling.constraint is not None or run.conversation is not None
+    if attempt.tokenizer is None and is_bound:
+        raise EngineFailed("the engine was lost while it streamed an output that cannot go on")
+    ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
+    logprobs = run.stats.logprobs
+    if ids and logprobs is not None and len(logprobs) == len(run.ids):
+        run.stats.logprobs = logprobs.part(0, len(ids))
+    attempt.resumed = ids or await encode_text(run.text, attempt.tokenizer)
+    is_text = attempt.tokenizer is None
+    attempt.num_delivered = run.num_streamed if is_text else len(attempt.resumed)
+    attempt.resumed_key = output_key(run, run.text)
+
+
+def _ids_of_text(run: Run, tokenizer: ModelTokenizer) -> Ids | None:
+    """The streamed ids that stand for exactly the text that was delivered, if there are such."""
+    if run.tokenizer_id != tokenizer.tokenizer_id:
+        return None
+    ids = run.ids
+    for end in range(len(ids), max(0, len(ids) - _MAX_HELD_BACK), -1):
+        if tokenizer.encoder.decode(ids[:end]) == run.text:
+            return tuple(ids[:end])
+    return None
+
+
+def output_key(run: Run, text: str) -> bytes:
+    return extend_key(run.keys[-1], output_segment(text, None))
+
+
+def delivered(run: Run, attempt: Attempt) -> Outcome:
+    """The part of the output that the run has delivered until now."""
+    tokenizer = attempt.tokenizer
+    if tokenizer is None:
+        return Outcome(run.text, None, len(run.text) - len(attempt.resumed), NOTHING_MORE)
+    ids = _ids_of_text(run, tokenizer)
+    tokenized = None if ids is None else TokenizedText(tokenizer.tokenizer_id, ids)
+    return Outcome(run.text, tokenized, len(run.ids) - len(attempt.resumed), NOTHING_MORE)
