@@ -37,12 +37,12 @@ from parrot.protocol import engine_api, public, sampling
 from parrot.protocol.endpoint import Access, rules
 from parrot.protocol.sampling import CONSTRAINTS
 from parrot.protocol.server_config import ConnectionLimits
-from parrot.serve.app import create_app as core_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.metrics import CoreMetrics
 from parrot.serve.tenants.table import KeyEntry, TenantLimits, TenantTable
+from parrot.server.app import create_app as core_app
 from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent

@@ -25,7 +25,7 @@ from benchmark.simulated import ENGINES, changed, core_config, sim_engine, words
 from parrot.cluster import Cluster
 from parrot.engine.config import SimConfig
 from parrot.protocol.http import HttpClient
-from parrot.serve.app import create_app
+from parrot.server.app import create_app
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.links import DistantTransport
 

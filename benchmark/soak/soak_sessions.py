@@ -41,10 +41,10 @@ from parrot.journal.log import Journal
 from parrot.journal.sqlite import JournalFile
 from parrot.protocol.errors import NotFound, SessionGone
 from parrot.protocol.transport import AppTransport
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.simulation.engine import SimEngine
 from parrot.utils.clock import Clock, MonotonicClock
 

@@ -43,7 +43,7 @@ ReadyTimeoutOption = Annotated[
 @app.command(context_settings=_PASS_ON)
 def serve(context: typer.Context) -> None:
     """Run ServeCore. Options: parrot serve --help."""
-    _run_server("parrot.serve.http_server", "parrot serve", context.args)
+    _run_server("parrot.server.http_server", "parrot serve", context.args)
 
 
 @app.command(context_settings=_PASS_ON)

@@ -37,7 +37,7 @@ class Cluster:
     `log_dir/NAME.log`; engines are named by their `engine_name`, by default engine-0, engine-1, ...
     """
 
-    CORE_MODULE: ClassVar = "parrot.serve.http_server"
+    CORE_MODULE: ClassVar = "parrot.server.http_server"
     ENGINE_MODULE: ClassVar = "parrot.engine.http_server"
     RESTART_PAUSES_S: ClassVar = (1.0, 60.0)
 

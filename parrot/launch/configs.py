@@ -32,7 +32,7 @@ CORE_PORT, FIRST_ENGINE_PORT = 9000, 9001
 DRAIN_S = 120.0
 """How long engines may finish their calls before they stop, if their config does not say."""
 _MODULES: dict[Kind, str] = {
-    "core": "parrot.serve.http_server",
+    "core": "parrot.server.http_server",
     "engine": "parrot.engine.http_server",
 }
 _END_S = 15.0  # from the end of a drain to that of the process

@@ -11,11 +11,11 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.trace import TraceSink
 from parrot.protocol.transport import App
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.tasks import Sandbox
+from parrot.server.app import create_app
 from parrot.simulation.engine import SimEngine
 from parrot.simulation.links import LAN_RTT_S, DistantTransport, Latency, lan
 from parrot.simulation.loop import LoopClock

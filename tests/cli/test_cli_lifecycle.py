@@ -211,6 +211,6 @@ def test_launch_restarts_engines_and_ends_with_servecore(
     launch.read_until("starts again in 1 s")
     assert eventually(lambda: len(pids_of("parrot.engine.http_server", mark)) == 2)
     assert engines[1] in pids_of("parrot.engine.http_server", mark)
-    os.kill(pids_of("parrot.serve.http_server", mark)[0], signal.SIGKILL)
+    os.kill(pids_of("parrot.server.http_server", mark)[0], signal.SIGKILL)
     assert launch.end() == 1
     assert "core ended with signal 9" in launch.output

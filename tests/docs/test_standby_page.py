@@ -6,10 +6,10 @@ from pathlib import Path
 import aiohttp
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from parrot.journal.standby import standby_app
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
+from parrot.server.standby import standby_app
 from tests.docs.haproxy import haproxy_of
 from tests.docs.test_proxy import free_port
 from tests.support.app_server import serve_app

@@ -17,9 +17,9 @@ from parrot.engine.heartbeat import registration
 from parrot.engine.http_server import run_engine
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.app import create_app as create_core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app as create_core_app
 from parrot.utils.clock import MonotonicClock
 from tests.e2e.programs import program
 from tests.support.app_server import serve_app

@@ -31,11 +31,11 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.sessions import SessionNumbers
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError, parse_config
 from parrot.utils.shard import ALONE, MAX_SHARDS, ElsewhereError, Shard

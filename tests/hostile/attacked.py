@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.collector import Collector
 from tests.support.app_server import running_in_thread

@@ -113,7 +113,7 @@ def main() -> int:
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        core = stack.enter_context(server("parrot.serve.http_server", core_config, folder))
+        core = stack.enter_context(server("parrot.server.http_server", core_config, folder))
         engine = stack.enter_context(server("parrot.engine.http_server", engine_config, folder))
         while json.load(urllib.request.urlopen(f"{core}/v1/models"))["data"] == []:
             time.sleep(0.1)

@@ -17,9 +17,9 @@ from parrot.protocol.answers import create_base_app, own_layers
 from parrot.protocol.endpoint import Access, Rule, rules
 from parrot.protocol.openapi import install
 from parrot.protocol.public import SessionCreateRequest
-from parrot.serve.app import create_app as core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app as core_app
 from parrot.utils.clock import MonotonicClock
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.app_server import serve_app

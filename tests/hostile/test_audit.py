@@ -13,9 +13,9 @@ from fastapi import Request
 from parrot.gateway.audit import AuditLog
 from parrot.gateway.page.visitors import page_key
 from parrot.protocol.public import SessionCreateRequest
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from parrot.utils.config import ConfigError
 from tests.gateway.vendors.conftest import MODEL, serve
 from tests.serve.tenants.keys import entry, write_keys

@@ -11,9 +11,9 @@ import pytest
 
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from tests.support.app_server import serve_app
 
 JSON = {"Content-Type": "application/json"}

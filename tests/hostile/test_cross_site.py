@@ -8,9 +8,9 @@ import aiohttp
 import pytest
 
 from parrot.cluster import Cluster
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from tests.support.app_server import serve_app
 
 SIM = {"engine_type": "sim", "model": "sim"}

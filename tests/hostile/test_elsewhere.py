@@ -14,9 +14,9 @@ from parrot.protocol.engine_api import EngineInfo, EngineType
 from parrot.protocol.errors import ParrotError, Unavailable, ValidationFailed
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from tests.support.app_server import serve_app
 
 SECRET = "credentials of the machine"

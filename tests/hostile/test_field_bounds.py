@@ -16,9 +16,9 @@ from parrot.gateway.page.endpoints import EnterRequest
 from parrot.protocol.endpoint import Endpoint, PathParameters
 from parrot.protocol.fields import BodyText, JsonObject
 from parrot.protocol.sampling import MAX_STOP_STRINGS
-from parrot.serve.app import create_app as core_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app as core_app
 from parrot.utils.clock import MonotonicClock
 from tests.gateway.vendors.conftest import MODEL, Site, core_config, site
 

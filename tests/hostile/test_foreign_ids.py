@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from parrot.protocol.endpoint import Access, Rule, rules
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.hostile.test_access import FIELDS
 from tests.serve.tenants.keys import entry, write_keys

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.collector import Collector
 from tests.hostile.attacks import TEXTS, VENDORS, WORD, M, fields, made, packed

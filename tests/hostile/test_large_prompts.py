@@ -12,11 +12,11 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.template import placeholder
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.build import MAX_PLACEHOLDERS
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import fake_engine

@@ -11,9 +11,9 @@ from parrot.protocol.errors import InvalidRequest, ParrotError, QuotaExceeded
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, NativeCallRequest
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from tests.e2e.programs import Program, program
 from tests.support.app_server import serve_app
 

@@ -33,9 +33,9 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest
 from parrot.protocol.serve_client import RegistrationClient, ServeClient
 from parrot.protocol.transport import EventParser
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app
 

@@ -17,7 +17,7 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.server_config import kept_token
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.http_server import main as core_main
+from parrot.server.http_server import main as core_main
 from parrot.utils.config import ConfigError
 from tests.support.fake_engine import fake_engine
 from tests.support.manual_clock import ManualClock

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 
 from parrot.protocol.app_server import guarded_protocol
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from tests.support.app_server import serve_app
 
 ANSWERS_WITHIN_S = 10

@@ -28,10 +28,10 @@ from parrot.integrations.langchain import (
     LazyPrompt,
     fetch,
 )
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import FakeEngine, Script, fake_engine, register

@@ -31,7 +31,7 @@ from parrot.engine.config import RegisteredConfig
 from parrot.protocol.engine_api import HeartbeatRequest
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.protocol.transport import AppTransport
-from parrot.serve.app import create_app
+from parrot.server.app import create_app
 from parrot.simulation import run_virtual
 from parrot.simulation.report import percentile
 from parrot.utils.collector import bounded_collections

@@ -8,10 +8,10 @@ from fastapi.testclient import TestClient
 
 from parrot.observe.recorder import Recorder, TraceFile
 from parrot.protocol.trace import AnyTraceEvent, SetLine, TraceText
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.http_server import main
+from parrot.server.app import create_app
+from parrot.server.http_server import main
 from parrot.utils.clock import MonotonicClock
 from tests.serve.test_serve_core import World
 

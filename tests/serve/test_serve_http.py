@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from parrot.protocol.fields import MAX_TEXT
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from tests.serve.serve_fakes import FakeDispatcher, given, made, taken
 from tests.support.app_server import serve_app
 

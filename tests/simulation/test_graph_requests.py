@@ -8,7 +8,7 @@ from parrot.engine.config import SimConfig
 from parrot.protocol.public import GraphRequest, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.transport import AppTransport
-from parrot.serve.app import create_app
+from parrot.server.app import create_app
 from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.replay import Replay
 from parrot.simulation.trace import Trace

@@ -28,12 +28,12 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import EngineFailed, ParrotError
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.events import CallAdded, ReadBegan, ReadEnded, SessionDeleted, Sink
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import NativeCall
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import FakeEngine, fake_engine, register

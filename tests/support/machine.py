@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from parrot import P
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import FakeEngine, register

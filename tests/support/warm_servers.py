@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Self
 
-SERVERS = ("parrot.serve.http_server", "parrot.engine.http_server")
+SERVERS = ("parrot.server.http_server", "parrot.engine.http_server")
 _IMPORTED = (*SERVERS, "parrot.engine.sim", "parrot.engine.sim")
 _MAX_REQUEST = 2**17
 

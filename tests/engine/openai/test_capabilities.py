@@ -19,9 +19,9 @@ from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from parrot.utils.config import ConfigError, parse_config
 from tests.support.app_server import serve_app
 from tests.support.fake_openai import FakeOpenAI

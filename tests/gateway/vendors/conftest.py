@@ -10,10 +10,10 @@ import aiohttp
 import pytest
 
 from parrot.protocol.engine_api import RegisterRequest
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import FakeEngine, fake_engine

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from parrot.serve.app import create_app
+from parrot.server.app import create_app
 from tests.gateway.vendors.harnesses import HARNESSES, Harness, tokenizer_folder
 from tests.gateway.vendors.scripted import KEY, MAX_TEXT, MODEL, scripted_core
 from tests.gateway.vendors.transcripts import Json, Recorder

@@ -14,10 +14,10 @@ from parrot.gateway.transcript import MAX_PLACES
 from parrot.observe.recorder import Recorder
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.trace import AnswerLine, AnyTraceEvent, CallLine, ReadLine, SessionLine
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.gateway.vendors.conftest import MODEL, Site, payloads
 from tests.support.app_server import serve_app

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from parrot.serve.app import create_app
+from parrot.server.app import create_app
 from tests.gateway.vendors.conftest import MODEL, Site
 
 MESSAGES = [{"role": "user", "content": "Hello"}]

@@ -16,10 +16,10 @@ from parrot.protocol.errors import (
     Unavailable,
     UnsupportedField,
 )
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.gateway.vendors.conftest import MODEL, Site, serve
 from tests.support.app_server import serve_app

@@ -14,10 +14,10 @@ from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import Capabilities, RegisterRequest
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.gateway.vendors.conftest import payloads, serve
 from tests.support.app_server import serve_app

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from parrot.serve.app import create_app
+from parrot.server.app import create_app
 from tests.gateway.vendors.scripted import KEY, ScriptedEngine, scripted_core
 from tests.gateway.vendors.transcripts import GivenIds, lacks, lengthened, shape_of
 from tests.support.app_server import serve_app

@@ -11,10 +11,10 @@ from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import RegistrationClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion
+from parrot.server.app import create_app
 from tests.serve.execution.test_dispatcher import World
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import FakeEngine, Script, fake_engine

@@ -12,10 +12,10 @@ import pytest
 
 from parrot.journal.log import Journal, Record
 from parrot.protocol.engine_api import RegisterRequest
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.gateway.vendors.conftest import MODEL, Site
 from tests.serve.journal.replayed import MemoryFile

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from parrot.journal.log import ENDED, Journal, Record
-from parrot.journal.standby import serve_in_turn
 from parrot.protocol.errors import InsufficientStorage, Unavailable
 from parrot.serve.config import CoreConfig
+from parrot.server.standby import serve_in_turn
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from tests.serve.journal.test_journal_file import record, recovered

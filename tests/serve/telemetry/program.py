@@ -13,9 +13,9 @@ from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app

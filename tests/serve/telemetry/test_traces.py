@@ -26,9 +26,9 @@ from parrot.cluster.ports import free_port
 from parrot.engine.traces import EngineTracer
 from parrot.observe.spans import session_spans
 from parrot.observe.tracer import Tracer
-from parrot.serve.app import create_app
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from parrot.utils.otel import OtelSink

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.serve.config import CoreConfig
-from parrot.serve.http_server import main
 from parrot.serve.tenants.table import KeyEntry, Scope, TenantLimits, TenantTable, read_keys
+from parrot.server.http_server import main
 from parrot.utils.config import ConfigError
 from tests.serve.tenants.keys import entry, write_keys
 

@@ -1,5 +1,4 @@
-"""ServeCore's app: which verb answers which method and path, the layers before them, and the wings
-that stand on the core where they are configured.
+"""ServeCore's endpoints: the verb for each method and path.
 
 A route reads its fields, calls one verb of `ServeCore`, and writes the answer. It does not know how
 the verb does its work, and nothing behind it knows HTTP."""
@@ -11,28 +10,15 @@ from collections.abc import (
     Callable,
     Iterator,
     Mapping,
-    Sequence,
 )
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import BaseModel
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
 
-from parrot.gateway.audit import AuditedRefusals, AuditLog, audited, of_operators
-from parrot.gateway.page.endpoints import Page
-from parrot.gateway.programs import ENDING
-from parrot.gateway.shards import Forwarding, load_of, placed
-from parrot.gateway.turns import Turns
-from parrot.gateway.vendors.responses.responses import Responses
-from parrot.gateway.vendors.routes import error_form, response_endpoints, vendor_endpoints
-from parrot.journal.log import Journal
-from parrot.journal.replay import restore
-from parrot.protocol.answers import Check, ErrorForm, Layer, RequestIds, create_base_app, own_layers
+from parrot.protocol.answers import Check
 from parrot.protocol.endpoint import (
     ANY_BODY,
     LARGE,
@@ -52,7 +38,6 @@ from parrot.protocol.endpoint import (
     taking,
 )
 from parrot.protocol.errors import AuthenticationFailed, NotFound
-from parrot.protocol.openapi import install
 from parrot.protocol.public import (
     Answer,
     DrainRequest,
@@ -71,16 +56,14 @@ from parrot.protocol.public import (
     VarGetRequest,
     VarSetRequest,
 )
-from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.readers import read_view
 from parrot.serve.sessions import Session
-from parrot.serve.tenants.keys_file import KeysWatch
-from parrot.serve.tenants.table import KeysChange, Scope, Tenant, TenantLimits
+from parrot.serve.tenants.table import Scope, Tenant, TenantLimits
 from parrot.serve.views import engine_view
 from parrot.utils.metrics import CONTENT_TYPE
-from parrot.utils.tasks import TaskSet, in_turns
+from parrot.utils.tasks import in_turns
 
 _SCOPED = (401, 404, 410)
 _SUBMIT = (*_SCOPED, 409, 413, 429, 507)
@@ -90,114 +73,6 @@ _EVENTS = (
     " event: `done` with `{content, finish_reason, usage}`, or `error` with an error body. Comments"
     " keep it alive."
 )
-
-
-def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
-    """The app of one ServeCore, which it closes when it ends. With a journal, the core is restored
-    from it first. Raises `ConfigError` if that cannot be read."""
-
-    forwarding: list[Forwarding] = []
-
-    def forwarded(urls: Sequence[str], routes: ASGIApp) -> ASGIApp:
-        forwarding.append(Forwarding(routes, urls, lambda: load_of(core)))
-        return forwarding[-1]
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        try:
-            async with _watched_keys(core, None if audit is None else audit.event):
-                yield
-        finally:
-            for way in forwarding:
-                await way.close()
-            await core.close()
-            await responses.close()
-            if audit is not None:
-                audit.close()
-
-    config = core.config
-    audit = None if config.audit_path is None else AuditLog(config.audit_path)
-    turns = Turns(core)
-    responses = Responses(turns, config)
-    if journal is not None:
-        restore(core, journal, {ENDING: turns.restore_ending, **responses.kept.restorers})
-        turns.restored()
-        responses.kept.keep_in(journal, lambda: core.is_closing)
-        responses.resume(core.fleet.joined, config.unserved_timeout_s)
-    app = empty_app(
-        config,
-        error_form,
-        lifespan,
-        outer=[] if audit is None else [partial(AuditedRefusals, audit=audit)],
-        inner=[] if config.shards is None else [partial(forwarded, config.shards.cores)],
-    )
-    served = endpoints(core)
-    if config.shards is not None:
-        served = [placed(core, config.shards.cores, endpoint) for endpoint in served]
-    if audit is not None:
-        served = [audited(one, audit) if of_operators(one) else one for one in served]
-    served += vendor_endpoints(core, turns)
-    served += response_endpoints(core, responses)
-    shown = Page(core, audit).routes() if config.page else []
-    install(app, served, shown, access=Access.API_KEY, check=_key_check(core))
-    return app
-
-
-def empty_app(
-    config: CoreConfig,
-    error_form: ErrorForm,
-    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-    *,
-    outer: Sequence[Layer] = (),
-    inner: Sequence[Layer] = (),
-) -> FastAPI:
-    """An app that knows whom it answers and how errors look, and has no endpoint. `outer` and
-    `inner`: layers before and behind all others."""
-    own_names = () if config.shards is None else (config.shards.own_name,)
-    layers: list[Layer] = [*outer, RequestIds]
-    if config.cors_origins:
-        layers.append(
-            partial(
-                CORSMiddleware,
-                allow_origins=config.cors_origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
-                expose_headers=["x-request-id", "request-id", "retry-after"],
-            )
-        )
-    layers += own_layers(
-        max_body_size=config.max_body_size,
-        names=(config.host, *config.allowed_hosts, *own_names),
-        error_form=error_form,
-    )
-    return create_base_app(
-        "Parrot ServeCore",
-        [*layers, *inner],
-        max_body_memory=config.connections.max_body_memory,
-        lifespan=lifespan,
-    )
-
-
-@asynccontextmanager
-async def _watched_keys(core: ServeCore, note: Callable[..., None] | None) -> AsyncIterator[None]:
-    """Take in changes of the file of keys during the block. `note` is told of each."""
-
-    async def changed(change: KeysChange) -> None:
-        if note is not None:
-            note("keys changed", "ok", **change._asdict())
-        for _ in core.sessions.keys_changed():
-            await asyncio.sleep(0)  # others may have a turn
-
-    def refused(reason: str) -> None:
-        if note is not None:
-            note("keys changed", "refused", reason=reason)
-
-    tasks = TaskSet()
-    tasks.spawn(KeysWatch(core.tenants, core.clock, changed, refused).run(), name="keys")
-    try:
-        yield
-    finally:
-        await tasks.close()
 
 
 def endpoints(core: ServeCore) -> list[Endpoint]:
@@ -455,7 +330,7 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
         endpoint = Endpoint(
             "GET", path, verb, summary, access=Access.API_KEY, described=Described(errors)
         )
-        return endpoint.checked(_key_check(core))
+        return endpoint.checked(key_check(core))
 
     return [
         with_key("/v1/models", core.models, "Models that are served now", 401, 403),
@@ -474,7 +349,7 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
     ]
 
 
-def _key_check(core: ServeCore) -> Check:
+def key_check(core: ServeCore) -> Check:
     """Requests must have an API key, where there are any."""
 
     def check(request: Request) -> None:

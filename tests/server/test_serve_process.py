@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from parrot.serve.config import CoreConfig
-from parrot.serve.http_server import main, serve
+from parrot.server.http_server import main, serve
 
-MODULE = [sys.executable, "-m", "parrot.serve.http_server"]
+MODULE = [sys.executable, "-m", "parrot.serve.http_server"]  # its documented name
 
 
 def free_port() -> int:
@@ -135,7 +135,7 @@ async def test_who_lets_in_whoever_connects_is_told(
 ) -> None:
     async def nothing(server: object) -> None: ...
 
-    monkeypatch.setattr("parrot.serve.http_server.AppServer.serve", nothing)
+    monkeypatch.setattr("parrot.server.http_server.AppServer.serve", nothing)
     for host in ("127.0.0.1", "localhost", "::1"):
         await serve(CoreConfig(host=host))
     await serve(CoreConfig(host="0.0.0.0", api_keys=("k",), cluster_token="t"))

@@ -12,9 +12,9 @@ from parrot.gateway.vendors.routes import error_form
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Standby
-from parrot.serve.app import empty_app
 from parrot.serve.config import CoreConfig
-from parrot.serve.http_server import Serving, serving
+from parrot.server.app import empty_app
+from parrot.server.serving import Serving, serving
 from parrot.utils.collector import bounded_collections
 from parrot.utils.config import ConfigError
 

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 
-from parrot.journal import standby
-from parrot.journal.standby import Front
 from parrot.serve.config import CoreConfig
+from parrot.server import standby
+from parrot.server.standby import Front
 
 
 class Served:

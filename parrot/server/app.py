@@ -1,0 +1,138 @@
+"""ServeCore's app: its endpoints, the layers before them, and the parts of the gateway and of the
+journal that the configuration turns on."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from parrot.gateway.audit import AuditedRefusals, AuditLog, audited, of_operators
+from parrot.gateway.page.endpoints import Page
+from parrot.gateway.programs import ENDING
+from parrot.gateway.shards import Forwarding, load_of, placed
+from parrot.gateway.turns import Turns
+from parrot.gateway.vendors.responses.responses import Responses
+from parrot.gateway.vendors.routes import error_form, response_endpoints, vendor_endpoints
+from parrot.journal.log import Journal
+from parrot.journal.replay import restore
+from parrot.protocol.answers import ErrorForm, Layer, RequestIds, create_base_app, own_layers
+from parrot.protocol.endpoint import Access
+from parrot.protocol.openapi import install
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.endpoints import endpoints, key_check
+from parrot.serve.tenants.keys_file import KeysWatch
+from parrot.serve.tenants.table import KeysChange
+from parrot.utils.tasks import TaskSet
+
+
+def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
+    """The app of one ServeCore, which it closes when it ends. With a journal, the core is restored
+    from it first. Raises `ConfigError` if that cannot be read."""
+
+    forwarding: list[Forwarding] = []
+
+    def forwarded(urls: Sequence[str], routes: ASGIApp) -> ASGIApp:
+        forwarding.append(Forwarding(routes, urls, lambda: load_of(core)))
+        return forwarding[-1]
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            async with _watched_keys(core, None if audit is None else audit.event):
+                yield
+        finally:
+            for way in forwarding:
+                await way.close()
+            await core.close()
+            await responses.close()
+            if audit is not None:
+                audit.close()
+
+    config = core.config
+    audit = None if config.audit_path is None else AuditLog(config.audit_path)
+    turns = Turns(core)
+    responses = Responses(turns, config)
+    if journal is not None:
+        restore(core, journal, {ENDING: turns.restore_ending, **responses.kept.restorers})
+        turns.restored()
+        responses.kept.keep_in(journal, lambda: core.is_closing)
+        responses.resume(core.fleet.joined, config.unserved_timeout_s)
+    app = empty_app(
+        config,
+        error_form,
+        lifespan,
+        outer=[] if audit is None else [partial(AuditedRefusals, audit=audit)],
+        inner=[] if config.shards is None else [partial(forwarded, config.shards.cores)],
+    )
+    served = endpoints(core)
+    if config.shards is not None:
+        served = [placed(core, config.shards.cores, endpoint) for endpoint in served]
+    if audit is not None:
+        served = [audited(one, audit) if of_operators(one) else one for one in served]
+    served += vendor_endpoints(core, turns)
+    served += response_endpoints(core, responses)
+    shown = Page(core, audit).routes() if config.page else []
+    install(app, served, shown, access=Access.API_KEY, check=key_check(core))
+    return app
+
+
+def empty_app(
+    config: CoreConfig,
+    error_form: ErrorForm,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+    *,
+    outer: Sequence[Layer] = (),
+    inner: Sequence[Layer] = (),
+) -> FastAPI:
+    """An app that knows whom it answers and how errors look, and has no endpoint. `outer` and
+    `inner`: layers before and behind all others."""
+    own_names = () if config.shards is None else (config.shards.own_name,)
+    layers: list[Layer] = [*outer, RequestIds]
+    if config.cors_origins:
+        layers.append(
+            partial(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "request-id", "retry-after"],
+            )
+        )
+    layers += own_layers(
+        max_body_size=config.max_body_size,
+        names=(config.host, *config.allowed_hosts, *own_names),
+        error_form=error_form,
+    )
+    return create_base_app(
+        "Parrot ServeCore",
+        [*layers, *inner],
+        max_body_memory=config.connections.max_body_memory,
+        lifespan=lifespan,
+    )
+
+
+@asynccontextmanager
+async def _watched_keys(core: ServeCore, note: Callable[..., None] | None) -> AsyncIterator[None]:
+    """Take in changes of the file of keys during the block. `note` is told of each."""
+
+    async def changed(change: KeysChange) -> None:
+        if note is not None:
+            note("keys changed", "ok", **change._asdict())
+        for _ in core.sessions.keys_changed():
+            await asyncio.sleep(0)  # others may have a turn
+
+    def refused(reason: str) -> None:
+        if note is not None:
+            note("keys changed", "refused", reason=reason)
+
+    tasks = TaskSet()
+    tasks.spawn(KeysWatch(core.tenants, core.clock, changed, refused).run(), name="keys")
+    try:
+        yield
+    finally:
+        await tasks.close()

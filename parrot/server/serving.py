@@ -1,0 +1,67 @@
+"""A running ServeCore: the core, its journal, its observers and its app, as configured."""
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import NamedTuple
+
+from fastapi import FastAPI
+
+from parrot.journal.log import Journal, Storage
+from parrot.journal.sqlite import JournalFile
+from parrot.observe.call_log import CallLog
+from parrot.observe.recorder import Recorder, TraceFile
+from parrot.observe.tracer import Tracer
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.events import Sink
+from parrot.server.app import create_app
+from parrot.utils.clock import Clock, MonotonicClock
+from parrot.utils.logs import CALLS
+from parrot.utils.span_export import span_export
+
+
+class Serving(NamedTuple):
+    """A ServeCore and its app, whose lifespan ends it."""
+
+    core: ServeCore
+    app: FastAPI
+
+
+@asynccontextmanager
+async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIterator[Serving]:
+    """A ServeCore that goes on where the records of `storage` end, or those of the journal's file.
+    Raises `ConfigError` if the journal cannot be had or the trace cannot be written."""
+    with ExitStack() as stack:
+        trace = None
+        if config.trace_path is not None:
+            trace = TraceFile(config.trace_path)
+            stack.callback(trace.close)
+        clock: Clock = MonotonicClock()
+        if storage is None and config.journal is not None:
+            storage = JournalFile(config.journal, config.journal_size)
+        journal = None
+        if storage is not None:
+            journal = Journal(storage, clock, config.journal_timeout)
+            clock = journal.clock
+        sinks: list[Sink] = [] if trace is None else [Recorder(trace, clock).sink]
+        if config.otlp_endpoint is not None:
+            export = span_export(config.otlp_endpoint, "parrot", "parrot.observe.spans")
+            stack.callback(export.close)
+            sinks.append(Tracer(export, clock).sink)
+        if CALLS.isEnabledFor(logging.INFO):
+            sinks.append(CallLog().sink)
+        core = ServeCore(config, clock=clock, sinks=sinks, first_session_id=_first_session_id())
+        try:
+            yield Serving(core, create_app(core, journal))
+        finally:
+            if journal is not None:
+                await journal.close()
+
+
+def _first_session_id() -> int:
+    """Milliseconds since 1970: above every id that an earlier process gave out, unless that made
+    more than a thousand sessions a second for all of its life. So a program that outlives a restart
+    never names a session of another's."""
+    return time.time_ns() // 1_000_000
