@@ -12,13 +12,13 @@ salt. Only this module touches block reference counts."""
 
 import secrets
 from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from itertools import groupby, islice, takewhile
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from parrot.engine.core.shares import FairLine, KvShares, ShareGroup, num_held
+from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, num_held
 
 _KEY_SIZE = 16
 _MAX_RUN = 64  # blocks given away at once: meanwhile a watcher may change what groups have
@@ -71,7 +71,8 @@ class BlockHasher:
 
 
 class Watcher(Protocol):
-    """Is told what becomes of blocks that have a key."""
+    """Receives the changes of blocks that have a key. It is a protocol because its implementation,
+    `host.stores.HostStores`, stands above the pool."""
 
     def published(self, block: int, key: bytes) -> None:
         """A block in use got a key."""
@@ -102,65 +103,6 @@ class Watcher(Protocol):
         ...
 
 
-class FoundFree:
-    """The free blocks that have a key. Given away are first those that were made ready for it, and
-    then, of the group whose turn it is, the one freed first."""
-
-    def __init__(self, shares: KvShares) -> None:
-        self._ready: OrderedDict[int, None] = OrderedDict()
-        self._line: FairLine[int] = FairLine(shares, num_held)
-
-    def __len__(self) -> int:
-        return len(self._ready) + len(self._line)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._ready
-        yield from self._line
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
-
-    def is_ready(self, block: int) -> bool:
-        return block in self._ready
-
-    def add_run(self, blocks: Sequence[int], group: ShareGroup) -> None:
-        self._line.add_run(group, blocks)
-
-    def discard(self, block: int, group: ShareGroup) -> None:
-        self._ready.pop(block, None)
-        self._line.discard(group, block)
-
-    def first_run(self, most: int, owner: Callable[[int], ShareGroup]) -> Sequence[int]:
-        """At most so many that are given away next, of one owner; of the line, see `FairLine`."""
-        if not self._ready:
-            return self._line.first_run(most)
-        group = owner(next(iter(self._ready)))
-        return list(takewhile(lambda block: owner(block) is group, islice(self._ready, most)))
-
-    def discard_run(self, blocks: Sequence[int], group: ShareGroup) -> None:
-        """Discard what `first_run` has given."""
-        if blocks[0] not in self._ready:
-            self._line.discard_run(group, blocks)
-            return
-        for block in blocks:
-            del self._ready[block]
-
-    def next_in_line(self) -> int | None:
-        """The first of those that are not ready."""
-        return self._line.first()
-
-    def make_ready(self, block: int, group: ShareGroup) -> None:
-        """Give it away behind those that are ready."""
-        self._line.discard(group, block)
-        self._ready[block] = None
-
-    def check_integrity(self, owner: Callable[[int], ShareGroup]) -> None:
-        self._line.check_integrity()
-        assert all(self._line.has(owner(block), block) for block in self._line), self._line
-        assert not any(block in self._ready for block in self._line), "a block is free twice"
-
-
 class BlockPool:
     """Blocks 0..num_blocks-1 of `block_size` token slots each, counted by reference.
 
@@ -170,7 +112,7 @@ class BlockPool:
     Handed out first are free blocks without a key, the last freed before all others, while it may
     still be warm in a cache; then those with a key, `found_free`. Whoever holds a block holds the
     blocks before it, and gives them up after it: so the end of a prefix goes before its beginning.
-    `watcher` may be set before the first block is published. `shares` has the groups; by default
+    `watch` may be called before the first block is published. `shares` has the groups; by default
     they are the pool's own."""
 
     def __init__(self, num_blocks: int, block_size: int, shares: KvShares | None = None) -> None:
@@ -178,13 +120,19 @@ class BlockPool:
         self.block_size = block_size
         self.shares = shares or KvShares(num_blocks)
         self._free = list(range(num_blocks - 1, -1, -1))
-        self.found_free = FoundFree(self.shares)
+        self.found_free: KvLine[int] = KvLine(self.shares, num_held)
         self._owners: list[ShareGroup | None] = [None] * num_blocks  # None: blank
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self.num_releases = 0
         self.watcher: Watcher | None = None
+
+    def watch(self, watcher: Watcher, line: KvLine[int]) -> None:
+        """Report to the watcher, and give away free blocks in the order of its own line."""
+        self.watcher = watcher
+        self.shares.remove_line(self.found_free)
+        self.found_free = line
 
     @property
     def num_free(self) -> int:
@@ -222,7 +170,7 @@ class BlockPool:
 
     def _give_away(self, most: int) -> Sequence[int]:
         """Take the key, and the owner, of the free blocks with a key that are to go first."""
-        run = self.found_free.first_run(most, self.owner)
+        run = self.found_free.first_run(most)
         assert run, "a free block is lost"
         group = self.owner(run[0])
         for block in run:
@@ -234,7 +182,7 @@ class BlockPool:
             del self._by_key[key]
             if self.watcher is not None:
                 self.watcher.forgotten(block, key)
-        self.found_free.discard_run(run, group)
+        self.found_free.discard_run(group, run)
         group.num_kept -= len(run)
         self.shares.forget_if_gone(group)
         return run
@@ -269,7 +217,7 @@ class BlockPool:
 
     def _leave_line(self, block: int) -> ShareGroup:
         group = self.owner(block)
-        self.found_free.discard(block, group)
+        self.found_free.discard(group, block)
         group.num_kept -= 1
         return group
 
@@ -291,7 +239,7 @@ class BlockPool:
         group.num_used -= len(blocks)
         if kept := [block for block in blocks if self._keys[block] is not None]:
             group.num_kept += len(kept)
-            self.found_free.add_run(kept, group)
+            self.found_free.add_run(group, kept)
             if self.watcher is not None:
                 for block in kept:
                     self.watcher.released(block)
@@ -376,7 +324,7 @@ class BlockPool:
         assert {block: key for key, block in self._by_key.items()} == keyed
         assert all(block in keyed for block in self.found_free), "a blank block is kept"
         assert not any(block in keyed for block in self._free), "a published block is lost"
-        self.found_free.check_integrity(self.owner)
+        self.found_free.check_integrity()
         blank = [block for block, group in enumerate(self._owners) if group is None]
         assert blank == sorted(self._free), "a blank block is somebody's"
 

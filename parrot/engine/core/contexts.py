@@ -22,16 +22,11 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from parrot.engine.core.block_pool import NO_ROOT, BlockHasher, BlockPool, Root
-from parrot.engine.core.shares import FairLine, KvShares, ShareGroup, num_used
+from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, num_used
 from parrot.engine.core.steps import BlockCopy
 from parrot.utils.clock import Clock
-
-if TYPE_CHECKING:
-    from parrot.engine.core.jobs import Job
-
 
 _NEVER = (-1, -1, None)
 
@@ -56,8 +51,6 @@ class Context:
     group: ShareGroup
     # What it begins with: until that is carried out, it has no tokens.
     fork: Fork | None = None
-    # Those that write to it, in order of arrival; only the first may run.
-    jobs: "list[Job]" = field(init=False, default_factory=list, repr=False)
     token_ids: "array[int]" = field(init=False, default_factory=lambda: array("i"))
     num_computed: int = field(init=False, default=0)
     block_ids: list[int] = field(init=False, default_factory=list)
@@ -359,7 +352,7 @@ class IdleContexts:
     def __init__(self, tree: ContextTree) -> None:
         self._tree = tree
         self._shares = tree.shares
-        self._line: FairLine[Context] = FairLine(tree.shares, num_used)
+        self._line: KvLine[Context] = KvLine(tree.shares, num_used)
         self._exhausted_at: tuple[int, int, ShareGroup | None] = _NEVER
 
     def __contains__(self, context: Context) -> bool:
@@ -390,7 +383,7 @@ class IdleContexts:
         spent: list[ShareGroup] = []
         while pool.num_free < num_free:
             group, surplus = self._line.first_group(), None
-            if group is not None and not self._shares.protects(group):
+            if group is not None and group not in spent and not self._shares.protects(group):
                 surplus = self._line.surplus(group)
             elif asking is not None and asking not in spent:
                 group = asking

@@ -417,3 +417,22 @@ class Job:
             generation.constraint,
             Acceptance(shared),
         )
+
+
+class JobLines:
+    """The jobs that write to each context, in order of arrival. Only the first may run."""
+
+    def __init__(self) -> None:
+        self._lines: dict[Context, list[Job]] = {}
+
+    def of(self, context: Context) -> Sequence[Job]:
+        return self._lines.get(context, ())
+
+    def add(self, job: Job) -> None:
+        self._lines.setdefault(job.context, []).append(job)
+
+    def remove(self, job: Job) -> None:
+        line = self._lines[job.context]
+        line.remove(job)
+        if not line:
+            del self._lines[job.context]

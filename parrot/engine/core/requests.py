@@ -3,7 +3,7 @@
 import logging
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from parrot.engine.config import EngineConfig
@@ -11,6 +11,7 @@ from parrot.engine.core.contexts import Context, ContextTree, Fork
 from parrot.engine.core.jobs import (
     EngineRequest,
     Job,
+    JobLines,
     Outbox,
     Piece,
     PromptTotals,
@@ -65,6 +66,7 @@ class RequestTable:
         self.followers = Followers(self._generation_on, self.outbox.add)
         self.prompts = PromptTotals()
         self._requests: dict[int, RequestState] = {}
+        self._lines = JobLines()
         self._job_ids = IdCounter()
 
     def __len__(self) -> int:
@@ -85,7 +87,7 @@ class RequestTable:
     def _accept(self, request: EngineRequest, sink: Sink) -> None:
         if len(self._requests) >= self._max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
-        self._limits.check(request, self._tree)
+        self._limits.check(request, self._tree, self._lines)
         generation = self._generation(request)
         state = RequestState(request, sink, generation, self._clock.now())
         self._requests[request.request_id] = state
@@ -130,25 +132,25 @@ class RequestTable:
 
     def _generation_on(self, context_id: int) -> Generation | None:
         context = self._tree.get(context_id)
-        jobs = () if context is None else context.jobs
+        jobs = () if context is None else self._lines.of(context)
         return next((job.generation for job in jobs if job.generation is not None), None)
 
     def _create(self, piece: Piece, request: EngineRequest) -> Context:
         if request.reading() is not None:
             salt = request.cache_salt
             return self._tree.create(piece.context_id, salt=salt, is_temporary=True)
-        return create_context(self._tree, piece, request.cache_salt)
+        return create_context(self._tree, self._lines, piece, request.cache_salt)
 
     def _add(self, job: Job) -> None:
         job.request.jobs.append(job)
         job.request.num_unfinished += 1
-        job.context.jobs.append(job)
+        self._lines.add(job)
         self._hurry(job.context, job.priority)
 
     def _hurry(self, context: Context, priority: int) -> None:
         """Priority inheritance: what the context has to wait for becomes as urgent."""
         while True:
-            for job in context.jobs:
+            for job in self._lines.of(context):
                 if job.priority <= priority:
                     continue
                 if job.is_open:
@@ -175,14 +177,14 @@ class RequestTable:
         if parent.fork is not None or length is None:
             return
         if parent.num_computed < length:
-            if parent.jobs:
+            if self._lines.of(parent):
                 return  # it will get there
             if (known := len(parent.token_ids)) < length:
                 text = f"context {parent.context_id} ended at {known} tokens, before {length}"
                 self._fail_on(context, NotFound(text, param="parent_len"))
                 length = known
-            elif context.jobs and self._should_restore(parent, length):
-                self._restore(parent, context.jobs[0])
+            elif (line := self._lines.of(context)) and self._should_restore(parent, length):
+                self._restore(parent, line[0])
                 return
         self._carry_out_fork(context, length)
 
@@ -207,8 +209,8 @@ class RequestTable:
         """Open the first job of the context's line if it is not; end those with nothing to do."""
         if context.fork is not None:
             return
-        while context.jobs:
-            job = context.jobs[0]
+        while line := self._lines.of(context):
+            job = line[0]
             if job.is_open:
                 return
             try:
@@ -279,8 +281,8 @@ class RequestTable:
 
     def _leave(self, job: Job) -> None:
         job.has_ended = True
-        job.context.jobs.remove(job)
-        settle_lengths(self._tree, job)
+        self._lines.remove(job)
+        settle_lengths(self._tree, self._lines, job)
 
     def _close(self, request: RequestState) -> None:
         request.has_ended = True
@@ -329,7 +331,7 @@ class RequestTable:
 
     def _fail_on(self, context: Context, error: ParrotError) -> None:
         """Fail the requests that write to the context."""
-        self.fail_all([job.request for job in context.jobs if not job.restores], error)
+        self.fail_all([job.request for job in self._lines.of(context) if not job.restores], error)
 
     def _requests_behind(
         self, job: Job, reason: ParrotError
@@ -337,12 +339,12 @@ class RequestTable:
         """Requests later in the job's line, and on forks that want what it would have added."""
         if not job.piece.token_ids and job.generation is None:
             return []  # it would have added nothing
-        line, context_id = job.context.jobs, job.context.context_id
+        line, context_id = self._lines.of(job.context), job.context.context_id
         lost = NotFound(f"context {context_id} was not completed: {reason.message}")
         return [(other.request, reason) for other in line[line.index(job) + 1 :]] + [
             (other.request, lost)
             for child in forks_wanting(self._tree, job)
-            for other in child.jobs
+            for other in self._lines.of(child)
         ]
 
     def _withdraw(self, job: Job) -> None:
@@ -367,7 +369,7 @@ class RequestTable:
             self._fail_on(context, Cancelled(f"context {context_id} was freed"))
             if context.is_temporary:
                 continue  # it went with its job
-            for job in list(context.jobs):  # that restore it for a fork
+            for job in list(self._lines.of(context)):  # that restore it for a fork
                 job.request.num_unfinished -= 1
                 self._withdraw(job)
             while forks := forks_of(self._tree, context):  # failing one gives its own to this
@@ -393,7 +395,7 @@ class RequestTable:
     def check_integrity(self) -> None:
         num_open = 0
         for context in self._tree:
-            line = context.jobs
+            line = self._lines.of(context)
             assert line or not context.block_ids or context in self._scheduler.idle, context
             for index, job in enumerate(line):
                 assert job.context is context, job
@@ -410,7 +412,7 @@ class RequestLimits:
     max_context_len: int
     vocab_size: int
 
-    def check(self, request: EngineRequest, tree: ContextTree) -> None:
+    def check(self, request: EngineRequest, tree: ContextTree, lines: JobLines) -> None:
         """Raise if a token, a parent or a length is already known to be impossible. What is not
         known yet (a parent still generates) is checked when the job opens."""
         sampling = request.sampling
@@ -436,7 +438,7 @@ class RequestLimits:
                 _check_salt(tree.get(piece.parent_id), request, "parent_context_id")
             else:
                 _check_salt(context, request, "context_id")
-            length = _length_before(piece, lengths, tree) + len(piece.token_ids)
+            length = _length_before(piece, lengths, tree, lines) + len(piece.token_ids)
             self.check_length(length, request.sampling is not None and index == last)
             lengths[piece.context_id] = length
 
@@ -469,19 +471,21 @@ def _check_fork(piece: Piece, creator: Piece) -> None:
         )
 
 
-def _length_before(piece: Piece, lengths: dict[int, int], tree: ContextTree) -> int:
+def _length_before(
+    piece: Piece, lengths: dict[int, int], tree: ContextTree, lines: JobLines
+) -> int:
     """Tokens that the piece's context will have at least, before the piece."""
-    if (length := _length_of(piece.context_id, lengths, tree)) is not None:
+    if (length := _length_of(piece.context_id, lengths, tree, lines)) is not None:
         return length
     if piece.parent_id == NO_PARENT:
         return 0
-    parent_length = _length_of(piece.parent_id, lengths, tree)
+    parent_length = _length_of(piece.parent_id, lengths, tree, lines)
     if parent_length is None:
         raise NotFound(f"no context {piece.parent_id} to fork from", param="parent_context_id")
     if piece.parent_len is None:
         return parent_length
     parent = tree.get(piece.parent_id)
-    may_grow = parent is None or parent.jobs or (parent.fork and parent.fork.length is None)
+    may_grow = parent is None or lines.of(parent) or (parent.fork and parent.fork.length is None)
     if parent_length < piece.parent_len and not may_grow:
         raise NotFound(
             f"context {piece.parent_id} has {parent_length} tokens, cannot fork it at "
@@ -491,13 +495,15 @@ def _length_before(piece: Piece, lengths: dict[int, int], tree: ContextTree) -> 
     return piece.parent_len
 
 
-def _length_of(context_id: int, lengths: dict[int, int], tree: ContextTree) -> int | None:
+def _length_of(
+    context_id: int, lengths: dict[int, int], tree: ContextTree, lines: JobLines
+) -> int | None:
     if context_id in lengths:
         return lengths[context_id]
     context = tree.get(context_id)
     if context is None:
         return None
-    added = sum(len(job.piece.token_ids) for job in context.jobs if not job.is_open)
+    added = sum(len(job.piece.token_ids) for job in lines.of(context) if not job.is_open)
     return context.num_known + added
 
 
@@ -512,27 +518,27 @@ def forks_wanting(tree: ContextTree, job: Job) -> list[Context]:
     return [c for c, fork in forks if fork.after is not None and fork.after >= job.job_id]
 
 
-def create_context(tree: ContextTree, piece: Piece, salt: str) -> Context:
+def create_context(tree: ContextTree, lines: JobLines, piece: Piece, salt: str) -> Context:
     """Create the context of a piece whose parent, if it has one, exists."""
     if piece.parent_id == NO_PARENT:
         return tree.create(piece.context_id, salt=salt, public_len=piece.public_len)
     parent, length = tree.get(piece.parent_id), piece.parent_len
     assert parent is not None, f"context {piece.parent_id} vanished"
-    fork = _fork_of_all(parent) if length is None else Fork(parent, length, None)
+    fork = _fork_of_all(parent, lines.of(parent)) if length is None else Fork(parent, length, None)
     return tree.create(piece.context_id, fork)
 
 
-def settle_lengths(tree: ContextTree, job: Job) -> None:
+def settle_lengths(tree: ContextTree, lines: JobLines, job: Job) -> None:
     """The job has left its context: forks that want all tokens up to its end now want those up to
     the end of the job before it, or know how many there are."""
     for child, fork in forks_of(tree, job.context):
         if fork.after == job.job_id:
-            child.fork = _fork_of_all(job.context, before=job)
+            before = [other for other in lines.of(job.context) if other.job_id < job.job_id]
+            child.fork = _fork_of_all(job.context, before)
 
 
-def _fork_of_all(parent: Context, before: Job | None = None) -> Fork:
-    """A fork of all that the parent has once its jobs (those that came before one) have ended."""
-    jobs = [job for job in parent.jobs if before is None or job.job_id < before.job_id]
+def _fork_of_all(parent: Context, jobs: Sequence[Job]) -> Fork:
+    """A fork of all that the parent has once these jobs of it have ended."""
     if jobs:
         return Fork(parent, None, jobs[-1].job_id)
     # If it has no tokens yet, since it waits for its own fork, this is the same fork again.

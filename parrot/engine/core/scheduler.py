@@ -28,8 +28,9 @@ from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, IdleContexts, drop_kv
 from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
-from parrot.engine.core.shares import TenantBudgets, TenantShare
+from parrot.engine.core.shares import TenantShare
 from parrot.engine.core.steps import PENDING, BlockCopy, SequenceStep, StepCostMeter, StepPlan
+from parrot.engine.core.tenant_budgets import NO_BUDGETS, NoBudgets, SoleTenant, TenantBudgets
 
 _MIN_TOKENS = 32
 _SMOOTHING = 0.25
@@ -153,6 +154,7 @@ class LocalScheduler:
         tree: ContextTree,
         costs: StepCostMeter,
         host: HostKv | None = None,
+        budgets: NoBudgets | TenantBudgets = NO_BUDGETS,
     ) -> None:
         self._limits = limits = config.scheduler
         self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
@@ -160,6 +162,7 @@ class LocalScheduler:
         self._policy = POLICIES[limits.policy]
         self.decoding, self._queue, self._background = JobQueue(), JobQueue(), JobQueue()
         self._queues = (self.decoding, self._queue, self._background)
+        self._open: dict[Context, Job] = {}  # the jobs in the queues, by what they write to
         self._pace = BackgroundPace(limits.background_chunk_size)
         self._turned_away: list[Job] = []
         self._num_decodes = 0
@@ -170,9 +173,9 @@ class LocalScheduler:
         self._tokens_left = self._context_tokens = 0
         self._host = host
         self._costs = costs
-        self._budgets: TenantBudgets | None = None  # from the second tenant on
-        self._first_tenant: TenantShare | None = None
-        self._most_jobs = 0  # of the first tenant, while there is no other
+        self._budgets = budgets  # `TenantBudgets` from the second tenant on
+        self._bound: TenantBudgets | None = None  # None: no tenant is bound in this step
+        self._sole_tenant: SoleTenant | None = None  # None: no tenant yet, or several
         self._planned_at = -inf
         self.idle = IdleContexts(tree)
         self.num_jobs = 0  # in all queues
@@ -188,7 +191,7 @@ class LocalScheduler:
         is_limited = self._limits.max_total_tokens is not None
         if not self.decoding or self._queue or self._background or is_limited:
             return 0
-        if self._budgets is not None and self._budgets.are_bound:
+        if self._budgets.are_bound:
             return 0
         room = self._tree.pool.num_free // len(self.decoding) - 1  # one may have to be copied
         num_steps = room * self._tree.block_size
@@ -207,36 +210,26 @@ class LocalScheduler:
         job.place = self._num_filled + _PASSED * length
         job.key = self._policy(job)
         self._queue_of(job).add(job)
-        if self._budgets is None:
-            self._count_first_tenant(job.request.wanted.share)
+        self._open[job.context] = job
+        if self._budgets is NO_BUDGETS:
+            self._count_tenant(job.request.wanted.share)
         self.num_jobs += 1
-        if self._budgets is not None:
-            self._budgets.add(job)
+        self._budgets.add(job)
 
-    def _count_first_tenant(self, share: TenantShare) -> None:
-        """One more job comes, while all others are of the first tenant. One whose steps may grow as
-        they like, and that has no job any more, is as if it had not been here."""
-        first = self._first_tenant
-        if first is None or (first.tenant != share.tenant and self._is_forgotten(first)):
-            self._first_tenant, self._most_jobs = share, 1
-        elif first.tenant == share.tenant:
-            if share.step_growth is None:
-                share = share._replace(step_growth=first.step_growth)
-            self._first_tenant = share
-            self._most_jobs = max(self._most_jobs, self.num_jobs + 1)
-        else:
-            self._budgets = TenantBudgets(self._costs, self._tree.block_size)
-            self._budgets.was_here(first, self.num_jobs, self._most_jobs, self._planned_at)
-
-    def _is_forgotten(self, first: TenantShare) -> bool:
-        return self.num_jobs == 0 and first.step_growth is None
+    def _count_tenant(self, share: TenantShare) -> None:
+        """A job of the tenant comes. Budgets begin with the second tenant."""
+        sole = self._sole_tenant
+        self._sole_tenant = SoleTenant(share) if sole is None else sole.after(share, self.num_jobs)
+        if sole is not None and self._sole_tenant is None:
+            self._budgets = budgets = TenantBudgets(self._costs, self._tree.block_size)
+            budgets.enter(sole, self.num_jobs, self._planned_at)
 
     def remove(self, job: Job) -> None:
         """A job that has ended. Its context keeps its KV."""
         self._queue_of(job).remove(job)
+        del self._open[job.context]
         self.num_jobs -= 1
-        if self._budgets is not None:
-            self._budgets.remove(job)
+        self._budgets.remove(job)
         job.is_admitted = job.is_decoding = False
 
     def keep_decoding(self, job: Job) -> None:
@@ -268,8 +261,8 @@ class LocalScheduler:
     def lost_kv(self, contexts: Collection[Context]) -> None:
         """These contexts have lost KV: their jobs have to be admitted again."""
         for context in contexts:
-            if context.jobs:
-                self._readmit(context.jobs[0])
+            if (job := self._open.get(context)) is not None:
+                self._readmit(job)
             elif not context.block_ids:
                 self.idle.discard(context)
 
@@ -300,7 +293,7 @@ class LocalScheduler:
             job.context.token_ids.append(PENDING)
         try:
             step = self._plan(now, drafts)
-            if step is None and self._budgets is not None and self._budgets.lift():
+            if step is None and self._budgets.lift():
                 return self._plan(now, drafts)
             return step
         finally:
@@ -314,10 +307,9 @@ class LocalScheduler:
         self._context_tokens = 0
         self._num_background_tokens = 0
         self._planned_at = now
-        if (budgets := self._budgets) is not None:
-            budgets.begin(now, self.decoding)
+        self._bound = bound = self._budgets.begin(now, self.decoding)
         for job in self.decoding[:]:
-            missing = job.context.num_missing if budgets is None else budgets.num_tokens(job)
+            missing = job.context.num_missing if bound is None else bound.num_tokens(job)
             if job.is_admitted and missing and self._has_place(job):
                 self._take(job, 1)
         self._num_decodes = len(self._shares)
@@ -328,7 +320,7 @@ class LocalScheduler:
                 break
             if not job.is_admitted and (is_blocked or job.awaits_token or self._must_wait(job)):
                 continue
-            missing = job.context.num_missing if budgets is None else budgets.num_tokens(job)
+            missing = job.context.num_missing if bound is None else bound.num_tokens(job)
             num_tokens = min(missing, budget, self._max_chunk)
             if num_tokens and not (self._has_place(job) and self._take(job, num_tokens)):
                 is_blocked = True
@@ -402,8 +394,8 @@ class LocalScheduler:
         if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
             self._begun_blocks.add(key)
         self._shares[job] = Share(num_tokens, copies)
-        if self._budgets is not None:
-            self._budgets.charge(job, num_tokens)
+        if self._bound is not None:
+            self._bound.charge(job, num_tokens)
         self._tokens_left -= num_tokens
         self._context_tokens += end
         return True
@@ -466,7 +458,7 @@ class LocalScheduler:
         decoding = [job for job in self.decoding if job in self._shares]
         self.lost_kv(contexts)
         self._num_decodes -= sum(not job.is_decoding for job in decoding)
-        for job in [context.jobs[0] for context in contexts if context.jobs]:
+        for job in [self._open[context] for context in contexts if context in self._open]:
             if job.is_background:
                 self._turned_away.append(job)
             if (share := self._shares.pop(job, None)) is not None:
@@ -508,8 +500,8 @@ class LocalScheduler:
                 assert job.is_decoding is (queue is self.decoding), job
         assert not self._turned_away, self._turned_away
         assert self.num_jobs == sum(len(queue) for queue in self._queues), self.num_jobs
-        if self._budgets is not None:
-            self._budgets.check_integrity(job for queue in self._queues for job in queue)
+        assert self._open == {job.context: job for queue in self._queues for job in queue}
+        self._budgets.check_integrity(job for queue in self._queues for job in queue)
         for job in self.decoding:
             num_missing = job.context.num_missing
             goes_on = num_missing == (0 if job.awaits_token else 1)

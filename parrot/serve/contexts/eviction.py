@@ -4,13 +4,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from parrot.serve.contexts.index import Kept, LedgerContext, Residence, Room
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LazyHeap, LruDict
-
-_PRESENT_S = 120.0  # a tenant that was there so lately keeps its part
-_MAX_GROUP_LOOKS = 8  # tenants that are looked at for one eviction
+from parrot.utils.weighted_shares import WeightedShare, WeightedShares
 
 WeightOf = Callable[[str], float]
 
@@ -27,6 +26,9 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self._idle: LruDict[int, LedgerContext] = LruDict()
+
+    def __len__(self) -> int:
+        return len(self._idle)
 
     def add(self, context: LedgerContext, *, recent: bool) -> None:
         """It is idle now, or was already and has moved. `recent`: it was used just now; else only
@@ -61,6 +63,9 @@ class FarthestNextUse:
             LazyHeap()
         )  # the others, by minus the next use
         self._reviews: LazyHeap[LedgerContext, float] = LazyHeap()
+
+    def __len__(self) -> int:
+        return len(self._fresh) + len(self._farthest)
 
     def add(self, context: LedgerContext, *, recent: bool) -> None:
         self.discard(context)
@@ -101,100 +106,109 @@ class FarthestNextUse:
 EvictionOrder = LeastRecentlyUsed | FarthestNextUse
 
 
-@dataclass(slots=True)
-class _Tenant:
-    weight: float
+class Idling(NamedTuple):
+    """How an engine's idle contexts are ordered: those of one tenant, and the tenants by weight."""
+
+    make_order: Callable[[], EvictionOrder]
+    weigh: WeightOf
+    clock: Clock
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Tenant(WeightedShare):
     idle: EvictionOrder
     num_contexts: int = 0
-    used: int = 0  # tokens of these
-    seen: float = 0.0  # when one of them came or was used
+    used: int = 0  # Tokens of these contexts.
+
+
+def _used(tenant: _Tenant) -> int:
+    return tenant.used
 
 
 class IdleByTenant:
-    """One engine's idle contexts, those of each tenant in an order of their own, and what memory
-    the tenants' contexts take."""
+    """One engine's idle contexts, those of each tenant in an order of their own.
 
-    def __init__(
-        self, capacity: int, make_order: Callable[[], EvictionOrder], weight: WeightOf, clock: Clock
-    ) -> None:
+    It is installed with the second tenant. A tenant's share is its part of `capacity` by weight."""
+
+    def __init__(self, capacity: int, idling: Idling) -> None:
         self.capacity = capacity
-        self._make_order = make_order
-        self._weight_of = weight
-        self._clock = clock
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # by `seen`
-        self._weight = 0.0  # of all
-        self._largest: LazyHeap[str, float] = LazyHeap()  # by weight; empty while there is one
+        self._idling = idling
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # By `seen`.
+        self._weight = 0.0  # Of all tenants, present or away.
+        self._shares: WeightedShares[_Tenant] = WeightedShares(idling.clock)
+        self._order = self._shares.order(_used)  # Of the tenants with idle contexts.
+
+    def enter(
+        self, name: str, idle: EvictionOrder, seen: float, num_contexts: int, used: int
+    ) -> None:
+        """Add a tenant that has been the only one."""
+        tenant = self._new(name, idle)
+        tenant.seen, tenant.num_contexts, tenant.used = seen, num_contexts, used
+        self._shares.enter(tenant)
+        if len(idle):
+            self._order.add(tenant)
+
+    def _new(self, name: str, idle: EvictionOrder) -> _Tenant:
+        tenant = _Tenant(weight=self._idling.weigh(name), idle=idle)
+        self._tenants[name] = tenant
+        self._weight += tenant.weight
+        return tenant
 
     def opened(self, context: LedgerContext, size: int) -> None:
         tenant = self._tenants.get(context.tenant)
         if tenant is None:
-            tenant = _Tenant(self._weight_of(context.tenant), self._make_order())
-            self._tenants[context.tenant] = tenant
-            self._weight += tenant.weight
-            for name, known in self._tenants.items() if len(self._tenants) == 2 else ():
-                self._largest.set(name, -known.used / known.weight)
+            tenant = self._new(context.tenant, self._idling.make_order())
         tenant.num_contexts += 1
         self.resized(context, size)
 
     def resized(self, context: LedgerContext, added: int) -> None:
-        self._add(context.tenant, added)
-        self._tenants[context.tenant].seen = self._clock.now()
+        tenant = self._tenants[context.tenant]
         self._tenants.move_to_end(context.tenant)
+        self._shares.touch(tenant)
+        self._add(tenant, added)
 
     def freed(self, context: LedgerContext, size: int) -> None:
-        """Its tenant has not been there for that: else who is away would lose only one."""
+        """Freeing a context is no activity of its tenant. Otherwise an inactive tenant would lose
+        one context and then keep its share again."""
         self.discard(context)
-        self._add(context.tenant, -size)
         tenant = self._tenants[context.tenant]
+        self._add(tenant, -size)
         tenant.num_contexts -= 1
         if not tenant.num_contexts:
             del self._tenants[context.tenant]
-            self._largest.discard(context.tenant)
+            self._shares.remove(tenant)
             self._weight = self._weight - tenant.weight if self._tenants else 0.0
-            if len(self._tenants) == 1:
-                self._largest.clear()
 
-    def _add(self, name: str, tokens: int) -> None:
-        tenant = self._tenants[name]
+    def _add(self, tenant: _Tenant, tokens: int) -> None:
         tenant.used += tokens
-        if len(self._tenants) > 1:
-            self._largest.set(name, -tenant.used / tenant.weight)
+        if tokens > 0:
+            self._shares.grew(tenant)
 
     def add(self, context: LedgerContext, *, recent: bool) -> None:
         """See `EvictionOrder.add`."""
-        self._tenants[context.tenant].idle.add(context, recent=recent)
+        tenant = self._tenants[context.tenant]
+        tenant.idle.add(context, recent=recent)
+        if tenant not in self._order:
+            self._order.add(tenant)
 
     def discard(self, context: LedgerContext) -> None:
         """It is not idle any more."""
-        self._tenants[context.tenant].idle.discard(context)
+        tenant = self._tenants[context.tenant]
+        tenant.idle.discard(context)
+        if not len(tenant.idle):
+            self._order.discard(tenant)
 
     def first(self, asking: str | None = None) -> LedgerContext | None:
         """The one to evict for the tenant `asking`; None if there is none that it may have. Without
         a tenant, it may be anybody's."""
         if len(self._tenants) < 2:
-            return next((tenant.idle.first() for tenant in self._tenants.values()), None)
-        return self._of_absent() or self._of_largest() or self._of_any(asking)
-
-    def _of_absent(self) -> LedgerContext | None:
-        """The first of those who have not been there for long."""
-        end = self._clock.now() - _PRESENT_S
-        for tenant in islice(self._tenants.values(), _MAX_GROUP_LOOKS):
-            if tenant.seen > end:
-                return None
-            if (first := tenant.idle.first()) is not None:
-                return first
-        return None
-
-    def _of_largest(self) -> LedgerContext | None:
-        """The first of those who have more than their part."""
-        part = self.capacity / self._weight
-        for name in self._largest.smallest(_MAX_GROUP_LOOKS):
-            tenant = self._tenants[name]
-            if tenant.used / tenant.weight <= part:
-                return None
-            if (first := tenant.idle.first()) is not None:
-                return first
-        return None
+            return self._of_any(None)
+        loser = self._order.first()
+        if loser is not None:
+            share = self.capacity / self._weight
+            if loser.is_away or self._order.level(loser) > share:
+                return loser.idle.first()
+        return self._of_any(asking)
 
     def _of_any(self, asking: str | None) -> LedgerContext | None:
         """The first of the tenant that asks, or, without one, of anybody."""
@@ -207,29 +221,96 @@ class IdleByTenant:
     def context_ids(self) -> Collection[int]:
         return {i for tenant in self._tenants.values() for i in tenant.idle.context_ids()}
 
-    def check_integrity(self, sizes: dict[LedgerContext, int]) -> None:
+    def check_integrity(self, sizes: Mapping[LedgerContext, int]) -> None:
         """Recount by the sizes of all contexts. Raises AssertionError with what differs."""
         used = dict.fromkeys(self._tenants, 0)
         for context, size in sizes.items():
             used[context.tenant] += size
         assert used == {name: t.used for name, t in self._tenants.items()}, (used, self._tenants)
         assert sum(t.num_contexts for t in self._tenants.values()) == len(sizes), self._tenants
-        assert set(self._largest) == (set(used) if len(used) > 1 else set()), self._largest
+        with_idle = {tenant for tenant in self._tenants.values() if tenant.idle.context_ids()}
+        assert set(self._order) == with_idle, self._order
+        self._order.check_integrity()
+        self._shares.check_integrity(set(self._tenants.values()))
 
 
 @dataclass(slots=True)
 class EngineMemory:
-    """Sizes are in tokens, rounded up to blocks. `idle`: those without users and children.
-    `capacity` counts the `host`'s, too; `residence` None: there is no host tier; `kept` None: the
-    engine keeps what the ledger says, with no server behind it that does as it likes."""
+    """Sizes are in tokens, rounded up to blocks. `capacity` counts the `host`'s, too; `residence`
+    None: there is no host tier; `kept` None: the engine keeps what the ledger says, with no server
+    behind it that does as it likes."""
 
     capacity: int
     block_size: int
-    idle: IdleByTenant
+    idling: Idling
     contexts: dict[int, LedgerContext] = field(default_factory=dict)
     used: int = 0
     residence: Residence | None = None
     kept: Kept | None = None
+    # Of the only tenant, before there are several: its contexts without users and forks.
+    _idle: EvictionOrder | None = field(init=False, default=None)
+    _tenant: str = field(init=False, default="")
+    _seen: float = field(init=False, default=0.0)  # When that tenant was last active.
+    _by_tenant: IdleByTenant | None = field(init=False, default=None)
+
+    def opened(self, context: LedgerContext) -> int:
+        """Returns the context's size."""
+        if self._by_tenant is None and (self._idle is None or context.tenant != self._tenant):
+            self._came(context.tenant)
+        size = self.size(context)
+        self.contexts[context.id] = context
+        self.used += size
+        if self._by_tenant is None:
+            self._seen = self.idling.clock.now()
+        else:
+            self._by_tenant.opened(context, size)
+        return size
+
+    def _came(self, tenant: str) -> None:
+        """Another tenant comes. It may be the only one again."""
+        if self._idle is None or not self.contexts:
+            self._idle, self._tenant = self.idling.make_order(), tenant
+            return
+        self._by_tenant = IdleByTenant(self.capacity, self.idling)
+        self._by_tenant.enter(self._tenant, self._idle, self._seen, len(self.contexts), self.used)
+
+    def resized(self, context: LedgerContext, added: int) -> None:
+        self.used += added
+        if self._by_tenant is None:
+            self._seen = self.idling.clock.now()
+        else:
+            self._by_tenant.resized(context, added)
+
+    def freed(self, context: LedgerContext) -> None:
+        size = self.size(context)
+        self.used -= size
+        del self.contexts[context.id]
+        if self._by_tenant is None:
+            self.discard_idle(context)
+        else:
+            self._by_tenant.freed(context, size)
+
+    def add_idle(self, context: LedgerContext, *, recent: bool) -> None:
+        """The context is idle. See `EvictionOrder.add`."""
+        self._order().add(context, recent=recent)
+
+    def discard_idle(self, context: LedgerContext) -> None:
+        """It is not idle any more."""
+        self._order().discard(context)
+
+    def _order(self) -> EvictionOrder | IdleByTenant:
+        order = self._by_tenant or self._idle
+        assert order is not None, "there was no context"
+        return order
+
+    def first_to_evict(self, asking: str | None = None) -> LedgerContext | None:
+        """See `IdleByTenant.first`. The only tenant's contexts go in their own order."""
+        if self._by_tenant is not None:
+            return self._by_tenant.first(asking)
+        return None if self._idle is None else self._idle.first()
+
+    def idle_ids(self) -> Collection[int]:
+        return self._order().context_ids() if self.contexts else ()
 
     def use(self, context: LedgerContext) -> None:
         """A run has it on the device."""
@@ -255,8 +336,11 @@ class EngineMemory:
         used = sum(map(self.size, contexts))
         assert self.used == used, (self.used, used)
         idle = {context.id for context in contexts if not context.pins and not context.children}
-        assert set(self.idle.context_ids()) == idle, (self.idle, idle)
-        self.idle.check_integrity({context: self.size(context) for context in contexts})
+        assert set(self.idle_ids()) == idle, (self.idle_ids(), idle)
+        if self._by_tenant is None:
+            assert all(context.tenant == self._tenant for context in contexts), self._tenant
+        else:
+            self._by_tenant.check_integrity({context: self.size(context) for context in contexts})
         for context in contexts:
             _check_links(context, self.contexts)
         if self.residence is not None:

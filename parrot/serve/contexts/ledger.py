@@ -21,7 +21,7 @@ from parrot.serve.contexts.eviction import (
     EngineMemory,
     EvictionOrder,
     FarthestNextUse,
-    IdleByTenant,
+    Idling,
     LeastRecentlyUsed,
     Owners,
     WeightOf,
@@ -96,8 +96,8 @@ class ContextLedger:
         order: Callable[[], EvictionOrder] = LeastRecentlyUsed
         if self._eviction == "next_use":
             order = partial(FarthestNextUse, predict, self._clock)
-        idle = IdleByTenant(capacity + host_capacity, order, lambda t: self.weigh(t), self._clock)
-        account = EngineMemory(capacity + host_capacity, block_size, idle)
+        idling = Idling(order, lambda t: self.weigh(t), self._clock)
+        account = EngineMemory(capacity + host_capacity, block_size, idling)
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
         else:
@@ -145,21 +145,17 @@ class ContextLedger:
         )
         context.function, context.tenant = function, tenant
         account = self._accounts[engine_id]
-        account.contexts[context.id] = context
-        size = account.size(context)
-        account.used += size
-        account.idle.opened(context, size)
-        self.owners.add(context, size)
+        self.owners.add(context, account.opened(context))
         if parent is not None:
             assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
             parent.children.add(context)
-            account.idle.discard(parent)
+            account.discard_idle(parent)
             parent.num_forks += 1
             parent.last_used = now
             self.owners.touch(parent)
         for boundary in boundaries:
             self.index.publish(context, boundary)
-        account.idle.add(context, recent=True)
+        account.add_idle(context, recent=True)
         account.use(context)
         return context
 
@@ -167,7 +163,7 @@ class ContextLedger:
         """A run uses it."""
         context.users += 1
         account = self._accounts[context.engine_id]
-        account.idle.discard(context)
+        account.discard_idle(context)
         account.use(context)
         for link in context.lineage():
             link.pins += 1
@@ -196,8 +192,7 @@ class ContextLedger:
         old_size = account.size(context)
         context.length, context.reserved = length, 0
         added = account.size(context) - old_size
-        account.used += added
-        account.idle.resized(context, added)
+        account.resized(context, added)
         self.owners.resized(context, added)
         account.use(context)
         context.mark_computed()
@@ -235,7 +230,10 @@ class ContextLedger:
         False: they still do not, since the rest is in use, or other tenants' parts."""
         account = self._accounts[engine_id]
         account.trim()
-        while account.used > account.capacity and (first := account.idle.first(tenant)) is not None:
+        while (
+            account.used > account.capacity
+            and (first := account.first_to_evict(tenant)) is not None
+        ):
             self._evict(first, FreeReason.ROOM)
         return account.used <= account.capacity
 
@@ -245,7 +243,7 @@ class ContextLedger:
         account = self._accounts[engine_id]
         limit = _SPARE * account.capacity
         while account.used + num_tokens > limit:
-            first = account.idle.first(tenant)
+            first = account.first_to_evict(tenant)
             if first is None or first.num_forks or self._is_wanted(first):
                 return False
             self._evict(first, FreeReason.ROOM)
@@ -269,7 +267,7 @@ class ContextLedger:
     def evict_idle(self, engine_id: int) -> None:
         """Free everything on the engine that no run uses."""
         account = self._accounts[engine_id]
-        while (first := account.idle.first()) is not None:
+        while (first := account.first_to_evict()) is not None:
             self._evict(first, FreeReason.MEMORY)
 
     def expire(self) -> float | None:
@@ -337,7 +335,7 @@ class ContextLedger:
             if link.id not in account.contexts:
                 return
             if link.retired is None:
-                account.idle.add(link, recent=recent)
+                account.add_idle(link, recent=recent)
                 return
             self._free(link, link.retired)
 
@@ -345,10 +343,7 @@ class ContextLedger:
         account = self._accounts[context.engine_id]
         assert not context.children, context
         assert not context.pins, context
-        size = account.size(context)
-        account.used -= size
-        del account.contexts[context.id]
-        account.idle.freed(context, size)
+        account.freed(context)
         if account.residence is not None:
             account.residence.forget(context)
         if account.kept is not None:

@@ -94,7 +94,7 @@ class Histories(RuleBasedStateMachine):
         used: Counter[str] = Counter()
         for context in account.contexts.values():
             used[context.tenant] += account.size(context)
-        for context_id in account.idle.context_ids():
+        for context_id in account.idle_ids():
             owner = account.contexts[context_id].tenant
             assert owner != asking
             assert used[owner] <= account.capacity / len(tenants)

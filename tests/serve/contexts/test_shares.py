@@ -1,6 +1,8 @@
 """Whose contexts go when an engine is full: each tenant keeps its part."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from parrot.serve.config import KvEviction
 from parrot.serve.contexts.index import LedgerContext
@@ -104,3 +106,83 @@ def test_a_tenant_alone_has_all(book: Book) -> None:
     assert book.make_room(7, "chat")
     assert not is_there(first, book)
     book.check_integrity({second.id: 1}, book.prefixes.check_integrity())
+
+
+def test_who_was_alone_keeps_its_part_from_the_second_tenant_on(book: Book) -> None:
+    """Nothing is ordered by tenant before there are two: then the first has all that it had."""
+    first, second = [book.add(f"conversation {i}", 250, tenant="chat") for i in range(2)]
+    book.later(60)
+    for i in range(20):
+        context = book.add(f"crowd {i}", 100, tenant="crowd")
+        book.pin(context)
+        assert book.make_room(7, "crowd")
+        book.unpin(context)
+    assert is_there(first, book)
+    assert is_there(second, book)
+    book.check_integrity({}, book.prefixes.check_integrity())
+
+
+@settings(max_examples=150)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["chat", "crowd", "heavy", "other"]),
+            st.integers(1, 400),
+            st.booleans(),
+            st.sampled_from([0, 0, 1, 50, 130]),
+        ),
+        max_size=40,
+    )
+)
+def test_contexts_go_as_a_simple_model_says(
+    steps: list[tuple[str, int, bool, int]],
+) -> None:
+    """The model sorts all tenants with an idle context before each eviction."""
+    weights = WEIGHTS | {"other": 0.5}
+    book = Book(eviction="lru")
+    book.weigh = weights.__getitem__
+    book.add_engine(7, 1000)
+    there: dict[int, LedgerContext] = {}
+    seen: dict[str, float] = {}
+    running: dict[int, LedgerContext] = {}
+    rested: dict[int, int] = {}
+    losers = list(weights)
+
+    def used(tenant: str) -> int:
+        return sum(context.length for context in there.values() if context.tenant == tenant)
+
+    def next_tenant(asking: str) -> str | None:
+        tenants = {context.tenant for context in there.values()}
+        idle = {context.tenant for i, context in there.items() if i not in running}
+        if not idle or len(tenants) < 2:
+            return next(iter(idle), None)
+        away = {t: seen[t] for t in idle if seen[t] <= book.clock.now() - 120}
+        if away:
+            return next(t for t in losers if away.get(t) == min(away.values()))
+        levels = {tenant: used(tenant) / weights[tenant] for tenant in idle}
+        most = max(levels.values())
+        if most > 1000 / sum(weights[tenant] for tenant in tenants):
+            return next(tenant for tenant in losers if levels.get(tenant) == most)
+        return asking if asking in idle else None
+
+    for number, (tenant, size, ends, seconds) in enumerate(steps):
+        book.later(seconds)
+        context = book.add(f"{number}", size, tenant=tenant)
+        there[context.id], seen[tenant] = context, book.clock.now()
+        book.pin(context)
+        running[context.id] = context
+        book.make_room(7, tenant)
+        for context_id in book.take_frees().get(7, []):
+            losers = [there[context_id].tenant, *weights]  # of equal ones, the one that lost
+            assert sum(c.length for c in there.values()) > 1000
+            lost = next_tenant(tenant)
+            idle = [i for i, c in there.items() if c.tenant == lost and i not in running]
+            assert context_id == min(idle, key=lambda i: rested[i])
+            del there[context_id]
+        losers = list(weights)
+        if sum(c.length for c in there.values()) > 1000:
+            assert next_tenant(tenant) is None
+        if ends:
+            rested[context.id] = number
+            book.unpin(running.pop(context.id))
+        book.check_integrity(dict.fromkeys(running, 1), book.prefixes.check_integrity())

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from parrot.engine.core.shares import FairLine, KvShares, ShareGroup, num_held
+from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, num_held
 
 _MAX_LOOKS = 64  # at slots that are spared, before one is given up
 
@@ -23,7 +23,7 @@ class HostPool:
         self._blank = list(range(num_slots - 1, -1, -1))
         self._by_key: dict[bytes, int] = {}
         self._held: dict[int, bytes] = {}  # those not being read,
-        self._line: FairLine[int] = FairLine(self._shares, num_held)  # and in which order they go
+        self._line: KvLine[int] = KvLine(self._shares, num_held)  # and in which order they go
         self._owners: dict[int, ShareGroup] = {}  # of those, and of those being read
         self._pins: dict[int, int] = {}  # how often each is being read
         self._pinned_keys: dict[int, bytes] = {}  # of those, if they still have one

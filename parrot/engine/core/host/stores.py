@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.host.pool import HostPool
+from parrot.engine.core.host.ready import ReadyLine
 from parrot.engine.core.shares import ShareGroup
 
 _MARGIN = 1 / 16  # of all blocks
@@ -52,7 +53,8 @@ class HostStores:
         self._storing: dict[bytes, _Storing] = {}  # by key
         self._late: list[Store] = []  # of blocks that were given away since the last choice
         self._uncopied: dict[int, None] = {}  # published blocks, in use or free
-        pool.watcher = self
+        self._line = ReadyLine(pool.shares, pool.owner)
+        pool.watch(self, self._line)
 
     def published(self, block: int, key: bytes) -> None:
         if not self._has_copy(key):
@@ -106,15 +108,15 @@ class HostStores:
         stores.append(store)
 
     def _next(self, is_idle: bool) -> Store | None:
-        found, num_blank = self._pool.found_free, self._pool.num_free - len(self._pool.found_free)
-        while num_blank + found.num_ready < self.margin:
-            if (block := found.next_in_line()) is None:
+        line, num_blank = self._line, self._pool.num_free - len(self._line)
+        while num_blank + line.num_ready < self.margin:
+            if (block := line.first()) is None:
                 break
             key = self._key_of(block)
             slot = self._take_slot() if block in self._uncopied else None
             if slot is None and block in self._uncopied:
                 return None
-            found.make_ready(block, self._pool.owner(block))
+            line.make_ready(block)
             if slot is not None:
                 return Store(block, slot, key)
             self._host.touch(key)
@@ -143,7 +145,7 @@ class HostStores:
     def _is_last_copy_soon(self, key: bytes) -> bool:
         """Whether the device still has it, but is about to give it away."""
         block = self._pool.find(key)
-        return block is not None and self._pool.found_free.is_ready(block)
+        return block is not None and self._line.is_ready(block)
 
     def over(self, key: bytes, slot: int, succeeded: bool) -> None:
         """A copy has been made, or not. A key that was distrusted meanwhile is not kept."""

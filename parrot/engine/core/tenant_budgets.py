@@ -1,0 +1,242 @@
+"""Tenant budgets: how much of a step the jobs of each tenant may take."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from parrot.engine.core.jobs import Job
+from parrot.engine.core.shares import TenantShare
+from parrot.engine.core.steps import StepCostMeter
+from parrot.protocol.engine_api import StepCosts
+
+_CROWD = 16  # jobs by weight: a tenant with fewer crowds nobody
+_TIMES = 4  # a tenant crowds another when it has this many times its jobs by weight
+_LINGER_S = 10.0  # a tenant that left so lately may come back for its next turn
+_LINGER_GROWTH = 3.0  # steps may grow by this many times what they may beside a tenant that stays
+_AWAY_S = 600.0  # a tenant that left is remembered for so long
+_AWAY_TOKENS = 1024  # of a crowd's prompts in a step while one is remembered: a tenth dearer
+_NUM_AWAY = 2  # tenants that are remembered so: the crowd itself may be one
+_MIN_CHUNK = 32  # tokens of a prompt; what they take too much is paid by later steps
+_LEAST_S = 1e-6  # so that something may be computed where nobody else has anything
+_USUAL_COSTS = StepCosts()
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """`num_jobs` are open; `most_jobs` were, since it came. It is remembered `until` some time
+    after the last step with a job. `credit_s`: what its jobs may take of the next step."""
+
+    weight: float = 1.0
+    step_growth: float | None = None
+    num_jobs: int = 0
+    most_jobs: int = 0
+    until: float = -inf
+    credit_s: float = 0.0
+
+
+class TenantBudgets:
+    """The seconds that each tenant's jobs may take of a step. Without bounds a tenant with hundreds
+    of jobs makes each step several times as long as another's single chat would find it alone. So
+    where a request says by what part its steps may grow, tenants that crowd the engine get no more
+    than that of a step: some of their jobs wait, with their KV, and their prompts come in small
+    parts. Tenants with a few jobs each are never bound. There are none before the second tenant.
+
+    `begin` makes it for the next step,
+    and `charge` takes from it. A job may take more than is left, which later steps pay."""
+
+    def __init__(self, costs: StepCostMeter, block_size: int) -> None:
+        self._meter = costs
+        self._block_size = block_size
+        self._costs = _USUAL_COSTS
+        self._tenants: dict[str, _Tenant] = {}
+        self._away: dict[str, float] = {}  # who went last, and when; those alone who may bind
+        self._left: dict[str, float] = {}  # by tenant; whoever is not there is not bound
+        self._prompt_left: dict[str, int] = {}  # tokens; of others than those
+        self._read: set[int] = set()  # first blocks of shared beginnings that were paid
+
+    @property
+    def are_bound(self) -> bool:
+        """Whether some tenant is, in this step."""
+        return bool(self._left)
+
+    def enter(self, sole: "SoleTenant", num_jobs: int, until: float) -> None:
+        """Add the tenant of all jobs so far. The last of them had a step at `until`."""
+        share = sole.share
+        self._tenants[share.tenant] = _Tenant(
+            share.weight, share.step_growth, num_jobs, sole.most_jobs, until + _LINGER_S
+        )
+
+    def add(self, job: Job) -> None:
+        """One more open job."""
+        share = job.request.wanted.share
+        tenant = self._tenants.get(share.tenant)
+        if tenant is None:
+            tenant = self._tenants[share.tenant] = _Tenant()
+            self._away.pop(share.tenant, None)
+        tenant.weight = share.weight
+        tenant.num_jobs += 1
+        tenant.most_jobs = max(tenant.most_jobs, tenant.num_jobs)
+        if share.step_growth is not None:
+            tenant.step_growth = share.step_growth
+
+    def remove(self, job: Job) -> None:
+        self._tenants[job.request.wanted.share.tenant].num_jobs -= 1
+
+    def begin(self, now: float, decoding: Iterable[Job]) -> "TenantBudgets | None":
+        """Another step is planned. `decoding`: the jobs that generate. None: no tenant is bound."""
+        self._left.clear()
+        self._prompt_left.clear()
+        self._forget(now)
+        self._bind_prompts(now)
+        if len(self._tenants) >= 2:
+            self._bind(decoding)
+        return self if self._left or self._prompt_left else None
+
+    def _bind(self, decoding: Iterable[Job]) -> None:
+        """Bind the tenants that crowd others."""
+        guarded = [(n, t) for n, t in self._tenants.items() if t.step_growth is not None]
+        bound = {
+            name: [(n, t) for n, t in guarded if n != name and _crowds(tenant, t)]
+            for name, tenant in self._tenants.items()
+            if guarded and tenant.num_jobs > _CROWD * tenant.weight
+        }
+        if not any(bound.values()):
+            return
+        self._costs = self._meter.recent() or _USUAL_COSTS
+        self._read.clear()
+        own_s = self._decode_s(decoding, dict(guarded))
+        self._read.clear()
+        for name, others in bound.items():
+            if others:
+                tenant = self._tenants[name]
+                limit = tenant.weight * min(self._allowed_s(t, own_s[n]) for n, t in others)
+                tenant.credit_s = min(limit, tenant.credit_s + limit)
+                self._left[name] = tenant.credit_s
+                self._prompt_left.pop(name, None)
+
+    def num_tokens(self, job: Job) -> int:
+        """How many of its tokens the step may compute."""
+        missing = job.context.num_missing
+        left = self._left.get(job.request.wanted.share.tenant) if self._left else None
+        if left is None:
+            if missing > 1 and self._prompt_left:
+                return min(missing, self._prompt_left.get(job.request.wanted.share.tenant, missing))
+            return missing
+        if left <= 0.0:
+            return 0
+        return min(missing, max(_MIN_CHUNK, int(left / self._costs.prefill_s)))
+
+    def charge(self, job: Job, num_tokens: int) -> None:
+        """The step computes so many of its tokens."""
+        name = job.request.wanted.share.tenant
+        if name in self._left:
+            self._left[name] -= self._cost_s(job, num_tokens)
+            self._tenants[name].credit_s = self._left[name]
+        elif job.context.num_missing > 1 and name in self._prompt_left:
+            self._prompt_left[name] -= num_tokens
+
+    def lift(self) -> bool:
+        """Forgive all debts, since nobody else has anything to compute. False if there are none."""
+        for name in self._left:
+            self._tenants[name].credit_s = inf
+        return bool(self._left)
+
+    def _forget(self, now: float) -> None:
+        for name, tenant in list(self._tenants.items()):
+            if tenant.num_jobs:
+                tenant.until = now + _LINGER_S
+            elif tenant.step_growth is None or now >= tenant.until:
+                del self._tenants[name]
+                if tenant.step_growth is not None:
+                    self._away[name] = now
+                    if len(self._away) > _NUM_AWAY:
+                        del self._away[next(iter(self._away))]
+
+    def _bind_prompts(self, now: float) -> None:
+        """Somebody's call may come, who was here, and wait for the step that is under way."""
+        away = [name for name, since in self._away.items() if now < since + _AWAY_S]
+        for name, tenant in self._tenants.items() if away else ():
+            if tenant.num_jobs > _CROWD * tenant.weight and away != [name]:
+                self._prompt_left[name] = _AWAY_TOKENS
+
+    def _allowed_s(self, tenant: _Tenant, own_s: float) -> float:
+        """The seconds that others of weight 1 may take beside this one, whose outputs take
+        `own_s`: no less than it takes itself."""
+        assert tenant.step_growth is not None, tenant
+        growth = tenant.step_growth * (1.0 if tenant.num_jobs else _LINGER_GROWTH)
+        return max(_LEAST_S, own_s, growth * (self._costs.step_s + own_s)) / tenant.weight
+
+    def _decode_s(self, decoding: Iterable[Job], tenants: dict[str, _Tenant]) -> dict[str, float]:
+        own_s = dict.fromkeys(tenants, 0.0)
+        for job in decoding:
+            if (name := job.request.wanted.share.tenant) in own_s:
+                own_s[name] += self._cost_s(job, 1)
+        return own_s
+
+    def _cost_s(self, job: Job, num_tokens: int) -> float:
+        costs, context = self._costs, job.context
+        if num_tokens > 1:
+            return num_tokens * costs.prefill_s
+        num_read = len(context.token_ids)
+        if context.owned_from:  # what it shares is read once
+            if context.block_ids[0] in self._read:
+                num_read -= context.owned_from * self._block_size
+            self._read.add(context.block_ids[0])
+        return costs.sequence_s + num_read * costs.token_s
+
+    def check_integrity(self, jobs: Iterable[Job]) -> None:
+        """Recount by the open jobs. Raises AssertionError with what differs."""
+        counts = {name: tenant.num_jobs for name, tenant in self._tenants.items()}
+        for job in jobs:
+            counts[job.request.wanted.share.tenant] -= 1
+        assert not any(counts.values()), counts
+
+
+@dataclass(frozen=True, slots=True)
+class NoBudgets:
+    """No tenant is bound: the budgets of an engine with one tenant."""
+
+    are_bound = False
+
+    def add(self, job: Job) -> None:
+        pass
+
+    def remove(self, job: Job) -> None:
+        pass
+
+    def begin(self, now: float, decoding: Iterable[Job]) -> TenantBudgets | None:
+        return None
+
+    def lift(self) -> bool:
+        return False
+
+    def check_integrity(self, jobs: Iterable[Job]) -> None:
+        pass
+
+
+NO_BUDGETS = NoBudgets()
+
+
+class SoleTenant(NamedTuple):
+    """The only tenant of an engine so far, and the most jobs that it had at once."""
+
+    share: TenantShare
+    most_jobs: int = 1
+
+    def after(self, share: TenantShare, num_jobs: int) -> "SoleTenant | None":
+        """The sole tenant after a job that comes to `num_jobs` others; None: there are two. A
+        tenant whose steps may grow without limit and that has no job left is forgotten."""
+        if share.tenant == self.share.tenant:
+            if share.step_growth is None:
+                share = share._replace(step_growth=self.share.step_growth)
+            return SoleTenant(share, max(self.most_jobs, num_jobs + 1))
+        if num_jobs == 0 and self.share.step_growth is None:
+            return SoleTenant(share)
+        return None
+
+
+def _crowds(tenant: _Tenant, other: _Tenant) -> bool:
+    """Whether it has many times as many jobs, by weight, as the other has or had."""
+    most = other.num_jobs or other.most_jobs
+    return tenant.num_jobs / tenant.weight > max(_CROWD, _TIMES * most / other.weight)
