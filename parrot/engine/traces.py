@@ -6,7 +6,8 @@ from typing import Self
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import Ended
-from parrot.utils.span_export import Sampler, SpanExport, SpanRecord, Value, sampler_of, span_export
+from parrot.utils.span_export import SpanExport, SpanRecord, Value, span_export
+from parrot.utils.span_sampling import Sampler, sampler_of
 from parrot.utils.traceparent import TraceParent, span_id_of
 
 

@@ -47,7 +47,7 @@ from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.ids import derived_token, tokens_equal
 from parrot.utils.shard import Shard
-from parrot.utils.span_export import sampler_of
+from parrot.utils.span_sampling import sampler_of
 
 RESERVED = "reserved"  # the kind of a record that tells which ids may have been given out
 _RESERVED_IDS = 1024  # at once

@@ -15,7 +15,7 @@ from opentelemetry.trace import INVALID_SPAN_CONTEXT, NonRecordingSpan, set_span
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.config import ConfigError
-from parrot.utils.span_export import Sampler, sampler_of
+from parrot.utils.span_sampling import Sampler, sampler_of
 from parrot.utils.traceparent import SessionSpans, TraceParent, new_trace_id
 
 IDS = st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex)
