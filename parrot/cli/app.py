@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from parrot.cli.bench import options as to_bench
+from parrot.cli.console import OUT
 from parrot.cli.keys import keys
 
 DEFAULT_CORE = "http://localhost:9000"
@@ -18,6 +19,27 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Parrot serves LLM applications: programs of calls joined by semantic variables.",
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from parrot.utils.installation import own_version
+
+        OUT.print(f"parrot {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
 
 config = typer.Typer(no_args_is_help=True, help="Settings of servers.")
 app.add_typer(config, name="config")
@@ -62,8 +84,8 @@ def up(
     model: Annotated[
         str,
         typer.Argument(
-            help="A config of sample_configs/engine by its name, an engine's config file, a folder "
-            "with weights, a GGUF file, the id of a hub model, or embedded."
+            help="The name of a sample config, an engine's config file, a folder with weights, a "
+            "GGUF file, the id of a hub model, or embedded."
         ),
     ],
     engines: Annotated[

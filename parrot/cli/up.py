@@ -13,7 +13,7 @@ from typing import Any
 from rich.markup import escape
 
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
-from parrot.cli.servers import hurry, running, visible_gpus
+from parrot.cli.servers import hurry, require_packages, running
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.cluster import binding
 from parrot.cluster.ports import ask, is_free
@@ -23,9 +23,10 @@ from parrot.launch.configs import Config
 from parrot.protocol.public import ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, parse_config, read_config_object
+from parrot.utils.gpus import visible_gpus
+from parrot.utils.installation import sample_configs
 from parrot.utils.settings import layer
 
-_SAMPLES = Path(__file__).parents[2] / "sample_configs" / "engine"
 _HOST, _PORT = "127.0.0.1", 9000
 _OF_ONE_ENGINE = ("port", "engine_name")
 _CONFIG_SUFFIXES = {".json", ".yaml", ".yml"}
@@ -56,6 +57,7 @@ def up(model: str, options: UpOptions) -> None:
     try:
         core = _core(options)
         engines = plan_engines(model, options, os.environ, visible_gpus(os.environ))
+        require_packages(engines)
         cluster = Cluster(
             core, engines, log_dir=options.log_dir, ready_timeout_s=options.ready_timeout_s
         )
@@ -145,7 +147,9 @@ def _engine_for(model: str) -> dict[str, Any]:
         if path.suffix.lower() != ".gguf":
             raise ConfigError(f"{model}: neither a .gguf nor a config; a model is {_WEIGHTS}")
         return _local(path, path.stem)
-    samples = {sample.stem: sample for sample in sorted(_SAMPLES.glob("*.json"))}
+    samples = {
+        sample.stem: sample for sample in sorted((sample_configs() / "engine").glob("*.json"))
+    }
     if (sample := samples.get(_plain(model))) is not None:
         return _engine_file(sample)
     if model == "embedded":
@@ -154,7 +158,7 @@ def _engine_for(model: str) -> dict[str, Any]:
         return {"model": model}
     near = get_close_matches(_plain(model), samples, n=1)
     hint = f"Did you mean {near[0]}? " if near else ""
-    known = f"one of sample_configs/engine ({', '.join(samples)}), " if samples else ""
+    known = f"a sample config ({', '.join(samples)}), " if samples else ""
     raise ConfigError(
         f"{model}: no such model. {hint}It may be {known}an engine's config, {_WEIGHTS}"
     )

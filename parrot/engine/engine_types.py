@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import time
 
 from parrot.engine.config import (
@@ -18,10 +19,10 @@ from parrot.engine.service import EngineService, RunnerService, ThreadDriver
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
+from parrot.utils.gpus import visible_gpus
+from parrot.utils.installation import MODEL_PACKAGES, how_to_install, lines_for_models
 
 logger = logging.getLogger(__name__)
-
-_ENGINE_EXTRA = frozenset({"torch", "transformers", "numpy", "safetensors", "gguf", "llguidance"})
 
 
 def create_service(config: AnyEngineConfig) -> EngineService:
@@ -72,11 +73,11 @@ def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[StepRunner, 
         grammars = GrammarCompiler.of(tokenizer, runner.info.vocab_size)
         return runner, Language.of(tokenizer, grammars)
     except ModuleNotFoundError as error:
-        if error.name not in _ENGINE_EXTRA:
+        if error.name not in MODEL_PACKAGES:
             raise
         raise ConfigError(
-            f"an engine of type {config.engine_type} needs {error.name}, which is not installed: "
-            'pip install -e ".[engine]" in Parrot\'s folder, after torch itself (INSTALL.md)'
+            f"an engine of type {config.engine_type} needs {error.name}, which is not installed; "
+            + how_to_install(lines_for_models(visible_gpus(os.environ) > 0, embedded=False))
         ) from None
 
 

@@ -21,6 +21,7 @@ from parrot.protocol.server_config import settled_token
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, parse_config, read_config_object
 from parrot.utils.ids import new_token
+from parrot.utils.installation import sample_configs
 from parrot.utils.settings import layer
 
 ServerConfig = Mapping[str, Any]
@@ -172,7 +173,7 @@ def read_entries(
     if not engines:
         raise ConfigError(
             f"no engine among {', '.join(map(str, paths))}; give also an engine's config, such as "
-            "sample_configs/engine/embedded.json"
+            f"{sample_configs() / 'engine' / 'embedded.json'}"
         )
     core = cores[0] if cores else Entry("", False, core_config({}, "", environ), {})
     check_tokens(core.config, [engine.config for engine in engines])

@@ -17,6 +17,7 @@ from parrot.server.app import empty_app
 from parrot.server.serving import Serving, serving
 from parrot.utils.collector import bounded_collections
 from parrot.utils.config import ConfigError
+from parrot.utils.installation import install_line
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ async def serve_in_turn(config: CoreConfig) -> None:
         from parrot.journal.postgres import prepare
     except ImportError as missing:
         raise ConfigError(
-            f"journal: needs psycopg ({missing}): pip install 'parrot[postgres]'"
+            f"journal: needs psycopg ({missing}): {install_line('postgres')}"
         ) from None
     assert config.journal is not None
     prepare(config.journal)

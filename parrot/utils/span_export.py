@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import orjson
 
 from parrot.utils.config import ConfigError
+from parrot.utils.installation import install_line
 from parrot.utils.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)
@@ -81,9 +82,7 @@ def span_export(endpoint: str, service: str, maker: str = RECORDS) -> "SpanExpor
         except ModuleNotFoundError:
             found = None
         if found is None:
-            raise ConfigError(
-                f"otlp_endpoint: {package} is not installed: pip install 'parrot[otel]'"
-            )
+            raise ConfigError(f"otlp_endpoint: {package} is not installed: {install_line('otel')}")
     return SpanExport(OtlpProcess(endpoint, service, maker))
 
 

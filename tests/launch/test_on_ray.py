@@ -21,7 +21,7 @@ from parrot import P
 from parrot.cluster.ports import ask, free_port
 from tests.support.processes import is_running
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'parrot[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'parrot-serve[ray]'")
 
 pytestmark = [
     pytest.mark.slow,

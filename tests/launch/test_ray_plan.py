@@ -101,4 +101,4 @@ def test_options_that_do_not_go_together(args: list[str], problem: str) -> None:
 
 def test_without_ray_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parrot.cli.launch.find_spec", lambda name: None)
-    assert "pip install 'parrot[ray]'" in failed("launch", "--ray", str(SAMPLE))
+    assert "Ray is not installed: pip install -e '/" in failed("launch", "--ray", str(SAMPLE))

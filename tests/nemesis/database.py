@@ -113,7 +113,7 @@ def running_database() -> Iterator[Database]:
 def _bin_folder() -> Path:
     """Debian keeps the programs of each version out of the way."""
     if importlib.util.find_spec("psycopg") is None:
-        raise LookupError("needs psycopg: pip install 'parrot[postgres]'")
+        raise LookupError("needs psycopg: pip install 'parrot-serve[postgres]'")
     found = shutil.which("initdb")
     versions = Path("/usr/lib/postgresql").glob("*/bin/initdb")
     programs = [Path(found)] if found is not None else sorted(versions)

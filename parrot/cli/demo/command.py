@@ -10,7 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from parrot.cli.console import OUT, fail, orderly_exit
-from parrot.cli.servers import showing_progress, started
+from parrot.cli.servers import require_packages, showing_progress, started
 from parrot.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
     text = read_document(document)
     with _using(output_dir):
         output_dir.mkdir(parents=True, exist_ok=True)
+    require_packages([_ENGINE])
     with orderly_exit(), started(cluster := Cluster(_CORE, [_ENGINE])):
         # This process has much to import, too; the others do so at the same time.
         from parrot.cli.calls import calls_table

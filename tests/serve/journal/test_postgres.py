@@ -19,7 +19,9 @@ from parrot.utils.config import ConfigError
 from tests.serve.journal.test_journal_file import record, recovered
 from tests.support.postgres import PASSWORD, Server
 
-psycopg = pytest.importorskip("psycopg", reason="needs psycopg: pip install 'parrot[postgres]'")
+psycopg = pytest.importorskip(
+    "psycopg", reason="needs psycopg: pip install 'parrot-serve[postgres]'"
+)
 
 from parrot.journal.postgres import (  # noqa: E402  # noqa: E402
     LEASE_S,
@@ -324,5 +326,5 @@ async def test_what_is_no_journal_of_this_version_is_refused_without_its_passwor
     monkeypatch.setitem(sys.modules, "psycopg", None)
     for module in [name for name in sys.modules if name.startswith("parrot.journal.post")]:
         monkeypatch.delitem(sys.modules, module)
-    with pytest.raises(ConfigError, match="pip install"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.*\[postgres\]'"):
         await serve_in_turn(CoreConfig(journal=address))

@@ -382,7 +382,7 @@ def test_a_process_that_has_died_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 def test_without_the_extra_the_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parrot.utils.span_export.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'parrot\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e '.*\[otel\]'"):
         span_export(ADDRESS, "parrot")
 
 

