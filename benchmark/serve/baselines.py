@@ -13,7 +13,7 @@ from itertools import chain
 
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.scheduling.load import EngineLoad, LoadIndex, RunningPrefixes
+from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex
 from parrot.serve.scheduling.placement import Place, Placer
 from parrot.serve.scheduling.queue import ByApplication
 from parrot.serve.scheduling.scheduler import MakeOrder, MakePlacer
@@ -41,8 +41,8 @@ class _Ranked(ByApplication):
         session_id = task.completion.session_id
         return self._places.setdefault(session_id, self.group_key(session_id))
 
-    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
-        self._accounts[task.completion.session_id].served_s += work_s
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
+        self._accounts[task.completion.session_id].served_s += charge.duration_s
 
     def ended(self, task: CompletionTask) -> None:
         super().ended(task)
@@ -75,21 +75,21 @@ class Router(Placer):
         return [load for load in found if load.id not in task.avoided] or found
 
     def _has_room(self, task: CompletionTask, load: EngineLoad) -> bool:
-        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+        new_prompt = task.prompt_len - self._loads.running.shared_len(task, load.id)
         is_free = load.is_open and load.fits(task, new_prompt)
         return is_free and self._loads.takes(load, task)
 
     def _place(self, task: CompletionTask, load: EngineLoad | None) -> Place | None:
         if load is None:
             return None
-        return Place(load, task.prompt_len - self._running.shared_len(task, load.id))
+        return Place(load, task.prompt_len - self._loads.running.shared_len(task, load.id))
 
 
 class RoundRobin(Router):
     """Takes every engine in turn."""
 
-    def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
-        super().__init__(loads, running)
+    def __init__(self, loads: LoadIndex) -> None:
+        super().__init__(loads)
         self._last_id = -1
 
     def choose(self, task: CompletionTask, now: float) -> Place | None:
@@ -97,8 +97,9 @@ class RoundRobin(Router):
         later = (load for load in found if load.id > self._last_id)
         return self._place(task, next(chain(later, found), None))
 
-    def placed(self, task: CompletionTask, load: EngineLoad) -> None:
-        self._last_id = load.id
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
+        super().placed(task, engine_id, charge)
+        self._last_id = engine_id
 
 
 class PrefixAware(Router):
@@ -106,8 +107,8 @@ class PrefixAware(Router):
     and the load is not too uneven, else the one with the fewest tasks. What an engine has evicted
     since is not known: the router only knows what it sent."""
 
-    def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
-        super().__init__(loads, running)
+    def __init__(self, loads: LoadIndex) -> None:
+        super().__init__(loads)
         self._sent: LruDict[bytes, set[int]] = LruDict(_MAX_KEYS)
 
     def choose(self, task: CompletionTask, now: float) -> Place | None:
@@ -120,11 +121,12 @@ class PrefixAware(Router):
         best = min(found, key=lambda load: (load.num_tasks, load.id), default=None)
         return self._place(task, best)
 
-    def placed(self, task: CompletionTask, load: EngineLoad) -> None:
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
+        super().placed(task, engine_id, charge)
         for key in task.keys:
             if (engines := self._sent.get(key)) is None:
                 self._sent.put(key, engines := set())
-            engines.add(load.id)
+            engines.add(engine_id)
 
     def _is_uneven(self, task: CompletionTask) -> bool:
         counts = [load.num_tasks for load in self._loads.members(task.models)]

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, Weigh
+from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, Models, Weigh
 from parrot.serve.scheduling.placement import Held
 from parrot.serve.scheduling.queue import MAX_PASSED, OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
@@ -354,7 +354,14 @@ class Fairness:
     """Keeps what the scheduler asks about tenants' shares. It is made when a second tenant comes,
     and takes over the work of the first."""
 
-    def __init__(self, weigh: Weigh, order: OrderPolicy, engines: LoadIndex) -> None:
+    def __init__(
+        self,
+        weigh: Weigh,
+        order: OrderPolicy,
+        engines: LoadIndex,
+        queues: dict[Models, TaskQueue | FairQueue],
+    ) -> None:
+        """`queues` are the scheduler's, each of which becomes a `FairQueue`."""
         self.counters = Counters(weigh)
         self._order = order
         self._engines = engines
@@ -364,8 +371,13 @@ class Fairness:
             for task, charge in load.tasks.items():
                 self.queued(task)
                 self.placed(task, load.id, charge)
+        self._queues = queues
+        for models, queue in queues.items():
+            if isinstance(queue, TaskQueue):
+                queues[models] = self._adopted(queue) if queue else self.new_queue()
+        engines.books.append(self)
 
-    def adopted(self, queue: TaskQueue) -> FairQueue:
+    def _adopted(self, queue: TaskQueue) -> FairQueue:
         """A queue for all tenants, with the tasks of the only one so far, of which there are
         some."""
         for task in (tasks := queue.tasks()):
@@ -385,10 +397,14 @@ class Fairness:
         self._held.add(task, engine_id, charge)
         self.counters.charge(task.tenant, charge.service_s)
 
-    def ended(self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float) -> None:
-        """A placed task has had `taken_s` of service, and runs there no more."""
+    def released(
+        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+    ) -> None:
         self._held.remove(task, engine_id, charge)
         self.counters.settle(task.tenant, taken_s - charge.service_s)
+        for queue in self._queues.values() if taken_s < charge.service_s else ():
+            assert isinstance(queue, FairQueue), queue
+            queue.settled(task.tenant)
 
     def tenant_of(self, session_id: int) -> str | None:
         """The tenant of a session that has had a task; None if it has had none."""

@@ -1,14 +1,15 @@
 """The load of one engine, and what a newcomer would find there: now, and usually."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from math import exp, floor, isclose, log2
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.protocol.fields import PerformanceCriteria
+from parrot.serve.scheduling.prefixes import RunningPrefixes
 from parrot.serve.scheduling.task import CompletionTask, Pace
 from parrot.utils.heaps import LazyHeap
 
@@ -94,6 +95,17 @@ class Charge(NamedTuple):
         return self.service_s
 
 
+class TaskBook(Protocol):
+    """An index of the tasks that are placed on engines. See `LoadIndex.books`."""
+
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None: ...
+
+    def released(
+        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+    ) -> None:
+        """The task is no longer on the engine. It took `taken_s` of service there."""
+
+
 @dataclass(slots=True)
 class EngineLoad:
     """The tasks that were placed on an engine and have not ended.
@@ -107,6 +119,7 @@ class EngineLoad:
     lengthen its steps, and a newcomer comes behind all who wait there. `device`: what runs the
     model; empty: not known."""
 
+    index: "LoadIndex" = field(repr=False, compare=False)
     id: int
     model: str
     max_tasks: int
@@ -168,11 +181,9 @@ class EngineLoad:
 
     def fits(self, task: CompletionTask, new_prompt: int) -> bool:
         """Whether its memory holds the task, of whose prompt `new_prompt` tokens are in no running
-        one. An idle engine takes any task, unless others have a part of it: none has more room."""
-        limit = self.max_tokens
-        if not self.num_tasks and limit == self.max_tokens:
-            return True
-        return self.num_tokens + new_prompt + self.room_for(task) <= limit
+        one. An idle engine accepts any task: no other engine has more room."""
+        needed = self.num_tokens + new_prompt + self.room_for(task)
+        return not self.num_tasks or needed <= self.max_tokens
 
     def outlook(self, now: float) -> Outlook:
         if self._outlook is None or self.since != now:
@@ -191,10 +202,11 @@ class EngineLoad:
             )
         return self._outlook
 
-    def admit(self, task: CompletionTask, new_prompt: int, to_compute: int, now: float) -> Charge:
-        """Book a task of whose prompt `new_prompt` tokens are in no other running one, and
-        `to_compute` in no cache."""
+    def place(self, task: CompletionTask, to_compute: int, now: float) -> None:
+        """Charge this engine for the task, of whose prompt `to_compute` tokens are in no cache, and
+        update the indexes of placed tasks."""
         self._advance(now)
+        new_prompt = self.index.running.add(task, self.id)
         self._book(task, new_prompt, 1)
         prefill_s = to_compute * self.costs.prefill_s
         self.prefill_until = max(self.prefill_until, now) + prefill_s
@@ -212,19 +224,26 @@ class EngineLoad:
             costs=self.costs,
             service_s=service_s(self.costs, to_compute, new_prompt, task.expected_output),
         )
-        return charge
+        self.index.changed(self)
+        for book in self.index.books:
+            book.placed(task, self.id, charge)
 
-    def release(self, task: CompletionTask, old_prompt: int, now: float) -> Charge:
-        """Take back what `admit` booked; no running prompt has these `old_prompt` tokens now."""
+    def release(self, task: CompletionTask, now: float) -> None:
+        """Take back the task's charge, add the service that it took to the task, and update the
+        indexes of placed tasks."""
         self._advance(now)
-        self._book(task, old_prompt, -1)
+        self._book(task, self.index.running.remove(task, self.id), -1)
         charge = self.tasks.pop(task)
         self.weight -= charge.weight
         self.weighted_end -= charge.weight * charge.end
         if not self.tasks:
             self.weight = self.weighted_end = 0.0  # exactly, whatever was rounded
             self.prefill_until = 0.0
-        return charge
+        taken_s = charge.taken_s(task, now)
+        task.service_s += taken_s
+        self.index.changed(self)
+        for book in self.index.books:
+            book.released(task, self.id, charge, taken_s)
 
     def check_integrity(self, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompts here, shared beginnings once."""
@@ -306,9 +325,12 @@ class _Pool:
 
 class LoadIndex:
     """Finds engines by id, by model, and by load. Owns the loads, and what steps cost. An engine
-    that drains is found by its id alone."""
+    that drains is found by its id alone. `running`: the prompts of placed tasks. `books` are other
+    indexes of placed tasks, which every load updates."""
 
     def __init__(self) -> None:
+        self.running = RunningPrefixes()
+        self.books: list[TaskBook] = []
         self._loads: dict[int, EngineLoad] = {}
         self._pools: dict[str, _Pool] = {}
         self._step_s: dict[int, float] = {}  # of each engine, as it was counted
@@ -331,7 +353,7 @@ class LoadIndex:
         engine that does not say what its steps cost is taken to be like others of its model, of
         the same device if there are some, until it does."""
         longest = max_tokens if max_len is None else min(max_len, max_tokens)
-        load = EngineLoad(engine_id, model, max_tasks, max_tokens, longest, _USUAL_COSTS)
+        load = EngineLoad(self, engine_id, model, max_tasks, max_tokens, longest, _USUAL_COSTS)
         load.costs = self._take_costs(load, costs)
         self._loads[load.id] = load
         self._enter_pools(load)
@@ -440,6 +462,12 @@ class LoadIndex:
             here.set(load.id, key)
             elsewhere.discard(load.id)
 
+    def check_integrity(self) -> None:
+        """Recount the loads. Raises AssertionError with what differs."""
+        num_prompt = self.running.check_integrity({load.id: load.tasks for load in self})
+        for load in self:
+            load.check_integrity(num_prompt[load.id])
+
     # One engine
 
     def get(self, engine_id: int) -> EngineLoad | None:
@@ -535,186 +563,3 @@ class LoadIndex:
 def _grade(step_s: float) -> float:
     """The least that an idle engine's step may take of those in the same grade."""
     return float(2.0 ** (floor(_GRADES * log2(step_s)) / _GRADES))
-
-
-_MIN_SHARED = 128  # tokens of a common beginning that make queued tasks siblings
-
-
-class RunningPrefixes:
-    """The segments of the prompts that run on each engine: key -> engine -> how many tasks have it,
-    and the tokens that it is taken to have (tasks may estimate the same text differently)."""
-
-    def __init__(self) -> None:
-        self._running: dict[bytes, dict[int, tuple[int, int]]] = {}
-
-    def add(self, task: CompletionTask, engine_id: int) -> int:
-        """Returns the tokens of the segments that no running task there had."""
-        new_tokens = 0
-        for key, length in zip(task.keys, task.lengths, strict=True):
-            engines = self._running.setdefault(key, {})
-            count, known_length = engines.get(engine_id, (0, length))
-            if not count:
-                new_tokens += length
-            engines[engine_id] = (count + 1, known_length)
-        return new_tokens
-
-    def remove(self, task: CompletionTask, engine_id: int) -> int:
-        """Returns the tokens of the segments that no running task there has any more."""
-        old_tokens = 0
-        for key in task.keys:
-            engines = self._running[key]
-            count, length = engines[engine_id]
-            if count > 1:
-                engines[engine_id] = (count - 1, length)
-                continue
-            old_tokens += length
-            del engines[engine_id]
-            if not engines:
-                del self._running[key]
-        return old_tokens
-
-    def check_integrity(self, tasks: Mapping[int, Iterable[CompletionTask]]) -> dict[int, int]:
-        """Recount by the tasks of each engine; returns the tokens of each engine's segments."""
-        counts = Counter((key, e) for e, there in tasks.items() for t in there for key in t.keys)
-        tokens = dict.fromkeys(tasks, 0)
-        for key, engines in self._running.items():
-            for engine_id, (count, length) in engines.items():
-                assert counts.pop((key, engine_id), 0) == count, (key, engine_id, count)
-                tokens[engine_id] += length
-        assert not counts, counts
-        return tokens
-
-    def shared_len(self, task: CompletionTask, engine_id: int) -> int:
-        """Tokens of the longest beginning that a running task there has too."""
-        shared = 0
-        for key, length in zip(task.keys, task.lengths, strict=True):
-            engines = self._running.get(key)
-            if engines is None or engine_id not in engines:
-                break
-            shared += length
-        return shared
-
-    def holders(self, key: bytes) -> Collection[int] | None:
-        """The engines that run a task whose prompt begins with the one of this key."""
-        return self._running.get(key)
-
-
-Holders = Callable[[bytes], Collection[int] | None]
-"""The engines that have the prompt of a key."""
-
-
-class Beginnings:
-    """Which engines have a beginning of a task's prompt, and its tokens, the longest first: in
-    `running` prompts, or where it would not have to be computed again. That goes for those that
-    are `cached`, and for running ones if `with_running`."""
-
-    __slots__ = ("_reusable", "_running")
-
-    def __init__(
-        self, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
-    ) -> None:
-        self._running: list[tuple[Collection[int], int]] = []
-        self._reusable: list[tuple[Collection[int], int]] = []
-        length = task.prompt_len
-        for i in range(len(task.keys) - 1, -1, -1):
-            key = task.keys[i]
-            if cached is not None and (there := cached(key)) is not None:
-                self._reusable.append((there, length))
-            if (there := running(key)) is not None:
-                self._running.append((there, length))
-                if with_running:
-                    self._reusable.append((there, length))
-            length -= task.lengths[i]
-
-    def shared_len(self, engine_id: int) -> int:
-        return _length(self._running, engine_id)
-
-    def reused_len(self, engine_id: int) -> int:
-        return _length(self._reusable, engine_id)
-
-    def engines(self, limit: int) -> Iterator[int]:
-        """The first of those with something reusable, perhaps repeated."""
-        return islice(chain.from_iterable(holders for holders, _ in self._reusable), limit)
-
-
-def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> int:
-    for holders, length in beginnings:
-        if engine_id in holders:
-            return length
-    return 0
-
-
-class Block(NamedTuple):
-    """`size` queued tasks that belong together: by the first `shared` tokens of their prompts, by
-    their group, or by both. `prompt_len` is their average."""
-
-    key: Hashable
-    size: int
-    shared: int
-    prompt_len: float
-
-
-class QueuedBlocks:
-    """Which queued tasks begin alike, and which are of one group, before any of them runs."""
-
-    def __init__(self, *, by_prefix: bool, by_group: bool) -> None:
-        self._by_prefix = by_prefix
-        self._by_group = by_group
-        self._counts: dict[Hashable, tuple[int, int]] = {}  # tasks, and tokens of their prompts
-        self._num_tasks: Counter[tuple[str, ...]] = Counter()
-
-    def num_tasks(self, models: tuple[str, ...]) -> int:
-        """Number of tasks that are queued for these models."""
-        return self._num_tasks[models]
-
-    def add(self, task: CompletionTask) -> None:
-        self._count(task, 1)
-
-    def remove(self, task: CompletionTask) -> None:
-        self._count(task, -1)
-
-    def find(self, task: CompletionTask) -> Block | None:
-        """The block of a queued task, if it is not alone: those with the longest common beginning,
-        or its group where that is larger."""
-        group = self._counts.get((task.models, task.group)) if task.group else None
-        if group is None and task.prompt_len < _MIN_SHARED:
-            return None
-        wanted = 2 if group is None else max(2, group[0])
-        shared = task.prompt_len
-        for key, length in zip(reversed(task.keys), reversed(task.lengths), strict=True):
-            if shared < _MIN_SHARED:
-                break
-            found = self._counts.get((task.models, key))
-            if found is not None and found[0] >= wanted:
-                return Block((task.models, key), found[0], shared, found[1] / found[0])
-            shared -= length
-        if group is None or group[0] < 2:
-            return None
-        return Block((task.models, task.group), group[0], 0, group[1] / group[0])
-
-    def _count(self, task: CompletionTask, sign: int) -> None:
-        self._num_tasks[task.models] += sign
-        if not self._num_tasks[task.models]:
-            del self._num_tasks[task.models]
-        for key in self._keys(task):
-            count, tokens = self._counts.get(key, (0, 0))
-            if count + sign:
-                self._counts[key] = (count + sign, tokens + sign * task.prompt_len)
-            else:
-                del self._counts[key]
-
-    def _keys(self, task: CompletionTask) -> Iterator[Hashable]:
-        if self._by_prefix and task.prompt_len >= _MIN_SHARED:
-            length = 0
-            for key, own in zip(task.keys, task.lengths, strict=True):
-                length += own
-                if length >= _MIN_SHARED:
-                    yield (task.models, key)
-        if self._by_group and task.group is not None:
-            yield (task.models, task.group)
-
-    def check_integrity(self, tasks: Iterable[CompletionTask]) -> None:
-        tasks = list(tasks)
-        assert self._num_tasks == Counter(task.models for task in tasks), self._num_tasks
-        counts = Counter(key for task in tasks for key in self._keys(task))
-        assert counts == {key: count for key, (count, _) in self._counts.items()}, counts

@@ -7,15 +7,8 @@ from math import inf, nextafter
 from typing import NamedTuple
 
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.scheduling.load import (
-    Beginnings,
-    Block,
-    EngineLoad,
-    LoadIndex,
-    QueuedBlocks,
-    RunningPrefixes,
-    weight_of,
-)
+from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, weight_of
+from parrot.serve.scheduling.prefixes import Beginnings, Block, QueuedBlocks
 from parrot.serve.scheduling.task import CompletionTask
 
 
@@ -127,12 +120,10 @@ class Place(NamedTuple):
 
 class Placer:
     """Chooses an engine for each task in turn. `queued` and `unqueued` tell of tasks to come;
-    a task that `choose` gets is still among them. The same books tell every placer what fits:
-    beginnings that running prompts share take memory once."""
+    a task that `choose` gets is still among them."""
 
-    def __init__(self, loads: LoadIndex, running: RunningPrefixes) -> None:
+    def __init__(self, loads: LoadIndex) -> None:
         self._loads = loads
-        self._running = running
 
     def choose(self, task: CompletionTask, now: float) -> Place | None:
         """Choose an open engine with one of the task's models; None if it fits none."""
@@ -154,7 +145,13 @@ class Placer:
 
     def unqueued(self, task: CompletionTask) -> None: ...
 
-    def placed(self, task: CompletionTask, load: EngineLoad) -> None: ...
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
+        """The task runs on the engine, and is no longer to come."""
+        self.unqueued(task)
+
+    def released(
+        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+    ) -> None: ...
 
     def check_integrity(self, queued: Iterable[CompletionTask]) -> None: ...
 
@@ -170,13 +167,12 @@ class PredictedSeconds(Placer):
     def __init__(
         self,
         loads: LoadIndex,
-        running: RunningPrefixes,
         blocks: QueuedBlocks,
         *,
         index: PrefixIndex | None,
         with_running: bool,
     ) -> None:
-        super().__init__(loads, running)
+        super().__init__(loads)
         self._index = index
         self._with_running = with_running
         self._blocks = blocks
@@ -231,7 +227,7 @@ class PredictedSeconds(Placer):
 
     def _find(self, task: CompletionTask) -> Beginnings:
         cached = None if self._index is None else self._index.likely_holders
-        return Beginnings(task, self._running.holders, cached, self._with_running)
+        return Beginnings(task, self._loads.running.holders, cached, self._with_running)
 
     def _candidates(self, task: CompletionTask, count: int, known: Beginnings) -> list[EngineLoad]:
         """The `count` least loaded engines and those with a beginning of the prompt; engines that

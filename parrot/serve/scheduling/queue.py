@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 
+from parrot.serve.scheduling.load import Charge
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LazyHeap
@@ -59,10 +60,12 @@ class OrderPolicy:
     def updated(self, task: CompletionTask) -> None:
         """Note that a task's objective was read anew; it will be in the queue again."""
 
-    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None: ...
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None: ...
 
-    def unplaced(self, task: CompletionTask, engine_id: int) -> None:
-        """Note that a placed task is not on this engine any more. `ended` or `updated` follows."""
+    def released(
+        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+    ) -> None:
+        """Note that a placed task is no longer on this engine. `ended` or `updated` follows."""
 
     def ended(self, task: CompletionTask) -> None: ...
 
@@ -189,12 +192,12 @@ class CriticalPath(ByApplication):
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self._began = clock.now()
-        self._deadlines = Deadlines(clock)
+        self._deadlines: Deadlines | None = None  # created for the first call with a deadline
         self._running = RunningApps(lambda task: self.group_key(self.group(task)))
         self._placed_s: dict[CompletionTask, float] = {}
 
     def group(self, task: CompletionTask) -> tuple[int, bool]:
-        if self._deadlines.is_urgent(task):
+        if task.deadline is not None and self._is_urgent(task):
             return _URGENT
         return (task.completion.session_id, task.is_latency)
 
@@ -208,36 +211,40 @@ class CriticalPath(ByApplication):
         return account.start + work_s - (_LATENCY_LEAD_S if is_latency else 0.0)
 
     def task_key(self, task: CompletionTask) -> float:
-        if self._deadlines.is_urgent(task):
-            assert task.deadline is not None, task
+        if task.deadline is not None and self._is_urgent(task):
             return task.deadline - task.remaining_path_s  # the latest start
         lag_s = _BACKGROUND_LAG_S if task.is_background else 0.0
         return task.arrived + lag_s - _PATH_WEIGHT * task.remaining_path_s
 
     def arrived(self, task: CompletionTask) -> None:
         super().arrived(task)
-        self._deadlines.watch(task)
+        self.updated(task)
 
     def updated(self, task: CompletionTask) -> None:
-        self._deadlines.watch(task)
+        if self._deadlines is None and task.deadline is not None:
+            self._deadlines = Deadlines(self._clock)
+        if self._deadlines is not None:
+            self._deadlines.watch(task)
 
     def priority_s(self, task: CompletionTask) -> float:
-        """Urgency alone counts, the same in all ServeCores that share an engine. Which application
-        is first is decided before its calls are placed: prompts in that order would wait beside
-        each call that generates, and batches be small."""
-        if self._deadlines.is_urgent(task):
+        """Urgency alone counts. The order of applications is decided before their calls are placed:
+        in an engine's queue, the same order would make batches small."""
+        if task.deadline is not None and self._is_urgent(task):
             return -inf
         return self._began if task.is_latency else self._began + _LATENCY_LEAD_S
 
     def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
         return self._running.ahead(task, engine_id)
 
-    def placed(self, task: CompletionTask, engine_id: int, work_s: float) -> None:
-        self._placed_s[task] = work_s
+    def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
+        self._placed_s[task] = charge.duration_s
         self._running.add(task, engine_id)
-        self._deadlines.forget(task)
+        if self._deadlines is not None:
+            self._deadlines.forget(task)
 
-    def unplaced(self, task: CompletionTask, engine_id: int) -> None:
+    def released(
+        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+    ) -> None:
         self._running.discard(task, engine_id)
 
     def ended(self, task: CompletionTask) -> None:
@@ -245,13 +252,14 @@ class CriticalPath(ByApplication):
         self._accounts[session_id].served_s += self._placed_s.pop(task, 0.0)
         self._running.changed(session_id)
         super().ended(task)
-        self._deadlines.forget(task)
+        if self._deadlines is not None:
+            self._deadlines.forget(task)
 
     def due(self) -> Iterable[CompletionTask]:
-        return self._deadlines.due()
+        return () if self._deadlines is None else self._deadlines.due()
 
     def next_change(self) -> float | None:
-        return self._deadlines.next_change()
+        return None if self._deadlines is None else self._deadlines.next_change()
 
     def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
         if not remaining_s and session_id not in self._accounts:
@@ -261,6 +269,9 @@ class CriticalPath(ByApplication):
         account.last_active = self._clock.now()
         self._running.changed(session_id)
         return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
+
+    def _is_urgent(self, task: CompletionTask) -> bool:
+        return self._deadlines is not None and self._deadlines.is_urgent(task)
 
     def _account(self, session_id: int) -> AppProgress:
         account, now = super()._account(session_id), self._clock.now()

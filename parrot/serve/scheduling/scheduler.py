@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING
 
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.scheduling.load import (
-    EngineLoad,
-    LoadIndex,
-    Models,
-    QueuedBlocks,
-    RunningPrefixes,
-    Weigh,
-)
+from parrot.serve.scheduling.load import EngineLoad, LoadIndex, Models, Weigh
 from parrot.serve.scheduling.placement import Place, Placer, PredictedSeconds, end_of_patience
+from parrot.serve.scheduling.prefixes import QueuedBlocks
 from parrot.serve.scheduling.queue import CriticalPath, OrderPolicy, TaskQueue, should_wait
 from parrot.serve.scheduling.task import CompletionTask, Decision, EngineShare, Placement
 from parrot.utils.clock import Clock
@@ -28,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MakeOrder = Callable[[Clock], OrderPolicy]
-MakePlacer = Callable[[LoadIndex, RunningPrefixes], Placer]
+MakePlacer = Callable[[LoadIndex], Placer]
 
 _MAX_PRIORITY = 2**31 - 1
 _NUM_DECISIONS = 64
@@ -56,9 +50,9 @@ class Scheduler:
         self.decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)
         self.weigh = weigh
         self._clock = clock
-        self._running = RunningPrefixes()
         self._order = (order or order_maker(config))(clock)
-        self._placer = (placer or placer_maker(config, index))(self.engines, self._running)
+        self._placer = (placer or placer_maker(config, index))(self.engines)
+        self.engines.books += [self._placer, self._order]
         self._queues: dict[Models, TaskQueue | FairQueue] = {}
         self._fairness: Fairness | None = None  # there is none before a second tenant comes
         self._first_tenant: str | None = None
@@ -162,7 +156,8 @@ class Scheduler:
         self._patience = _next_end([task for queue in queues for task in queue.end_round()], now)
         if self._fairness is not None and self._fairness.counters.are_many:
             placements += self._squeeze_in(self._fairness, now)
-        self._queues = dict(self.queues)
+        for models in [models for models, queue in self._queues.items() if not queue]:
+            del self._queues[models]
         return placements
 
     def take_failed(self) -> list[CompletionTask]:
@@ -199,9 +194,7 @@ class Scheduler:
         self._placer.check_integrity(queued)
         if self._fairness is not None:
             self._fairness.check_integrity(queued)
-        segments = self._running.check_integrity({load.id: load.tasks for load in self.engines})
-        for load in self.engines:
-            load.check_integrity(segments[load.id])
+        self.engines.check_integrity()
 
     def _find_place(
         self, queue: "TaskQueue | FairQueue", task: CompletionTask, now: float
@@ -218,7 +211,7 @@ class Scheduler:
 
     def _place_on(self, task: CompletionTask, load: EngineLoad) -> Place | None:
         """This engine as a place for the task; None if it has no room."""
-        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+        new_prompt = task.prompt_len - self.engines.running.shared_len(task, load.id)
         has_room = load.is_open and load.fits(task, new_prompt)
         return Place(load, new_prompt) if has_room else None
 
@@ -236,7 +229,7 @@ class Scheduler:
         if not should_wait(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
             return False
         num_ahead, num_others = self._order.ahead(task, load.id)
-        new_prompt = task.prompt_len - self._running.shared_len(task, load.id)
+        new_prompt = task.prompt_len - self.engines.running.shared_len(task, load.id)
         added_s = _added_s(task, load, new_prompt, to_compute)
         return should_wait(num_ahead, num_others + num_waiting, added_s, step_s)
 
@@ -263,10 +256,7 @@ class Scheduler:
             return
         from parrot.serve.scheduling.fairness import Fairness  # which few services need
 
-        fairness = self._fairness = Fairness(self.weigh, self._order, self.engines)
-        for models, queue in self.queues.items():
-            if isinstance(queue, TaskQueue):
-                self._queues[models] = fairness.adopted(queue)
+        self._fairness = Fairness(self.weigh, self._order, self.engines, self._queues)
 
     def _enter(self, task: CompletionTask) -> None:
         if self._fairness is not None:
@@ -297,14 +287,9 @@ class Scheduler:
 
     def _run(self, task: CompletionTask, place: Place, now: float) -> Placement:
         load, fairness = place.load, self._fairness
+        # Before the task itself counts there.
         is_lesser = fairness is not None and fairness.is_lesser(task, load.id)
-        charge = load.admit(task, self._running.add(task, load.id), place.to_compute, now)
-        if fairness is not None:
-            fairness.placed(task, load.id, charge)
-        self.engines.changed(load)
-        self._placer.unqueued(task)
-        self._placer.placed(task, load)
-        self._order.placed(task, load.id, charge.duration_s)
+        load.place(task, place.to_compute, now)
         self.decisions.append(_decision(task, place, now))
         is_longest = self.engines.takes_longest(load, task)
         priority = self._priority(task, is_lesser)
@@ -321,17 +306,7 @@ class Scheduler:
     def _unload(self, task: CompletionTask, engine_id: int) -> None:
         load = self.engines.get(engine_id)
         assert load is not None, engine_id
-        now = self._clock.now()
-        charge = load.release(task, self._running.remove(task, engine_id), now)
-        self.engines.changed(load)
-        taken_s = charge.taken_s(task, now)
-        task.service_s += taken_s
-        if self._fairness is not None:
-            self._fairness.ended(task, engine_id, charge, taken_s)
-        for queue in self._queues.values() if taken_s < charge.service_s else ():
-            if not isinstance(queue, TaskQueue):
-                queue.settled(task.tenant)
-        self._order.unplaced(task, engine_id)
+        load.release(task, self._clock.now())
 
 
 def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
@@ -343,9 +318,8 @@ def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
 
 def placer_maker(config: GlobalSchedulerConfig, index: PrefixIndex) -> MakePlacer:
     """The configured placer. `index` has the cached prefixes of all engines."""
-    return lambda loads, running: PredictedSeconds(
+    return lambda loads: PredictedSeconds(
         loads,
-        running,
         QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group),
         index=index if config.ctx_aware else None,
         with_running=config.ctx_group,

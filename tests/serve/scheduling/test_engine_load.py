@@ -4,7 +4,7 @@ import pytest
 
 from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.scheduling.load import EngineLoad, weight_of
+from parrot.serve.scheduling.load import EngineLoad, LoadIndex, weight_of
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 
@@ -17,7 +17,8 @@ def engine_of(bench: Bench, engine_id: int = 0) -> EngineLoad:
 def test_averages_do_not_depend_on_how_often_they_are_renewed() -> None:
     costs = StepCosts(token_s=0.0)
     load = {"num_tasks": 4, "num_read": 1000, "weight": 40.0, "prefill_until": 2.0}
-    often, seldom = [EngineLoad(0, "m", 9, 9999, 9999, costs, **load) for _ in range(2)]
+    index = LoadIndex()
+    often, seldom = [EngineLoad(index, i, "m", 9, 9999, 9999, costs, **load) for i in range(2)]
     for tenth in range(1, 51):
         often.outlook(tenth / 10)
     later = seldom.outlook(5.0)

@@ -8,18 +8,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmark.serve.baselines import ORDERS
+from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, Objective, SemanticVariable
 from parrot.serve.prompts.encode import PieceKind
 from parrot.serve.prompts.segments import Segment
+from parrot.serve.scheduling.load import Charge
 from parrot.serve.scheduling.queue import OrderPolicy, TaskQueue
 from parrot.serve.scheduling.scheduler import order_maker
 from parrot.serve.scheduling.task import CompletionTask
 from tests.support.manual_clock import ManualClock
 
 LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPUT
+
+
+def charge(duration_s: float) -> Charge:
+    """A charge of which only the predicted duration counts."""
+    return Charge(1.0, 0.0, 0.0, duration_s, 0, 0, StepCosts(), 0.0)
 
 
 class Line:
@@ -78,11 +85,11 @@ class Line:
         assert top is not None
         task = top[1]
         self.queue.remove(task)
-        self.order.placed(task, 0, work_s)
+        self.order.placed(task, 0, charge(work_s))
         return task
 
     def end(self, task: CompletionTask) -> None:
-        self.order.unplaced(task, 0)
+        self.order.released(task, 0, charge(0.0), 0.0)
         self.order.ended(task)
 
     def run(self, work_s: float = 1.0) -> list[CompletionTask]:
@@ -323,7 +330,7 @@ def test_parts_of_a_stage_have_one_place_in_an_engines_queue(policy: str) -> Non
     places = []
     for task in tasks:
         places.append(line.order.priority_s(task))
-        line.order.placed(task, 0, 10.0)
+        line.order.placed(task, 0, charge(10.0))
     assert len(set(places)) == 1
 
 
@@ -345,12 +352,12 @@ def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
         tasks.append(line.add(session))
     task = tasks.pop(3)
     for other in tasks:
-        line.order.placed(other, 7, 1.0)
+        line.order.placed(other, 7, charge(1.0))
     assert line.order.ahead(task, 7) == (3, 5)
     assert line.order.ahead(task, 8) == (0, 0)
     line.remain(0, 10.0)
     assert line.order.ahead(task, 7) == (2, 5)
-    line.order.unplaced(tasks[1], 7)
+    line.order.released(tasks[1], 7, charge(0.0), 0.0)
     line.order.ended(tasks[1])
     assert line.order.ahead(task, 7) == (1, 4)
     assert not Line("las").order.holds_back
@@ -373,16 +380,16 @@ def test_who_is_ahead_is_what_a_walk_would_find(seed: int) -> None:
                 task = queued.pop(rng.randrange(len(queued)))
                 line.queue.remove(task)
                 placed[task] = rng.randrange(2)
-                line.order.placed(task, placed[task], rng.random() * 5)
+                line.order.placed(task, placed[task], charge(rng.random() * 5))
             case 3 if placed:
                 task = rng.choice(list(placed))
-                line.order.unplaced(task, placed.pop(task))
+                line.order.released(task, placed.pop(task), charge(0.0), 0.0)
                 line.order.ended(task)
             case 4:
                 line.remain(session, rng.random() * 20)
             case 5 if placed:
                 task = rng.choice(list(placed))  # to run again
-                line.order.unplaced(task, placed.pop(task))
+                line.order.released(task, placed.pop(task), charge(0.0), 0.0)
                 line.order.updated(task)
                 line.queue.push(task)
                 queued.append(task)
@@ -423,6 +430,6 @@ def test_an_application_gets_another_place_when_a_call_has_ended() -> None:
     line = Line("las")
     first, second = line.add(1), line.add(1)
     before = line.order.priority_s(first)
-    line.order.placed(first, 0, 10.0)
+    line.order.placed(first, 0, charge(10.0))
     line.end(first)
     assert line.order.priority_s(second) > before  # for it has had that much service

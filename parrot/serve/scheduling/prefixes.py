@@ -1,0 +1,191 @@
+"""Common prefixes of prompts: those that run on each engine, those that an engine need not compute
+again, and those of queued tasks."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import NamedTuple
+
+from parrot.serve.scheduling.task import CompletionTask
+
+_MIN_SHARED = 128  # tokens of a common beginning that make queued tasks siblings
+
+
+class RunningPrefixes:
+    """The segments of the prompts that run on each engine: key -> engine -> how many tasks have it,
+    and the tokens that it is taken to have (tasks may estimate the same text differently)."""
+
+    def __init__(self) -> None:
+        self._running: dict[bytes, dict[int, tuple[int, int]]] = {}
+
+    def add(self, task: CompletionTask, engine_id: int) -> int:
+        """Returns the tokens of the segments that no running task there had."""
+        new_tokens = 0
+        for key, length in zip(task.keys, task.lengths, strict=True):
+            engines = self._running.setdefault(key, {})
+            count, known_length = engines.get(engine_id, (0, length))
+            if not count:
+                new_tokens += length
+            engines[engine_id] = (count + 1, known_length)
+        return new_tokens
+
+    def remove(self, task: CompletionTask, engine_id: int) -> int:
+        """Returns the tokens of the segments that no running task there has any more."""
+        old_tokens = 0
+        for key in task.keys:
+            engines = self._running[key]
+            count, length = engines[engine_id]
+            if count > 1:
+                engines[engine_id] = (count - 1, length)
+                continue
+            old_tokens += length
+            del engines[engine_id]
+            if not engines:
+                del self._running[key]
+        return old_tokens
+
+    def check_integrity(self, tasks: Mapping[int, Iterable[CompletionTask]]) -> dict[int, int]:
+        """Recount by the tasks of each engine; returns the tokens of each engine's segments."""
+        counts = Counter((key, e) for e, there in tasks.items() for t in there for key in t.keys)
+        tokens = dict.fromkeys(tasks, 0)
+        for key, engines in self._running.items():
+            for engine_id, (count, length) in engines.items():
+                assert counts.pop((key, engine_id), 0) == count, (key, engine_id, count)
+                tokens[engine_id] += length
+        assert not counts, counts
+        return tokens
+
+    def shared_len(self, task: CompletionTask, engine_id: int) -> int:
+        """Tokens of the longest beginning that a running task there has too."""
+        shared = 0
+        for key, length in zip(task.keys, task.lengths, strict=True):
+            engines = self._running.get(key)
+            if engines is None or engine_id not in engines:
+                break
+            shared += length
+        return shared
+
+    def holders(self, key: bytes) -> Collection[int] | None:
+        """The engines that run a task whose prompt begins with the one of this key."""
+        return self._running.get(key)
+
+
+Holders = Callable[[bytes], Collection[int] | None]
+"""The engines that have the prompt of a key."""
+
+
+class Beginnings:
+    """Which engines have a beginning of a task's prompt, and its tokens, the longest first: in
+    `running` prompts, or where it would not have to be computed again. That goes for those that
+    are `cached`, and for running ones if `with_running`."""
+
+    __slots__ = ("_reusable", "_running")
+
+    def __init__(
+        self, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
+    ) -> None:
+        self._running: list[tuple[Collection[int], int]] = []
+        self._reusable: list[tuple[Collection[int], int]] = []
+        length = task.prompt_len
+        for i in range(len(task.keys) - 1, -1, -1):
+            key = task.keys[i]
+            if cached is not None and (there := cached(key)) is not None:
+                self._reusable.append((there, length))
+            if (there := running(key)) is not None:
+                self._running.append((there, length))
+                if with_running:
+                    self._reusable.append((there, length))
+            length -= task.lengths[i]
+
+    def shared_len(self, engine_id: int) -> int:
+        return _length(self._running, engine_id)
+
+    def reused_len(self, engine_id: int) -> int:
+        return _length(self._reusable, engine_id)
+
+    def engines(self, limit: int) -> Iterator[int]:
+        """The first of those with something reusable, perhaps repeated."""
+        return islice(chain.from_iterable(holders for holders, _ in self._reusable), limit)
+
+
+def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> int:
+    for holders, length in beginnings:
+        if engine_id in holders:
+            return length
+    return 0
+
+
+class Block(NamedTuple):
+    """`size` queued tasks that belong together: by the first `shared` tokens of their prompts, by
+    their group, or by both. `prompt_len` is their average."""
+
+    key: Hashable
+    size: int
+    shared: int
+    prompt_len: float
+
+
+class QueuedBlocks:
+    """Which queued tasks begin alike, and which are of one group, before any of them runs."""
+
+    def __init__(self, *, by_prefix: bool, by_group: bool) -> None:
+        self._by_prefix = by_prefix
+        self._by_group = by_group
+        self._counts: dict[Hashable, tuple[int, int]] = {}  # tasks, and tokens of their prompts
+        self._num_tasks: Counter[tuple[str, ...]] = Counter()
+
+    def num_tasks(self, models: tuple[str, ...]) -> int:
+        """Number of tasks that are queued for these models."""
+        return self._num_tasks[models]
+
+    def add(self, task: CompletionTask) -> None:
+        self._count(task, 1)
+
+    def remove(self, task: CompletionTask) -> None:
+        self._count(task, -1)
+
+    def find(self, task: CompletionTask) -> Block | None:
+        """The block of a queued task, if it is not alone: those with the longest common beginning,
+        or its group where that is larger."""
+        group = self._counts.get((task.models, task.group)) if task.group else None
+        if group is None and task.prompt_len < _MIN_SHARED:
+            return None
+        wanted = 2 if group is None else max(2, group[0])
+        shared = task.prompt_len
+        for key, length in zip(reversed(task.keys), reversed(task.lengths), strict=True):
+            if shared < _MIN_SHARED:
+                break
+            found = self._counts.get((task.models, key))
+            if found is not None and found[0] >= wanted:
+                return Block((task.models, key), found[0], shared, found[1] / found[0])
+            shared -= length
+        if group is None or group[0] < 2:
+            return None
+        return Block((task.models, task.group), group[0], 0, group[1] / group[0])
+
+    def _count(self, task: CompletionTask, sign: int) -> None:
+        self._num_tasks[task.models] += sign
+        if not self._num_tasks[task.models]:
+            del self._num_tasks[task.models]
+        for key in self._keys(task):
+            count, tokens = self._counts.get(key, (0, 0))
+            if count + sign:
+                self._counts[key] = (count + sign, tokens + sign * task.prompt_len)
+            else:
+                del self._counts[key]
+
+    def _keys(self, task: CompletionTask) -> Iterator[Hashable]:
+        if self._by_prefix and task.prompt_len >= _MIN_SHARED:
+            length = 0
+            for key, own in zip(task.keys, task.lengths, strict=True):
+                length += own
+                if length >= _MIN_SHARED:
+                    yield (task.models, key)
+        if self._by_group and task.group is not None:
+            yield (task.models, task.group)
+
+    def check_integrity(self, tasks: Iterable[CompletionTask]) -> None:
+        tasks = list(tasks)
+        assert self._num_tasks == Counter(task.models for task in tasks), self._num_tasks
+        counts = Counter(key for task in tasks for key in self._keys(task))
+        assert counts == {key: count for key, (count, _) in self._counts.items()}, counts
