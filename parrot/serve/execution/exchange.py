@@ -21,9 +21,7 @@ from parrot.serve.execution.prompting import known_of, open_request
 from parrot.serve.execution.resuming import (
     NOTHING_MORE,
     deliver_heard,
-    output_key,
     resume,
-    stop_ids_of,
 )
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.nodes import TokenizedText
@@ -48,7 +46,8 @@ class Exchange:
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
         What is streamed is given to those who wait for the run on the way."""
-        deliver_heard(run, attempt)
+        if run.heard is not None:
+            deliver_heard(run, attempt)
         if not run.text:
             run.stats.logprobs = None
         if run.text:
@@ -109,7 +108,7 @@ class Exchange:
         boundary = None
         if clean:  # it stands for exactly the output's text
             end = context.length - len(attempt.resumed) + len(clean)
-            boundary = Boundary(output_key(run, outcome.text), end, clean[-1])
+            boundary = Boundary(run.output_key(outcome.text), end, clean[-1])
         self._ledger.settle(context, context.length + outcome.num_units, boundary, source)
         self._ledger.unpin(context)
 
@@ -202,7 +201,7 @@ def _tokenized(
     attempt: Attempt, tokenizer: ModelTokenizer, response: GenerateResponse
 ) -> TokenizedText | None:
     """The ids of the whole text, if they are known."""
-    stop_ids = stop_ids_of(attempt.sampling, tokenizer)
+    stop_ids = tokenizer.stop_ids(attempt.sampling)
     stopped = response.finish_reason is FinishReason.STOP
     if attempt.sampling.constraint is not None and not attempt.sampling.stop_strings:
         stopped = not stop_ids.isdisjoint(response.generated_ids[-1:])  # else its grammar ended it
@@ -229,7 +228,7 @@ def _num_shown(
     ids = response.generated_ids
     if response.finish_reason is not FinishReason.STOP or not ids:
         return len(ids)
-    if ids[-1] in stop_ids_of(sampling, tokenizer):
+    if ids[-1] in tokenizer.stop_ids(sampling):
         return len(ids) - 1
     if not sampling.stop_strings:
         return len(ids)

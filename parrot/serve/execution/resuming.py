@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 from parrot.protocol.engine_api import FinishReason, GenerateResponse, Usage
 from parrot.protocol.errors import EngineFailed
-from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.nodes import TokenizedText
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, encode_text
-from parrot.serve.prompts.segments import extend_key, output_segment
 
 _BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
 _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
@@ -16,12 +14,6 @@ _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been deliver
 NOTHING_MORE = GenerateResponse(
     generated_text="", generated_ids=[], finish_reason=FinishReason.LENGTH, usage=Usage()
 )
-
-
-def stop_ids_of(sampling: SamplingConfig, tokenizer: ModelTokenizer) -> frozenset[int]:
-    """The tokens that end an output."""
-    eos: frozenset[int] = frozenset() if sampling.ignore_tokenizer_eos else tokenizer.eos
-    return eos.union(sampling.stop_token_ids)
 
 
 def deliver_heard(run: Run, attempt: Attempt) -> None:
@@ -33,7 +25,7 @@ def deliver_heard(run: Run, attempt: Attempt) -> None:
     if heard is None or (attempt.tokenizer is None and is_bound):
         return
     encoder = heard.tokenizer.encoder
-    if not stop_ids_of(sampling, heard.tokenizer).union(encoder.special_ids).isdisjoint(heard.ids):
+    if not heard.tokenizer.stop_ids(sampling).union(encoder.special_ids).isdisjoint(heard.ids):
         return  # an engine may show some special tokens as text
     for end in range(len(heard.ids), max(0, len(heard.ids) - _MAX_HELD_BACK), -1):
         text = encoder.decode(heard.ids[:end])
@@ -64,7 +56,7 @@ async def resume(run: Run, attempt: Attempt) -> None:
     attempt.resumed = ids or await encode_text(run.text, attempt.tokenizer)
     is_text = attempt.tokenizer is None
     attempt.num_delivered = run.num_streamed if is_text else len(attempt.resumed)
-    attempt.resumed_key = output_key(run, run.text)
+    attempt.resumed_key = run.output_key(run.text)
 
 
 def _ids_of_text(run: Run, tokenizer: ModelTokenizer) -> Ids | None:
@@ -76,10 +68,6 @@ def _ids_of_text(run: Run, tokenizer: ModelTokenizer) -> Ids | None:
         if tokenizer.encoder.decode(ids[:end]) == run.text:
             return tuple(ids[:end])
     return None
-
-
-def output_key(run: Run, text: str) -> bytes:
-    return extend_key(run.keys[-1], output_segment(text, None))
 
 
 def delivered(run: Run, attempt: Attempt) -> Outcome:

@@ -35,6 +35,7 @@ from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats, TokenizedText
 from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units
+from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
 _MAX_LOST = 3
@@ -200,6 +201,10 @@ class Run(CompletionTask):
             return False
         is_constrained = sampling.constraint is not None
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
+
+    def output_key(self, text: str) -> bytes:
+        """The prefix key of the prompt with this output."""
+        return extend_key(self.keys[-1], output_segment(text, None))
 
     def lost_engine(self, *, counts: bool) -> None:
         """The engine that ran it is gone; not `counts`: it cannot be the cause."""

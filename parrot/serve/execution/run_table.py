@@ -29,7 +29,7 @@ from parrot.serve.execution.run import (
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, TokenizedText
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import Placement
-from parrot.serve.tenants.table import QueuedByTenant
+from parrot.serve.tenants.limits import QueuedByTenant
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 

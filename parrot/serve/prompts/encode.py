@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
+from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.templates import ModelTemplate
@@ -190,6 +191,11 @@ class ModelTokenizer:
         if self.bos is None or ids[:1] == (self.bos,):
             return ids
         return (self.bos, *ids)
+
+    def stop_ids(self, sampling: SamplingConfig) -> frozenset[int]:
+        """The tokens that end an output."""
+        eos: frozenset[int] = frozenset() if sampling.ignore_tokenizer_eos else self.eos
+        return eos.union(sampling.stop_token_ids)
 
     def clean_output(
         self, ids: Sequence[int], stop_ids: Container[int], stopped: bool
