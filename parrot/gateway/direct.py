@@ -19,7 +19,8 @@ from parrot.protocol.sampling import Logprobs
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.fleet import Engine, Fleet
 from parrot.serve.execution.run import final_error, is_broken
-from parrot.serve.tenants.table import Meters, QueuedByTenant, TenantTable, require_share
+from parrot.serve.tenants.limits import Meters, QueuedByTenant, require_share
+from parrot.serve.tenants.table import TenantTable
 
 Input = list[int] | str
 """Token ids, or text for engines whose contexts are text."""

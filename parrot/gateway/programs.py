@@ -29,7 +29,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.events import Events, PrefixBroken, SessionBegan
 from parrot.serve.graph.nodes import Completion, TextPiece
 from parrot.serve.sessions import Session
-from parrot.serve.tenants.table import TenantQuotaExceeded
+from parrot.serve.tenants.limits import TenantQuotaExceeded
 from parrot.utils.heaps import LruDict
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ from parrot.serve.graph.nodes import (
 from parrot.serve.prompts.encode import ModelTokenizer
 from parrot.serve.readers import Reads, value_view
 from parrot.serve.sessions import AddPrompt, Session
-from parrot.serve.tenants.table import num_bytes
+from parrot.serve.tenants.limits import num_bytes
 
 PromptSource = Sequence[Message] | str
 

@@ -23,7 +23,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.events import CompletionPlaced
 from parrot.serve.graph.nodes import VariableState
 from parrot.serve.sessions import RESERVED, AddPrompt, Begin, CancelCall, Session
-from parrot.serve.tenants.table import num_bytes
+from parrot.serve.tenants.limits import num_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -123,7 +123,7 @@ def rules(routes: Iterable[BaseRoute]) -> Iterator[Rule]:
 class BodyRules(NamedTuple):
     """The bodies that a route takes. `max_size`: bytes of a body, if less than the server's limit.
     `admits`: whether a body of more than 1 MiB is read, as the request's head tells. `is_metered`:
-    what its JSON is made of is bounded (see json_size.py)."""
+    what its JSON is made of is bounded (see bodies.py)."""
 
     max_size: int | None = None
     admits: Callable[[Request], bool] | None = None

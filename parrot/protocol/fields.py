@@ -12,7 +12,7 @@ MAX_TEXT = 16 * 2**20  # characters in one template or value
 MAX_TOKENS = 2**25  # ids in one list; as many as fit in a body
 BOUNDED_BY_BODY = Field(json_schema_extra={"x-bound": "body"})
 """Marks what is as large as the largest body: `max_body_size` bounds its bytes, and the meter of
-bodies (json_size.py) the values in it."""
+bodies (bodies.py) the values in it."""
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Label = Annotated[str, Field(max_length=256)]  # a name, or none

@@ -42,7 +42,8 @@ from parrot.serve.graph.nodes import (
     Task,
     VariableState,
 )
-from parrot.serve.tenants.table import Quota, TenantTable, num_bytes, usage_of, usage_of_graph
+from parrot.serve.tenants.limits import Quota, num_bytes, usage_of, usage_of_graph
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.ids import derived_token, tokens_equal

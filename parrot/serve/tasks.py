@@ -26,7 +26,8 @@ from parrot.serve.events import TaskEnded
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import Completion, CompletionState, NativeCall, Task
 from parrot.serve.sessions import SessionRegistry
-from parrot.serve.tenants.table import Meters, QueuedByTenant, TenantTable, require_share
+from parrot.serve.tenants.limits import Meters, QueuedByTenant, require_share
+from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.slots import FairSlots
 from parrot.utils.tasks import TaskSet
@@ -80,7 +81,7 @@ class Sandbox(Protocol):
 
 
 class TaskRunner:
-    """Implements `graph.runner.Runner` for all sessions, and says how much more may be queued. A
+    """Implements `graph.nodes.Executor` for all sessions, and says how much more may be queued. A
     task that ends is activity of its session."""
 
     def __init__(

@@ -38,7 +38,7 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.scheduling.load import LoadIndex, Weigh
 from parrot.serve.scheduling.task import Decision, Estimates
-from parrot.serve.tenants.table import QueuedByTenant
+from parrot.serve.tenants.limits import QueuedByTenant
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import Backlog
 from tests.support.manual_clock import ManualClock

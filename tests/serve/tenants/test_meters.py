@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from parrot.protocol.errors import QueueFull, RateLimited
 from parrot.serve.config import CoreConfig
-from parrot.serve.tenants.table import Meters, TenantTable
+from parrot.serve.tenants.limits import Meters
+from parrot.serve.tenants.table import TenantTable
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.manual_clock import ManualClock
 

@@ -13,7 +13,7 @@ from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, Sessi
 from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
-from parrot.serve.tenants.table import QueuedByTenant, Quota, require_share
+from parrot.serve.tenants.limits import QueuedByTenant, Quota, require_share
 from tests.serve.serve_fakes import FakeDispatcher, given, made, var_ids
 from tests.serve.test_serve_core import World
 from tests.support.manual_clock import ManualClock

@@ -16,7 +16,7 @@ from parrot.gateway.vendors.responses.fields import ResponseItem, output_items
 from parrot.gateway.vendors.responses.writer import Background
 from parrot.protocol.errors import Conflict, NotFound
 from parrot.serve.sessions import CommandLog
-from parrot.serve.tenants.table import num_bytes
+from parrot.serve.tenants.limits import num_bytes
 from parrot.utils.heaps import LazyHeap, LruDict
 from parrot.utils.ids import new_token
 from parrot.utils.shard import ALONE, Shard

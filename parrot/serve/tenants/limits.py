@@ -1,0 +1,282 @@
+"""The limits of tenants. Quotas bound what one session, and one tenant with all its sessions, may
+keep in ServeCore and how long their native functions may run; rates, what a tenant may use now and
+by the minute."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import orjson
+
+from parrot.protocol.errors import ClusterFull, ParrotError, QueueFull, QuotaExceeded, RateLimited
+from parrot.protocol.public import GraphVariable, NativeCallRequest, SemanticCallRequest
+from parrot.protocol.sampling import SamplingConfig
+from parrot.serve.config import SessionQuota, TenantQuota
+from parrot.serve.tenants.table import TenantTable
+from parrot.utils.clock import Clock
+
+_MINUTE_S = 60.0
+
+
+def usage_of(request: SemanticCallRequest | NativeCallRequest) -> dict[str, int]:
+    """Amounts that a session keeps for a new call until it ends, without the outputs' texts and the
+    time that it runs."""
+    native_ms = 0
+    if isinstance(request, NativeCallRequest):
+        texts, native_ms = [request.func_source], 1  # the least that is counted
+    else:
+        texts = [request.template, request.system or "", *request.models]
+    num_new = 0
+    for parameter in request.parameters:
+        num_new += parameter.var_id is None
+        if parameter.value is not None:
+            texts.append(parameter.value)
+        if parameter.sampling_config is not None:
+            texts += _grammar(parameter.sampling_config)
+    return {
+        "calls": 1,
+        "variables": num_new,
+        "text_bytes": num_bytes(texts),
+        "native_ms": native_ms,
+    }
+
+
+def usage_of_graph(
+    declared: Sequence[GraphVariable],
+    num_variables: int,
+    calls: Iterable[SemanticCallRequest | NativeCallRequest],
+) -> Counter[str]:
+    """Amounts for all of a graph: `num_variables` of its own, of which some are `declared` with
+    their contents, and its calls, which name them by ids."""
+    texts = [variable.content or "" for variable in declared]
+    usage = Counter(variables=num_variables, text_bytes=num_bytes(texts))
+    for call in calls:
+        usage.update(usage_of(call))
+    return usage
+
+
+def _grammar(sampling: SamplingConfig) -> list[str]:
+    schema = sampling.json_schema
+    return [
+        sampling.regex or sampling.grammar or "",
+        *(sampling.choices or ()),
+        orjson.dumps(schema).decode() if isinstance(schema, dict) else schema or "",
+    ]
+
+
+def num_bytes(texts: Iterable[str]) -> int:
+    """The length of the texts in UTF-8. Immediate for ASCII texts, of any length."""
+    return sum(
+        [
+            len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+            for text in texts
+        ]
+    )
+
+
+_AMOUNTS = {
+    "text_bytes": "keep more than {} bytes of text",
+    "native_ms": "run native functions for more than {} ms",
+}
+
+
+class TenantQuotaExceeded(QuotaExceeded):
+    """It is the tenant's own doing: others need not make room."""
+
+
+class Quota:
+    """The amounts that a session or a tenant keeps, named like the keys of their quota. A session's
+    also count for its tenant, whose account is its `parent`.
+
+    Only requests are refused: texts that calls make are added without a check, so that no work that
+    was done is lost, and the next request is refused instead. `own`: limits of a tenant's key, in
+    the place of the quota's, or where that has none."""
+
+    def __init__(
+        self,
+        quota: SessionQuota | TenantQuota,
+        parent: "Quota | None" = None,
+        own: Mapping[str, int] | None = None,
+    ) -> None:
+        self.used: Counter[str] = Counter()
+        self.parent = parent
+        self.own: Mapping[str, int] = own or {}
+        self._quota = quota
+
+    def require(self, **more: int) -> None:
+        """Raise `QuotaExceeded` naming the limit if there is no room for `more`."""
+        quota = self._quota
+        for name, amount in more.items():
+            limit = self.own.get(name, getattr(quota, name, None))
+            if limit is not None and amount and self.used[name] + amount > limit:
+                what = _AMOUNTS.get(name, f"keep more than {{}} {name}").format(limit)
+                key = "limits" if name in self.own else quota.key
+                kind = QuotaExceeded if self.parent is not None else TenantQuotaExceeded
+                raise kind(f"{quota.holder} would {what} (`{key}.{name}`)")
+        if self.parent is not None:
+            self.parent.require(**more)
+
+    def add(self, **more: int) -> None:
+        for name, amount in more.items():
+            self.used[name] += amount
+        if self.parent is not None:
+            self.parent.add(**more)
+
+    def close(self) -> None:
+        """The session has ended: its tenant has room again for what it kept, and what comes late
+        is not counted for the tenant, who would never have room for it again."""
+        if self.parent is not None:
+            self.parent.used.subtract(self.used)
+            self.parent = None
+
+
+class QueuedByTenant(Counter[str]):
+    """The number of queued tasks of each tenant that has some."""
+
+    def enter(self, tenant: str) -> None:
+        self[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        self[tenant] -= 1
+        if not self[tenant]:
+            del self[tenant]
+
+
+def require_share(
+    tenant: str,
+    limit: int,
+    weigh: Callable[[str], float],
+    wait_s: float | None,
+    *queues: QueuedByTenant,
+) -> None:
+    """Raise `ClusterFull`, to be tried again in `wait_s`, if the tenant has its share of a full
+    queue. Shares are parts of `limit` by the weights of the tenants with queued tasks, this one
+    included; each of up to `limit` tenants may have one task. So tasks that one tenant queues,
+    however many, leave the others their room."""
+    own = sum(queue[tenant] for queue in queues)
+    tenants = {tenant}.union(*queues)
+    part = limit * weigh(tenant) / sum(map(weigh, tenants))
+    if own >= max(int(part), len(tenants) <= limit):
+        raise ClusterFull(
+            f"the queue is full (`max_queue_size`: {limit}, of which {own} are yours): "
+            "try again later",
+            retry_after_s=wait_s,
+        )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """The amount that a tenant may use yet: `per_minute` comes in a minute, up to as much. Below 0
+    is what was used too much. `at`: when it had `level`."""
+
+    per_minute: int
+    level: float
+    at: float
+
+    def refill(self, per_minute: int, now: float) -> None:
+        """Up to now, at the rate that it had."""
+        gained = (now - self.at) / _MINUTE_S * self.per_minute
+        self.level, self.at = min(self.level + gained, float(per_minute)), now
+        self.per_minute = per_minute
+
+    def wait_s(self, level: float) -> float:
+        """Until it has so much."""
+        return max(0.0, level - self.level) / self.per_minute * _MINUTE_S
+
+
+class Meters:
+    """Counts what tenants do, and refuses what is beyond their limits. A call is charged when it
+    begins what it is expected to use, and the rest, or less, when it ends; so a tenant is refused
+    by what its calls under way will use, and what one uses too much delays the next."""
+
+    def __init__(self, tenants: TenantTable, clock: Clock) -> None:
+        self._tenants = tenants
+        self._clock = clock
+        self._running: Counter[str] = Counter()
+        self._charged: dict[int, tuple[str, int]] = {}  # by task: its tenant, and tokens
+        self._tokens: dict[str, _Bucket] = {}
+        self._requests: dict[str, _Bucket] = {}
+
+    def admit(self, tenant_id: str) -> None:
+        """Count a request that may set work going. Raises `QueueFull`, or `RateLimited` with the
+        time when it may come again; then it has not been counted."""
+        tenant = self._tenants.find(tenant_id)
+        if tenant is None:
+            return
+        limits = tenant.limits
+        running, most = self._running[tenant_id], limits.calls_in_flight
+        if most is not None and running >= most:
+            raise QueueFull(f"{tenant_id} has {running} calls in flight (`limits.calls_in_flight`)")
+        if limits.tokens_per_minute is not None:
+            tokens = self._bucket(self._tokens, tenant_id, limits.tokens_per_minute)
+            self._require(tenant_id, tokens, 1.0, "tokens_per_minute")
+        if limits.requests_per_minute is not None:
+            requests = self._bucket(self._requests, tenant_id, limits.requests_per_minute)
+            self._require(tenant_id, requests, 1.0, "requests_per_minute")
+            requests.level -= 1
+
+    def num_running(self, tenant_id: str) -> int:
+        return self._running[tenant_id]
+
+    def counts_tokens(self, tenant_id: str) -> bool:
+        tenant = self._tenants.find(tenant_id)
+        return tenant is not None and tenant.limits.tokens_per_minute is not None
+
+    def began(self, task_id: int, tenant_id: str, expected_tokens: int) -> None:
+        self._running[tenant_id] += 1
+        self._charged[task_id] = (tenant_id, expected_tokens)
+        self.charge(tenant_id, expected_tokens)
+
+    def ended(self, task_id: int, used_tokens: int) -> None:
+        """No effect if it has not begun."""
+        tenant_id, expected = self._charged.pop(task_id, ("", 0))
+        if tenant_id:
+            self._leave(tenant_id)
+            self.charge(tenant_id, used_tokens - expected)
+
+    @contextmanager
+    def running(self, tenant_id: str, expected_tokens: int) -> Iterator[None]:
+        """For the block that does what is no task of a graph. What is used otherwise is charged
+        behind it; if the block raises a `ParrotError`, nothing was."""
+        self._running[tenant_id] += 1
+        self.charge(tenant_id, expected_tokens)
+        try:
+            yield
+        except ParrotError:
+            self.charge(tenant_id, -expected_tokens)
+            raise
+        finally:
+            self._leave(tenant_id)
+
+    def charge(self, tenant_id: str, num_tokens: int) -> None:
+        """Less than 0 is given back."""
+        tenant = self._tenants.find(tenant_id)
+        if tenant is not None and tenant.limits.tokens_per_minute is not None:
+            limit = tenant.limits.tokens_per_minute
+            self._bucket(self._tokens, tenant_id, limit).level -= num_tokens
+
+    def check_integrity(self) -> None:
+        tasks = Counter(tenant for tenant, _ in self._charged.values())
+        assert tasks <= self._running, (tasks, self._running)
+        assert all(self._running.values()), self._running
+
+    def _leave(self, tenant_id: str) -> None:
+        self._running[tenant_id] -= 1
+        if not self._running[tenant_id]:
+            del self._running[tenant_id]
+
+    def _bucket(self, buckets: dict[str, _Bucket], tenant_id: str, per_minute: int) -> _Bucket:
+        """The tenant's, as it is now; a new one is full."""
+        now = self._clock.now()
+        if (bucket := buckets.get(tenant_id)) is None:
+            bucket = buckets[tenant_id] = _Bucket(per_minute, float(per_minute), now)
+        bucket.refill(per_minute, now)
+        return bucket
+
+    def _require(self, tenant_id: str, bucket: _Bucket, level: float, name: str) -> None:
+        if bucket.level < level:
+            raise RateLimited(
+                f"{tenant_id} has used its {bucket.per_minute} for now (`limits.{name}`)",
+                retry_after_s=bucket.wait_s(level),
+            )
