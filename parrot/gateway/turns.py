@@ -194,6 +194,21 @@ class Rendered(NamedTuple):
     conversation: Body | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The place of a turn in a session's graph. `place` and `prefix` are those of its `Turn`.
+    `output`: the variable that its answer sets; None: a new one. `remark`: a note on its prefix."""
+
+    session: Session
+    fill: tuple[Piece, ...]
+    usage: Mapping[str, int]
+    output: SemanticVariable | None = None
+    is_kept: bool = False
+    place: PromptPlace | None = None
+    prefix: str = "new"
+    remark: str = ""
+
+
 class Turns:
     """Stands on a core, whose sessions it begins for programs that begin none themselves."""
 
@@ -210,15 +225,23 @@ class Turns:
         self._sessions.check_integrity()
 
     def submit(self, request: TurnRequest) -> Turn:
-        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`, and
-        if it is chained what `_submit_chained` raises."""
+        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`. For a
+        chained turn it also raises `AuthenticationFailed` and `SessionGone`, and for the variable
+        of the output `AlreadySet`, `Conflict` and `CyclicGraph`."""
         if request.model in self._aliases:
             request = replace(request, model=self._aliases[request.model])
         if request.chain is not None:
-            return self._submit_chained(request, request.chain)
-        if not request.is_resumed:
-            self._core.tasks.require_room(request.tenant)
-        shown, samplings, make_parser, conversation = self._rendered(request)
+            rendered, target = self._chained(request, request.chain)
+        else:
+            if not request.is_resumed:
+                self._core.tasks.require_room(request.tenant)
+            rendered = self._rendered(request)
+            target = self._conversation(request, rendered.shown)
+        return self._submit(request, rendered, target)
+
+    def _conversation(self, request: TurnRequest, shown: Transcript) -> "_Target":
+        """The turn that the prompt continues, or else its program's session. A new session begins
+        only when the prompt fits an engine."""
         text = shown.text
         limit = self._longest(request.model)
         require_fits(text, self._core.fleet.tokenizer(request.model), limit)  # before it is kept
@@ -241,21 +264,68 @@ class Turns:
         left = None
         if self._compares:
             left = self._doctor.examine(session.id, prompt, is_continued=ending is not None)
+        prefix = "new" if ending is None else "continued"
+        return _Target(
+            session,
+            tuple(fill),
+            usage,
+            place=place,
+            prefix=prefix if left is None else left.summary,
+            remark="" if left is None else f"prefix: {left}",
+        )
+
+    def _chained(self, request: TurnRequest, chain: TurnChain) -> "tuple[Rendered, _Target]":
+        """The rendered prompt with the session's variables in it, and the output to set."""
+        if chain.output is not None and len(request.samplings) > 1:
+            raise InvalidRequest("there is one output, but many answers", param="parrot.output")
+        tokenizer = self._core.fleet.tokenizer(request.model)
+        marked = mark_places(request.prompt, list(chain.inputs))
+        rendered = rendered_turn(request, marked.prompt, tokenizer)
+        session = self._session_of(request, chain)
+        self._core.tasks.require_room(session.tenant)
+        inputs = {
+            name: _known(session, var_id, f"parrot.inputs.{name}")
+            for name, var_id in chain.inputs.items()
+        }
+        fill = tuple(put_variables(rendered.shown.pieces(), marked, inputs))
+        output = None
+        if chain.output is not None:
+            output = _known(session, chain.output, "parrot.output")
+        usage = _usage_of(fill, 0 if output else len(request.samplings), request.prediction)
+        session.require_room()
+        session.account.require(**usage)
+        is_own = self._sessions.is_live(session.id)
+        is_kept = not is_own or output is not None or chain.is_deferred
+        return rendered, _Target(session, fill, usage, output, is_kept, prefix="chained")
+
+    def _submit(self, request: TurnRequest, rendered: Rendered, target: "_Target") -> Turn:
+        """Add the completions to the graph of the target's session."""
+        session, place, chain = target.session, target.place, request.chain
+        ending = None if place is None else place.ending
         options = CallOptions(
             func_name=request.func_name,
             models=(request.model,),
             cache_prefix=not isinstance(request.prompt, str),
-            tenant=request.tenant,
+            tenant=session.tenant,
             cache_salt=session.graph.cache_salt,
-            remark="" if left is None else f"prefix: {left}",
+            remark=target.remark,
             prediction=request.prediction,
             traceparent=request.traceparent,
         )
-        previous = None if ending is None else ending.completion
-        asked = Prompt(tuple(fill), samplings, options, previous, conversation=conversation)
-        request_id, completions = session.apply(AddPrompt(asked, usage, is_kept=False))
-        self._core.events.emit(PromptAdded, session, completions, is_bound=False)
-        prefix = "new" if ending is None else "continued"
+        prompt = Prompt(
+            target.fill,
+            rendered.samplings,
+            options,
+            previous=None if ending is None else ending.completion,
+            output=target.output,
+            is_held=chain is not None and chain.is_deferred,
+            conversation=rendered.conversation,
+        )
+        request_id, completions = session.apply(AddPrompt(prompt, target.usage, target.is_kept))
+        is_bound = target.output is not None
+        self._core.events.emit(PromptAdded, session, completions, is_bound=is_bound)
+        if chain is not None and chain.is_deferred:
+            self._begin_deferred(session, completions, chain)
         return Turn(
             session,
             request_id,
@@ -263,59 +333,10 @@ class Turns:
             place,
             self._core.reads,
             request.criteria,
-            make_parser,
-            prefix if left is None else left.summary,
+            rendered.make_parser,
+            target.prefix,
             request.deadline,
-        )
-
-    def _submit_chained(self, request: TurnRequest, chain: TurnChain) -> Turn:
-        """Raises as `submit` does, `AuthenticationFailed` and `SessionGone`, and for the
-        variable of the output `AlreadySet`, `Conflict` and `CyclicGraph`."""
-        if chain.output is not None and len(request.samplings) > 1:
-            raise InvalidRequest("there is one output, but many answers", param="parrot.output")
-        tokenizer = self._core.fleet.tokenizer(request.model)
-        marked = mark_places(request.prompt, list(chain.inputs))
-        shown, samplings, make_parser, _ = rendered(request, marked.prompt, tokenizer)
-        session = self._session_of(request, chain)
-        self._core.tasks.require_room(session.tenant)
-        inputs = {
-            name: _known(session, var_id, f"parrot.inputs.{name}")
-            for name, var_id in chain.inputs.items()
-        }
-        fill = tuple(put_variables(shown.pieces(), marked, inputs))
-        output = None
-        if chain.output is not None:
-            output = _known(session, chain.output, "parrot.output")
-        usage = _usage_of(fill, 0 if output else len(request.samplings), request.prediction)
-        session.require_room()
-        session.account.require(**usage)
-        options = CallOptions(
-            func_name=request.func_name,
-            models=(request.model,),
-            cache_prefix=not isinstance(request.prompt, str),
-            tenant=session.tenant,
-            cache_salt=session.graph.cache_salt,
-            prediction=request.prediction,
-            traceparent=request.traceparent,
-        )
-        is_own = self._sessions.is_live(session.id)
-        is_kept = not is_own or output is not None or chain.is_deferred
-        prompt = Prompt(fill, samplings, options, output=output, is_held=chain.is_deferred)
-        request_id, completions = session.apply(AddPrompt(prompt, usage, is_kept))
-        self._core.events.emit(PromptAdded, session, completions, is_bound=output is not None)
-        if chain.is_deferred:
-            self._begin_deferred(session, completions, chain)
-        return Turn(
-            session,
-            request_id,
-            completions,
-            None,
-            self._core.reads,
-            request.criteria,
-            make_parser,
-            "chained",
-            request.deadline,
-            is_kept=is_kept,
+            is_kept=target.is_kept,
         )
 
     def _session_of(self, request: TurnRequest, chain: TurnChain) -> Session:
@@ -360,8 +381,8 @@ class Turns:
         tokenizer = self._core.fleet.tokenizer(request.model)
         is_text = tokenizer is None and not isinstance(request.prompt, str)
         if is_text and self._takes_messages(request.model):
-            return served(request)
-        return rendered(request, request.prompt, tokenizer)
+            return served_turn(request)
+        return rendered_turn(request, request.prompt, tokenizer)
 
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
@@ -443,7 +464,7 @@ def _known(session: Session, var_id: str, param: str) -> SemanticVariable:
     return variable
 
 
-def rendered(
+def rendered_turn(
     request: TurnRequest, prompt: PromptSource, tokenizer: ModelTokenizer | None
 ) -> Rendered:
     """The request's turn with this prompt. Raises `UnsupportedField` and `InvalidRequest`."""
@@ -460,7 +481,7 @@ def rendered(
     return Rendered(shown, samplings, make_parser)
 
 
-def served(request: TurnRequest) -> Rendered:
+def served_turn(request: TurnRequest) -> Rendered:
     """The request's turn, whose prompt is messages, for a server that renders it."""
     assert not isinstance(request.prompt, str), request
     body = served_body(request.prompt, request.options, request.calls)

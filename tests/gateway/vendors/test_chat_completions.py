@@ -100,12 +100,12 @@ async def test_a_history_that_was_changed_shares_what_did_not_change(site: Site)
 @pytest.mark.parametrize(
     "content", ["as it is", [{"type": "text", "text": "as "}, {"type": "text", "text": "it is"}]]
 )
-async def test_a_prediction_goes_to_the_engine(site: Site, content: Any) -> None:
-    site.engine.info = site.engine.info.model_copy(update={"engine_type": EngineType.BUILTIN})
-    for engine in site.core.fleet:
-        engine.info = site.engine.info
-    await site.post(PATH, body(user("Hi"), prediction={"type": "content", "content": content}))
-    drafts = site.engine.requests[-1].drafts
+async def test_a_prediction_goes_to_the_engine(content: Any) -> None:
+    engine = fake_engine("e0", model=MODEL)
+    engine.info = engine.info.model_copy(update={"engine_type": EngineType.BUILTIN})
+    async with serve(CoreConfig(), engine) as site:
+        await site.post(PATH, body(user("Hi"), prediction={"type": "content", "content": content}))
+    drafts = engine.requests[-1].drafts
     assert drafts is not None
     codec = Tokenizer.from_str(byte_tokenizer().tokenizer_json)
     assert [codec.decode(ids) for ids in drafts.texts] == ["as it is"]
