@@ -112,7 +112,6 @@ def _add_what(run: argparse.ArgumentParser) -> None:
         help="bystanders are measured without the application for so long",
     )
     run.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: the server's")
-    run.add_argument("--docs", type=Path, help="real documents instead of synthetic ones")
 
 
 def _add_how(run: argparse.ArgumentParser) -> None:

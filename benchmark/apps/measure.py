@@ -27,11 +27,11 @@ from benchmark.apps.metrics import (
     ratios,
     summarise,
 )
-from benchmark.apps.text import load_documents, one_token_words
+from benchmark.apps.text import one_token_words
 from benchmark.apps.workloads import WORKLOADS, lengths_256
 from benchmark.results import Report
 from parrot.cli.bench.plan import Plan, Workload
-from parrot.cli.bench.program import TextSource
+from parrot.cli.bench.text import TextSource
 from parrot.cli.bench.workloads import request
 
 GOODPUT_SLACK = 1.5  # times the median of the first run
@@ -134,7 +134,7 @@ class Runs:
         would remember them from the setting before."""
         args = self._args
         place = 0 if self._host.forgets else self._places[setting]
-        text = self._text.salted((args.seed, repeat, place))
+        text = self._text.of_side(place).salted((args.seed, repeat))
         plan: Plan = case.workload.plan(text, args.seed + repeat)
         bystanders = None
         if args.bystanders:
@@ -215,8 +215,7 @@ def _text_source(args: argparse.Namespace, host: Host) -> TextSource:
     definition = args.tokenizer.read_text() if args.tokenizer else host.tokenizer_json()
     if definition is None:
         raise ValueError("this server does not give its tokenizer: name it with --tokenizer")
-    documents = load_documents(args.docs) if args.docs else None
-    return TextSource(one_token_words(definition), documents=documents)
+    return TextSource(one_token_words(definition))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmark.apps.backends import EAGER_TOKENS, CountedBackend, Counters, growth
 from parrot.cli.bench.plan import JobResult, JobRunner, Plan
-from parrot.cli.bench.program import ProgramCall, ProgramOutput, PromptText, TextSource
+from parrot.cli.bench.program import ProgramCall, ProgramOutput
+from parrot.cli.bench.text import PromptText, TextSource
 from parrot.simulation.report import percentile
 
 BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50

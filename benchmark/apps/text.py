@@ -1,9 +1,8 @@
-"""Words of one token each, and real documents."""
+"""Words that are one token each."""
 
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -27,14 +26,6 @@ def one_token_words(tokenizer_json: str, seed: int = 0) -> list[str]:
     if len(words) < 8 or not _is_exact(tokenizer, words):
         raise ValueError("the tokenizer has too few words of one token")
     return words
-
-
-def load_documents(folder: Path) -> list[str]:
-    """All text files of a folder, in order of name."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix in (".txt", ".md", ".rst"))
-    if not paths:
-        raise ValueError(f"no .txt, .md or .rst files in {folder}")
-    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
 
 
 def _word_candidates(tokenizer: Tokenizer) -> list[str]:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from parrot.cli.bench.plan import BenchJob, Plan, Workload, numbered, poisson, poisson_for
-from parrot.cli.bench.program import Piece, Program, ProgramOutput, TextSource
+from parrot.cli.bench.program import Piece, Program, ProgramOutput
+from parrot.cli.bench.text import TextSource
 from parrot.cli.bench.workloads import Chain, ChainMany, Copilot, MapReduce, MultiAgent, request
 
 DATA = Path(__file__).parent / "data"

@@ -12,7 +12,8 @@ from benchmark.apps.hosts import features, parse_setting
 from benchmark.apps.metrics import PlanRunner, ratios
 from benchmark.apps.workloads import UNKNOWN_LIMIT, WORKLOADS
 from benchmark.simulated import changed
-from parrot.cli.bench.program import Network, TextSource
+from parrot.cli.bench.program import Network
+from parrot.cli.bench.text import TextSource
 from parrot.engine.config import SimConfig
 from parrot.serve.config import GlobalSchedulerConfig
 from tests.support.app_server import serve_app

@@ -3,8 +3,8 @@
 import pytest
 from tokenizers import Tokenizer
 
-from benchmark.apps.text import load_documents, one_token_words
-from parrot.cli.bench.program import TextSource
+from benchmark.apps.text import one_token_words
+from parrot.cli.bench.text import TextSource
 from parrot.engine.models.tokenizers import word_tokenizer
 from tests.support.byte_tokenizer import byte_tokenizer
 
@@ -34,16 +34,3 @@ def test_the_same_key_gives_the_same_text_and_another_salt_another():
 def test_a_tokenizer_without_words_is_refused():
     with pytest.raises(ValueError, match="too few"):
         one_token_words(word_tokenizer(5).tokenizer_json)
-
-
-def test_real_documents_are_cut_by_words(tmp_path):
-    (tmp_path / "b.txt").write_text("one two\nthree  four five")
-    (tmp_path / "a.md").write_text("# first")
-    (tmp_path / "c.bin").write_text("not text")
-    documents = load_documents(tmp_path)
-    text = TextSource(["a"], documents=documents)
-    assert [p.content for p in text.document(1, 100, 2)] == ["one two", "\nthree  four", " five"]
-    assert [p.content for p in text.document(2, 1, 1)] == ["#"]
-    (empty := tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"no .txt"):
-        load_documents(empty)

@@ -8,7 +8,7 @@ import pytest
 from benchmark.apps.backends import DelayedNetwork, parrot_backend
 from benchmark.apps.metrics import Bystanders, PlanRunner, Run, summarise
 from benchmark.apps.workloads import WORKLOADS, lengths_256
-from parrot.cli.bench.program import TextSource
+from parrot.cli.bench.text import TextSource
 from parrot.cli.bench.workloads import DATA, MultiAgent
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.simulation import PATIENT, SimCluster, fixed, run_virtual

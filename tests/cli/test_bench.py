@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import combinations, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def small(name: str) -> str:
 def test_requests_have_the_lengths_and_the_prefix_that_were_asked_for(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    lengths = ["--prompt_tokens", "400", "--prefix_tokens", "300", "--output_tokens", "5"]
+    lengths = ["--prompt_tokens", "400", "--prefix_tokens", "300", "--output_tokens", "16"]
     shown, report = measured(
         tmp_path,
         cluster.core_url,
@@ -60,7 +61,7 @@ def test_requests_have_the_lengths_and_the_prefix_that_were_asked_for(
     )
     (row,) = report["results"]
     assert (row["completed"], row["failed"], row["unfinished"]) == (6, 0, 0)
-    assert row["total_output_tokens"] == 30
+    assert row["total_output_tokens"] == 6 * 16
     assert row["total_input_tokens"] == pytest.approx(6 * 400, rel=0.05)
     assert row["total_cached_tokens"] > 5 * 250  # the engine counts whole blocks
     assert 0 < row["p50_ttft_ms"] <= row["p50_e2el_ms"] <= row["p99_e2el_ms"]
@@ -81,7 +82,7 @@ def test_an_application_runs_by_variables_and_by_plain_calls(
     for row in (variables, plain):
         assert row["completed"] == row["num_prompts"] > 0
         assert row["p50_ttft_ms"] > 0
-    for key in ("total_output_tokens", "num_prompts"):
+    for key in ("total_input_tokens", "total_output_tokens", "num_prompts"):
         assert variables[key] == plain[key]
     assert "over first" in shown
 
@@ -247,3 +248,47 @@ def test_a_service_without_an_engine_is_told() -> None:
     with Cluster(engines=[]) as cluster:
         args = ("bench", cluster.core_url, "--workload", "chain")
         assert "no engine serves a model" in failed(*args)
+
+
+def on_two_servers(
+    folder: Path, *args: str
+) -> tuple[list[list[str]], list[list[str]], list[dict[str, Any]]]:
+    """The words of each prompt that a server received, in order, and the figures of both sides."""
+    first, second = FakeOpenAI(reply=WORDS), FakeOpenAI(reply=WORDS)
+    with running_in_thread(first.app()) as url, running_in_thread(second.app()) as other:
+        _, report = measured(folder, url, "--against", other, "--concurrency", "1", *args)
+    ours, theirs = (
+        [body["prompt"].split() for body in fake.bodies if body["max_tokens"] > 1]
+        for fake in (first, second)
+    )
+    return ours, theirs, report["results"]
+
+
+@pytest.mark.parametrize("name", ["requests:prefix=100", *PRESETS])
+def test_the_second_side_finds_nothing_of_the_first_in_a_cache_that_both_use(
+    tmp_path: Path, name: str
+) -> None:
+    args = ("--workload", small(name), "--num_requests", "2", "--repeat", "2", "--seed", "2")
+    ours, theirs, _ = on_two_servers(tmp_path, *args)
+    assert len(ours) == len(theirs) > 1
+    shared = [common_words(own, other) for own in ours for other in theirs]
+    assert max(shared) <= 1  # a first word may be the same by chance
+
+
+@pytest.mark.parametrize("name", ["requests:prefix=100", *PRESETS])
+def test_both_sides_have_the_same_lengths_and_the_same_shared_prefixes(
+    tmp_path: Path, name: str
+) -> None:
+    args = ("--workload", small(name), "--num_requests", "2")
+    ours, theirs, rows = on_two_servers(tmp_path, *args)
+    assert rows[0]["total_input_tokens"] == rows[1]["total_input_tokens"] > 0
+    sizes = [sorted([len(word) for word in prompt] for prompt in side) for side in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+    shared = [
+        sorted(common_words(*pair) for pair in combinations(side, 2)) for side in (ours, theirs)
+    ]
+    assert shared[0] == shared[1]
+
+
+def common_words(one: list[str], other: list[str]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

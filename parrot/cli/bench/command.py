@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parrot.cli.bench.figures import CAPTION, Figures, MeasuredSide, figures, table
 from parrot.cli.bench.plan import JobRunner
-from parrot.cli.bench.program import COMMON_WORDS, TextSource
 from parrot.cli.bench.sides import Address, CannotMeasure, Connections
+from parrot.cli.bench.text import COMMON_WORDS, TextSource
 from parrot.cli.bench.workloads import TimedWorkload, parse_load
 from parrot.cli.console import ERR, OUT, fail, warn
 
@@ -154,10 +154,10 @@ class Bench:
             release()
 
     async def _run_side(self, measured: MeasuredSide, repeat: int, progress: Progress) -> None:
-        """The same lengths and arrivals for all sides; where a server would remember the words of
-        the side before, others."""
+        """All sides get the same lengths and arrivals. Each repetition has new words, because a
+        server may have cached those of the repetition before."""
         side, seed = measured.side, self._seed + repeat
-        plan = self._load.plan(side.text.salted((self._seed, repeat, side.place)), seed)
+        plan = self._load.plan(side.text.salted((self._seed, repeat)), seed)
         title = f"{side.style}, {side.url}"
         bar = progress.add_task(escape(title), total=len(plan.jobs))
         if not progress.console.is_terminal:

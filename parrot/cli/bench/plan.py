@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from parrot.cli.bench.program import Backend, Program, ProgramAccount, TextSource
+from parrot.cli.bench.program import Backend, Program, ProgramAccount
+from parrot.cli.bench.text import TextSource
 from parrot.protocol.errors import ParrotError
 
 

@@ -1,99 +1,12 @@
-"""The words of workloads: texts of given lengths, and the calls of one run, on any backend."""
+"""The programs of workloads: their calls, on any backend, and what a run of them counts."""
 
-import hashlib
-import random
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-
-@dataclass(frozen=True, slots=True)
-class PromptText:
-    """A piece of a prompt and its length in tokens. `is_data`: the caller passes it in at run time;
-    otherwise it belongs to the function, like an instruction."""
-
-    content: str
-    tokens: int
-    is_data: bool = False
-
-
-class TextSource:
-    """Words that are `tokens_per_word` each: one wherever they stand, or so many at the mean. The
-    same key gives the same text; `salt` (of a repetition) gives other texts of the same lengths."""
-
-    def __init__(
-        self,
-        words: Sequence[str],
-        *,
-        salt: object = 0,
-        documents: Sequence[str] | None = None,
-        tokens_per_word: float = 1.0,
-    ) -> None:
-        self._words = words
-        self._salt = salt
-        self._documents = documents
-        self._tokens_per_word = tokens_per_word
-
-    def salted(self, salt: object) -> "TextSource":
-        return TextSource(
-            self._words,
-            salt=salt,
-            documents=self._documents,
-            tokens_per_word=self._tokens_per_word,
-        )
-
-    def constant(self, tokens: int, *key: object) -> PromptText:
-        rng = random.Random(hashlib.sha256(repr((self._salt, key)).encode()).digest())
-        num_words = max(1, round(tokens / self._tokens_per_word))
-        return PromptText("".join(rng.choices(self._words, k=num_words)), tokens)
-
-    def data(self, tokens: int, *key: object) -> PromptText:
-        return replace(self.constant(tokens, *key), is_data=True)
-
-    def document(self, number: int, tokens: int, chunk: int) -> list[PromptText]:
-        """A document of `tokens` in chunks, the last of which may be shorter."""
-        sizes = [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
-        if self._documents is None:
-            return [self.data(n, "document", number, i, chunk) for i, n in enumerate(sizes)]
-        pieces = _cut(self._documents[number % len(self._documents)], sizes)
-        return [PromptText(piece, n, is_data=True) for piece, n in zip(pieces, sizes, strict=False)]
-
-
-def _cut(document: str, sizes: Sequence[int]) -> Iterator[str]:
-    """Parts with as many words each: a real text's tokens are counted by the server."""
-    words = re.findall(r"\s*\S+", document)
-    start = 0
-    for size in sizes:
-        if part := "".join(words[start : start + size]):
-            yield part
-        start += size
-
-
-# Words that most vocabularies have as one token each, with the space before them.
-_WORDS = """
-about after again all also always and another any area around ask away back because become
-before begin being best better between big book both bring business but call came can car change
-child children city close come company could country course day did different do does door down
-each early end even every face fact family far feel few find first follow food for form found
-four friend from full game gave get girl give go good government great group grow had half hand
-hard has have head hear help here high him hold home hour house how human idea important in into
-it job just keep kind know land large last late law lead learn leave left less let letter life
-light like line list little live local long look lost made main make man many may mean meet
-member men mind minute money month more morning most mother move much music must name near need
-never new next night no not now number of off office often old on once one only open or order
-other our out over own page paper part party past pay people place plan play point power problem
-public put question read real reason right river road room run said same saw say school sea see
-seem service set she short should show side since small so some sound state still stop story
-street such sun sure system table take talk team tell than that the them then there these they
-thing think third this those thought three through time to today together told too took top town
-tree true turn two under until up us use very voice walk want war was watch water way we week
-well went were what when where which while white who whole why will with without woman word work
-world would write year yes yet young your
-"""
-COMMON_WORDS = [" " + word for word in _WORDS.split()]
+from parrot.cli.bench.text import PromptText
 
 
 @dataclass(frozen=True, slots=True)

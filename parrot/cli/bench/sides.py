@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-from parrot.cli.bench.program import COMMON_WORDS, Backend, Network, TextSource
+from parrot.cli.bench.program import Backend, Network
 from parrot.cli.bench.styles import GraphProgram, OpenAIProgram, OpenAITarget, openai_http
+from parrot.cli.bench.text import COMMON_WORDS, TextSource
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
@@ -38,14 +39,13 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """`place`: how many sides before it use the same server, which would remember their texts."""
+    """A server, a style, and prompt texts that no other side has."""
 
     style: str
     url: str
     model: str
     backend: Backend
     text: TextSource
-    place: int = 0
     notes: list[str] = field(default_factory=list)
 
 
@@ -66,9 +66,9 @@ class Connections:
         asked = [*others] if by_variables and others else [first, *others]
         plain = [await self._openai(address) for address in asked]
         if not by_variables:
-            return _placed(plain)
+            return _with_own_texts(plain)
         known = plain[0] if not others else await self._openai(first)
-        return _placed([self._variables(first, known), *plain])
+        return _with_own_texts([self._variables(first, known), *plain])
 
     async def _is_serve_core(self, address: Address) -> bool:
         async with HttpClient(_root(address.url)) as http:
@@ -114,9 +114,9 @@ def _root(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _placed(sides: Sequence[Side]) -> list[Side]:
-    urls = [_root(side.url) for side in sides]
-    return [replace(s, place=urls[:n].count(urls[n])) for n, s in enumerate(sides)]
+def _with_own_texts(sides: Sequence[Side]) -> list[Side]:
+    """Sides may share a cache of prefixes, even where their addresses differ."""
+    return [replace(side, text=side.text.of_side(n)) for n, side in enumerate(sides)]
 
 
 async def _model(http: HttpClient, address: Address) -> str:

@@ -17,9 +17,9 @@ from parrot.cli.bench.program import (
     Program,
     ProgramCall,
     ProgramOutput,
-    PromptText,
     StreamTimes,
 )
+from parrot.cli.bench.text import PromptText
 from parrot.protocol.errors import (
     EngineFailed,
     InternalError,

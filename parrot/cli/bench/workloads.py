@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from parrot.cli.bench.plan import BenchJob, Plan, Workload, numbered, poisson
-from parrot.cli.bench.program import Piece, Program, ProgramOutput, PromptText, TextSource
+from parrot.cli.bench.program import Piece, Program, ProgramOutput
+from parrot.cli.bench.text import PromptText, TextSource
 
 SYSTEM_TOKENS = 5107
 SHORTEST_OUTPUT, LONGEST_OUTPUT = 183, 800
