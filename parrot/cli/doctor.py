@@ -29,6 +29,7 @@ from parrot.utils.installation import (
     DISTRIBUTION,
     NAMESAKE,
     REINSTALL_TORCH_LINE,
+    conflict,
     has_embedded_model,
     how_to_install,
     install_line,
@@ -138,17 +139,11 @@ def check_packages() -> Iterator[Finding]:
 
 def check_namesake() -> Iterator[Finding]:
     """Check that no other installed package has the import name `parrot`."""
-    if (other := namesake()) is None:
-        return
     advice = "\n    ".join(["run these commands in this order:", *repair_lines()])
-    if is_former_install(other):
+    if (message := conflict()) is not None:
+        yield Finding("wrong", message, advice)
+    elif namesake() is not None:
         yield Finding("note", f"Parrot is installed under its former name, {NAMESAKE}", advice)
-        return
-    what = (
-        f"another project's package is installed: {NAMESAKE} {other.version}. It replaces files of "
-        "Parrot, since both have the import name parrot"
-    )
-    yield Finding("wrong", what, advice)
 
 
 def _lack(name: str, least: str) -> str | None:

@@ -2,14 +2,13 @@
 
 Every install hint comes from here, because a clone and a wheel need different commands."""
 
+import json
 import shlex
 import sys
 import tomllib
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from pathlib import Path
-
-import orjson
 
 DISTRIBUTION = "parrot-serve"
 NAMESAKE = "parrot"
@@ -93,6 +92,17 @@ def is_former_install(namesake: Distribution) -> bool:
     return any(point.value == "parrot.cli:main" for point in namesake.entry_points)
 
 
+def conflict() -> str | None:
+    """The error if the namesake of another project is installed; None: it is not."""
+    other = namesake()
+    if other is None or is_former_install(other):
+        return None
+    return (
+        f"another project's package is installed: {NAMESAKE} {other.version}. It replaces files of "
+        "Parrot, since both have the import name parrot"
+    )
+
+
 def repair_lines() -> list[str]:
     """The commands that remove the namesake. Its removal deletes the files that both packages
     have, such as parrot/__init__.py and the command, so the last line restores Parrot's."""
@@ -102,7 +112,7 @@ def repair_lines() -> list[str]:
 def _reinstall_line() -> str:
     """Installs the wheel again, from its URL unless it came from an index."""
     text = distribution(DISTRIBUTION).read_text("direct_url.json")
-    source = DISTRIBUTION if text is None else str(orjson.loads(text)["url"])
+    source = DISTRIBUTION if text is None else str(json.loads(text)["url"])
     return f"pip install --force-reinstall --no-deps {shlex.quote(source)}"
 
 
