@@ -114,7 +114,7 @@ class TaskRunner:
         would fail the whole."""
         limit, native = self._max_queue_size, self._native
         if self._dispatcher.num_queued + (0 if native is None else native.num_waiting) >= limit:
-            queues = [self._dispatcher.queued_by_tenant]
+            queues = [self._dispatcher.queued_by_tenant()]
             if native is not None:
                 queues.append(native.waiting_by_tenant)
             require_share(tenant, limit, self._tenants.weigh, self._wait_s(), *queues)
@@ -138,6 +138,7 @@ class TaskRunner:
 
     def go_on(self) -> None:
         """Start what should be running, and what comes."""
+        self._dispatcher.restored()
         held, self._held = self._held or {}, None
         for task in held.values():
             if not task.is_finished:

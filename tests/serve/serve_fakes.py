@@ -288,7 +288,8 @@ class FakeDispatcher(FakeRunner):
     def num_queued(self) -> int:
         return len(self.started)
 
-    @property
+    def restored(self) -> None: ...
+
     def queued_by_tenant(self) -> QueuedByTenant:
         completions = [task for task in self.started if isinstance(task, Completion)]
         return QueuedByTenant(task.options.tenant for task in completions)

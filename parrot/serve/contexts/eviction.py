@@ -234,17 +234,15 @@ class IdleByTenant:
         self._shares.check_integrity(set(self._tenants.values()))
 
 
-@dataclass(slots=True)
-class EngineMemory:
+@dataclass(slots=True, kw_only=True)
+class EngineMemory(Room):
     """Sizes are in tokens, rounded up to blocks. `capacity` counts the `host`'s, too; `residence`
     None: there is no host tier; `kept` None: the engine keeps what the ledger says, with no server
     behind it that does as it likes."""
 
-    capacity: int
     block_size: int
     idling: Idling
     contexts: dict[int, LedgerContext] = field(default_factory=dict)
-    used: int = 0
     residence: Residence | None = None
     kept: Kept | None = None
     # Of the only tenant, before there are several: its contexts without users and forks.

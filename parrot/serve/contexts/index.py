@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from parrot.serve.graph.nodes import Completion, given_name
 from parrot.utils.heaps import LruDict
@@ -120,7 +120,7 @@ class PrefixIndex:
     @property
     def part_promised(self) -> float:
         """The part of all rooms that is promised; 0 where there is none."""
-        capacity = sum(room.memory.capacity for room in self.rooms.values())
+        capacity = sum(room.capacity for room in self.rooms.values())
         return sum(room.promised for room in self.rooms.values()) / capacity if capacity else 0.0
 
     def match(self, engine_id: int, keys: Sequence[bytes]) -> Match | None:
@@ -177,27 +177,19 @@ class PrefixIndex:
                 yield context
 
 
-class Memory(Protocol):
-    """Tokens that contexts may have, and that they have."""
-
-    capacity: int
-    used: int
-
-
 @dataclass(slots=True)
 class Room:
-    """`promised`: tokens of the contexts that belong to sessions. A session may be thinking, and
-    its engine look idle meanwhile."""
+    """The tokens that contexts on an engine may have, and that they have."""
 
-    memory: Memory
-    promised: int = 0
+    capacity: int
+    used: int = 0
+    promised: int = 0  # of sessions' contexts: an engine may look idle while its sessions think
 
     def lost(self, num_new: int) -> float:
         """The tokens of what is promised that would give way to so many more: as large a part of
         those evicted as of all."""
-        memory = self.memory
-        num_evicted = min(num_new, memory.used, memory.used + num_new - memory.capacity)
-        return num_evicted * self.promised / memory.used if num_evicted > 0 else 0.0
+        num_evicted = min(num_new, self.used, self.used + num_new - self.capacity)
+        return num_evicted * self.promised / self.used if num_evicted > 0 else 0.0
 
 
 _HORIZON_S = 60.0  # what is expected to be used later than this counts for less

@@ -35,7 +35,6 @@ from parrot.serve.contexts.index import (
     Owner,
     PrefixIndex,
     Residence,
-    Room,
     Source,
 )
 from parrot.serve.events import ContextEvicted, Events
@@ -97,11 +96,13 @@ class ContextLedger:
         if self._eviction == "next_use":
             order = partial(FarthestNextUse, predict, self._clock)
         idling = Idling(order, lambda t: self.weigh(t), self._clock)
-        account = EngineMemory(capacity + host_capacity, block_size, idling)
+        account = EngineMemory(
+            capacity=capacity + host_capacity, block_size=block_size, idling=idling
+        )
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
         else:
-            self.index.rooms[engine_id] = Room(account)
+            self.index.rooms[engine_id] = account
         if host_capacity:
             account.residence = Residence(capacity, account.size)
         self._accounts[engine_id] = account

@@ -26,7 +26,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.events import CompletionPlaced, CompletionRetried, EngineDrained, Events
-from parrot.serve.execution.fleet import Connect, Engine, Fleet
+from parrot.serve.execution.fleet import Connect, Engine, EngineChange, Fleet
 from parrot.serve.execution.prefetch import PrefetchCounts, Prefetcher
 from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
@@ -273,7 +273,7 @@ class Dispatcher:
             self._scheduler,
             self._ledger,
             self.events,
-            self,
+            self._on_engine_change,
         )
         self.estimates = Estimates(self._scheduler.engines.pace)
         self._fills_eagerly = settings.eager_fill
@@ -281,7 +281,6 @@ class Dispatcher:
         self._runs = RunTable(
             clock, self._ledger, self._scheduler, self.fleet, self._on_change, self._on_done
         )
-        self.queued_by_tenant = self._runs.queued_by_tenant
         self.kv_log = self._ledger.log
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
         self._results = ResultCache(settings, clock) if settings.reuse_results else None
@@ -292,6 +291,7 @@ class Dispatcher:
             lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
         )
         self._returns = Returns(clock, self._ledger.index)
+        self._was_restored = False
         self.drains = Drains(
             clock, self._timers, self.fleet, self._scheduler, self._grace, self._wake, self.events
         )
@@ -302,11 +302,20 @@ class Dispatcher:
         """Share by these weights. Before anything is submitted."""
         self._scheduler.weigh = self._ledger.weigh = weigh
 
+    def restored(self) -> None:
+        """Completions of before a restart are known. Calls may continue their outputs, and prefer
+        the engines that these were made on."""
+        self._was_restored = True
+
     # Completions
 
     @property
     def num_queued(self) -> int:
         return self._scheduler.num_queued
+
+    def queued_by_tenant(self) -> Counter[str]:
+        """The number of queued completions of each tenant that has some."""
+        return self._scheduler.queued_by_tenant()
 
     def submit(self, completion: Completion) -> None:
         """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
@@ -335,7 +344,8 @@ class Dispatcher:
             stats=completion.stats,
         )
         self._runs.add(run)
-        self._returns.queued(run)
+        if self._was_restored or run.stats.engine_name is not None:
+            self._returns.queued(run)
         if lacking := self._scheduler.engines.lacking(run):
             self._runs.fail(run, _unsupported(run.models, min(lacking)))
 
@@ -503,7 +513,16 @@ class Dispatcher:
 
     # Engines that come and go
 
-    def engine_joined(self, engine: Engine) -> None:
+    def _on_engine_change(self, engine: Engine, change: EngineChange) -> None:
+        match change:
+            case EngineChange.JOINED:
+                self._engine_joined(engine)
+            case EngineChange.REPORTED:
+                self._engine_reported(engine)
+            case EngineChange.LOST:
+                self._engine_lost(engine)
+
+    def _engine_joined(self, engine: Engine) -> None:
         info = engine.info
         is_text, units = engine.tokenizer is None, engine.units  # then there is a server behind it
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
@@ -518,12 +537,12 @@ class Dispatcher:
         )
         if engine.uses_drafts:
             self._runs.use_drafts()
-        self.engine_reported(engine)
+        self._engine_reported(engine)
         self._returns.joined(engine)
         self._grace.engine_joined()
         self._wake()
 
-    def engine_reported(self, engine: Engine) -> None:
+    def _engine_reported(self, engine: Engine) -> None:
         """It says what its steps cost, what it can do, what it keeps, and what it generates."""
         self._runs.heard(engine)
         able = engine.info.capabilities
@@ -537,7 +556,7 @@ class Dispatcher:
             size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)
             kept.bound(size, able.kept_prompts)
 
-    def engine_lost(self, engine: Engine) -> None:
+    def _engine_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)
         if self._prefetch is not None:
             self._prefetch.forget_engine(engine.id)

@@ -7,7 +7,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from enum import Enum, auto
+from typing import Any
 
 from parrot.protocol.engine_api import (
     CHARS_PER_TOKEN,
@@ -147,16 +148,13 @@ class FreeSender:
         del self._pending[engine]
 
 
-class FleetWatcher(Protocol):
-    """Hears of what becomes of engines, when the set of them has changed."""
+class EngineChange(Enum):
+    """The changes of an engine that the owner of a `Fleet` is told of, after the set of engines has
+    changed."""
 
-    def engine_joined(self, engine: Engine) -> None: ...
-
-    def engine_reported(self, engine: Engine) -> None:
-        """It has sent a heartbeat."""
-
-    def engine_lost(self, engine: Engine) -> None:
-        """Everything about it must be given up."""
+    JOINED = auto()
+    REPORTED = auto()  # it has sent a heartbeat
+    LOST = auto()  # everything about it must be given up
 
 
 class Fleet:
@@ -180,7 +178,7 @@ class Fleet:
         scheduler: Scheduler,
         ledger: ContextLedger,
         events: Events,
-        watcher: FleetWatcher,
+        on_change: Callable[[Engine, EngineChange], None],
     ) -> None:
         self._max_engines = config.max_engines_num
         self.lease_s = config.engine_heartbeat_timeout
@@ -191,7 +189,7 @@ class Fleet:
         self._scheduler = scheduler
         self._ledger = ledger
         self._events = events
-        self._watcher = watcher
+        self._on_change = on_change
         self._tokenizers = TokenizerRegistry(config.public_prefixes)
         self._ids = itertools.count()
         self._joined = asyncio.Event()  # set, and another, when one joins
@@ -227,7 +225,7 @@ class Fleet:
         self.engines[engine.id] = self._by_address[_address(info)] = engine
         self._known_models.setdefault(info.model, int(time.time()))
         self._watch(engine)
-        self._watcher.engine_joined(engine)
+        self._on_change(engine, EngineChange.JOINED)
         self._joined.set()
         self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
@@ -249,7 +247,7 @@ class Fleet:
         engine.last_seen, engine.runtime = now, runtime
         if runtime.capabilities is not None:
             engine.info = engine.info.model_copy(update={"capabilities": runtime.capabilities})
-        self._watcher.engine_reported(engine)
+        self._on_change(engine, EngineChange.REPORTED)
         return HeartbeatResponse(state="ok")
 
     async def answers(self, engine: Engine) -> bool:
@@ -275,7 +273,7 @@ class Fleet:
             engine.review.cancel()
         for request in engine.direct:
             request.cancel()
-        self._watcher.engine_lost(engine)
+        self._on_change(engine, EngineChange.LOST)
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
 
     def stood_still(self, since: float) -> bool:

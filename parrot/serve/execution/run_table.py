@@ -29,7 +29,6 @@ from parrot.serve.execution.run import (
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, TokenizedText
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import Placement
-from parrot.serve.tenants.limits import QueuedByTenant
 from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 
@@ -55,7 +54,6 @@ class RunTable:
         on_done: Callable[[Run, Attempt, Outcome], None],
     ) -> None:
         """`on_change` hears of every new state or wish, `on_done` of a result before it is told."""
-        self.queued_by_tenant = QueuedByTenant()
         self._clock = clock
         self._ledger = ledger
         self._scheduler = scheduler
@@ -202,7 +200,8 @@ class RunTable:
         queued = [run for run in self if run.state is RunState.QUEUED]
         assert len(queued) == self._scheduler.num_queued, queued
         tenants = Counter(run.completion.options.tenant for run in queued)
-        assert tenants == self.queued_by_tenant, (tenants, self.queued_by_tenant)
+        known = self._scheduler.queued_by_tenant()
+        assert tenants == known, (tenants, known)
         for key, run in self._shared.items():
             assert run in self._live, run
             assert run.result_key == key, run
@@ -234,10 +233,8 @@ class RunTable:
             self._reschedule(run, before)
         if before is RunState.QUEUED:
             self._ledger.expectations.remove_queued(run.keys)
-            self.queued_by_tenant.leave(run.completion.options.tenant)
         if state is RunState.QUEUED:
             self._ledger.expectations.add_queued(run.keys)
-            self.queued_by_tenant.enter(run.completion.options.tenant)
         if before is RunState.PLACED:
             run.attempt = None
             run.stats.service_s = run.service_s

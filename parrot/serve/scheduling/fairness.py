@@ -62,6 +62,10 @@ class Counters:
         account = self._accounts.get(tenant)
         return self._weigh(tenant) if account is None else account.weight
 
+    def num_queued(self) -> Counter[str]:
+        """The number of queued tasks of each tenant that has some."""
+        return +Counter({name: account.num_queued for name, account in self._accounts.items()})
+
     def is_small(self, tenant: str) -> bool:
         """Whether it has few tasks under way, by weight, beside the others."""
         own = self._accounts[tenant]

@@ -72,6 +72,12 @@ class Scheduler:
         """The queued tasks, by the models that they want."""
         return {models: queue for models, queue in self._queues.items() if queue}
 
+    def queued_by_tenant(self) -> Counter[str]:
+        """The number of queued tasks of each tenant that has some."""
+        if self._fairness is not None:
+            return self._fairness.counters.num_queued()
+        return +Counter({self._first_tenant or "": self.num_queued})
+
     def queued(self, models: Models) -> list[CompletionTask]:
         queue = self._queues.get(models)
         return [] if queue is None else queue.tasks()

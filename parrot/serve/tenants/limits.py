@@ -148,7 +148,7 @@ def require_share(
     limit: int,
     weigh: Callable[[str], float],
     wait_s: float | None,
-    *queues: QueuedByTenant,
+    *queues: Counter[str],
 ) -> None:
     """Raise `ClusterFull`, to be tried again in `wait_s`, if the tenant has its share of a full
     queue. Shares are parts of `limit` by the weights of the tenants with queued tasks, this one

@@ -1,7 +1,5 @@
 """What of engines' memory live sessions have."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from parrot.serve.contexts.index import PrefixIndex, Room
@@ -15,5 +13,5 @@ def test_the_part_that_is_promised_is_of_all_engines(
 ) -> None:
     index = PrefixIndex()
     for engine_id, (held, size) in enumerate(promised):
-        index.rooms[engine_id] = Room(SimpleNamespace(capacity=size, used=size), held)
+        index.rooms[engine_id] = Room(size, size, held)
     assert index.part_promised == pytest.approx(part)

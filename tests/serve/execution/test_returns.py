@@ -45,6 +45,7 @@ async def test_calls_wait_for_the_engines_that_they_ran_on(world: World) -> None
 async def test_what_goes_on_from_a_call_before_the_restart_goes_to_its_engine(world: World) -> None:
     """An agent's next turn, which it has thought about meanwhile."""
     engines = [fake_engine(name) for name in ("one", "two")]
+    world.dispatcher.restored()
     await world.clock.advance(5.0)
     for engine in engines:
         await world.join(engine)

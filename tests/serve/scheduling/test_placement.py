@@ -1,7 +1,5 @@
 """Where tasks run: by predicted seconds, in blocks, and by the rules of routers."""
 
-from dataclasses import dataclass
-
 import pytest
 
 from benchmark.serve.baselines import PLACERS, PrefixAware, RoundRobin
@@ -50,26 +48,20 @@ def test_an_engine_that_still_computes_prompts_is_passed_over() -> None:
     assert bench.run() == {task: 1}
 
 
-@dataclass
-class Memory:
-    capacity: int
-    used: int
-
-
 def test_a_prompt_goes_where_least_of_what_sessions_have_gives_way() -> None:
     bench = Bench()
     bench.engines(3)
     task, small = bench.task(own_len=500), bench.task(own_len=50)
     for engine_id, promised in enumerate((800, 400, 600)):
-        bench.index.rooms[engine_id] = Room(Memory(1000, 900), promised)
+        bench.index.rooms[engine_id] = Room(1000, 900, promised)
     bench.add(task)
     assert bench.run() == {task: 1}
     bench.scheduler.ended(task, 1)
     for room in bench.index.rooms.values():
-        room.memory.used = 800
+        room.used = 800
     bench.add(small)
     assert bench.run() == {small: 0}  # there is room for it anywhere
-    assert [Room(Memory(100, used), 40).lost(50) for used in (0, 50, 80, 100)] == [0, 0, 15, 20]
+    assert [Room(100, used, 40).lost(50) for used in (0, 50, 80, 100)] == [0, 0, 15, 20]
 
 
 def cache(
