@@ -1,22 +1,12 @@
-"""Asks a foreign server, which may serve others too, about itself and its load."""
+"""Asks a foreign server about itself."""
 
-import logging
-import math
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from parrot.engine.openai.dialects import LLAMA_CPP, SGLANG, VLLM, Dialect, LoadMetrics
-from parrot.protocol.engine_api import ServerLoad
+from parrot.engine.openai.dialects import LLAMA_CPP, SGLANG, VLLM, Dialect
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.http import HttpClient
-from parrot.utils.tasks import TaskSet
-
-if TYPE_CHECKING:
-    from parrot.engine.openai.upstream import Upstream
-
-logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 5.0
 _MAX_METRICS = 2**20  # bytes
@@ -105,104 +95,3 @@ async def _metrics(http: HttpClient) -> str:
         return await read_metrics(http)
     except ParrotError:
         return ""
-
-
-_MAX_FAILURES = 3  # in a row, until what was read before them is too old
-_MAX_REQUESTS = 10**6
-_SAMPLE = re.compile(r"^([\w:]+)(?:\{([^}\n]*)\})? ([^\s]+)", re.MULTILINE)
-
-
-def read_load(
-    metrics: str, names: LoadMetrics, num_sent: int, kv_tokens: int = 0
-) -> ServerLoad | None:
-    """Find the load in the text of `/metrics`; None if it does not tell the number of running
-    requests. `num_sent`: requests that this engine has there; `kv_tokens`: size of the KV cache, 0
-    if it is not known."""
-    wanted = {name for group in (names.running, names.waiting, names.usage) for name in group}
-    found: dict[str, dict[str, float]] = {}
-    for name, replica, value in _samples(metrics, wanted, names.replica):
-        series = found.setdefault(name, {})
-        series[replica] = max(value, series.get(replica, 0.0))
-    running, waiting = _first(found, names.running), _first(found, names.waiting)
-    if not running:
-        return None
-    num_running = int(min(sum(running), _MAX_REQUESTS))
-    num_waiting = int(min(sum(waiting), _MAX_REQUESTS))
-    num_others = max(0, num_running + num_waiting - num_sent)
-    usage = _first(found, names.usage)
-    kv_usage = min(1.0, sum(usage) / len(usage)) if usage else None
-    share = num_others / max(1, num_running + num_waiting)
-    return ServerLoad(
-        num_running=num_running,
-        num_waiting=num_waiting,
-        num_others=num_others,
-        kv_usage=kv_usage,
-        other_tokens=int(share * (kv_usage or 0.0) * kv_tokens),
-    )
-
-
-def _samples(metrics: str, wanted: set[str], label: str) -> Iterator[tuple[str, str, float]]:
-    """Yield name, replica and value of the wanted series. Where one counts by something else too,
-    such as priority or rank, the largest of a replica is its whole."""
-    for name, labels, text in _SAMPLE.findall(metrics):
-        if name in wanted:
-            try:
-                value = float(text)
-            except ValueError:
-                continue
-            if math.isfinite(value) and value >= 0:
-                yield name, dict(_LABEL.findall(labels)).get(label, ""), value
-
-
-def _first(found: dict[str, dict[str, float]], names: tuple[str, ...]) -> list[float]:
-    """The values, by replica, of the first of the names that is there."""
-    return next((list(found[name].values()) for name in names if name in found), [])
-
-
-class LoadWatch:
-    """Reads the server's load when it is told to, one reading at a time. `latest`: the newest; None
-    before the first, and once several in a row have failed."""
-
-    def __init__(
-        self,
-        upstream: "Upstream",
-        num_sent: Callable[[], int],
-        on_read: Callable[[ServerLoad | None], None],
-    ) -> None:
-        """`num_sent`: requests that this engine has there now. `on_read` gets each new `latest`."""
-        self._upstream = upstream
-        self._num_sent = num_sent
-        self._on_read = on_read
-        self._tasks = TaskSet()
-        self._num_failures = 0
-        self.latest: ServerLoad | None = None
-
-    def begin(self) -> None:
-        """Read the load anew, unless that is under way or the server is not known to tell it."""
-        names = self._upstream.load_metrics
-        if names is not None and not len(self._tasks):
-            self._tasks.spawn(self._read(names), name="read the server's load")
-
-    async def close(self) -> None:
-        await self._tasks.close()
-
-    async def _read(self, names: LoadMetrics) -> None:
-        before = self._num_sent()
-        try:
-            metrics = await self._upstream.metrics()
-        except ParrotError as error:
-            self._num_failures += 1
-            if self._num_failures == _MAX_FAILURES and self.latest is not None:
-                logger.warning("the server's load is not known any more: %s", error.message)
-                self._set(None)
-            return
-        self._num_failures = 0
-        # What came or went meanwhile must not look like another's.
-        num_sent = max(before, self._num_sent())
-        kv_tokens = self._upstream.capabilities.kept_tokens or 0
-        self._set(read_load(metrics, names, num_sent, kv_tokens))
-
-    def _set(self, load: ServerLoad | None) -> None:
-        if load != self.latest:
-            self.latest = load
-            self._on_read(load)

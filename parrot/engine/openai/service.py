@@ -26,7 +26,7 @@ from parrot.engine.config import OpenAIConfig
 from parrot.engine.core.steps import StepCostFit
 from parrot.engine.openai.contexts import ContextTurn, TextContext, TextContexts
 from parrot.engine.openai.logprobs import AnswerLogprobs
-from parrot.engine.openai.probe import LoadWatch
+from parrot.engine.openai.server_load import LoadWatch
 from parrot.engine.openai.upstream import Upstream
 from parrot.engine.openai.wire import AnswerWriter, Question, WireUsage
 from parrot.engine.service import ServiceState

@@ -144,6 +144,25 @@ def test_who_is_away_loses_first():
     assert kept(engine, 1) == [1]
 
 
+def test_a_chat_stays_guarded_after_its_call_ends():
+    """Two minutes begin when a call ends, not when it came: the next turn comes after that."""
+    engine = Harness(num_blocks=8)
+    chat = engine.submit(piece(1, "ab"), sampling=EIGHT, cache_salt="quiet")
+    engine.step()
+    engine.clock.pass_time(AWAY_S)  # a long output
+    engine.run()
+    assert chat.response is not None
+    engine.clock.pass_time(AWAY_S - 2.0)
+    blocks = list(engine.context(1).block_ids)
+    for number in range(10, 30):
+        fill(engine, number, "crowd")
+    assert engine.context(1).block_ids == blocks
+    engine.clock.pass_time(2.0)
+    for number in range(30, 50):
+        fill(engine, number, "crowd")
+    assert engine.context(1).block_ids == []
+
+
 def test_freed_blocks_go_by_groups_too():
     engine = Harness(num_blocks=8)
     for number, salt in ((1, "quiet"), *((n, "crowd") for n in range(10, 16))):

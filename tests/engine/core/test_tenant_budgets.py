@@ -107,6 +107,30 @@ def test_a_chat_that_may_come_back_finds_short_steps_for_a_while() -> None:
     assert len(engine.last_plan.sequences) == 100
 
 
+def test_a_chat_stays_guarded_after_its_call_ends_beside_a_crowd() -> None:
+    """For ten seconds after the last step of its call."""
+    engine = big()
+    crowded(engine, length=400)
+    engine.step()
+    share = TenantShare("b", step_growth=0.1)
+    chat = engine.generate(piece(CHAT_ID, "hello"), length=4, share=share)
+    engine.clock._now += 60
+    while not chat.has_ended:
+        engine.step()
+    engine.clock._now += 9
+
+    def sizes() -> list[int]:
+        plans = []
+        for _ in range(10):
+            engine.step()
+            plans.append(engine.last_plan)
+        return [len(plan.sequences) for plan in plans]
+
+    assert max(sizes()) < 100
+    engine.clock._now += 2
+    assert sizes()[-1] == 100
+
+
 def test_a_chat_that_was_here_finds_no_step_full_of_a_crowds_prompts() -> None:
     limits = {"max_num_batched_tokens": 4096, "mixed_fill_tokens": 4096}
     engine = Harness(num_blocks=4000, max_seq_len=1500, scheduler=limits)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.dialects import DIALECTS
-from parrot.engine.openai.probe import read_load
+from parrot.engine.openai.server_load import read_load
 from parrot.engine.openai.service import OpenAIService
 from parrot.protocol.engine_api import FillPiece, GenerateRequest
 from parrot.protocol.sampling import SamplingConfig
