@@ -160,7 +160,7 @@ def test_a_slow_attempt_that_cannot_be_cancelled_is_given_up(
     async def cancel(*_: Any) -> None:
         raise Unavailable("broken")
 
-    monkeypatch.setattr(session.Session, "_cancel", cancel)
+    monkeypatch.setattr(session.Session, "cancel", cancel)
     engine.scripts = [Script(hang_after=1), Script(text=lambda _: "quick")]
     with vm.running_scope():
         told = tell.with_options(fallback=tell, attempt_timeout=0.2)("x")
@@ -176,9 +176,9 @@ def test_the_time_of_an_attempt_is_for_all_its_outputs(
 
     limits, watch = [], session.Session.watch
 
-    async def watched(self: session.Session, var: Any, options: Any) -> None:
+    async def watched(self: session.Session, var_id: str, name: str, options: Any) -> Any:
         limits.append(options["timeout_s"])
-        await watch(self, var, options)
+        return await watch(self, var_id, name, options)
 
     monkeypatch.setattr(session.Session, "watch", watched)
     say(engine, "Ada", "36")
@@ -190,14 +190,14 @@ def test_the_time_of_an_attempt_is_for_all_its_outputs(
 def test_an_attempt_that_is_refused_is_one_that_failed(
     vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals, submit = [NoEngine("none"), NoEngine("none")], session.Session.submit
+    refusals, submit = [NoEngine("none"), NoEngine("none")], session.Session.semantic_call
 
-    async def submitted(self: session.Session, call: Any, overrides: Any) -> int:
+    async def submitted(self: session.Session, subject: str, payload: Any) -> Any:
         if refusals:
             raise refusals.pop()
-        return await submit(self, call, overrides)
+        return await submit(self, subject, payload)
 
-    monkeypatch.setattr(session.Session, "submit", submitted)
+    monkeypatch.setattr(session.Session, "semantic_call", submitted)
     say(engine, BAD, GOOD)
     with vm.running_scope():
         assert age.with_options(retries=3)("Ada").get(timeout=20) == Age(years=36)

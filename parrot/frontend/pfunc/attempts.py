@@ -1,8 +1,8 @@
 """How often a call is tried, and what is called in its place when it fails."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
+from parrot.frontend.pfunc.function_body import Signature
 from parrot.protocol.errors import (
     AuthenticationFailed,
     CallFailed,
@@ -16,9 +16,6 @@ from parrot.protocol.errors import (
     TimedOut,
     ValidationFailed,
 )
-
-if TYPE_CHECKING:
-    from parrot.frontend.pfunc.function import BasicFunction, SemanticFunction
 
 _MAX_RETRIES = 20
 _MAX_TIMEOUT_S = 86_400.0
@@ -36,17 +33,15 @@ class Attempts:
 
     retries: int = 0
     feed_back: bool = False
-    fallback: "BasicFunction[..., Any] | None" = None
+    fallback: Signature | None = None
     timeout: float | None = None
 
     @property
     def are_many(self) -> bool:
         return self.retries > 0 or self.fallback is not None
 
-    def check(self, func: "SemanticFunction[..., Any]") -> None:
+    def check(self, func: Signature) -> None:
         """Raise `TypeError` or `ValueError` if the function cannot be tried so."""
-        from parrot.frontend.pfunc.function import BasicFunction
-
         if isinstance(self.retries, bool) or not isinstance(self.retries, int):
             raise TypeError(f"retries must be a number, not {self.retries!r}")
         if not 0 <= self.retries <= _MAX_RETRIES:
@@ -59,7 +54,7 @@ class Attempts:
             )
         if self.fallback is None:
             return
-        if not isinstance(self.fallback, BasicFunction):
+        if not isinstance(self.fallback, Signature):
             raise TypeError(f"the fallback must be a function of Parrot, not {self.fallback!r}")
         other = self.fallback
         if len(other.outputs) != len(func.outputs):
@@ -68,17 +63,6 @@ class Attempts:
             if param.is_required and param.name not in func.params_map:
                 problem = f"the fallback `{other.name}` needs `{param.name}`"
                 raise ValueError(f"{problem}, which `{func.name}` has not")
-
-
-def attempts_of(func: "BasicFunction[..., Any]") -> "list[list[BasicFunction[..., Any]]]":
-    """The functions that are called until one succeeds: for each, its attempts."""
-    from parrot.frontend.pfunc.function import SemanticFunction
-
-    if not isinstance(func, SemanticFunction):
-        return [[func]]
-    again = func.with_metadata(reuse=False)
-    rest = func.attempts.fallback
-    return [[func, *[again] * func.attempts.retries], *(attempts_of(rest) if rest else ())]
 
 
 def may_succeed_again(error: ParrotError) -> bool:

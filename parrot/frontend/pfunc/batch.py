@@ -6,18 +6,13 @@ with vm.batch():                       draft: v0 = summarize(...)    nothing is 
                                        one request; v0, v1, v2 get their ids
 """
 
-import asyncio
 import re
-from contextvars import Token
+from contextvars import ContextVar, Token
 from typing import Any
 
 from parrot.frontend.pfunc.call import BasicCall, SemanticCall
-from parrot.frontend.pfunc.semantic_variable import (
-    SemanticVariable,
-    batch_of,
-    current_batch,
-    current_session,
-)
+from parrot.frontend.pfunc.pending_request import PendingRequest
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.frontend.pfunc.session import Session, checked
 from parrot.protocol.errors import Cancelled, ParrotError
 from parrot.protocol.public import (
@@ -75,25 +70,25 @@ class Batch:
         draft = await self._open_draft(call)
         draft.add(call)
         if draft.is_full:
-            await draft.send()
+            await draft.request.send()
 
     async def declare(self, var: SemanticVariable) -> None:
         draft = await self._open_draft()
         draft.declare(var)
         if draft.is_full:
-            await draft.send()
+            await draft.request.send()
 
     async def send(self) -> None:
         """Send what there is now. Raises what the request raises."""
-        await self._draft.send()
+        await self._draft.request.send()
 
     async def _open_draft(self, call: BasicCall | None = None) -> "Draft":
         """The draft to add to, once the call's variables that are in other drafts have ids."""
         given = [] if call is None else [var for _, var in call.given_variables()]
         while True:
-            if not self._draft.is_open:
+            if not self._draft.request.is_open:
                 self._draft = Draft(self.session)
-            others = {var.draft for var in given if var.draft not in (None, self._draft)}
+            others = {var.draft for var in given if var.draft not in (None, self._draft.request)}
             if not others:
                 return self._draft
             for other in others:
@@ -101,7 +96,7 @@ class Batch:
                 await other.send()
 
     async def _drop(self, kind: type[BaseException]) -> None:
-        self._draft.drop(Cancelled(f"a {kind.__name__} ended the batch before it was sent"))
+        self._draft.request.drop(Cancelled(f"a {kind.__name__} ended the batch before it was sent"))
 
     def _leave(self) -> bool:
         """Close it, unless it is part of another."""
@@ -128,14 +123,7 @@ class Draft:
         self._num_bindings = 0
         self._num_chars = 0
         self._num_braces = 0
-        self._sending: asyncio.Task[None] | None = None
-        self._error: ParrotError | None = None
-        self.sent = asyncio.Event()
-        """It is sent, or will not be."""
-
-    @property
-    def is_open(self) -> bool:
-        return self._sending is None and self._error is None
+        self.request = PendingRequest(self._post)
 
     @property
     def is_full(self) -> bool:
@@ -147,10 +135,6 @@ class Draft:
             or self._num_chars > _MAX_CHARS
             or self._num_braces > MAX_BRACES // 2
         )
-
-    def name_of(self, var: SemanticVariable) -> str | None:
-        """The request's name for a variable that has no id yet."""
-        return self._names.get(var)
 
     def declare(self, var: SemanticVariable) -> None:
         """Raises `ValidationFailed`."""
@@ -168,7 +152,7 @@ class Draft:
         outputs = {var: self._new_name(i) for i, var in enumerate(call.new_variables())}
         self._names |= outputs
         try:
-            payload = call.to_request_payload(self._session, self)
+            payload = call.to_request_payload(self._session, self._names)
             graph_call = _graph_call(call, payload)
         except ParrotError:
             for output in outputs:
@@ -183,36 +167,17 @@ class Draft:
         self._num_braces += payload.get("template", "").count("{{")
         self._num_chars += len(payload.get("template", "")) + len(payload.get("system") or "")
 
-    def drop(self, error: ParrotError) -> None:
-        """It will not be sent any more: whoever wants its variables gets the error."""
-        if self.is_open:
-            self._error = error
-            self.sent.set()
-
-    async def send(self) -> None:
-        """Raises what the request raises, every time. Cancelling it leaves the request alone."""
-        if self.is_open:
-            self._sending = asyncio.ensure_future(self._send())
-        if self._sending is not None:
-            await asyncio.shield(self._sending)
-        if self._error is not None:
-            raise self._error
-
-    async def _send(self) -> None:
+    async def _post(self) -> None:
         if not self._names and not self._calls:
-            self.sent.set()
             return
         try:
             answer = await self._session.submit_graph(self._variables, self._calls)
         except ParrotError as error:
-            self._error = self._named(error)
-        else:
-            for var, name in self._names.items():
-                var.attach(self._session, answer.variables[name])
-            for call, response in zip(self._functions, answer.calls, strict=True):
-                call.request_id = response.request_id
-        finally:
-            self.sent.set()
+            raise self._named(error) from error.__cause__
+        for var, name in self._names.items():
+            var.attach(self._session, answer.variables[name])
+        for call, response in zip(self._functions, answer.calls, strict=True):
+            call.request_id = response.request_id
 
     def _named(self, error: ParrotError) -> ParrotError:
         """The same error, which names the function instead of the call's place in the request."""
@@ -228,7 +193,16 @@ class Draft:
 
     def _enter(self, var: SemanticVariable, name: str) -> None:
         self._names[var] = name
-        var.attach(self._session, self)
+        var.attach(self._session, self.request)
+
+
+current_batch: ContextVar[Batch | None] = ContextVar("parrot_batch", default=None)
+
+
+def batch_of(session: Session) -> Batch | None:
+    """The batch that calls to the session go to here; None: they are sent at once."""
+    batch = current_batch.get()
+    return batch if batch is not None and batch.is_open and batch.session is session else None
 
 
 def _graph_call(call: BasicCall, payload: dict[str, Any]) -> SemanticGraphCall | NativeGraphCall:

@@ -1,21 +1,31 @@
 """A call: a function with its arguments bound, and what is sent of it."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from parrot.frontend.pfunc.function_body import Constant, FuncBodyPiece, Parameter, no_parameter
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
+from parrot.frontend.pfunc.definitions import NativeDefinition, SemanticDefinition
+from parrot.frontend.pfunc.function_body import (
+    Constant,
+    FuncBodyPiece,
+    Parameter,
+    Signature,
+    no_parameter,
+)
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session, register
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import placeholder
 
 if TYPE_CHECKING:
-    from parrot.frontend.pfunc.batch import Draft
-    from parrot.frontend.pfunc.function import BasicFunction, PyNativeFunction, SemanticFunction
     from parrot.frontend.pfunc.session import Session
+    from parrot.protocol.public import CallResponse
+
+logger = logging.getLogger("parrot.frontend.pfunc")
 
 Single = str | SemanticVariable
 Value = Single | tuple[Single, ...]
+Names = Mapping[SemanticVariable, str]  # in a request
 Returned = SemanticVariable | tuple[SemanticVariable, ...]
 
 
@@ -26,9 +36,7 @@ class BasicCall(ABC):
 
     joins_lists = False  # whether a list of variables can be an input
 
-    def __init__(
-        self, func: "BasicFunction", args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, func: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.func = func
         self.request_id: int | None = None  # once it is submitted
         self.bindings: dict[str, Value] = {}
@@ -92,12 +100,13 @@ class BasicCall(ABC):
 
     @abstractmethod
     def to_request_payload(
-        self, session: "Session | None" = None, draft: "Draft | None" = None
+        self, session: "Session | None" = None, names: Names | None = None
     ) -> dict[str, Any]:
-        """The body of the request, without the session's fields; or the call's part of a draft."""
+        """The body of the request, without the session's fields; or the call's part of a draft.
+        `names`: the draft's, of variables without an id."""
 
     def parameters(
-        self, params: Iterable[Parameter], session: "Session | None", draft: "Draft | None"
+        self, params: Iterable[Parameter], session: "Session | None", names: Names | None
     ) -> list[dict[str, Any]]:
         """The bindings of these parameters, as they are sent."""
         payloads = []
@@ -106,7 +115,7 @@ class BasicCall(ABC):
                 payload = {"name": name, "is_output": param.is_output}
                 if param.sampling_config is not None:
                     payload["sampling_config"] = param.sampling_config
-                payloads.append(payload | _source(param, name, value, session, draft))
+                payloads.append(payload | _source(param, name, value, session, names))
         return payloads
 
     def parts_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
@@ -120,6 +129,33 @@ class BasicCall(ABC):
             while name in self.func.params_map:
                 name += "_"
             yield name, part
+
+    async def submit(self, session: "Session", overrides: dict[str, Any]) -> int:
+        """Returns the request id. The call's variables are registered afterwards. `overrides` are
+        fields of the request that its function alone does not know."""
+        await self._register_loose(session)
+        response = await self._send(session, self.to_request_payload(session) | overrides)
+        self.request_id = response.request_id
+        for info in response.param_info:
+            var = self.bindings.get(info.parameter_name)
+            if isinstance(var, SemanticVariable) and not var.is_registered:
+                var.attach(session, info.var_id)
+        logger.debug("session %d: request %d is %s", session.session_id, self.request_id, self)
+        return response.request_id
+
+    @abstractmethod
+    async def _send(self, session: "Session", payload: dict[str, Any]) -> "CallResponse": ...
+
+    async def _register_loose(self, session: "Session") -> None:
+        """Variables from outside any session become its own when a call first uses them."""
+        loose = self.loose_variables()
+        if loose:
+            async with session.registering:
+                for var in loose:
+                    if var.draft is not None:
+                        await var.draft.send()
+                    elif not var.is_registered:
+                        await register(session, var)
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         func = self.func
@@ -167,19 +203,22 @@ class BasicCall(ABC):
 
 
 class SemanticCall(BasicCall):
-    func: "SemanticFunction"
+    func: SemanticDefinition
     joins_lists = True
 
     def to_request_payload(
-        self, session: "Session | None" = None, draft: "Draft | None" = None
+        self, session: "Session | None" = None, names: Names | None = None
     ) -> dict[str, Any]:
         places = self.func.locations
         used = [param for param in self.func.params if param in places]
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
             "template": "".join(map(self._render, self.func.body)),
-            "parameters": self.parameters(used, session, draft),
+            "parameters": self.parameters(used, session, names),
         }
+
+    async def _send(self, session: "Session", payload: dict[str, Any]) -> "CallResponse":
+        return await session.semantic_call(f"{self.func.name}()", payload)
 
     def _render(self, piece: FuncBodyPiece) -> str:
         if isinstance(piece, Constant):
@@ -189,16 +228,19 @@ class SemanticCall(BasicCall):
 
 
 class PyNativeCall(BasicCall):
-    func: "PyNativeFunction"
+    func: NativeDefinition
 
     def to_request_payload(
-        self, session: "Session | None" = None, draft: "Draft | None" = None
+        self, session: "Session | None" = None, names: Names | None = None
     ) -> dict[str, Any]:
         return self.func.metadata.to_payload() | {
             "func_name": self.func.name,
             "func_source": self.func.source,
-            "parameters": self.parameters(self.func.params, session, draft),
+            "parameters": self.parameters(self.func.params, session, names),
         }
+
+    async def _send(self, session: "Session", payload: dict[str, Any]) -> "CallResponse":
+        return await session.native_call(f"{self.func.name}()", payload)
 
 
 def _holds_variable(value: Any) -> bool:
@@ -215,13 +257,13 @@ def _source(
     name: str,
     value: Single,
     session: "Session | None",
-    draft: "Draft | None",
+    names: Names | None,
 ) -> dict[str, str | None]:
     """Where ServeCore finds it. A variable of another session can only give its value, if that is
     known."""
     if isinstance(value, str):
         return {"value": value}
-    if draft is not None and (drafted := draft.name_of(value)) is not None:
+    if names is not None and (drafted := names.get(value)) is not None:
         return {"var": drafted}
     if value.is_registered and session in (None, value.session):
         return {"var_id": value.id}

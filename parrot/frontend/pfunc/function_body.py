@@ -188,3 +188,26 @@ def without_pure_fill(body: list[FuncBodyPiece]) -> list[FuncBodyPiece]:
 
 def _output_places(body: Iterable[FuncBodyPiece]) -> list[ParameterLoc]:
     return [piece for piece in body if isinstance(piece, ParameterLoc) and piece.param.is_output]
+
+
+class Signature:
+    """A function's name and parameters."""
+
+    def __init__(self, name: str, params: Sequence[Parameter]) -> None:
+        self.name = name
+        self.params = list(params)
+        self.params_map = {param.name: param for param in self.params}
+        if len(self.params_map) < len(self.params):
+            raise ValueError(f"function `{name}` has two parameters of the same name")
+        self.inputs = [param for param in self.params if not param.is_output]
+        self.outputs = [param for param in self.params if param.is_output]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.display_signature()}>"
+
+    def display_signature(self) -> str:
+        return f"{self.name}({', '.join(f'{p.name}: {p.typ.name}' for p in self.params)})"
+
+    def line_of(self, param: Parameter) -> str:
+        """Where its code names the parameter, behind a line break; "" if that is not known."""
+        return ""

@@ -16,7 +16,7 @@ from parrot.frontend.pfunc.attempts import Attempts
 from parrot.frontend.pfunc.function import BasicFunction, PyNativeFunction, SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType, output_names
 from parrot.frontend.pfunc.metadata import Criteria, NativeFuncMetadata, parse_metadata
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable, batch_of, current_session
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session, register
 from parrot.frontend.pfunc.template_errors import TemplateError
 from parrot.frontend.pfunc.transforms import FuncMutator
 from parrot.frontend.pfunc.transforms.prompt_formatter import standard_formatter
@@ -131,8 +131,10 @@ def variable(name: str | None = None, content: str | None = None) -> SemanticVar
     Registered with the current session; outside any, with the one that first uses it."""
     var = SemanticVariable(name, None if content is None else str(content))
     if (session := current_session.get()) is not None:
+        from parrot.frontend.pfunc.batch import batch_of  # asyncio: it is there with a session
+
         batch = batch_of(session)
-        session.loop.run(session.register(var) if batch is None else batch.declare(var))
+        session.loop.run(register(session, var) if batch is None else batch.declare(var))
     return var
 
 

@@ -3,6 +3,7 @@
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Callable,
     Collection,
     Iterable,
     Iterator,
@@ -15,12 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from parrot.frontend.pfunc.display.progress import Callback, Progress, reporting
 from parrot.frontend.pfunc.metadata import Criteria
-from parrot.frontend.pfunc.semantic_variable import (
-    Limit,
-    ReadOptions,
-    SemanticVariable,
-    read_options,
-)
+from parrot.frontend.pfunc.read_options import Limit, ReadOptions, read_options
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, id_of, read_value
 from parrot.protocol.errors import InvalidRequest, ParrotError, TimedOut
 from parrot.protocol.fields import PerformanceCriteria
 
@@ -54,7 +51,7 @@ def first_k(
     if session is None:
         return ready
     options = read_options(criteria, timeout, deadline)
-    return ready + session.loop.run(session.read_first(pending, k - len(ready), options))
+    return ready + session.loop.run(_read_first(session, pending, k - len(ready), options))
 
 
 async def afirst_k(
@@ -69,7 +66,7 @@ async def afirst_k(
     if session is None:
         return ready
     options = read_options(criteria, timeout, deadline)
-    return ready + await session.loop.arun(session.read_first(pending, k - len(ready), options))
+    return ready + await session.loop.arun(_read_first(session, pending, k - len(ready), options))
 
 
 def any_of(
@@ -275,7 +272,7 @@ class _Reads:
             for var in ready:
                 yield self._counted(var, None, report)
             if session is not None:
-                read = partial(session.read_each, pending, self._options)
+                read = partial(_read_each, session, pending, self._options)
                 for var, error in session.loop.items(read):
                     yield self._counted(var, error, report)
 
@@ -285,7 +282,7 @@ class _Reads:
             for var in ready:
                 yield self._counted(var, None, report)
             if session is not None:
-                read = partial(session.read_each, pending, self._options)
+                read = partial(_read_each, session, pending, self._options)
                 async with aclosing(session.loop.aitems(read)) as completed:
                     async for var, error in completed:
                         yield self._counted(var, error, report)
@@ -359,3 +356,39 @@ def _split(
     if len(sessions) > 1:
         raise InvalidRequest("the variables are of different sessions")
     return sessions.pop() if sessions else None, pending, [v for v in variables if v.is_ready]
+
+
+# On the session's loop
+
+
+async def _read_each(
+    session: "Session",
+    variables: Sequence[SemanticVariable],
+    options: ReadOptions,
+    emit: Callable[[tuple[SemanticVariable, ParrotError | None]], None],
+) -> None:
+    """Read all at once, and emit each as soon as it is ready or failed (with its error)."""
+    import asyncio
+
+    async def read(var: SemanticVariable) -> None:
+        try:
+            await read_value(session, var, options)
+        except ParrotError as error:
+            emit((var, error))
+        else:
+            emit((var, None))
+
+    async with asyncio.TaskGroup() as group:
+        for var in variables:
+            group.create_task(read(var))
+
+
+async def _read_first(
+    session: "Session", variables: Sequence[SemanticVariable], k: int, options: ReadOptions
+) -> list[SemanticVariable]:
+    """The first `k` to be ready, in that order. All are of this session."""
+    by_id = {await id_of(var): var for var in variables}
+    values = await session.read_first(list(by_id), k, options)
+    for value in values:
+        by_id[value.var_id].settle(value)
+    return [by_id[value.var_id] for value in values]

@@ -1,21 +1,22 @@
 """A program's handle of a semantic variable: text that is there now or will be later."""
 
 import secrets
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import aclosing
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, cast
 
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypeVar
 
-from parrot.frontend.pfunc.metadata import Criteria, parse_criteria
+from parrot.frontend.pfunc.metadata import Criteria
+from parrot.frontend.pfunc.read_options import Limit, ReadOptions, read_options
 from parrot.protocol.errors import AlreadySet, Cancelled, InvalidRequest, ValidationFailed
 from parrot.protocol.fields import PerformanceCriteria
 
 if TYPE_CHECKING:
-    from parrot.frontend.pfunc.batch import Batch, Draft
+    from parrot.frontend.pfunc.pending_request import PendingRequest
     from parrot.frontend.pfunc.session import Session
     from parrot.protocol.public import TokenUsage, VarGetResponse
     from parrot.protocol.sampling import TokenLogprob
@@ -24,19 +25,6 @@ _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
 
 Value = TypeVar("Value", covariant=True, default=Any)
-
-Limit = float | None  # seconds
-
-
-class ReadOptions(TypedDict):
-    criteria: PerformanceCriteria
-    timeout_s: Limit
-    deadline_s: Limit
-
-
-def read_options(criteria: Criteria, timeout: Limit, deadline: Limit) -> ReadOptions:
-    """Raises `ValueError` that lists the criteria."""
-    return {"criteria": parse_criteria(criteria), "timeout_s": timeout, "deadline_s": deadline}
 
 
 class CurrentSession:
@@ -52,13 +40,6 @@ class CurrentSession:
 
 
 current_session = CurrentSession()
-current_batch: "ContextVar[Batch | None]" = ContextVar("parrot_batch", default=None)
-
-
-def batch_of(session: "Session") -> "Batch | None":
-    """The batch that calls to the session go to here; None: they are sent at once."""
-    batch = current_batch.get()
-    return batch if batch is not None and batch.is_open and batch.session is session else None
 
 
 class SemanticVariable(Generic[Value]):
@@ -79,6 +60,7 @@ class SemanticVariable(Generic[Value]):
         "logprobs",
         "model",
         "name",
+        "on_cancel",
         "usage",
     )
 
@@ -95,7 +77,9 @@ class SemanticVariable(Generic[Value]):
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
-        self.draft: Draft | None = None  # what it is to be registered with
+        self.draft: PendingRequest | None = None  # what it is to be registered with
+        self.on_cancel: Callable[[], Awaitable[None]] | None = None
+        """Stops the attempts that are to set it; None: a call produces it, or the program."""
         self.finish_reason: Literal["stop", "length"] | None = None
         """Known with the value: why generating it ended. `length`: it was cut at `max_gen_length`,
         or for want of room. None for a text that was not generated."""
@@ -158,7 +142,7 @@ class SemanticVariable(Generic[Value]):
         """Whether `content` is known here."""
         return self._content is not None
 
-    def attach(self, session: "Session", by: "str | Draft") -> None:
+    def attach(self, session: "Session", by: "str | PendingRequest") -> None:
         """Record its id, or the draft that it gets one with. Only for who registers it."""
         self._session = session
         self._id, self.draft = (by, None) if isinstance(by, str) else (None, by)
@@ -178,7 +162,7 @@ class SemanticVariable(Generic[Value]):
         if self._content is not None:
             raise AlreadySet(f"variable `{self.name}` is already set")
         if self._session is not None:
-            self._session.loop.run(self._session.set(self, content))
+            self._session.loop.run(_set(self._session, self, content))
         self._content = content
 
     def get(
@@ -188,7 +172,7 @@ class SemanticVariable(Generic[Value]):
         a text that is no such object, say since it was cut; `content` is the text even then."""
         if self._content is None:
             session = self.live_session()
-            reading = session.read(self, read_options(criteria, timeout, deadline))
+            reading = read_value(session, self, read_options(criteria, timeout, deadline))
             session.loop.run(reading)
         return self._value()
 
@@ -198,7 +182,7 @@ class SemanticVariable(Generic[Value]):
         """Wait for the value, as `get` does. Cancelling withdraws the read."""
         if self._content is None:
             session = self.live_session()
-            reading = session.read(self, read_options(criteria, timeout, deadline))
+            reading = read_value(session, self, read_options(criteria, timeout, deadline))
             await session.loop.arun(reading)
         return self._value()
 
@@ -230,7 +214,7 @@ class SemanticVariable(Generic[Value]):
             return
         session = self.live_session()
         options = read_options(criteria, timeout, deadline)
-        yield from session.loop.items(partial(session.stream, self, options))
+        yield from session.loop.items(partial(_stream, session, self, options))
 
     async def astream(
         self, criteria: Criteria = _LATENCY, timeout: Limit = None, deadline: Limit = None
@@ -243,7 +227,7 @@ class SemanticVariable(Generic[Value]):
             return
         session = self.live_session()
         options = read_options(criteria, timeout, deadline)
-        produce = partial(session.stream, self, options)
+        produce = partial(_stream, session, self, options)
         async with aclosing(session.loop.aitems(produce)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -252,7 +236,7 @@ class SemanticVariable(Generic[Value]):
         """Stop producing it; all its readers, here and elsewhere, get `Cancelled`. Does nothing to
         a value that is there."""
         if self._session is not None:
-            self._session.loop.run(self._session.cancel(self))
+            self._session.loop.run(cancel(self._session, self))
         else:
             self._is_cancelled = self._content is None
 
@@ -266,3 +250,38 @@ class SemanticVariable(Generic[Value]):
                 "make it inside vm.running_scope() or vm.run(), or set it"
             )
         return self._session
+
+
+# On the session's loop
+
+
+async def id_of(var: SemanticVariable) -> str:
+    """Its id, for which what it was drafted with is sent."""
+    if var.draft is not None:
+        await var.draft.send()
+    return var.registered_id
+
+
+async def register(session: "Session", var: SemanticVariable) -> None:
+    var.attach(session, await session.create_variable(var.name, var.content))
+
+
+async def read_value(session: "Session", var: SemanticVariable, options: ReadOptions) -> None:
+    var.settle(await session.read(await id_of(var), var.name, options))
+
+
+async def cancel(session: "Session", var: SemanticVariable) -> None:
+    if var.on_cancel is None:
+        await session.cancel(await id_of(var))
+    else:
+        await var.on_cancel()
+
+
+async def _set(session: "Session", var: SemanticVariable, content: str) -> None:
+    await session.set(await id_of(var), content)
+
+
+async def _stream(
+    session: "Session", var: SemanticVariable, options: ReadOptions, emit: Callable[[str], None]
+) -> None:
+    await session.stream(await id_of(var), var.name, options, emit, var.settle)

@@ -4,16 +4,15 @@ import asyncio
 import atexit
 import logging
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from parrot.frontend.pfunc.background import BackgroundLoop
-from parrot.frontend.pfunc.call import BasicCall, SemanticCall
-from parrot.frontend.pfunc.semantic_variable import ReadOptions, SemanticVariable
+from parrot.frontend.pfunc.read_options import ReadOptions
 from parrot.protocol.errors import (
     AlreadySet,
     ParrotError,
@@ -33,14 +32,13 @@ from parrot.protocol.public import (
     SemanticCallRequest,
     SemanticGraphCall,
     SessionInfo,
+    VarGetResponse,
+    VarValue,
 )
 from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.transport import Unreachable
 from parrot.utils.ids import new_token
 from parrot.utils.traceparent import current_traceparent
-
-if TYPE_CHECKING:
-    from parrot.frontend.pfunc.function import SemanticFunction
 
 logger = logging.getLogger("parrot.frontend.pfunc")
 
@@ -79,20 +77,21 @@ class Session:
     ) -> None:
         """Raises `Unavailable` if nobody answers there, `AuthenticationFailed` for a bad key."""
         self.loop = BackgroundLoop()
-        self.contexts: dict[SemanticFunction, int] = {}
+        self.contexts: dict[Hashable, int] = {}
         """The requests whose contexts the next calls continue, by function."""
         urls = core_http_addr.split(",")
         self._calls = ServeClient(client_of(urls, max_connections=_NUM_CALL_CONNECTIONS))
         self._reads = ServeClient(client_of(urls, max_connections=_NUM_READ_CONNECTIONS))
         self._watches = ServeClient(client_of(urls, max_connections=_NUM_TRIALS))
         # Reads of trials wait for no others: in this order, each needs only those before it.
-        self._trial_slots = asyncio.Semaphore(_NUM_TRIALS)
-        self._registering = asyncio.Lock()
+        self.trial_slots = asyncio.Semaphore(_NUM_TRIALS)
+        self.trials: set[asyncio.Task[None]] = set()
+        self.registering = asyncio.Lock()
+        """Held while variables are registered, so that two calls never register the same one."""
         # Behind a first attempt whose connection broke.
         self._retrying: dict[str, Any] = {"attempts": _NUM_ATTEMPTS - 1, "timeout": None}
         if restart_timeout_s is not None:
             self._retrying = {"attempts": None, "timeout": restart_timeout_s, "wait_max": 1.0}
-        self._trials: dict[SemanticVariable, asyncio.Task[None]] = {}  # by what they are to set
         self._liveness = LivenessProbe(self._calls.health, _LIVENESS_INTERVAL_S)
         try:
             created = self.loop.run(
@@ -119,25 +118,17 @@ class Session:
         atexit.unregister(self.close)
         self.loop.close(self._leave)
 
-    async def submit(self, call: BasicCall, overrides: dict[str, Any]) -> int:
-        """Returns the request id. The call's variables are registered afterwards. `overrides` are
-        fields of the request that its function alone does not know."""
-        await self._register_loose(call)
-        payload = call.to_request_payload(self) | overrides
-        payload |= {**self._fields, "idempotency_key": new_token()}
-        kind: type[SemanticCallRequest | NativeCallRequest] = NativeCallRequest
-        send: Callable[[Any], Awaitable[CallResponse]] = self._calls.native_call
-        if isinstance(call, SemanticCall):
-            kind, send = SemanticCallRequest, self._calls.semantic_call
-        request = checked(kind, f"{call.func.name}()", payload)
-        response = await self._when_there_is_room(partial(send, request))
-        call.request_id = response.request_id
-        for info in response.param_info:
-            var = call.bindings.get(info.parameter_name)
-            if isinstance(var, SemanticVariable) and not var.is_registered:
-                var.attach(self, info.var_id)
-        logger.debug("session %d: request %d is %s", self.session_id, response.request_id, call)
-        return response.request_id
+    async def semantic_call(self, subject: str, payload: dict[str, Any]) -> CallResponse:
+        """`subject`: what an invalid payload is said to be of."""
+        request = checked(SemanticCallRequest, subject, self._completed(payload))
+        return await self._when_there_is_room(partial(self._calls.semantic_call, request))
+
+    async def native_call(self, subject: str, payload: dict[str, Any]) -> CallResponse:
+        request = checked(NativeCallRequest, subject, self._completed(payload))
+        return await self._when_there_is_room(partial(self._calls.native_call, request))
+
+    def _completed(self, payload: dict[str, Any]) -> dict[str, Any]:
+        return payload | self._fields | {"idempotency_key": new_token()}
 
     async def submit_graph(
         self,
@@ -151,130 +142,68 @@ class Session:
         send = partial(self._calls.semantic_graph, request)
         return await self._when_there_is_room(send)
 
-    async def register(self, var: SemanticVariable) -> None:
-        var_id = await self._calls.create_var(*self._scope, var.name, var.content)
-        var.attach(self, var_id)
+    async def create_variable(self, name: str, content: str | None) -> str:
+        """Returns its id."""
+        return await self._calls.create_var(*self._scope, name, content)
 
-    async def set(self, var: SemanticVariable, content: str) -> None:
-        await self._calls.set_var(*self._scope, await _id_of(var), content)
+    async def set(self, var_id: str, content: str) -> None:
+        await self._calls.set_var(*self._scope, var_id, content)
 
-    async def set_again(self, var: SemanticVariable, content: str) -> None:
+    async def set_again(self, var_id: str, content: str) -> None:
         """Set it, and try again when the connection breaks. Does nothing if it is set already."""
-        set_var = partial(self._calls.set_var, *self._scope, await _id_of(var), content)
+        set_var = partial(self._calls.set_var, *self._scope, var_id, content)
         with suppress(AlreadySet):
             await self._with_retries(set_var)
 
-    def supervise(
-        self, variables: Sequence[SemanticVariable], work: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
-        """Run what is to set the variables. If it fails, or one of them is cancelled, all are."""
-        task = asyncio.ensure_future(self._supervised(variables, work))
-        self._trials |= dict.fromkeys(variables, task)
-        task.add_done_callback(lambda _: [self._trials.pop(var, None) for var in variables])
+    async def watch(self, var_id: str, name: str, options: ReadOptions) -> VarGetResponse:
+        """Read a variable for a trial."""
+        return await self._read(self._watches, var_id, name, options)
 
-    async def _supervised(
-        self, variables: Sequence[SemanticVariable], work: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
-        try:
-            async with self._trial_slots:
-                await work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
-            names = ", ".join(var.name for var in variables)
-            logger.warning("the attempts to make %s ended: %s", names, error)
-            for var in variables:
-                with suppress(ParrotError):
-                    await self._cancel(var)
+    async def read(self, var_id: str, name: str, options: ReadOptions) -> VarGetResponse:
+        return await self._read(self._reads, var_id, name, options)
 
-    async def watch(self, var: SemanticVariable, options: ReadOptions) -> None:
-        """Read it for a trial."""
-        await self._read(self._watches, var, options)
-
-    async def read(self, var: SemanticVariable, options: ReadOptions) -> None:
-        await self._read(self._reads, var, options)
-
-    async def _read(self, client: ServeClient, var: SemanticVariable, options: ReadOptions) -> None:
-        read = partial(client.read_var, *self._scope, await _id_of(var), **options)
-        value = await self._wait_for(read, f"no value of `{var.name}`", options)
-        var.settle(value)
-
-    async def read_each(
-        self,
-        variables: Sequence[SemanticVariable],
-        options: ReadOptions,
-        emit: Callable[[tuple[SemanticVariable, ParrotError | None]], None],
-    ) -> None:
-        """Read all at once, and emit each as soon as it is ready or failed (with its error)."""
-
-        async def read(var: SemanticVariable) -> None:
-            try:
-                await self.read(var, options)
-            except ParrotError as error:
-                emit((var, error))
-            else:
-                emit((var, None))
-
-        async with asyncio.TaskGroup() as group:
-            for var in variables:
-                group.create_task(read(var))
+    async def _read(
+        self, client: ServeClient, var_id: str, name: str, options: ReadOptions
+    ) -> VarGetResponse:
+        read = partial(client.read_var, *self._scope, var_id, **options)
+        return await self._wait_for(read, f"no value of `{name}`", options)
 
     async def read_first(
-        self, variables: Sequence[SemanticVariable], k: int, options: ReadOptions
-    ) -> list[SemanticVariable]:
-        """The first `k` to be ready, in that order. All are of this session."""
-        by_id = {await _id_of(var): var for var in variables}
-        read = partial(self._reads.first_vars, *self._scope, list(by_id), k, **options)
-        values = await self._wait_for(read, f"not {k} of {len(by_id)} values", options)
-        for value in values:
-            by_id[value.var_id].settle(value)
-        return [by_id[value.var_id] for value in values]
+        self, var_ids: Sequence[str], k: int, options: ReadOptions
+    ) -> list[VarValue]:
+        """The first `k` to be ready, in that order."""
+        read = partial(self._reads.first_vars, *self._scope, list(var_ids), k, **options)
+        return await self._wait_for(read, f"not {k} of {len(var_ids)} values", options)
 
     async def stream(
-        self, var: SemanticVariable, options: ReadOptions, emit: Callable[[str], None]
+        self,
+        var_id: str,
+        name: str,
+        options: ReadOptions,
+        emit: Callable[[str], None],
+        on_done: Callable[[VarGetResponse], None],
     ) -> None:
         """Call `emit` with each piece. A broken stream is opened again and goes on where it was."""
-        var_id = await _id_of(var)
         num_emitted = 0
 
         async def attempt() -> None:
             nonlocal num_emitted
             end = 0
             async for delta in self._reads.stream_var(
-                *self._scope, var_id, **options, on_done=var.settle
+                *self._scope, var_id, **options, on_done=on_done
             ):
                 end += len(delta)
                 if (num_new := end - num_emitted) > 0:
                     num_emitted = end
                     emit(delta[-num_new:])
 
-        await self._wait_for(attempt, f"no value of `{var.name}`", options)
+        await self._wait_for(attempt, f"no value of `{name}`", options)
 
-    async def cancel(self, var: SemanticVariable) -> None:
-        trial = self._trials.get(var)
-        if trial is None:
-            await self._cancel(var)
-            return
-        for other in [one for one, of in self._trials.items() if of is trial]:
-            await self._cancel(other)
-        trial.cancel()
-
-    async def _cancel(self, var: SemanticVariable) -> None:
-        cancel = partial(self._calls.cancel_var, *self._scope, await _id_of(var))
-        await self._with_retries(cancel)
+    async def cancel(self, var_id: str) -> None:
+        await self._with_retries(partial(self._calls.cancel_var, *self._scope, var_id))
 
     async def info(self) -> SessionInfo:
         return await self._with_retries(partial(self._calls.session_info, *self._scope))
-
-    async def _register_loose(self, call: BasicCall) -> None:
-        """Variables from outside any session become ours when a call first uses them. One call at
-        a time, so that two calls never register the same one twice."""
-        loose = call.loose_variables()
-        if loose:
-            async with self._registering:
-                for var in loose:
-                    if var.draft is not None:
-                        await var.draft.send()
-                    elif not var.is_registered:
-                        await self.register(var)
 
     async def _wait_for(
         self, read: Callable[[], Coroutine[Any, Any, T]], failure: str, options: ReadOptions
@@ -352,13 +281,6 @@ def checked(kind: type[M], subject: str, fields: dict[str, Any]) -> M:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(str(part) for part in first["loc"])
         raise ValidationFailed(f"{subject}: `{param}`: {first['msg']}", param=param) from None
-
-
-async def _id_of(var: SemanticVariable) -> str:
-    """Its id, for which what it was drafted with is sent."""
-    if var.draft is not None:
-        await var.draft.send()
-    return var.registered_id
 
 
 def _is_broken_connection(error: BaseException) -> bool:

@@ -9,17 +9,22 @@ So the value of an attempt that is not the last takes a way by the program befor
 it, and whatever the last one's fate is, dependents have it as ever."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-from parrot.frontend.pfunc.attempts import attempts_of, is_final, may_succeed_again
+from parrot.frontend.pfunc.attempts import is_final, may_succeed_again
 from parrot.frontend.pfunc.batch import Batch
-from parrot.frontend.pfunc.call import BasicCall, SemanticCall
-from parrot.frontend.pfunc.function import SemanticFunction
-from parrot.frontend.pfunc.function_body import Parameter, ParamType
-from parrot.frontend.pfunc.semantic_variable import SemanticVariable, read_options
+from parrot.frontend.pfunc.call import BasicCall, PyNativeCall, SemanticCall
+from parrot.frontend.pfunc.definitions import SemanticDefinition
+from parrot.frontend.pfunc.function_body import Parameter, ParamType, Signature
+from parrot.frontend.pfunc.metadata import SemanticFuncMetadata
+from parrot.frontend.pfunc.read_options import read_options
+from parrot.frontend.pfunc.semantic_variable import SemanticVariable, cancel, id_of
+from parrot.frontend.pfunc.session import Session
 from parrot.protocol.errors import (
     AlreadySet,
     InvalidRequest,
@@ -32,9 +37,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.template import placeholder
 
-if TYPE_CHECKING:
-    from parrot.frontend.pfunc.function import BasicFunction
-    from parrot.frontend.pfunc.session import Session
+logger = logging.getLogger("parrot.frontend.pfunc")
 
 _NO_ROOM = (Unavailable, QuotaExceeded)  # which passes
 _PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0  # before another attempt then; it doubles
@@ -42,7 +45,7 @@ _LEAST_S = 1e-3  # for an output whose attempt has used its time: it may be ther
 _PROBLEM = "That is not valid: {}. Write it again, correctly and completely."
 
 
-async def submit_trial(session: "Session", call: SemanticCall, batch: Batch | None) -> None:
+async def submit_trial(session: Session, call: SemanticCall, batch: Batch | None) -> None:
     """Submit the first attempt of a call, with the variables that it is to set. The others follow
     in the background."""
     trial = Trial(session, call)
@@ -57,18 +60,70 @@ async def submit_trial(session: "Session", call: SemanticCall, batch: Batch | No
     await sending.add(trial.attempt)
     if batch is None:
         await sending.send()
-    session.supervise(trial.outs, trial.run)
+    _supervise(session, trial.outs, trial.run)
+
+
+def _supervise(
+    session: Session,
+    variables: Sequence[SemanticVariable],
+    work: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    """Run what is to set the variables. If it fails, or one of them is cancelled, all are."""
+    task = asyncio.ensure_future(_supervised(session, variables, work))
+    session.trials.add(task)
+    for var in variables:
+        var.on_cancel = partial(_cancel_all, session, variables, task)
+
+    def done(_: object) -> None:
+        session.trials.discard(task)
+        for var in variables:
+            var.on_cancel = None
+
+    task.add_done_callback(done)
+
+
+async def _supervised(
+    session: Session,
+    variables: Sequence[SemanticVariable],
+    work: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    try:
+        async with session.trial_slots:
+            await work()
+    except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+        names = ", ".join(var.name for var in variables)
+        logger.warning("the attempts to make %s ended: %s", names, error)
+        for var in variables:
+            with suppress(ParrotError):
+                await session.cancel(await id_of(var))
+
+
+async def _cancel_all(
+    session: Session, variables: Sequence[SemanticVariable], task: asyncio.Task[None]
+) -> None:
+    for var in variables:
+        await session.cancel(await id_of(var))
+    task.cancel()
+
+
+def _attempts_of(func: Signature) -> list[list[Signature]]:
+    """The functions that are called until one succeeds: for each, its attempts."""
+    if not isinstance(func, SemanticDefinition):
+        return [[func]]
+    again = func.with_metadata(reuse=False)
+    rest = func.attempts.fallback
+    return [[func, *[again] * func.attempts.retries], *(_attempts_of(rest) if rest else ())]
 
 
 class Trial:
     """The attempts of one call. Only on the session's loop."""
 
-    def __init__(self, session: "Session", call: SemanticCall) -> None:
+    def __init__(self, session: Session, call: SemanticCall) -> None:
         self.outs = call.output_vars
         self._session = session
         self._inputs = {param.name: call.bindings[param.name] for param in call.func.inputs}
         self._criteria = call.func.metadata.output_criteria or PerformanceCriteria.THROUGHPUT
-        self._groups = attempts_of(call.func)  # what is left to do: of the function, of others
+        self._groups = _attempts_of(call.func)  # what is left to do: of the function, of others
         self.attempt = self._call(self._groups[0].pop(0))
         self._pause_s = _PAUSE_S
 
@@ -95,7 +150,7 @@ class Trial:
             error = await self._outcome()
         await self._settle()
 
-    def _next(self, error: ParrotError) -> "tuple[BasicFunction[..., Any], bool]":
+    def _next(self, error: ParrotError) -> tuple[Signature, bool]:
         """The function to call next, and whether it is the one that failed."""
         own = self._groups[0]
         if len(self._groups) > 1 and not (own and may_succeed_again(error)):
@@ -109,7 +164,7 @@ class Trial:
     async def _outcome(self) -> ParrotError | None:
         """Why the attempt failed; None if it did not."""
         made, func = self.attempt.output_vars, self.attempt.func
-        timeout = func.attempts.timeout if isinstance(func, SemanticFunction) else None
+        timeout = func.attempts.timeout if isinstance(func, SemanticDefinition) else None
         clock = asyncio.get_running_loop()
         try:
             for var in made:
@@ -118,13 +173,14 @@ class Trial:
             began = clock.time()
             for var, out in zip(made, self.outs, strict=True):
                 left = None if timeout is None else max(_LEAST_S, began + timeout - clock.time())
-                await self._session.watch(var, read_options(self._criteria, left, None))
+                options = read_options(self._criteria, left, None)
+                var.settle(await self._session.watch(await id_of(var), var.name, options))
                 var.model = out.model
                 var.get()  # which is known
         except TimedOut as error:
             for var in made:
                 with suppress(ParrotError):  # the next attempt is made whatever becomes of this one
-                    await self._session.cancel(var)
+                    await cancel(self._session, var)
             return error
         except ParrotError as error:
             return error
@@ -133,11 +189,11 @@ class Trial:
     async def _settle(self) -> None:
         for out, var in zip(self.outs, self.attempt.output_vars, strict=True):
             out.settle(var)
-            await self._session.set_again(out, str(var))
+            await self._session.set_again(await id_of(out), str(var))
 
     async def _try(
         self,
-        func: "BasicFunction[..., Any]",
+        func: Signature,
         error: ParrotError,
         *,
         is_again: bool,
@@ -146,24 +202,23 @@ class Trial:
         before, overrides = self.attempt.request_id, dict[str, Any]()
         outputs = self.outs if is_last else ()
         is_repair = is_again and isinstance(error, ValidationFailed) and before is not None
-        if is_repair and isinstance(func, SemanticFunction) and func.attempts.feed_back:
+        if is_repair and isinstance(func, SemanticDefinition) and func.attempts.feed_back:
             made = _repair(func)
             given = dict(zip(_names(made.outputs), outputs, strict=False))
             self.attempt = SemanticCall(made, (_PROBLEM.format(error.message),), given)
             overrides = {"successor_of": before, "system": None}
         else:
             self.attempt = self._call(func, outputs)
-        await self._session.submit(self.attempt, overrides)
+        await self.attempt.submit(self._session, overrides)
 
-    def _call(
-        self, func: "BasicFunction[..., Any]", outputs: Sequence[SemanticVariable] = ()
-    ) -> BasicCall:
+    def _call(self, func: Signature, outputs: Sequence[SemanticVariable] = ()) -> BasicCall:
         inputs = {name: self._inputs[name] for name in _names(func.inputs) if name in self._inputs}
         given = dict(zip(_names(func.outputs), outputs, strict=False))
-        return func.call_type(func, (), inputs | given)
+        kind = SemanticCall if isinstance(func, SemanticDefinition) else PyNativeCall
+        return kind(func, (), inputs | given)
 
 
-def _repair(func: SemanticFunction[..., Any]) -> SemanticFunction[..., Any]:
+def _repair(func: SemanticDefinition) -> SemanticDefinition:
     """The function that goes on behind an output which is not valid."""
     problem = Parameter("problem", ParamType.INPUT_LOC)
     (output,) = func.outputs
@@ -171,7 +226,7 @@ def _repair(func: SemanticFunction[..., Any]) -> SemanticFunction[..., Any]:
         problem = replace(problem, name=problem.name + "_")
     mark, out = placeholder(problem.name), placeholder(output.name)
     template = f"{mark}{out}" if func.metadata.chat else f"\n{mark}\n{out}"
-    made: SemanticFunction[..., Any] = SemanticFunction(func.name, [problem, output], template)
+    made = SemanticDefinition(func.name, [problem, output], template, SemanticFuncMetadata())
     made.metadata, made.attempts = func.metadata, func.attempts
     return made
 

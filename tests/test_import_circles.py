@@ -1,0 +1,57 @@
+"""No files of the package import each other in a circle, in whatever place the imports stand."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+from tests.support.syntax import parsed
+
+ROOT = Path(__file__).parents[1]
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports(source: str, files: set[str]) -> set[str]:
+    """The files of the package that a file imports: in functions and for type checkers, too. A name
+    that is a submodule stands for that file, and not for the package's `__init__`."""
+    found: set[str] = set()
+    for node in ast.walk(parsed(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in files else node.module)
+    return found & files
+
+
+def circle(sources: dict[str, str]) -> list[str]:
+    """The files of one circle; empty if there is none."""
+    files = set(sources)
+    sorter = TopologicalSorter({n: imports(text, files) - {n} for n, text in sources.items()})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
+
+
+def test_there_is_no_circle() -> None:
+    paths = (ROOT / "parrot").rglob("*.py")
+    sources = {module_name(path, ROOT): path.read_text() for path in paths}
+    assert not (found := circle(sources)), " -> ".join(found)
+
+
+def test_a_circle_is_found_wherever_its_imports_stand() -> None:
+    sources = {
+        "p": "",
+        "p.a": "from p.b import B\n",
+        "p.b": "if TYPE_CHECKING:\n    from p import c\n",
+        "p.c": "def f():\n    import p.a\n",
+    }
+    assert set(circle(sources)) == {"p.a", "p.b", "p.c"}
+    assert not circle(sources | {"p.c": ""})
