@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
@@ -15,7 +15,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import Ended, EngineMetrics, log_ended, told
 from parrot.engine.service import EngineService, ServiceState
-from parrot.engine.traces import EngineTracer
 from parrot.protocol.answers import (
     Guard,
     Layer,
@@ -57,6 +56,9 @@ from parrot.protocol.errors import (
 from parrot.protocol.openapi import install
 from parrot.utils.clock import Clock
 from parrot.utils.ids import new_token
+
+if TYPE_CHECKING:
+    from parrot.engine.traces import EngineTracer
 
 _MAX_CALLS = 65_536  # that were tried again, whose attempts are known
 
@@ -289,12 +291,16 @@ def create_app(
     reorder: ReorderBuffer,
     config: EngineConfig,
     incarnation: str = "",
-    tracer: EngineTracer | None = None,
+    tracer: "EngineTracer | None" = None,
 ) -> FastAPI:
     """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
-    config's, which ends with the app. Its state has the `front`. Raises `ConfigError` if what the
-    tracer needs is missing."""
-    own = EngineTracer.to(config.otlp_endpoint, config) if config.otlp_endpoint else None
+    config's, which ends with the app. Its state has the `front`. Raises `ConfigError` if the config
+    asks for traces and the extra `otel` is not installed."""
+    own = None
+    if config.otlp_endpoint is not None:
+        from parrot.engine.traces import EngineTracer  # needs the extra `otel`
+
+        own = EngineTracer.to(config.otlp_endpoint, config)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -6,8 +6,7 @@ from typing import Self
 
 from parrot.engine.config import EngineConfig
 from parrot.engine.metrics import Ended
-from parrot.utils.span_export import SpanExport, SpanRecord, Value, span_export
-from parrot.utils.span_sampling import Sampler, sampler_of
+from parrot.utils.spans import SpanExport, TraceSampler, Value, sampler_of
 from parrot.utils.traceparent import TraceParent, span_id_of
 
 
@@ -15,20 +14,18 @@ class EngineTracer:
     """Exports a span for each request that says whose it is. Spans hold nothing of texts."""
 
     def __init__(
-        self, export: SpanExport, engine_name: str, model: str, sampler: Sampler | None = None
+        self, export: SpanExport, engine_name: str, model: str, sampler: TraceSampler
     ) -> None:
-        """`sampler` None: what has a span above it is exported if that is."""
         self._export = export
-        self._sampler = sampler or Sampler()
+        self._sampler = sampler
         self._engine_name = engine_name
         self._model = model
 
     @classmethod
     def to(cls, endpoint: str, config: EngineConfig) -> Self:
-        """Raises `ConfigError` if the exporter is not installed, or the environment names a sampler
-        that nobody knows."""
+        """Raises `ConfigError` if the environment names an unknown sampler."""
         sampler = sampler_of(None, os.environ)
-        export = span_export(endpoint, config.engine_name)
+        export = SpanExport.to(endpoint, config.engine_name)
         return cls(export, config.engine_name, config.served_model, sampler)
 
     def close(self) -> None:
@@ -37,11 +34,8 @@ class EngineTracer:
     def ended(self, ended: Ended) -> None:
         """Export the span of a request that has one above it, if it is sampled."""
         parent = ended.parent
-        if parent is not None and self._sampler.takes(parent.trace_id, parent):
-            record = self._record(ended, parent)
-            self._export.send(lambda: [record])
-
-    def _record(self, ended: Ended, parent: TraceParent) -> SpanRecord:
+        if parent is None or not self._sampler.takes(parent.trace_id, parent):
+            return
         span_id = span_id_of(parent.trace_id, int(parent.span_id, 16), time.time_ns())
         attributes: dict[str, Value | None] = {
             "gen_ai.operation.name": "text_completion",
@@ -62,12 +56,11 @@ class EngineTracer:
                 "parrot.decode_s": usage.decode_s,
                 "parrot.steps": usage.steps,
             }
-        return SpanRecord(
+        self._export.send(
             f"generate {self._model}",
             TraceParent(parent.trace_id, span_id),
             parent,
-            ended.began,
-            ended.began + ended.seconds,
+            (ended.began, ended.began + ended.seconds),
             attributes,
             is_server=True,
             error=ended.error_type,

@@ -1,42 +1,49 @@
-"""Sessions as traces: each is one span, and its tasks that were wanted are the spans below it.
+"""Sessions as traces: a session is one span, and its tasks that were wanted are the spans below it.
 
     invoke_workflow essay                       the session
         text_completion write                   a completion, linked to those whose output it takes
         execute_tool join                       a native function
 
-Calls that came with a trace of their own, as those of vendors' clients do, are below their caller's
-span instead.
+A call that came with the span of its caller, as the calls of OpenAI's and Anthropic's clients can,
+is below that span instead.
 
-What a span says is told as plain facts when the session has ended, and the process that sends the
-spans makes them of these. Their ids follow from those of the trace and of the tasks, so engines can
-be told of a completion's span before there is one."""
+Span ids follow from the ids of the trace and of the task (`SessionSpans`), so that an engine
+receives the id of a completion's span before the span is finished."""
 
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
-from parrot.observe.spans import CompletionFacts, SessionFacts, TaskFacts
 from parrot.serve.events import SessionBegan, SessionEnded, Sink
 from parrot.serve.graph.graph import Call
 from parrot.serve.graph.nodes import Completion, CompletionState, Task
 from parrot.serve.metrics import app_of
 from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
-from parrot.utils.span_export import SpanExport
-from parrot.utils.traceparent import TraceParent
+from parrot.utils.spans import SpanExport, Value
+from parrot.utils.traceparent import SessionSpans, TraceParent
 
 
 class Tracer:
-    """Exports the spans of sessions. Nothing of prompts and values is in them."""
+    """Exports the spans of a session when it has ended. They hold no prompt and no value."""
 
     def __init__(self, export: SpanExport, clock: Clock) -> None:
         self._export = export
         self._clock = clock
         self._epoch = time.time() - clock.now()
-        self._parents: dict[int, TraceParent] = {}  # the callers' spans, by session
+        self._parents: dict[int, TraceParent] = {}  # The spans of callers, by session.
+        # A span takes about 20 us to make: a session of 10,000 calls would stop the event loop.
+        self._maker = ThreadPoolExecutor(1, "spans")
 
     @property
     def sink(self) -> Sink:
         return {SessionBegan: self._session_began, SessionEnded: self._session_ended}
+
+    def close(self) -> None:
+        """Export the last spans, for at most 5 s."""
+        self._maker.shutdown()
+        self._export.close()
 
     def _session_began(self, event: SessionBegan) -> None:
         session = event.session
@@ -48,79 +55,119 @@ class Tracer:
         session = event.session
         parent = self._parents.pop(session.id, None)
         spans = session.graph.spans
-        if spans is not None and (spans.trace_id or spans.is_joined):
-            ended = self._clock.now()
-            calls = list(session.graph.calls.values())  # which the graph has no longer
-            self._export.send(
-                lambda: list(self._facts(session, spans.trace_id, calls, parent, ended))
-            )
+        if spans is None or not (spans.trace_id or spans.is_joined):
+            return
+        # The graph lets go of its calls after this event.
+        calls = list(session.graph.calls.values())
+        ended = _Ended(session, spans, parent, self._epoch, self._clock.now())
+        self._maker.submit(self._send, ended, calls)
 
-    def _facts(
-        self,
-        session: Session,
-        trace_id: str,
-        calls: list[Call],
-        parent: TraceParent | None,
-        ended: float,
-    ) -> Iterator[SessionFacts | TaskFacts]:
-        """Takes the calls away one by one, as it frees what nobody else has any more."""
-        yield SessionFacts(
-            trace_id,
-            session.id,
-            app_of(session),
-            session.tenant,
-            parent,
-            session.created_at,
-            ended,
-            self._epoch,
-        )
-        makers = {
-            output.id: (task.id, task.options.traceparent)
-            for call in calls
-            for task in call.tasks
-            for output in task.outputs
+    def _send(self, ended: "_Ended", calls: list[Call]) -> None:
+        if ended.spans.trace_id:
+            ended.send(self._export)
+        tasks = [task for call in calls for task in call.tasks]
+        makers = {output.id: task for task in tasks for output in task.outputs}
+        for task in tasks:
+            if task.times.activated is not None:
+                ended.send_task(self._export, task, task.times.activated, makers)
+
+
+class _Ended(NamedTuple):
+    """A session that has ended. `epoch`: the Unix time of the clock's zero, in seconds."""
+
+    session: Session
+    spans: SessionSpans
+    parent: TraceParent | None
+    epoch: float
+    at: float
+
+    def send(self, export: SpanExport) -> None:
+        session, app = self.session, app_of(self.session)
+        attributes = {
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": app,
+            "gen_ai.conversation.id": str(session.id),
+            "gen_ai.provider.name": "parrot",
+            "parrot.tenant": session.tenant,
         }
-        calls.reverse()
-        while calls:
-            for task in calls.pop().tasks:
-                if task.times.activated is not None:
-                    yield _task_facts(task, task.times.activated, makers)
+        times = (self.epoch + session.created_at, self.epoch + self.at)
+        name = f"invoke_workflow {app}"
+        export.send(name, self.spans.session, self.parent, times, attributes, is_server=True)
+
+    def send_task(
+        self, export: SpanExport, task: Task, activated: float, makers: Mapping[str, Task]
+    ) -> None:
+        """`makers`: the task that makes each variable, by the variable's id."""
+        caller = task.options.traceparent
+        span = self.spans.task(caller, task.id)
+        if span is None or not span.is_sampled:
+            return
+        times, operation, first = task.times, "execute_tool", None
+        finished = self.at if times.finished is None else times.finished
+        if isinstance(task, Completion):
+            operation = "chat" if task.options.chat else "text_completion"
+            first = None if task.stats.is_reused else _before(finished, task.stats.decode_s)
+        moments = (("ready", times.ready), ("started", times.started), ("first_token", first))
+        sources = dict.fromkeys(makers[v.id] for v in task.inputs if v.id in makers)
+        links = [self.spans.task(maker.options.traceparent, maker.id) for maker in sources]
+        error = task.outputs[0].error if task.state is CompletionState.FAILED else None
+        export.send(
+            f"{operation} {task.func_name}",
+            span,
+            TraceParent.parse(caller) or self.spans.session,
+            (self.epoch + activated, self.epoch + max(finished, activated)),
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.conversation.id": str(self.session.id),
+                **_attributes(task),
+                **dict(_waits(task, activated, first, finished)),
+            },
+            events=[(name, None if at is None else self.epoch + at) for name, at in moments],
+            links=[link for link in links if link is not None],
+            error=None if error is None else error.type,
+        )
 
 
-def _task_facts(task: Task, activated: float, makers: Mapping[str, tuple[int, str]]) -> TaskFacts:
-    """`makers`: of each variable that a call makes, by its id."""
+def _before(finished: float, decode_s: float | None) -> float | None:
+    return None if decode_s is None else finished - decode_s
+
+
+def _attributes(task: Task) -> dict[str, Value | None]:
+    found: dict[str, Value | None] = {
+        "gen_ai.provider.name": "parrot",
+        "parrot.function": task.func_name,
+        "parrot.request_id": task.request_id,
+        "parrot.task_id": task.id,
+        "parrot.state": task.state,
+    }
+    if not isinstance(task, Completion):
+        return found | {"gen_ai.tool.name": task.func_name, "gen_ai.tool.type": "function"}
+    stats, models = task.stats, task.options.models
+    return found | {
+        "gen_ai.request.model": models[0] if models else None,
+        "gen_ai.response.model": stats.model,
+        "gen_ai.usage.input_tokens": stats.cached_tokens + stats.computed_tokens,
+        "gen_ai.usage.cache_read.input_tokens": stats.cached_tokens,
+        "gen_ai.usage.output_tokens": stats.output_tokens,
+        "gen_ai.response.finish_reasons": stats.finish_reason and [stats.finish_reason],
+        "parrot.engine": stats.engine_name,
+        "parrot.attempts": stats.attempts,
+        "parrot.reused": stats.is_reused,
+        "parrot.recomputed_tokens": stats.recomputed_tokens,
+        "parrot.criteria": None if task.objective is None else task.objective.criteria,
+    }
+
+
+def _waits(
+    task: Task, activated: float, first: float | None, finished: float
+) -> Iterator[tuple[str, float]]:
+    """The parts of the task's time, in seconds, of which both ends are known."""
     times = task.times
-    error = task.outputs[0].error if task.state is CompletionState.FAILED else None
-    return TaskFacts(
-        task.id,
-        task.request_id,
-        task.func_name,
-        task.options.traceparent,
-        list(dict.fromkeys(makers[v.id] for v in task.inputs if v.id in makers)),
-        task.state,
-        None if error is None else error.type,
-        activated,
-        times.ready,
-        times.started,
-        times.finished,
-        _completion_facts(task) if isinstance(task, Completion) else None,
-    )
-
-
-def _completion_facts(task: Completion) -> CompletionFacts:
-    stats, options, objective = task.stats, task.options, task.objective
-    return CompletionFacts(
-        options.chat,
-        options.models[0] if options.models else None,
-        stats.model,
-        stats.engine_name,
-        stats.cached_tokens,
-        stats.computed_tokens,
-        stats.recomputed_tokens,
-        stats.output_tokens,
-        stats.finish_reason,
-        stats.attempts,
-        stats.is_reused,
-        None if stats.is_reused else stats.decode_s,
-        None if objective is None else objective.criteria,
-    )
+    for name, begin, end in (
+        ("dependency", activated, times.ready),
+        ("queue", times.ready, times.started),
+        ("prefill", times.started, first),
+        ("decode", first, finished),
+    ):
+        if begin is not None and end is not None:
+            yield f"parrot.{name}_s", end - begin

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
 from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, Unavailable
@@ -69,6 +69,9 @@ from parrot.utils.heaps import TimerQueue
 
 _InfoSteps = Generator[None, None, SessionInfo]
 
+if TYPE_CHECKING:
+    from parrot.utils.spans import TraceSampler
+
 
 class Attached(Protocol):
     """Stands on the core, and keeps things of its sessions."""
@@ -96,8 +99,10 @@ class ServeCore:
         dispatcher: Dispatcher | None = None,
         sandbox: Sandbox | None = None,
         sinks: Sequence[Sink] = (),
+        sampler: "TraceSampler | None" = None,
         first_session_id: int = 0,
     ) -> None:
+        """`sampler`: decides which sessions are traced. None: no session is."""
         self.config = config
         self.is_closing = False
         self.clock = clock or MonotonicClock()
@@ -109,7 +114,7 @@ class ServeCore:
         self.dispatcher.weigh_tenants(self.tenants.weigh)
         self._attached: list[Attached] = []
         self.sessions = SessionRegistry(
-            config, self.tenants, self.clock, self._timers, first_session_id
+            config, self.tenants, self.clock, self._timers, sampler, first_session_id
         )
         self._metrics = CoreMetrics(config, self.tenants, self.sessions.find_owner)
         self.accounts = self._metrics.accounts

@@ -1,12 +1,11 @@
 """Sessions: one user program's scope, the commands that change it, and who may use it."""
 
-import os
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from parrot.protocol.errors import (
@@ -48,7 +47,9 @@ from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.ids import derived_token, tokens_equal
 from parrot.utils.shard import Shard
-from parrot.utils.span_sampling import sampler_of
+
+if TYPE_CHECKING:
+    from parrot.utils.spans import TraceSampler
 
 RESERVED = "reserved"  # the kind of a record that tells which ids may have been given out
 _RESERVED_IDS = 1024  # at once
@@ -379,16 +380,14 @@ class SessionRegistry:
         tenants: TenantTable,
         clock: Clock,
         timers: TimerQueue,
+        sampler: "TraceSampler | None" = None,
         first_id: int = 0,
     ) -> None:
-        """`connect` comes before the first session. Raises `ConfigError` if the environment names a
-        sampler that nobody knows."""
+        """`connect` comes before the first session."""
         self.journal: CommandLog | None = None
         self.dormant: dict[int, Callable[[], None]] = {}
         self.is_closing = False
-        self.sampler = None
-        if config.otlp_endpoint is not None:
-            self.sampler = sampler_of(config.otlp_sample_ratio, os.environ)
+        self.sampler = sampler
         self._config = config
         self._tenant_table = tenants
         self._clock = clock

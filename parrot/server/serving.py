@@ -1,6 +1,7 @@
 """A running ServeCore: the core, its journal, its observers and its app, as configured."""
 
 import logging
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
@@ -12,14 +13,12 @@ from parrot.journal.log import Journal, Storage
 from parrot.journal.sqlite import JournalFile
 from parrot.observe.call_log import CallLog
 from parrot.observe.recorder import Recorder, TraceFile
-from parrot.observe.tracer import Tracer
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.events import Sink
 from parrot.server.app import create_app
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.logs import CALLS
-from parrot.utils.span_export import span_export
 
 
 class Serving(NamedTuple):
@@ -46,13 +45,24 @@ async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIt
             journal = Journal(storage, clock, config.journal_timeout)
             clock = journal.clock
         sinks: list[Sink] = [] if trace is None else [Recorder(trace, clock).sink]
+        sampler = None
         if config.otlp_endpoint is not None:
-            export = span_export(config.otlp_endpoint, "parrot", "parrot.observe.spans")
-            stack.callback(export.close)
-            sinks.append(Tracer(export, clock).sink)
+            from parrot.observe.tracer import Tracer  # needs the extra `otel`
+            from parrot.utils.spans import SpanExport, sampler_of
+
+            sampler = sampler_of(config.otlp_sample_ratio, os.environ)
+            tracer = Tracer(SpanExport.to(config.otlp_endpoint, "parrot"), clock)
+            stack.callback(tracer.close)
+            sinks.append(tracer.sink)
         if CALLS.isEnabledFor(logging.INFO):
             sinks.append(CallLog().sink)
-        core = ServeCore(config, clock=clock, sinks=sinks, first_session_id=_first_session_id())
+        core = ServeCore(
+            config,
+            clock=clock,
+            sinks=sinks,
+            sampler=sampler,
+            first_session_id=_first_session_id(),
+        )
         try:
             yield Serving(core, create_app(core, journal))
         finally:

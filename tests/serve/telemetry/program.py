@@ -2,13 +2,12 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as create_engine_app
 from parrot.engine.config import SimConfig
 from parrot.engine.sim import SimService
-from parrot.engine.traces import EngineTracer
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
@@ -19,6 +18,9 @@ from parrot.server.app import create_app
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import serve_app
+
+if TYPE_CHECKING:
+    from parrot.engine.traces import EngineTracer
 
 T = TypeVar("T")
 SOURCE = "def join(a: P.Input, b: P.Output):\n    b.set(a + '!')\n"
@@ -64,7 +66,7 @@ def in_cluster(body: Callable[[SimCluster], Awaitable[T]], **config: Any) -> T:
 @asynccontextmanager
 async def over_http(
     core: ServeCore,
-    tracer: EngineTracer | None = None,
+    tracer: "EngineTracer | None" = None,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[ServeClient]:
     """`core` and an engine on sockets. `headers` go with every request of the client."""

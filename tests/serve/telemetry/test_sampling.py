@@ -8,44 +8,49 @@ pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not install
 
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
-from opentelemetry.trace import INVALID_SPAN_CONTEXT, NonRecordingSpan, set_span_in_context
 
 from parrot.serve.config import CoreConfig
-from parrot.serve.core import ServeCore
+from parrot.server.serving import serving
 from parrot.utils.config import ConfigError
-from parrot.utils.span_sampling import Sampler, sampler_of
+from parrot.utils.spans import sampler_of
 from parrot.utils.traceparent import SessionSpans, TraceParent, new_trace_id
 
 IDS = st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex)
 CALLER = "cd" * 8
 
 
-@given(IDS, st.floats(0, 1))
-def test_a_ratio_decides_as_opentelemetry_does(trace_id: str, ratio: float) -> None:
-    nobody = set_span_in_context(NonRecordingSpan(INVALID_SPAN_CONTEXT), Context())
-    theirs = TraceIdRatioBased(ratio).should_sample(nobody, int(trace_id, 16), "a span")
-    assert Sampler(ratio).takes(trace_id, None) == theirs.decision.is_sampled()
+LOW, HIGH = f"{1:032x}", "f" * 32  # ids that ratios above 0 take first and last
 
 
 @pytest.mark.parametrize(
-    ("environ", "share", "obeys_callers"),
+    ("environ", "taken", "follows_callers"),
     [
-        ({}, 1.0, True),
-        ({"OTEL_TRACES_SAMPLER": ""}, 1.0, True),
-        ({"OTEL_TRACES_SAMPLER": "always_on"}, 1.0, False),
-        ({"OTEL_TRACES_SAMPLER": "always_off", "OTEL_TRACES_SAMPLER_ARG": "?"}, 0.0, False),
-        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"}, 0.25, False),
-        ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, 0.0, True),
-        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}, 1.0, True),
+        ({}, [LOW, HIGH], True),
+        ({"OTEL_TRACES_SAMPLER": ""}, [LOW, HIGH], True),
+        ({"OTEL_TRACES_SAMPLER": "always_on"}, [LOW, HIGH], False),
+        ({"OTEL_TRACES_SAMPLER": "always_off", "OTEL_TRACES_SAMPLER_ARG": "?"}, [], False),
+        (
+            {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"},
+            [LOW],
+            False,
+        ),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_always_off"}, [], True),
+        ({"OTEL_TRACES_SAMPLER": "parentbased_traceidratio"}, [LOW, HIGH], True),
     ],
 )
 def test_the_environment_names_a_sampler(
-    environ: Mapping[str, str], share: float, obeys_callers: bool
+    environ: Mapping[str, str], taken: list[str], follows_callers: bool
 ) -> None:
-    assert sampler_of(None, environ) == Sampler(share, obeys_callers)
-    assert sampler_of(0.5, environ) == Sampler(0.5)
+    sampler = sampler_of(None, environ)
+    assert [one for one in (LOW, HIGH) if sampler.takes(one, None)] == taken
+    for trace_id in (LOW, HIGH):
+        for is_sampled in (True, False):
+            caller = TraceParent(trace_id, CALLER, is_sampled)
+            wanted = is_sampled if follows_callers else trace_id in taken
+            assert sampler.takes(trace_id, caller) == wanted
+            assert sampler.judged(caller) == caller._replace(is_sampled=wanted)
+            assert sampler.trace_of(str(caller)) == (trace_id if wanted else "")
+    assert [one for one in (LOW, HIGH) if sampler_of(0.5, environ).takes(one, None)] == [LOW]
 
 
 @pytest.mark.parametrize(
@@ -61,23 +66,14 @@ def test_the_environment_names_a_sampler(
         ),
     ],
 )
-def test_a_sampler_that_nobody_knows_is_refused(
+async def test_an_unknown_sampler_is_refused(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], message: str
 ) -> None:
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     with pytest.raises(ConfigError, match=message):
-        ServeCore(CoreConfig(otlp_endpoint="http://localhost:4318/v1/traces"))
-
-
-@given(IDS, st.floats(0, 1), st.booleans(), st.booleans())
-def test_a_callers_trace_is_joined_if_it_is_taken(
-    trace_id: str, ratio: float, obeys: bool, is_sampled: bool
-) -> None:
-    sampler, caller = Sampler(ratio, obeys), TraceParent(trace_id, CALLER, is_sampled)
-    is_taken = is_sampled if obeys else sampler.takes(trace_id, None)
-    assert sampler.trace_of(str(caller)) == (trace_id if is_taken else "")
-    assert sampler.judged(caller) == caller._replace(is_sampled=is_taken)
+        async with serving(CoreConfig(otlp_endpoint="http://localhost:4318/v1/traces")):
+            pass
 
 
 @given(IDS, IDS, st.integers(0, 2**45), st.lists(st.integers(1, 2**40), unique=True))

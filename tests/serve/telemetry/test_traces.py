@@ -1,8 +1,8 @@
 """The spans of a session, its caller's and its engine's."""
 
 import asyncio
-import os
-import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 
 import aiohttp
-import orjson
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,51 +23,37 @@ from opentelemetry.trace import StatusCode, TraceFlags
 
 from parrot.cluster.ports import free_port
 from parrot.engine.traces import EngineTracer
-from parrot.observe.spans import session_spans
 from parrot.observe.tracer import Tracer
+from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
+from parrot.server.serving import serving
 from parrot.utils.clock import MonotonicClock
-from parrot.utils.config import ConfigError
-from parrot.utils.otel import OtelSink
-from parrot.utils.span_export import OtlpProcess, SpanExport, SpanRecord, span_export
+from parrot.utils.spans import SpanExport, sampler_of
 from parrot.utils.traceparent import TraceParent, current_traceparent, new_trace_id, span_id_of
 from tests.serve.telemetry.program import over_http, write_and_review
 from tests.support.app_server import serve_app
 
-ADDRESS = "http://localhost:4318/v1/traces"  # nobody is asked: the exporter is in memory
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
-
-
-class Sending:
-    """Makes spans of what ServeCore tells, as the process that sends them does."""
-
-    def __init__(self, sink: OtelSink) -> None:
-        self._sink = sink
-
-    def write(self, told: Sequence[Sequence[Any]]) -> None:
-        lines = [orjson.loads(orjson.dumps(facts, default=list)) for facts in told]
-        self._sink.write([session_spans(facts) for facts in lines])
-
-    def close(self, timeout_s: float) -> None: ...
 
 
 class Traced:
     """ServeCore and an engine over HTTP, whose spans are kept."""
 
-    def __init__(self, **config: Any) -> None:
-        self.exporter = InMemorySpanExporter()
-        sink = OtelSink(self.exporter, "parrot")
-        self.export, self.engine_export = SpanExport(Sending(sink)), SpanExport(sink)
-        self.core_config = CoreConfig.model_validate({"otlp_endpoint": ADDRESS} | config)
+    def __init__(self, ratio: float | None = 1.0) -> None:
+        self.exporter, self.engine_exporter = InMemorySpanExporter(), InMemorySpanExporter()
+        """Without a ratio, ServeCore traces nothing."""
+        clock, sampler = MonotonicClock(), None if ratio is None else sampler_of(ratio, {})
+        self.tracer = Tracer(SpanExport(self.exporter, "parrot"), clock)
+        self.core = ServeCore(CoreConfig(), clock=clock, sinks=[self.tracer.sink], sampler=sampler)
+        export = SpanExport(self.engine_exporter, "e")
+        self.engine_tracer = EngineTracer(export, "e", "m", sampler_of(None, {}))
 
     async def run(self, caller: str | None = None) -> dict[str, Any]:
         """Run the program; returns what its session shows."""
-        clock = MonotonicClock()
-        core = ServeCore(self.core_config, clock=clock, sinks=[Tracer(self.export, clock).sink])
         headers = {"traceparent": caller} if caller else {}
-        async with over_http(core, EngineTracer(self.engine_export, "e", "m"), headers) as client:
+        async with over_http(self.core, self.engine_tracer, headers) as client:
             scope = await write_and_review(client, ["essay"])
             seen = (await client.session_info(**scope)).model_dump()
             await client.delete_session(**scope)
@@ -76,12 +61,13 @@ class Traced:
         return seen
 
     def close(self) -> None:
-        self.export.close()
-        self.engine_export.close()
+        self.tracer.close()
+        self.engine_tracer.close()
 
     @property
     def spans(self) -> Sequence[ReadableSpan]:
-        return self.exporter.get_finished_spans()
+        exporters = (self.exporter, self.engine_exporter)
+        return [span for one in exporters for span in one.get_finished_spans()]
 
     def named(self, name: str) -> ReadableSpan:
         (span,) = (span for span in self.spans if span.name == name)
@@ -174,15 +160,11 @@ async def test_a_caller_that_does_not_sample_is_obeyed(caller: str) -> None:
     assert not traced.spans
 
 
-async def test_what_is_sampled_out_is_told_to_nobody_but_a_caller_that_samples_is_obeyed() -> None:
-    told: list[object] = []
-    for caller in (None, CALLER):
-        traced = Traced(otlp_sample_ratio=0.0)
-        send = traced.export.send
-        traced.export.send = lambda make, send=send: (told.append(make), send(make))  # type: ignore[method-assign]
+async def test_no_span_is_made_of_a_trace_that_is_not_sampled_unless_its_caller_samples() -> None:
+    for caller, num_spans in ((None, 0), (CALLER, 6)):
+        traced = Traced(0.0)
         await traced.run(caller)
-        assert len(traced.spans) == (0 if caller is None else 6)
-        assert len(told) == (0 if caller is None else 1)
+        assert len(traced.spans) == num_spans
 
 
 @pytest.mark.parametrize("is_sampled", [True, False])
@@ -191,10 +173,9 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(
     is_sampled: bool, ratio: float
 ) -> None:
     """In traces of their own, though they belong to one program, and so to one session."""
-    clock, traced = MonotonicClock(), Traced(otlp_sample_ratio=ratio)
-    core = ServeCore(traced.core_config, clock=clock, sinks=[Tracer(traced.export, clock).sink])
+    traced = Traced(ratio)
     callers = [f"00-{n:032x}-{'cd' * 8}-0{is_sampled:d}" for n in (1, 2)]
-    async with over_http(core, EngineTracer(traced.engine_export, "e", "m")) as client:
+    async with over_http(traced.core, traced.engine_tracer) as client:
         for caller in callers:
             request = {"model": "m", "prompt": f"After {caller}", "max_tokens": 3}
             await client._http.request(
@@ -203,8 +184,8 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(
                 body=request | {"prompt_cache_key": "p"},
                 traceparent=caller,
             )
-        (session,) = core.sessions
-        core.delete_session(session.id, session.auth)
+        (session,) = traced.core.sessions
+        traced.core.delete_session(session.id, session.auth)
     await asyncio.to_thread(traced.close)
     names = sorted(span.name for span in traced.spans)
     calls = ["generate m"] * 2 + ["text_completion completion"] * 2
@@ -221,7 +202,7 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(
 
 
 async def test_without_an_address_engines_are_told_nothing() -> None:
-    traced = Traced(otlp_endpoint=None)
+    traced = Traced(None)
     await traced.run(CALLER)
     assert not traced.spans
 
@@ -230,7 +211,7 @@ async def test_without_an_address_engines_are_told_nothing() -> None:
     "header", ["", "00-x-y-01", "00-" + "0" * 32 + "-" + "cd" * 8 + "-01", "é", "0" * 5000]
 )
 async def test_a_header_that_says_nothing_is_ignored(header: str) -> None:
-    core = ServeCore(CoreConfig(otlp_endpoint=ADDRESS))
+    core = ServeCore(CoreConfig(), sampler=sampler_of(1.0, {}))
     async with serve_app(create_app(core)) as url, aiohttp.ClientSession() as http:
         headers = {"traceparent": header}
         async with http.post(f"{url}/v1/session", json={}, headers=headers) as response:
@@ -260,64 +241,56 @@ def test_any_text_can_be_asked_for_a_traceparent(text: str) -> None:
     TraceParent.parse(text)
 
 
-class Stuck(InMemorySpanExporter):
-    def export(self, spans: Sequence[ReadableSpan]) -> Any:
-        raise OSError("nobody listens")
-
-
-def record(name: str, error: str | None = None) -> SpanRecord:
+def send(export: SpanExport, name: str, **facts: Any) -> TraceParent:
+    """A span of one second; returns its ids."""
     trace_id = new_trace_id()
     own = TraceParent(trace_id, span_id_of(trace_id, 1))
-    return SpanRecord(name, own, None, 1.0, 2.0, {"a": None, "b": 1}, error=error)
+    export.send(name, own, None, (1.0, 2.0), {"a": None, "b": 1}, **facts)
+    return own
 
 
-def test_an_exporter_that_fails_is_logged_and_disturbs_nobody(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    export = SpanExport(OtelSink(Stuck(), "parrot"))
+class Refusing(InMemorySpanExporter):
+    def export(self, spans: Sequence[ReadableSpan]) -> Any:
+        raise OSError("connection refused")
+
+
+def test_a_failed_export_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    export = SpanExport(Refusing(), "parrot")
     for _ in range(3):
-        export.send(lambda: [record("x")])
+        send(export, "x")
     export.close()
-    assert "nobody listens" in caplog.text
+    assert "connection refused" in caplog.text
 
 
-def test_what_cannot_be_made_takes_nothing_with_it(caplog: pytest.LogCaptureFixture) -> None:
-    def broken() -> list[SpanRecord]:
-        raise ValueError("no such span")
+class Stuck(InMemorySpanExporter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = threading.Event()
 
-    exporter = InMemorySpanExporter()
-    export = SpanExport(OtelSink(exporter, "parrot"))
-    for make in (lambda: [record("x")], broken, lambda: [record("y")]):
-        export.send(make)
+    def export(self, spans: Sequence[ReadableSpan]) -> Any:
+        self.free.wait(60)
+        return super().export(spans)
+
+
+def test_an_export_that_hangs_stops_neither_spans_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("parrot.utils.spans._FLUSH_S", 0.1)
+    monkeypatch.setattr("parrot.utils.spans._MAX_QUEUED", 512)
+    exporter = Stuck()
+    export = SpanExport(exporter, "parrot")
+    for _ in range(5000):
+        send(export, "x")
     export.close()
-    assert [span.name for span in exporter.get_finished_spans()] == ["x", "y"]
-    assert "no such span" in caplog.text
-
-
-def test_what_comes_too_fast_is_left_out_and_the_rest_written_many_at_once() -> None:
-    class Slow(Sending):
-        def __init__(self) -> None:
-            self.free, self.sizes = threading.Event(), list[int]()
-
-        def write(self, told: Sequence[Sequence[Any]]) -> None:
-            self.free.wait(60)
-            self.sizes.append(len(told))
-
-    sink = Slow()
-    export = SpanExport(sink)
-    for _ in range(1000):
-        export.send(lambda: ["fact"])
-    assert export.num_left_out > 0
-    sink.free.set()
-    export.close()
-    assert sum(sink.sizes) == 1000 - export.num_left_out
-    assert len(sink.sizes) <= 4
+    assert "the last spans could not be exported in 0.1 s" in caplog.text
+    assert "Queue full" in caplog.text
+    exporter.free.set()
 
 
 def test_an_error_is_named() -> None:
     exporter = InMemorySpanExporter()
-    export = SpanExport(OtelSink(exporter, "parrot"))
-    export.send(lambda: [record("x", "engine_failed")])
+    export = SpanExport(exporter, "parrot")
+    send(export, "x", error="engine_failed")
     export.close()
     (span,) = exporter.get_finished_spans()
     assert span.status.status_code is StatusCode.ERROR
@@ -349,48 +322,54 @@ async def collected(port: int, num_spans: int) -> list[Any]:
     return spans
 
 
-async def test_a_process_of_its_own_sends_them() -> None:
+async def test_a_collector_gets_them_over_http() -> None:
     port = free_port("127.0.0.1", set())
-    export = span_export(f"http://127.0.0.1:{port}/v1/traces", "parrot")
-    try:
-        linked = record("second")
-        linked.links = [record("first").own]
-        linked.events = [("ready", 1.5), ("never", None)]
-        export.send(lambda: [record("first", "engine_failed"), linked])
-        export.send(lambda: [record("third")])
-        spans = await collected(port, 3)
-    finally:
-        await asyncio.to_thread(export.close)
-    first, second, third = spans
-    assert [span.name for span in spans] == ["first", "second", "third"]
+    receiving = asyncio.create_task(collected(port, 2))
+    export = SpanExport.to(f"http://127.0.0.1:{port}/v1/traces", "parrot")
+    await asyncio.sleep(0)
+    linked = send(export, "first", error="engine_failed")
+    events = [("ready", 1.5), ("never", None)]
+    send(export, "second", links=[linked], events=events)
+    await asyncio.to_thread(export.close)
+    first, second = await receiving
+    assert [first.name, second.name] == ["first", "second"]
     assert first.status.code == StatusCode.ERROR.value
-    assert second.links[0].span_id.hex() == linked.links[0].span_id
+    assert second.links[0].span_id.hex() == linked.span_id
     assert [event.name for event in second.events] == ["ready"]
-    assert third.start_time_unix_nano == 1_000_000_000
-    assert {a.key: a.value.int_value for a in third.attributes} == {"b": 1}
+    assert second.start_time_unix_nano == 1_000_000_000
+    assert {a.key: a.value.int_value for a in second.attributes} == {"b": 1}
 
 
-def test_a_process_that_has_died_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    sink = OtlpProcess(ADDRESS, "parrot")
-    sink._process.kill()
-    sink._process.wait()
-    export = SpanExport(sink)
-    export.send(lambda: [record("x")])
-    export.close()
-    assert "could not be exported" in caplog.text
+async def test_a_server_exports_the_spans_of_its_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")  # ms
+    port = free_port("127.0.0.1", set())
+    receiving = asyncio.create_task(collected(port, 1))
+    await asyncio.sleep(0)
+    config = CoreConfig(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces")
+    async with serving(config) as server:
+        session = server.core.create_session(SessionCreateRequest(apps=["essay"]))
+        server.core.delete_session(session.session_id, session.session_auth)
+        (span,) = await receiving
+        await server.core.close()
+    assert span.name == "invoke_workflow essay"
 
 
-def test_without_the_extra_the_key_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parrot.utils.span_export.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install -e '.*\[otel\]'"):
-        span_export(ADDRESS, "parrot")
-
-
-def test_a_process_that_takes_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parrot.utils.span_export._FLUSH_S", 0.2)
-    sink = OtlpProcess(ADDRESS, "parrot")
-    os.kill(sink._process.pid, signal.SIGSTOP)
-    export = SpanExport(sink)
-    export.send(lambda: [record("x" * 2**20)])  # more than a pipe holds
-    export.close()
-    assert sink._process.returncode == -signal.SIGKILL
+def test_without_the_extra_an_endpoint_is_an_error_of_the_configuration() -> None:
+    program = """
+import asyncio, sys
+sys.modules["opentelemetry.sdk"] = None
+from parrot.protocol.public import SessionCreateRequest
+from parrot.serve.config import CoreConfig
+from parrot.server.serving import serving
+from parrot.utils.config import ConfigError
+async def main():
+    async with serving(CoreConfig(otlp_endpoint="http://localhost:4318/v1/traces")):
+        print("serves")
+try:
+    asyncio.run(main())
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "otlp_endpoint: opentelemetry.sdk.trace is not installed: pip install" in done.stdout
+    assert "[otel]" in done.stdout
