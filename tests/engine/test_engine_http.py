@@ -584,7 +584,7 @@ def test_without_torch_an_engine_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     for engine_type in (BuiltinConfig, HuggingFaceConfig):
         with pytest.raises(
-            ConfigError, match=r"needs torch, which is not installed; .*pip install"
+            ConfigError, match=r"(?s)needs torch, which is not installed; .*pip install"
         ):
             _load_model(engine_type())
 
