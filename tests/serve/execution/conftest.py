@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.serve.execution.test_dispatcher import World
+from tests.serve.execution.world import World
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from parrot.protocol.engine_api import Capabilities, HeartbeatRequest, RuntimeIn
 from parrot.protocol.errors import ParrotError, UnsupportedField
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState
-from tests.serve.execution.test_dispatcher import World
+from tests.serve.execution.world import World
 from tests.support.fake_engine import FakeEngine, fake_engine
 
 PLAIN = frozenset({"max_gen_length", "temperature"})

@@ -9,7 +9,7 @@ from parrot.protocol.engine_api import DraftSources, EngineType, GenerateRequest
 from parrot.serve.execution.drafting import DraftTexts
 from parrot.serve.execution.run import Attempt
 from parrot.serve.graph.nodes import CallOptions
-from tests.serve.execution.test_dispatcher import World, value
+from tests.serve.execution.world import World, value
 from tests.support.byte_tokenizer import byte_tokenizer
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 

@@ -9,7 +9,7 @@ from parrot.protocol.engine_api import HeartbeatRequest, LeaveRequest, RuntimeIn
 from parrot.protocol.errors import NoEngine, NotFound
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
-from tests.serve.execution.test_dispatcher import World
+from tests.serve.execution.world import World
 from tests.support.fake_engine import Script, fake_engine
 
 

@@ -15,7 +15,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion
 from parrot.server.app import create_app
-from tests.serve.execution.test_dispatcher import World
+from tests.serve.execution.world import World
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 

@@ -18,7 +18,7 @@ from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.encode import encode_prompt, join, read_texts
 from parrot.serve.prompts.segments import Segment
 from parrot.utils.config import ConfigError
-from tests.serve.execution.test_dispatcher import World, value
+from tests.serve.execution.world import World, value
 from tests.serve.prompts.test_chat_prompts import TEMPLATES
 from tests.support.fake_engine import FakeEngine, fake_engine
 

@@ -4,8 +4,8 @@ import pytest
 
 from parrot.serve.graph.nodes import Completion, CompletionState
 from parrot.simulation import SimCluster, run_virtual
-from tests.serve.execution.test_dispatcher import World
 from tests.serve.execution.test_runs_simulated import DOCUMENT, User
+from tests.serve.execution.world import World
 from tests.support.fake_engine import Script, fake_engine
 
 

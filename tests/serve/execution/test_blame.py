@@ -1,0 +1,112 @@
+"""Which calls are given up for the loss of engines that ran them."""
+
+import pytest
+
+from parrot.protocol.errors import (
+    EngineFailed,
+    Unavailable,
+)
+from parrot.protocol.transport import Unreachable
+from tests.serve.execution.world import World, error_of
+from tests.support.fake_engine import Script, fake_engine
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_what_is_lost_since_servecore_stood_still_is_not_the_calls_fault(
+    world: World, is_told: bool
+) -> None:
+    """Engines end their work when they are not answered, and register again."""
+    engine = fake_engine("one", script=Script(text=lambda _: "ab", hang_after=0))
+    for number in range(5):
+        if number == 0 or not is_told:
+            await world.join(engine)
+        if number == 0:
+            completion = world.submit("Go")
+        await world.settle()
+        assert len(engine.requests) == number + 1
+        if is_told:  # the engine's request comes before the timer
+            world.clock._now += 31.0
+            await world.join(engine)
+        else:
+            await world.clock.stand_still(31.0)
+            assert not list(world.dispatcher.fleet)
+    engine.script.hang_after = None
+    engine.resume.set()
+    if not is_told:
+        await world.join(engine)
+    await world.settle()
+    assert await completion.output.wait() == "ab"
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_an_engine_that_comes_back_alive_was_harmed_by_no_call(
+    world: World, is_same: bool
+) -> None:
+    """It had no answer for its lease: a link was cut. One that was started anew has died."""
+    engine = fake_engine("one", script=Script(text=lambda _: "ab", hang_after=0))
+    await world.join(engine)
+    completion = world.submit("Go")
+    for number in range(5):
+        await world.settle()
+        assert len(engine.requests) == (number + 1 if is_same else min(number + 1, 3))
+        if not is_same:
+            engine.info = engine.info.model_copy(update={"incarnation": str(number)})
+            engine.ping_error = Unavailable("the one before is gone")
+        await world.join(engine)
+    if is_same:
+        engine.script.hang_after = None
+        engine.resume.set()
+        assert await completion.output.wait() == "ab"
+    else:
+        assert isinstance(await error_of(completion), EngineFailed)
+
+
+async def test_a_call_is_not_blamed_for_engines_that_were_silent_when_it_came(
+    world: World,
+) -> None:
+    """A link is cut to all of them: each is taken for dead when its time has come."""
+    names = ("one", "two", "three", "four")
+    engines = [fake_engine(n, script=Script(text=lambda _: "ab", hang_after=0)) for n in names]
+    for engine in engines:
+        await world.join(engine)
+        await world.clock.advance(1)
+    completion = world.submit("Go")
+    await world.clock.advance(28)
+    assert [engine.is_closed for engine in engines] == [True] * 3 + [False]
+    await world.join(fake_engine("five", script=Script(text=lambda _: "ab")))
+    await world.clock.advance(1)
+    assert [len(engine.requests) for engine in engines] == [1] * 4
+    assert await completion.output.wait() == "ab"
+
+
+async def test_a_completion_that_kills_engines_is_given_up(world: World) -> None:
+    killer = world.submit("kill")
+    for i in range(3):
+        gone = Unavailable("gone")
+        await world.join(fake_engine(f"e{i}", script=Script(error=gone), ping_error=gone))
+        await world.settle()
+    assert type(await error_of(killer)) is EngineFailed
+    assert killer.stats.attempts == 3
+    assert world.dispatcher.fleet.views() == []
+
+
+@pytest.mark.parametrize("is_reached", [True, False])
+async def test_a_call_is_not_blamed_for_engines_that_it_could_not_reach(
+    world: World, is_reached: bool
+) -> None:
+    """They died together, and look idle until somebody asks them. Of two calls at once, the one
+    whose connection is still being made is to blame for none of them either."""
+    gone = Unavailable("it broke") if is_reached else Unreachable("nobody listens")
+    first, second = world.submit("a"), world.submit("b")
+    for i in range(3 if is_reached else 5):
+        engine = fake_engine(f"e{i}", script=Script(hang_after=0), ping_error=gone)
+        engine.scripts = [Script(error=gone)]
+        await world.join(engine)
+        await world.settle()
+        assert world.dispatcher.fleet.views() == []
+    await world.join(fake_engine("good", script=Script(text=lambda _: "ab")))
+    if is_reached:
+        assert type(await error_of(first)) is EngineFailed
+        assert type(await error_of(second)) is EngineFailed
+    else:
+        assert [await call.output.wait() for call in (first, second)] == ["ab", "ab"]

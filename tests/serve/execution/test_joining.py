@@ -1,0 +1,245 @@
+"""Engines join, are lost, and come back; and calls that no engine serves."""
+
+import pytest
+
+from parrot.protocol.engine_api import (
+    EngineType,
+    HeartbeatRequest,
+    RuntimeInfo,
+)
+from parrot.protocol.errors import (
+    EngineFailed,
+    NoEngine,
+    NotFound,
+    ParrotError,
+    QuotaExceeded,
+    StaleCore,
+    Unavailable,
+)
+from parrot.serve.graph.nodes import (
+    CallOptions,
+    CompletionState,
+)
+from tests.serve.execution.world import World, beat, error_of, value
+from tests.support.fake_engine import Script, fake_engine
+
+
+@pytest.mark.parametrize(
+    ("error", "ping_error"),
+    [
+        (Unavailable("connection reset"), Unavailable("connection refused")),
+        (StaleCore("it belongs to another"), StaleCore("it belongs to another")),
+    ],
+)
+async def test_a_lost_engines_completions_run_elsewhere(
+    world: World, error: ParrotError, ping_error: ParrotError
+) -> None:
+    one = fake_engine("one", script=Script(hang_after=0))
+    await world.join(one)
+    hanging = [world.submit(f"job {i} ", value("x")) for i in range(3)]
+    await world.settle()
+    one.scripts = [Script(error=error)]
+    one.ping_error = ping_error
+    trigger = world.submit("more")
+    await world.settle()
+    assert world.dispatcher.fleet.views() == []
+    assert {c.state for c in (*hanging, trigger)} == {CompletionState.QUEUED}
+    await world.join(fake_engine("two"))
+    for completion in (*hanging, trigger):
+        await completion.output.wait()
+    assert {c.stats.engine_name for c in hanging} == {"two"}
+    assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["two"]
+    assert one.is_closed
+
+
+async def test_a_broken_connection_costs_only_its_own_run(world: World) -> None:
+    engine = fake_engine("one", script=Script(hang_after=0))
+    await world.join(engine)
+    innocent = [world.submit(f"job {i} ", value("x")) for i in range(8)]
+    await world.settle()
+    for _ in range(4):
+        engine.scripts = [Script(error=Unavailable("connection reset")), Script()]
+        assert await world.submit("more").output.wait()
+    engine.script = Script(error=Unavailable("connection reset"))
+    unlucky = await error_of(world.submit("most"))
+    assert type(unlucky) is EngineFailed
+    assert "engine one could not run the completion: connection reset" in unlucky.message
+    engine.resume.set()
+    assert [await completion.output.wait() for completion in innocent] == ["<7>"] * 8
+    assert {completion.stats.attempts for completion in innocent} == {1}
+    assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["one"]
+
+
+async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> None:
+    engine = fake_engine("one", script=Script(hang_after=0))
+    engine_id = await world.join(engine)
+    completion = world.submit("a")
+    await world.settle()
+    beat = HeartbeatRequest(engine_id=engine_id, engine_name="one", runtime_info=RuntimeInfo())
+    await world.clock.advance(20)
+    assert world.dispatcher.fleet.heartbeat(beat).state == "ok"
+    of_another = beat.model_copy(update={"core": "another start of ServeCore"})
+    assert world.dispatcher.fleet.heartbeat(of_another).state == "unknown"
+    ours = beat.model_copy(update={"core": world.dispatcher.fleet.identity.id})
+    assert world.dispatcher.fleet.heartbeat(ours).state == "ok"
+    await world.clock.advance(20)
+    assert completion.state is CompletionState.RUNNING
+    await world.clock.advance(11)
+    assert not list(world.dispatcher.fleet)
+    assert not completion.output.is_settled
+    await world.clock.advance(30)  # within which it may be back
+    assert isinstance(completion.output.error, NoEngine)
+    assert world.dispatcher.fleet.heartbeat(beat).state == "unknown"
+    engine.script = Script()
+    await world.join(engine)
+    await world.submit("a").output.wait()
+
+
+async def test_an_engine_whose_steps_stand_still_under_work_is_lost(world: World) -> None:
+    stuck = fake_engine("stuck", script=Script(hang_after=0))
+    stuck_id = await world.join(stuck)
+    await world.clock.advance(1)
+    for _ in range(9):  # without work, nothing has to happen
+        assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 7)).state == "ok"
+        await world.clock.advance(10)
+    completion = world.submit("a")
+    await world.settle()
+    other_id = await world.join(fake_engine("other"))
+    for i in range(3):
+        assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 7 + (i > 0))).state == "ok"
+        assert world.dispatcher.fleet.heartbeat(beat(other_id, "other", 3)).state == "ok"
+        await world.clock.advance(9)
+    assert completion.state is CompletionState.RUNNING
+    for _ in range(3):
+        world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 8))
+        world.dispatcher.fleet.heartbeat(beat(other_id, "other", 3))
+        await world.clock.advance(9)
+    assert completion.output.text == "<1>"
+    assert completion.stats.engine_name == "other"
+    assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 8)).state == "unknown"
+    assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["other"]
+
+
+async def test_a_server_that_answers_slowly_does_not_cost_its_openai_engine(world: World) -> None:
+    engine = fake_engine("proxy", text=True, script=Script(hang_after=0))
+    engine.info = engine.info.model_copy(update={"engine_type": EngineType.OPENAI})
+    engine_id = await world.join(engine)
+    completion = world.submit("a")
+    for _ in range(20):
+        await world.clock.advance(10)
+        assert world.dispatcher.fleet.heartbeat(beat(engine_id, "proxy", 7)).state == "ok"
+    engine.resume.set()
+    assert await completion.output.wait() == "<1>"
+
+
+async def test_a_late_result_is_dropped(world: World) -> None:
+    one = fake_engine("one", script=Script(text=lambda _: "late", hang_after=0))
+    await world.join(one)
+    completion = world.submit("a")
+    await world.settle()
+    two = fake_engine("two", script=Script(text=lambda _: "fresh"))
+    world.engines["two"] = two
+    await world.join(two)
+    await world.clock.advance(29)
+    beat = HeartbeatRequest(engine_id=1, engine_name="two", runtime_info=RuntimeInfo())
+    world.dispatcher.fleet.heartbeat(beat)
+    await world.clock.advance(2)
+    one.resume.set()
+    await world.settle()
+    assert await completion.output.wait() == "fresh"
+
+
+async def test_a_model_that_was_never_there_is_unknown(world: World) -> None:
+    await world.join(fake_engine(model="tiny"))
+    options = CallOptions(func_name="f", models=("llama", "opt"))
+    waiting = world.submit("a", options=options)
+    for _ in range(2):
+        await world.clock.advance(20)
+        world.dispatcher.fleet.heartbeat(
+            HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
+        )
+    error = await error_of(waiting)
+    assert isinstance(error, NotFound)
+    assert error.param == "models"
+    assert "llama or opt; there is tiny" in error.message
+
+
+async def test_no_engine(world: World) -> None:
+    other = CallOptions(func_name="f", models=("llama",))
+    await world.join(fake_engine("llama", model="llama"))
+    await world.clock.advance(31)  # it is lost
+    await world.join(fake_engine(model="tiny"))
+    waiting = world.submit("a", options=other)
+    await world.clock.advance(29)
+    assert not waiting.output.is_settled
+    late = world.submit("b", options=other)
+    for engine_id in (1,):
+        world.dispatcher.fleet.heartbeat(
+            HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=RuntimeInfo())
+        )
+    await world.clock.advance(2)
+    error = await error_of(waiting)
+    assert isinstance(error, NoEngine)
+    assert "llama" in error.message
+    assert not late.output.is_settled  # has its own grace
+    llama = fake_engine("llama", model="llama")
+    await world.join(llama)
+    assert await late.output.wait() == "<1>"
+
+
+async def test_calls_wait_for_engines_that_are_lost_all_at_once(world: World) -> None:
+    """From their loss on, as for any other: a link that was cut is often back in seconds."""
+    engines = [fake_engine(name, script=Script(hang_after=0)) for name in ("one", "two")]
+    for engine in engines:
+        await world.join(engine)
+    calls = [world.submit(text, options=CallOptions(func_name="f")) for text in "abc"]
+    await world.settle()
+    assert sum(len(engine.requests) for engine in engines) == len(calls)
+    await world.clock.advance(30.5)
+    assert not list(world.dispatcher.fleet)
+    await world.clock.advance(29)
+    assert not any(call.output.is_settled for call in calls)
+    back = fake_engine("one")
+    await world.join(back)
+    assert [await call.output.wait() for call in calls] == ["<1>"] * 3
+
+    await world.clock.advance(30.5)  # it is lost again, with a call that comes after
+    assert not list(world.dispatcher.fleet)
+    last = world.submit("d", options=CallOptions(func_name="f"))
+    await world.clock.advance(30)
+    assert isinstance(await error_of(last), NoEngine)
+
+
+async def test_registering_again_replaces(world: World) -> None:
+    engine = fake_engine("one", script=Script(hang_after=0))
+    first = await world.join(engine)
+    completion = world.submit("a")
+    await world.settle()
+    engine.script = Script()
+    second = await world.join(engine)
+    assert second != first
+    assert await completion.output.wait() == "<1>"
+    assert [view.id for view in world.dispatcher.fleet.views()] == [second]
+
+
+async def test_too_many_engines(world: World) -> None:
+    engines = [fake_engine(f"e{i}") for i in range(4)]
+    for engine in engines:
+        await world.join(engine)
+    with pytest.raises(QuotaExceeded):
+        await world.join(fake_engine("e4"))
+    await world.join(engines[0])
+    assert [model.model_name for model in world.dispatcher.fleet.models().models] == ["tiny"]
+
+
+async def test_an_engine_that_gives_no_tokenizer_does_not_join(world: World) -> None:
+    engine = fake_engine()
+
+    async def refuse() -> None:
+        raise Unavailable("loading")
+
+    engine.tokenizer = refuse  # type: ignore[assignment, method-assign]
+    with pytest.raises(Unavailable):
+        await world.join(engine)
+    assert engine.is_closed
+    assert world.dispatcher.fleet.views() == []
