@@ -1,12 +1,10 @@
-"""Every verb of ServeCore on virtual time, with a fake in place of the dispatcher."""
+"""Every verb of ServeCore on virtual time, over an engine that answers when the test says so."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 
-from parrot.protocol.engine_api import EngineInfo, EngineType, RegisterRequest
 from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
@@ -26,85 +24,41 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     VarGetRequest,
 )
-from parrot.serve.config import CoreConfig
-from parrot.serve.core import ServeCore
-from parrot.serve.events import Sink
 from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
 from parrot.utils.tasks import at_once
-from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
-from tests.support.manual_clock import ManualClock
-
-
-class World:
-    """A core, one session in it, and shorthands for its requests."""
-
-    def __init__(self, *, sinks: Sequence[Sink] = (), **config: Any) -> None:
-        self.clock = ManualClock(start=1000)
-        self.dispatcher = FakeDispatcher()
-        self.core = ServeCore(
-            CoreConfig(**({"session_life_span": 60.0} | config)),
-            clock=self.clock,
-            dispatcher=self.dispatcher,  # type: ignore[arg-type]
-            sinks=sinks,
-        )
-        api_key = config["api_keys"][0] if "api_keys" in config else None
-        session = self.core.create_session(SessionCreateRequest(api_key=api_key))
-        self.scope: dict[str, Any] = session.model_dump()
-
-    def call(self, output: str, *inputs: str, **fields: Any) -> str:
-        """Submit a call that takes these variables; returns its output's id."""
-        parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
-        template = "f" + "".join(f"{{{{{p['name']}}}}}" for p in parameters) + f"{{{{{output}}}}}"
-        body = self.scope | {"template": template, "parameters": [*parameters, made(output)]}
-        request = SemanticCallRequest.model_validate(body | fields)
-        return var_ids(self.core.submit_call(request))[output]
-
-    def variable(self, name: str = "x", content: str | None = None) -> str:
-        return self.core.create_var(*self.scope.values(), name, content)
-
-    def request(self, **fields: Any) -> VarGetRequest:
-        return VarGetRequest.model_validate(self.scope | fields)
-
-    def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
-        return asyncio.ensure_future(self._text(self.request(**fields), var_id))
-
-    async def _text(self, request: VarGetRequest, var_id: str) -> str:
-        return (await self.core.read(request, var_id)).content
-
-    async def settle(self) -> None:
-        await self.clock.advance(0)
+from tests.serve.held_world import BROKEN, HeldWorld
+from tests.serve.serve_fakes import made, taken, var_ids
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
+async def world() -> AsyncIterator[HeldWorld]:
+    world = await HeldWorld.open()
     yield world
-    world.core.check_integrity()
-    await world.core.close()
+    await world.close()
 
 
-async def test_a_read_activates_waits_and_gets_the_value(world: World) -> None:
+async def test_a_read_activates_waits_and_gets_the_value(world: HeldWorld) -> None:
     y = world.call("y", world.call("x"))
     reading = world.read(y, criteria="latency")
     await world.settle()
-    assert world.dispatcher.names() == ["x"]
-    world.dispatcher.finish(world.dispatcher.started[0])
-    world.dispatcher.finish(world.dispatcher.started[0], "the value")
+    assert world.running == ["x"]
+    await world.finish("x")
+    await world.finish("y", "the value")
     assert await reading == "the value"
     assert await world.read(y) == "the value"
 
 
-async def test_an_error_reaches_every_reader_now_and_later(world: World) -> None:
+async def test_an_error_reaches_every_reader_now_and_later(world: HeldWorld) -> None:
     y = world.call("y", world.call("x"))
     readers = [world.read(y) for _ in range(3)]
     await world.settle()
-    world.dispatcher.fail(world.dispatcher.started[0], EngineFailed("it broke"))
+    await world.fail(world.running[0], BROKEN)
     for reader in [*readers, world.read(y)]:
         with pytest.raises(EngineFailed, match="needs `x`, which failed: it broke"):
             await reader
 
 
-async def test_a_timeout_ends_the_read_and_then_the_work(world: World) -> None:
+async def test_a_timeout_ends_the_read_and_then_the_work(world: HeldWorld) -> None:
     y = world.call("y")
     reading = world.read(y, timeout=5)
     await world.clock.advance(4.9)
@@ -112,51 +66,58 @@ async def test_a_timeout_ends_the_read_and_then_the_work(world: World) -> None:
     await world.clock.advance(0.2)
     with pytest.raises(TimedOut, match="`y`"):
         await reading
-    assert world.dispatcher.names() == ["y"]  # for a moment: programs poll
+    assert world.running == ["y"]  # for a moment: programs poll
     await world.clock.advance(READ_GRACE_S)
-    assert world.dispatcher.names() == []
+    assert world.running == []
     reading = world.read(y)
     await world.settle()
-    world.dispatcher.finish(world.dispatcher.started[0], "after all")
+    await world.finish(world.running[0], "after all")
     assert await reading == "after all"
 
 
-async def test_polling_does_not_start_the_work_again(world: World) -> None:
+async def test_polling_does_not_start_the_work_again(world: HeldWorld) -> None:
     y = world.call("y")
     for _ in range(5):
         reading = world.read(y, timeout=1)
         await world.clock.advance(1)
         with pytest.raises(TimedOut):
             await reading
-    assert world.dispatcher.withdrawn == []
+    assert world.engine.aborted_names == []
     reading = world.read(y, timeout=1)
     await world.settle()
-    world.dispatcher.finish(world.dispatcher.started[0], "done")
+    await world.finish(world.running[0], "done")
     assert await reading == "done"
 
 
-async def test_the_timeout_is_a_deadline_for_the_scheduler(world: World) -> None:
-    reading = world.read(world.call("y"), timeout=5)
+async def test_the_timeout_is_a_deadline_for_the_scheduler() -> None:
+    world = await HeldWorld.open(tasks_capacity=1)
+    busy = world.call("busy", output_criteria="latency")
     await world.settle()
-    objective = world.dispatcher.started[0].objective
-    assert objective is not None
-    assert objective.deadline == 1005
-    reading.cancel()
+    calls = {name: world.call(name) for name in ("early", "late")}
+    patient = world.read(calls["early"])
+    urgent = world.read(calls["late"], timeout=1.0)
+    await world.settle()
+    assert world.running == ["busy"]
+    await world.finish("busy")
+    assert world.running == ["late"]
+    for reading in (world.read(busy), patient, urgent):
+        reading.cancel()
+    await world.close()
 
 
-async def test_a_reader_that_goes_takes_its_work_along(world: World) -> None:
+async def test_a_reader_that_goes_takes_its_work_along(world: HeldWorld) -> None:
     y = world.call("y", world.call("x"))
     reading, other = world.read(y), world.read(y)
     await world.settle()
     reading.cancel()
     await world.settle()
-    assert world.dispatcher.names() == ["x"]
+    assert world.running == ["x"]
     other.cancel()
     await world.settle()
-    assert world.dispatcher.names() == []
+    assert world.running == []
 
 
-async def test_a_read_that_nobody_will_answer_ends_with_the_session(world: World) -> None:
+async def test_a_read_that_nobody_will_answer_ends_with_the_session(world: HeldWorld) -> None:
     empty = world.variable()
     y = world.call("y", empty)
     readings = [world.read(empty), world.read(y)]
@@ -168,10 +129,11 @@ async def test_a_read_that_nobody_will_answer_ends_with_the_session(world: World
             await reading
     with pytest.raises(SessionGone):
         world.variable()
-    assert world.dispatcher.released == [world.scope["session_id"]]
+    await world.clock.advance(1)
+    assert world.engine.contexts == {}
 
 
-async def test_a_read_with_its_own_timeout_outlives_the_life_span(world: World) -> None:
+async def test_a_read_with_its_own_timeout_outlives_the_life_span(world: HeldWorld) -> None:
     reading = world.read(world.variable(), timeout=300)
     await world.clock.advance(299)
     assert not reading.done()
@@ -183,16 +145,16 @@ async def test_a_read_with_its_own_timeout_outlives_the_life_span(world: World) 
         world.variable()
 
 
-async def test_long_work_keeps_its_session(world: World) -> None:
+async def test_long_work_keeps_its_session(world: HeldWorld) -> None:
     y = world.call("y", world.call("x"))
     reading = world.read(y)
     for _ in range(2):
         await world.clock.advance(500)
-        world.dispatcher.finish(world.dispatcher.started[0], "slow")
+        await world.finish(world.running[0], "slow")
     assert await reading == "slow"
 
 
-async def test_deleting_a_session_ends_its_reads_and_work(world: World) -> None:
+async def test_deleting_a_session_ends_its_reads_and_work(world: HeldWorld) -> None:
     y = world.call("y")
     reading = world.read(y)
     await world.settle()
@@ -200,14 +162,15 @@ async def test_deleting_a_session_ends_its_reads_and_work(world: World) -> None:
     world.core.delete_session(session_id, auth)
     with pytest.raises(SessionGone, match="deleted"):
         await reading
-    assert world.dispatcher.started == []
-    assert len(world.dispatcher.cancelled) == 1
-    assert world.dispatcher.released == [session_id]
+    await world.clock.advance(1)
+    assert world.running == []
+    assert world.engine.aborted_names == ["y"]
+    assert world.engine.contexts == {}
     with pytest.raises(SessionGone):
         world.core.session_info(session_id, auth)
 
 
-async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: World) -> None:
+async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: HeldWorld) -> None:
     for number in range(1100):
         world.variable(f"x{number}")
     session_id, auth = world.scope.values()
@@ -222,7 +185,7 @@ async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: W
         await listing
 
 
-async def test_a_session_is_not_told_as_ended_when_the_service_ends(world: World) -> None:
+async def test_a_session_is_not_told_as_ended_when_the_service_ends(world: HeldWorld) -> None:
     for number in range(1100):
         world.variable(f"x{number}")
     steps = world.core.session_steps(*world.scope.values())
@@ -233,7 +196,7 @@ async def test_a_session_is_not_told_as_ended_when_the_service_ends(world: World
 
 
 async def test_a_deleted_session_does_not_expire_as_well(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: HeldWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.core.delete_session(*world.scope.values())
     await world.clock.advance(120)
@@ -244,32 +207,29 @@ async def test_a_deleted_session_does_not_expire_as_well(
     )
 
 
-async def test_a_stream_gives_all_text_to_early_and_late_readers(world: World) -> None:
+async def test_a_stream_gives_all_text_to_early_and_late_readers(world: HeldWorld) -> None:
     y = world.call("y")
     early = world.core.stream(world.request(), y)
     first = asyncio.ensure_future(anext(early))
     await world.settle()
-    completion = world.dispatcher.started[0]
-    assert completion.wants_stream  # type: ignore[union-attr]
-    variable = completion.outputs[0]
-    variable.append("one ")
+    world.stream("y", "one ")
     assert await first == "one "
-    variable.append("two ")
+    world.stream("y", "two ")
     late = world.core.stream(world.request(), y)
     assert await anext(late) == "one two "
-    world.dispatcher.finish(completion, "one two three")
+    await world.finish("y", "one two three")
     assert [delta async for delta in early] == ["two three"]
     assert [delta async for delta in late] == ["three"]
     after = world.core.stream(world.request(), y)
     assert [delta async for delta in after] == ["one two three"]
 
 
-async def test_a_stream_ends_with_its_error_or_timeout(world: World) -> None:
+async def test_a_stream_ends_with_its_error_or_timeout(world: HeldWorld) -> None:
     y, z = world.call("y"), world.call("z")
     failing = asyncio.ensure_future(anext(world.core.stream(world.request(), y)))
     slow = asyncio.ensure_future(anext(world.core.stream(world.request(timeout=3), z)))
     await world.settle()
-    world.dispatcher.fail(world.dispatcher.started[0], EngineFailed("it broke"))
+    await world.fail("y", BROKEN)
     with pytest.raises(EngineFailed):
         await failing
     await world.clock.advance(3)
@@ -279,19 +239,20 @@ async def test_a_stream_ends_with_its_error_or_timeout(world: World) -> None:
         world.core.stream(world.request(), "nowhere")
 
 
-async def test_a_closed_stream_takes_its_work_along(world: World) -> None:
+async def test_a_closed_stream_takes_its_work_along(world: HeldWorld) -> None:
     y = world.call("y")
     stream = world.core.stream(world.request(), y)
     first = asyncio.ensure_future(anext(stream))
     await world.settle()
-    world.dispatcher.started[0].outputs[0].append("text")
+    world.stream("y", "text")
     assert await first == "text"
     await stream.aclose()
-    assert world.dispatcher.started == []
-    assert len(world.dispatcher.withdrawn) == 1
+    await world.settle()
+    assert world.running == []
+    assert world.engine.aborted_names == ["y"]
 
 
-async def test_cancel(world: World) -> None:
+async def test_cancel(world: HeldWorld) -> None:
     x = world.call("x")
     y = world.call("y", x)
     reading = world.read(y)
@@ -307,7 +268,7 @@ async def test_cancel(world: World) -> None:
         world.core.cancel_call(session_id, auth, 999)
 
 
-async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
+async def test_native_functions_are_nodes_of_the_graph(world: HeldWorld) -> None:
     x = world.call("x")
     body = world.scope | {
         "func_name": "shout",
@@ -318,9 +279,10 @@ async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
     y = world.call("y", shouted)
     reading, shouting = world.read(y), world.read(shouted)
     await world.settle()
-    world.dispatcher.finish(world.dispatcher.started[0], "hello")
+    await world.finish(world.running[0], "hello")
     assert await shouting == "HELLO"
-    world.dispatcher.finish(world.dispatcher.started[0], "end")
+    await world.settle()
+    await world.finish(world.running[0], "end")
     assert await reading == "end"
     info = world.core.session_info(*world.scope.values())
     assert [(call.kind, call.func_name, call.state) for call in info.calls] == [
@@ -337,7 +299,7 @@ async def test_native_functions_are_nodes_of_the_graph(world: World) -> None:
         world.core.submit_native(bad)
 
 
-async def test_a_native_call_can_be_cancelled(world: World) -> None:
+async def test_a_native_call_can_be_cancelled(world: HeldWorld) -> None:
     body = world.scope | {
         "func_name": "spin",
         "func_source": "def spin(out):\n    while True:\n        pass",
@@ -353,15 +315,15 @@ async def test_a_native_call_can_be_cancelled(world: World) -> None:
         await reading
 
 
-async def test_session_info_tells_the_story(world: World) -> None:
+async def test_session_info_tells_the_story(world: HeldWorld) -> None:
     x = world.call("x", func_name="first")
     y = world.call("y", x, func_name="second")
     await world.clock.advance(1)
     reading = world.read(y, criteria="TTFT")
     await world.clock.advance(1)
-    world.dispatcher.finish(world.dispatcher.started[0])
+    await world.finish(world.running[0])
     await world.clock.advance(1)
-    world.dispatcher.finish(world.dispatcher.started[0])
+    await world.finish(world.running[0])
     await reading
     info = world.core.session_info(*world.scope.values())
     assert info.age_s == 3
@@ -378,7 +340,7 @@ async def test_session_info_tells_the_story(world: World) -> None:
     ]
 
 
-async def test_nothing_of_a_session_is_reachable_from_another(world: World) -> None:
+async def test_nothing_of_a_session_is_reachable_from_another(world: HeldWorld) -> None:
     secret = world.variable("secret", "42")
     stranger = world.core.create_session(SessionCreateRequest())
     theirs = VarGetRequest(**stranger.model_dump())
@@ -396,7 +358,7 @@ async def test_nothing_of_a_session_is_reachable_from_another(world: World) -> N
 
 
 async def test_limits_are_enforced() -> None:
-    world = World(max_sessions_num=1)
+    world = await HeldWorld.open(max_sessions_num=1)
     with pytest.raises(QuotaExceeded):
         world.core.create_session(SessionCreateRequest())
     world.core.delete_session(*world.scope.values())
@@ -405,7 +367,9 @@ async def test_limits_are_enforced() -> None:
 
 
 async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> None:
-    world = World(global_scheduler={"max_queue_size": 2})
+    world = await HeldWorld.open(tasks_capacity=1, global_scheduler={"max_queue_size": 2})
+    world.call("first", output_criteria="latency")
+    await world.settle()
     late = world.call("late", idempotency_key="k")
     world.call("a", output_criteria="latency")
     busy = world.call("b", output_criteria="latency")
@@ -418,32 +382,34 @@ async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> N
     assert world.call("late", idempotency_key="k") == late  # accepted long ago
     reading = world.read(busy)  # runs anyway
     await world.settle()
-    world.dispatcher.finish(world.dispatcher.started[1], "done")
+    await world.finish("first")
+    await world.finish("a")
+    await world.finish("b", "done")
     assert await reading == "done"
     again = world.read(late)
     await world.settle()
-    world.dispatcher.finish(world.dispatcher.started[1], "at last")
+    await world.finish("late", "at last")
     assert await again == "at last"
     world.core.check_integrity()
     await world.core.close()
 
 
 async def test_one_read_may_need_more_than_the_queue_size() -> None:
-    world = World(global_scheduler={"max_queue_size": 4})
+    world = await HeldWorld.open(tasks_capacity=1, global_scheduler={"max_queue_size": 4})
     reading = world.read(world.call("sum", *[world.call(f"part{n}") for n in range(20)]))
     await world.settle()
-    assert world.core.num_queued == 20
+    assert (world.core.num_queued, len(world.running)) == (19, 1)
     with pytest.raises(QueueFull):
         world.call("more")
     for _ in range(20):
-        world.dispatcher.finish(world.dispatcher.started[0])
-    world.dispatcher.finish(world.dispatcher.started[0], "joined")
+        await world.finish(world.running[0])
+    await world.finish("sum", "joined")
     assert await reading == "joined"
     await world.core.close()
 
 
 async def test_api_keys_guard_sessions_and_separate_tenants() -> None:
-    world = World(api_keys=("one", "two"))
+    world = await HeldWorld.open(api_keys=("one", "two"))
     with pytest.raises(AuthenticationFailed):
         world.core.create_session(SessionCreateRequest())
     with pytest.raises(AuthenticationFailed):
@@ -452,13 +418,14 @@ async def test_api_keys_guard_sessions_and_separate_tenants() -> None:
     other = world.core.create_session(SessionCreateRequest(api_key="two"))
     world.scope = other.model_dump()
     world.call("x", output_criteria="latency")
-    tenants = {task.options.tenant for task in world.dispatcher.started}  # type: ignore[union-attr]
+    await world.settle()
+    tenants = {held.request.tenant for held in world.engine.held}
     assert len(tenants) == 2
     assert not tenants & {"one", "two"}
     await world.core.close()
 
 
-async def test_closing_ends_open_reads(world: World) -> None:
+async def test_closing_ends_open_reads(world: HeldWorld) -> None:
     reading = world.read(world.call("y"))
     await world.settle()
     world.core.shut_down()
@@ -470,23 +437,17 @@ async def test_closing_ends_open_reads(world: World) -> None:
         world.core.readiness(sees_engines=False)
 
 
-async def test_metrics_count_what_happened(world: World) -> None:
-    info = EngineInfo(
-        engine_type=EngineType.SIM,
-        engine_name="e0",
-        model="m",
-        host="localhost",
-        port=1,
-        max_seq_len=10,
-        tokens_capacity=10,
-    )
+async def test_metrics_count_what_happened() -> None:
+    world = await HeldWorld.open(tasks_capacity=0)
     with pytest.raises(NoEngine):
         world.core.readiness(sees_engines=False)
-    await world.core.register_engine(RegisterRequest(engine_config=info))
+    await world.join()
     assert len(world.core.readiness(sees_engines=True).engines) == 1
-    world.dispatcher.on_start = world.dispatcher.finish
     reading = world.read(world.call("y"))
+    await world.settle()
+    await world.finish("y")
     assert await reading
+    await world.clock.advance(0.5)
     world.variable()
     text = b"".join(world.core.metrics()).decode()
     for line in (
@@ -495,13 +456,14 @@ async def test_metrics_count_what_happened(world: World) -> None:
         'parrot_variables{state="empty"} 1.0',
         'parrot_calls_total{kind="semantic",state="done"} 1.0',
         'parrot_call_queue_seconds_bucket{function="unnamed",le="+Inf"} 1.0',
-        'parrot_engine_up{engine="e0",model_name="m"} 1.0',
-        'parrot_engine_heartbeat_age_seconds{engine="e0",model_name="m"} 0.5',
+        'parrot_engine_up{engine="fake",model_name="tiny"} 1.0',
+        'parrot_engine_heartbeat_age_seconds{engine="fake",model_name="tiny"} 0.5',
     ):
         assert line in text, text
+    await world.close()
 
 
-async def test_one_thousand_reads_leave_nothing_behind(world: World) -> None:
+async def test_one_thousand_reads_leave_nothing_behind(world: HeldWorld) -> None:
     """Withdrawn readers, timers and callbacks are all gone."""
     y = world.call("y", world.call("x"))
     for _ in range(20):
@@ -511,7 +473,7 @@ async def test_one_thousand_reads_leave_nothing_behind(world: World) -> None:
             reading.cancel()
         await world.settle()
     await world.clock.advance(2 * WAKE_DELAY_S)
-    assert world.dispatcher.started == []  # given up, so not made in the background either
+    assert world.running == []  # given up, so not made in the background either
     session = world.core.sessions.find(world.scope["session_id"])
     assert session is not None
     assert not session.timed_reads

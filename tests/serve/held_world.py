@@ -1,0 +1,169 @@
+"""ServeCore on virtual time over an engine that answers each call when the test says so."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from parrot.protocol.engine_api import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    RegisterRequest,
+    StreamChunk,
+    Usage,
+)
+from parrot.protocol.engine_client import OnChunk
+from parrot.protocol.errors import ModelNumerics, ParrotError
+from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.serve.events import Sink
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.tasks import Sandbox
+from tests.serve.serve_fakes import made, taken, var_ids
+from tests.support.fake_engine import FakeEngine, fake_engine
+from tests.support.manual_clock import ManualClock
+
+BROKEN = ModelNumerics("it broke")
+"""An error of an engine after which no other engine is tried."""
+
+
+@dataclass(eq=False)
+class Held:
+    """A call that the engine has and has not answered. Its prompt begins with `name: `."""
+
+    name: str
+    request: GenerateRequest
+    on_chunk: OnChunk | None
+    answer: "asyncio.Future[GenerateResponse]"
+
+
+@dataclass
+class HeldEngine(FakeEngine):
+    """`aborted_names` are those of calls that ServeCore has stopped."""
+
+    held: list[Held] = field(default_factory=list)
+    aborted_names: list[str] = field(default_factory=list)
+
+    async def generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
+        self._fill(request.fills)
+        prompt = "".join(self.contexts[request.context_id])
+        answer = asyncio.get_running_loop().create_future()
+        held = Held(prompt.partition(": ")[0], request, on_chunk, answer)
+        self.held.append(held)
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self.aborted_names.append(held.name)
+            raise
+        finally:
+            self.held.remove(held)
+
+    def find(self, name: str) -> Held:
+        """The oldest call with this name."""
+        return next(held for held in self.held if held.name == name)
+
+
+def held_engine(tasks_capacity: int = 10_000) -> HeldEngine:
+    engine = fake_engine(text=True, tasks_capacity=tasks_capacity, tokens_capacity=10**9)
+    return HeldEngine(engine.info)
+
+
+class HeldWorld:
+    """A core with one engine, a session in it, and shorthands for its requests."""
+
+    def __init__(self, core: ServeCore, engine: HeldEngine, clock: ManualClock) -> None:
+        self.core = core
+        self.engine = engine
+        self.clock = clock
+        self.scope: dict[str, Any] = {}
+
+    @classmethod
+    async def open(
+        cls,
+        *,
+        tasks_capacity: int = 10_000,
+        sinks: Sequence[Sink] = (),
+        sandbox: Sandbox | None = None,
+        **config: Any,
+    ) -> Self:
+        """`tasks_capacity`: calls that the engine takes at once; 0: no engine has joined."""
+        clock, engine = ManualClock(start=1000), held_engine(max(1, tasks_capacity))
+        defaults = {"session_life_span": 60.0, "engine_heartbeat_timeout": 1e9}
+        settings = CoreConfig(**(defaults | config))
+        dispatcher = Dispatcher(settings, clock, lambda info: engine)
+        core = ServeCore(settings, clock=clock, dispatcher=dispatcher, sandbox=sandbox, sinks=sinks)
+        world = cls(core, engine, clock)
+        if tasks_capacity:
+            await world.join()
+        world.enter(config["api_keys"][0] if "api_keys" in config else None)
+        return world
+
+    def enter(self, api_key: str | None = None) -> None:
+        """Go on in a new session."""
+        session = self.core.create_session(SessionCreateRequest(api_key=api_key))
+        self.scope = session.model_dump()
+
+    async def join(self) -> None:
+        await self.core.register_engine(RegisterRequest(engine_config=self.engine.info))
+
+    async def close(self) -> None:
+        self.core.check_integrity()
+        await self.core.close()
+
+    def call(self, output: str, *inputs: str, **fields: Any) -> str:
+        """Submit a call that takes these variables; returns its output's id."""
+        parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
+        given = "".join(f"{{{{{parameter['name']}}}}}" for parameter in parameters)
+        template = f"{output}: {given}{{{{{output}}}}}"
+        body = self.scope | {"template": template, "parameters": [*parameters, made(output)]}
+        request = SemanticCallRequest.model_validate(body | fields)
+        return var_ids(self.core.submit_call(request))[output]
+
+    def variable(self, name: str = "x", content: str | None = None) -> str:
+        return self.core.create_var(*self.scope.values(), name, content)
+
+    def request(self, **fields: Any) -> VarGetRequest:
+        return VarGetRequest.model_validate(self.scope | fields)
+
+    def read(self, var_id: str, **fields: Any) -> asyncio.Task[str]:
+        return asyncio.ensure_future(self._text(self.request(**fields), var_id))
+
+    async def _text(self, request: VarGetRequest, var_id: str) -> str:
+        return (await self.core.read(request, var_id)).content
+
+    async def settle(self) -> None:
+        await self.clock.advance(0)
+
+    # What the engine does
+
+    @property
+    def running(self) -> list[str]:
+        """The names of the calls that the engine has, in the order in which they came."""
+        return [held.name for held in self.engine.held]
+
+    async def finish(self, name: str, text: str | None = None) -> None:
+        answer = self.engine.find(name).answer
+        text = f"<{name}>" if text is None else text
+        answer.set_result(
+            GenerateResponse(
+                generated_text=text,
+                generated_ids=[],
+                finish_reason=FinishReason.STOP,
+                usage=Usage(output_tokens=len(text)),
+            )
+        )
+        await self.settle()
+
+    async def fail(self, name: str, error: ParrotError = BROKEN) -> None:
+        self.engine.find(name).answer.set_exception(error)
+        await self.settle()
+
+    def stream(self, name: str, text: str) -> None:
+        """Generate some more of an output."""
+        on_chunk = self.engine.find(name).on_chunk
+        assert on_chunk is not None, "nobody reads along"
+        on_chunk(StreamChunk(ids=[], text=text))
