@@ -230,7 +230,8 @@ class TorchPlan:
 
 
 class PromptKernel(Protocol):
-    """Computes the attention of a prompt's last tokens faster than products of whole matrices."""
+    """Computes the attention of a prompt's last tokens faster than products of whole matrices. It
+    is a protocol because its implementation, `cpu.attention.PromptAttention`, stands above."""
 
     def takes(self, q: torch.Tensor, num_keys: int) -> bool:
         """Whether it can for q [tokens, heads, head_dim]."""

@@ -100,7 +100,8 @@ class ScoreSpec(NamedTuple):
 
 
 class StateSum(Protocol):
-    """A sum of final hidden states, as the model's last norm leaves them."""
+    """A sum of final hidden states, as the model's last norm leaves them. It is a protocol because
+    each runner has sums of its own arrays, and the core imports neither torch nor NumPy."""
 
     def plus(self, other: "StateSum") -> "StateSum": ...
 
