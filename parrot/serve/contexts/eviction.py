@@ -106,7 +106,7 @@ class FarthestNextUse:
 EvictionOrder = LeastRecentlyUsed | FarthestNextUse
 
 
-class Idling(NamedTuple):
+class EvictionRules(NamedTuple):
     """How an engine's idle contexts are ordered: those of one tenant, and the tenants by weight."""
 
     make_order: Callable[[], EvictionOrder]
@@ -130,12 +130,12 @@ class IdleByTenant:
 
     It is installed with the second tenant. A tenant's share is its part of `capacity` by weight."""
 
-    def __init__(self, capacity: int, idling: Idling) -> None:
+    def __init__(self, capacity: int, rules: EvictionRules) -> None:
         self.capacity = capacity
-        self._idling = idling
+        self._rules = rules
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # By `seen`.
         self._weight = 0.0  # Of all tenants, present or away.
-        self._shares: WeightedShares[_Tenant] = WeightedShares(idling.clock)
+        self._shares: WeightedShares[_Tenant] = WeightedShares(rules.clock)
         self._order = self._shares.order(_used)  # Of the tenants with idle contexts.
 
     def enter(
@@ -149,7 +149,7 @@ class IdleByTenant:
             self._order.add(tenant)
 
     def _new(self, name: str, idle: EvictionOrder) -> _Tenant:
-        tenant = _Tenant(weight=self._idling.weigh(name), idle=idle)
+        tenant = _Tenant(weight=self._rules.weigh(name), idle=idle)
         self._tenants[name] = tenant
         self._weight += tenant.weight
         return tenant
@@ -157,7 +157,7 @@ class IdleByTenant:
     def opened(self, context: LedgerContext, size: int) -> None:
         tenant = self._tenants.get(context.tenant)
         if tenant is None:
-            tenant = self._new(context.tenant, self._idling.make_order())
+            tenant = self._new(context.tenant, self._rules.make_order())
         tenant.num_contexts += 1
         self.resized(context, size)
 
@@ -241,7 +241,7 @@ class EngineMemory(Room):
     behind it that does as it likes."""
 
     block_size: int
-    idling: Idling
+    rules: EvictionRules
     contexts: dict[int, LedgerContext] = field(default_factory=dict)
     residence: Residence | None = None
     kept: Kept | None = None
@@ -259,7 +259,7 @@ class EngineMemory(Room):
         self.contexts[context.id] = context
         self.used += size
         if self._by_tenant is None:
-            self._seen = self.idling.clock.now()
+            self._seen = self.rules.clock.now()
         else:
             self._by_tenant.opened(context, size)
         return size
@@ -267,15 +267,15 @@ class EngineMemory(Room):
     def _came(self, tenant: str) -> None:
         """Another tenant comes. It may be the only one again."""
         if self._idle is None or not self.contexts:
-            self._idle, self._tenant = self.idling.make_order(), tenant
+            self._idle, self._tenant = self.rules.make_order(), tenant
             return
-        self._by_tenant = IdleByTenant(self.capacity, self.idling)
+        self._by_tenant = IdleByTenant(self.capacity, self.rules)
         self._by_tenant.enter(self._tenant, self._idle, self._seen, len(self.contexts), self.used)
 
     def resized(self, context: LedgerContext, added: int) -> None:
         self.used += added
         if self._by_tenant is None:
-            self._seen = self.idling.clock.now()
+            self._seen = self.rules.clock.now()
         else:
             self._by_tenant.resized(context, added)
 

@@ -20,8 +20,8 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.eviction import (
     EngineMemory,
     EvictionOrder,
+    EvictionRules,
     FarthestNextUse,
-    Idling,
     LeastRecentlyUsed,
     Owners,
     WeightOf,
@@ -95,9 +95,9 @@ class ContextLedger:
         order: Callable[[], EvictionOrder] = LeastRecentlyUsed
         if self._eviction == "next_use":
             order = partial(FarthestNextUse, predict, self._clock)
-        idling = Idling(order, lambda t: self.weigh(t), self._clock)
+        rules = EvictionRules(order, lambda t: self.weigh(t), self._clock)
         account = EngineMemory(
-            capacity=capacity + host_capacity, block_size=block_size, idling=idling
+            capacity=capacity + host_capacity, block_size=block_size, rules=rules
         )
         if has_server:
             account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
