@@ -191,7 +191,7 @@ async def test_candidates_are_read_with_the_criteria_and_deadline() -> None:
     await world.settle()
     readings += [
         world.first([patient], 1),
-        world.first([urgent], 1, criteria="TTFT", timeout=9.0, deadline=0.5),
+        world.first([urgent], 1, criteria="TTFT", timeout=9.0, deadline=1.5),
     ]
     await world.settle()
     (call,) = [
@@ -209,9 +209,7 @@ async def test_candidates_are_read_with_the_criteria_and_deadline() -> None:
 
 
 async def test_unknown_variables_and_a_full_queue() -> None:
-    world = await World.open(tasks_capacity=1, global_scheduler={"max_queue_size": 2})
-    world.call("busy", output_criteria="latency")
-    await world.settle()
+    world = await World.open(tasks_capacity=2, global_scheduler={"max_queue_size": 2})
     ids = [world.submit() for _ in range(2)]
     with pytest.raises(NotFound):
         await world.first([ids[0], "nowhere"], 1)
@@ -227,8 +225,10 @@ async def test_unknown_variables_and_a_full_queue() -> None:
     idle = world.submit(on_demand=True)
     await world.made(ids[1])
     assert await first == ids
-    busy = [world.first([var_id], 1) for var_id in [world.submit(), world.submit()]]
-    await world.clock.advance(0)
+    others, busy = [world.submit() for _ in range(4)], []
+    for pair in (others[:2], others[2:]):  # two run, and two are queued
+        busy += [world.first([var_id], 1) for var_id in pair]
+        await world.clock.advance(0)
     with pytest.raises(QueueFull):
         await world.first([idle, *ids], 3)
     assert await world.first([idle, *ids], 2) == ids
