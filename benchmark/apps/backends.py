@@ -1,5 +1,4 @@
-"""Servers as programs use them, in each style: at a distance, and with what they count themselves,
-in Prometheus' text format."""
+"""ServeCore as programs use it, over a network with a delay, and its own counters."""
 
 import asyncio
 import random
@@ -8,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.cli.bench.program import Backend, Network, ProgramCall, ProgramOutput
@@ -16,47 +14,36 @@ from parrot.cli.bench.styles import (
     BenchSession,
     Data,
     GraphProgram,
-    OpenAIProgram,
-    OpenAITarget,
     WaitingProgram,
     close_session,
-    openai_http,
     submit_call,
 )
 from parrot.protocol.serve_client import ServeClient
 
 Counters = Mapping[str, float]
 Scrape = Callable[[], Awaitable[str]]
-"""Gives a server's metrics page; "" if it has none."""
+"""Returns a server's metrics page."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountedBackend(Backend):
-    """One whose server counts."""
+    """A backend whose server has a metrics page."""
 
     scrape: Scrape
 
     async def counters(self) -> Counters:
-        """What the server has counted since it began."""
+        """The server's counters since it started."""
         return read_counters(await self.scrape())
 
 
 EAGER_TOKENS = "parrot_eager_fill_tokens_total outcome=filled"
 
-_WANTED = (
-    "parrot_kv_",
-    "parrot_eager_",
-    "parrot_calls_reused",
-    "parrot_call_retries",
-    "vllm:prefix_cache",
-    "vllm:num_preemptions",
-    "vllm:prompt_tokens",
-)
+_WANTED = ("parrot_kv_", "parrot_eager_", "parrot_calls_reused", "parrot_call_retries")
 _TOTAL = "_total"
 
 
 def read_counters(page: str) -> Counters:
-    """Those that say something of a run, by "name label=value ..."."""
+    """The counters of caches and of saved work, by "name label=value ..."."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -72,23 +59,9 @@ def total(counters: Counters, name: str) -> float:
 
 
 def growth(before: Counters, after: Counters) -> dict[str, float]:
-    """What has been counted in between, without what has not changed."""
+    """The increase of each counter, without those that did not change."""
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return {name: value for name, value in grown.items() if value}
-
-
-def scrape(base_url: str, token: str | None = None) -> Scrape:
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-
-    async def get() -> str:
-        timeout = aiohttp.ClientTimeout(total=10)
-        async with (
-            aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-            session.get(f"{base_url}/metrics") as response,
-        ):
-            return await response.text() if response.ok else ""
-
-    return get
 
 
 LAN_RTT_S = 0.3e-3
@@ -101,18 +74,19 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 async def exact_sleep(seconds: float) -> None:
-    """For delays that are shorter than what a timer can do."""
+    """For delays that are shorter than the resolution of a timer."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     if seconds > _TIMER_RESOLUTION_S:
         await asyncio.sleep(seconds - _TIMER_RESOLUTION_S)
-    while loop.time() < end:  # noqa: ASYNC110 - nothing else tells so small times
+    while loop.time() < end:  # noqa: ASYNC110 - no timer has this resolution
         await asyncio.sleep(0)
 
 
 class DelayedNetwork(Network):
-    """Round trips of the client's requests, one half before the server sees the request, the other
-    before the client sees the answer. WAN: measured samples, drawn with a seed."""
+    """Adds a round trip to each request of the client: one half before the server receives the
+    request, the other half before the client receives the answer. WAN: measured samples, drawn with
+    a seed."""
 
     def __init__(self, kind: str, seed: int = 0, sleep: Sleep = exact_sleep) -> None:
         """`kind`: one of `NETWORKS`. `sleep`: on virtual time `asyncio.sleep`."""
@@ -126,7 +100,7 @@ class DelayedNetwork(Network):
 
     @asynccontextmanager
     async def trip(self) -> AsyncIterator[float]:
-        """What is done inside happens at the server; gives the seconds of the way back."""
+        """The block runs at the server. Gives the seconds of the way back."""
         way_s = self._rng.choice(self._samples_s) / 2
         if not way_s:
             yield 0.0
@@ -134,18 +108,6 @@ class DelayedNetwork(Network):
         await self._sleep(way_s)
         yield way_s
         await self._sleep(way_s)
-
-
-async def openai_backend(
-    base_url: str, network: Network, model: str | None = None, api_key: str | None = None
-) -> CountedBackend:
-    """`model`: by default the one that the server names first."""
-    http = openai_http(base_url, api_key)
-    if model is None:
-        answer = await http.request("GET", "/v1/models")
-        model = str(answer["data"][0]["id"])
-    target = OpenAITarget(http, model)
-    return CountedBackend(lambda app: OpenAIProgram(target, network), http.close, scrape(base_url))
 
 
 def parrot_backend(
@@ -157,8 +119,8 @@ def parrot_backend(
 
 
 class RequestProgram(WaitingProgram):
-    """ServeCore as a server of single requests: each call is a session of its own, so nothing of
-    the graph is known. What an OpenAI client costs, one round trip, is what it costs here."""
+    """ServeCore as a server of single requests: each call has its own session, so ServeCore does
+    not know the graph. A call costs one round trip, as it does with a client of OpenAI's API."""
 
     def __init__(self, client: ServeClient, network: Network, app: str) -> None:
         super().__init__()

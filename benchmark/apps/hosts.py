@@ -1,4 +1,4 @@
-"""Where the servers are: running somewhere, launched here, or simulated on virtual time."""
+"""The servers of a run: launched on this machine, or simulated on virtual time."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -6,14 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
-from urllib.parse import urlsplit
 
 from benchmark.apps.backends import (
     CountedBackend,
     DelayedNetwork,
-    openai_backend,
     parrot_backend,
-    scrape,
 )
 from benchmark.apps.metrics import Run
 from benchmark.serve.baselines import NAMES, cluster_with
@@ -29,26 +26,28 @@ from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.server_config import kept_token
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.simulation import SimCluster, fixed, run_virtual
-from parrot.utils.addresses import is_loopback
 
 ENGINE = "engine."
-STYLES = ("parrot", "requests", "openai")
+STYLES = ("parrot", "requests")
 
-# What "off" means where a feature is a choice of rules: the first of these that there is.
+# Where a feature is a choice of rules, "off" is the first of these that exists.
 _PLAIN = ("fcfs", "lru", "off", "none")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One side of a comparison. `overrides`: keys of ServeCore's `global_scheduler`; over simulated
-    engines `policy` and `placement` may name baselines. `engine`: keys of simulated engines'
-    configs, with dots. `base_url`: a server that is not launched here."""
+    """One side of a comparison. `overrides`: keys of ServeCore's `global_scheduler`. With simulated
+    engines, `policy` and `placement` may name baselines. `engine`: keys of simulated engines'
+    configs, with dots."""
 
     name: str
     style: str
     overrides: tuple[tuple[str, Any], ...] = ()
     engine: tuple[tuple[str, Any], ...] = ()
-    base_url: str | None = None
+
+    @property
+    def whole_graph(self) -> bool:
+        return self.style == "parrot"
 
 
 def features() -> dict[str, Any]:
@@ -66,14 +65,11 @@ def features() -> dict[str, Any]:
 
 
 def parse_setting(text: str) -> Setting:
-    """`STYLE[:WHAT]`. WHAT of `parrot` and `requests`: with commas, `on`, `all-off`, changes:
-    `-policy` (off), `policy=fcfs`, `engine.tasks_capacity=8`. WHAT of `openai` is a URL.
-    Raises `ValueError`."""
+    """`STYLE[:WHAT]`. WHAT is a list with commas: `on`, `all-off`, `-policy` (off), `policy=fcfs`,
+    `engine.tasks_capacity=8`. Raises `ValueError`."""
     style, _, what = text.partition(":")
     if style not in STYLES:
         raise ValueError(f"{text!r}: the style must be one of {', '.join(STYLES)}")
-    if what.startswith(("http://", "https://")):
-        return Setting(text, style, base_url=what)
     parts = [part for part in what.split(",") if not part.startswith(ENGINE)]
     engine = [
         part.removeprefix(ENGINE).partition("=") for part in what.split(",") if part not in parts
@@ -114,6 +110,7 @@ def _value(text: str) -> Any:
 
 QUEUE_SIZE = 100_000  # a whole workload may be queued
 HEARTBEAT_S = 0.5  # so that engines soon find a restarted ServeCore
+METRICS_BYTES = 16 << 20
 START_TIMEOUT_S = 600.0
 
 Measure = Callable[[CountedBackend], Awaitable[Run]]
@@ -121,8 +118,8 @@ Config = dict[str, Any]
 
 
 class Host(ABC):
-    """`forgets`: a run's servers have no memory of earlier runs. Where they have, every run needs
-    texts of its own: a warm cache would be an unfair advantage."""
+    """Starts the servers of a run. `forgets`: they have no memory of earlier runs. Otherwise each
+    setting needs its own texts, or it would find those of the setting before in a cache."""
 
     forgets = False
 
@@ -130,8 +127,8 @@ class Host(ABC):
         self._network = network
 
     @abstractmethod
-    def tokenizer_json(self) -> str | None:
-        """Of the model that is served; None: the host cannot tell."""
+    def tokenizer_json(self) -> str:
+        """Of the model that is served."""
 
     @abstractmethod
     def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
@@ -142,49 +139,15 @@ class Host(ABC):
         """The servers' configurations, for the report."""
 
 
-class ServerHost(Host):
-    """Servers that somebody else started. What they have in memory stays there."""
-
-    def __init__(self, network: str, base_url: str, api_key: str | None, model: str | None) -> None:
-        super().__init__(network)
-        self._base_url = base_url
-        self._api_key = api_key
-        self._model = model
-
-    def tokenizer_json(self) -> str | None:
-        return asyncio.run(engine_tokenizer(self._base_url))
-
-    def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
-        url = setting.base_url or self._base_url
-        return asyncio.run(self._run(setting, url, measure, seed))
-
-    def describe(self) -> Config:
-        return {"base_url": self._base_url}
-
-    async def _run(self, setting: Setting, url: str, measure: Measure, seed: int) -> Run:
-        backend = await self._connect(setting, url, DelayedNetwork(self._network, seed))
-        try:
-            return await measure(backend)
-        finally:
-            await backend.close()
-
-    async def _connect(self, setting: Setting, url: str, network: DelayedNetwork) -> CountedBackend:
-        if setting.style == "openai":
-            return await openai_backend(url, network, self._model, self._api_key)
-        client = ServeClient(HttpClient(url))
-        metrics = scrape(url, own_token(url))
-        return parrot_backend(client, metrics, network, whole_graph=setting.style == "parrot")
-
-
-class ClusterHost(ServerHost):
-    """ServeCore and engines on this machine. Engines are started once; ServeCore starts anew for
-    each run, with its setting's features. Engines forget contexts by that, but not what they cache
-    by content."""
+class ClusterHost(Host):
+    """ServeCore and engines on this machine. Engines start once. ServeCore restarts before each
+    run, with its setting's features. Engines then forget contexts, but keep their prefix caches."""
 
     def __init__(
         self, network: str, paths: Sequence[Path], num_engines: int | None, log_dir: Path | None
     ) -> None:
-        """Whoever uses it starts and stops its `cluster`."""
+        """The caller starts and stops `cluster`."""
+        super().__init__(network)
         core, engines = read_configs(paths, {})
         if num_engines is not None:
             engines = [dict(engines[i % len(engines)]) for i in range(num_engines)]
@@ -198,18 +161,46 @@ class ClusterHost(ServerHost):
         self._configs = engines
         self._is_used = False
         self.cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=START_TIMEOUT_S)
-        super().__init__(network, self.cluster.core_url, None, None)
+
+    def tokenizer_json(self) -> str:
+        return asyncio.run(self._tokenizer_json())
+
+    async def _tokenizer_json(self) -> str:
+        async with self._http(self.cluster.core_url) as http:
+            ready = ReadyResponse.model_validate(await http.request("GET", "/ready"))
+        engine = ready.engines[0]
+        client = EngineClient(self._http(f"http://{engine.host}:{engine.port}"))
+        try:
+            return (await client.tokenizer()).tokenizer_json
+        finally:
+            await client.close()
 
     def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
-        if setting.base_url is None:
-            self._renew(setting)
-        return super().run(setting, measure, seed)
+        self._renew(setting)
+        return asyncio.run(self._run(setting, measure, seed))
 
     def describe(self) -> Config:
         return {"engines": self._configs}
 
+    async def _run(self, setting: Setting, measure: Measure, seed: int) -> Run:
+        url, network = self.cluster.core_url, DelayedNetwork(self._network, seed)
+
+        async def scrape() -> str:
+            async with self._http(url) as http:
+                return await http.text("/metrics", limit=METRICS_BYTES, timeout_s=10.0)
+
+        client = ServeClient(HttpClient(url))
+        backend = parrot_backend(client, scrape, network, whole_graph=setting.whole_graph)
+        try:
+            return await measure(backend)
+        finally:
+            await backend.close()
+
+    def _http(self, url: str) -> HttpClient:
+        return HttpClient(url, bearer_token=kept_token(state_dir=None))
+
     def _renew(self, setting: Setting) -> None:
-        """A ServeCore with these features that has run nothing yet."""
+        """Restart ServeCore with the setting's features, unless it is new and has them."""
         features = self._usual | dict(setting.overrides)
         if self._is_used or features != self._features:
             self.cluster.configs[CORE]["global_scheduler"] = self._features = features
@@ -228,8 +219,8 @@ class SimHost(Host):
         self._config = _sim_config(path)
         self._num_engines = num_engines
 
-    def tokenizer_json(self) -> str | None:
-        async def ask() -> str | None:
+    def tokenizer_json(self) -> str:
+        async def ask() -> str:
             async with SimCluster(1, engine=self._config) as cluster:
                 (engine,) = cluster.engines.values()
                 return (await engine.client.tokenizer()).tokenizer_json
@@ -255,34 +246,8 @@ class SimHost(Host):
                 return b"".join(cluster.core.metrics()).decode()
 
             client = cluster.client(fixed(0.0))
-            backend = parrot_backend(
-                client, scrape_core, network, whole_graph=setting.style == "parrot"
-            )
+            backend = parrot_backend(client, scrape_core, network, whole_graph=setting.whole_graph)
             return await measure(backend)
-
-
-def own_token(url: str) -> str | None:
-    """This user's cluster token for a server on this machine; elsewhere it would be given away."""
-    return kept_token(state_dir=None) if is_loopback(urlsplit(url).hostname or "") else None
-
-
-async def engine_tokenizer(base_url: str) -> str | None:
-    """From the first engine of a ServeCore of this user; None if this is no ServeCore."""
-    token = own_token(base_url)
-    async with HttpClient(base_url, bearer_token=token) as http:
-        try:
-            ready = ReadyResponse.model_validate(await http.request("GET", "/ready"))
-        except Exception:  # noqa: BLE001 - another kind of server: whatever it answers
-            return None
-    if not ready.engines:
-        return None
-    engine = ready.engines[0]
-    url = f"http://{engine.host}:{engine.port}"
-    client = EngineClient(HttpClient(url, bearer_token=token))
-    try:
-        return (await client.tokenizer()).tokenizer_json
-    finally:
-        await client.close()
 
 
 def _sim_config(path: Path | None) -> SimConfig:

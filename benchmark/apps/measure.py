@@ -5,51 +5,37 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmark.apps.backends import CountedBackend
-from benchmark.apps.hosts import (
-    ClusterHost,
-    Host,
-    ServerHost,
-    Setting,
-    SimHost,
-    features,
-    parse_setting,
-)
-from benchmark.apps.metrics import (
-    Bystanders,
-    Figures,
-    PlanRunner,
-    Run,
-    key_figures,
-    ratios,
-    summarise,
-)
+from benchmark.apps.hosts import ClusterHost, Host, Setting, SimHost, parse_setting
+from benchmark.apps.metrics import Bystanders, Run, key_figures, ratios, run_plan, summarise
 from benchmark.apps.text import one_token_words
-from benchmark.apps.workloads import WORKLOADS, lengths_256
 from benchmark.results import Report
-from parrot.cli.bench.plan import Plan, Workload
+from parrot.cli.bench.plan import JobRunner, Plan, Workload
+from parrot.cli.bench.requests import lengths_256, request
 from parrot.cli.bench.text import TextSource
-from parrot.cli.bench.workloads import request
+from parrot.cli.bench.workloads import WORKLOADS, parse_workload
 
-GOODPUT_SLACK = 1.5  # times the median of the first run
 _WARM_UP = -1  # the repetition that is not recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
+    """`text`: as the command line names it. `name`: of its workload."""
+
+    text: str
     name: str
     workload: Workload
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     """Raises `ValueError` for arguments that make no sense."""
-    settings = _settings(args)
-    cases = [case for text in args.workloads for case in parse_cases(text, args)]
+    settings = [parse_setting(text) for text in args.compare]
+    cases = [parse_case(text, args.scale) for text in args.workloads]
     with _host(args) as host:
-        text = _text_source(args, host)
+        text = TextSource(one_token_words(host.tokenizer_json()))
         servers = host.describe()
         report |= {"arguments": _arguments(args), "servers": servers}
         report.uses("servers", servers)
@@ -57,23 +43,11 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         Runs(args, host, text, report).run(cases, settings)
 
 
-def parse_cases(text: str, args: argparse.Namespace) -> list[Case]:
-    """`NAME[:KEY=VALUE,...]`; with `--sweep` the original's variations of it."""
-    name, _, rest = text.partition(":")
-    if name not in WORKLOADS:
-        raise ValueError(f"no workload {name!r}: {', '.join(WORKLOADS)}")
-    changes = dict(_pair(part) for part in rest.split(",") if part)
-    workload = WORKLOADS[name](factor=args.scale).changed(changes)
-    if not args.sweep:
-        return [Case(text, workload)]
-    return [Case(_case_name(name, variant), variant) for variant in workload.sweep() or [workload]]
-
-
-def _case_name(name: str, workload: Workload) -> str:
-    """With the parameters that are not the workload's own."""
-    usual = type(workload)(factor=workload.factor).parameters()
-    changed = {k: v for k, v in workload.parameters().items() if v != usual[k]}
-    return ":".join([name, ",".join(f"{k}={v}" for k, v in changed.items())]).rstrip(":")
+def parse_case(text: str, factor: float) -> Case:
+    """A workload at the size of the evaluation, with changes. Raises `ValueError`."""
+    name, changes = parse_workload(text)
+    workload = replace(WORKLOADS[name].workload, factor=factor)
+    return Case(text, name, workload.changed(name, changes))
 
 
 class Runs:
@@ -87,36 +61,31 @@ class Runs:
         self._text = text
         self._report = report
         self._began = time.monotonic()
-        self._deadlines: dict[str, float] = {}
-        self._places: dict[Setting, int] = {}
 
     def run(self, cases: Sequence[Case], settings: Sequence[Setting]) -> None:
-        ours = [setting for setting in settings if setting.base_url is None]
-        self._places = {s: ours.index(s) if s in ours else 0 for s in settings}
         if self._args.warm_up:
-            self._measure(cases[0], settings[0], _WARM_UP)
+            self._measure(cases[0], settings[0], 0, _WARM_UP)
         for case in cases:
             for repeat in range(self._args.repeat):
-                for setting in settings:
+                for place, setting in enumerate(settings):
                     if self._is_over_budget():
                         print("the budget is used up", flush=True)
                         return
-                    self._run_one(case, setting, repeat)
+                    self._run_one(case, setting, place, repeat)
 
     def _is_over_budget(self) -> bool:
         budget = self._args.budget
         return budget is not None and time.monotonic() - self._began > budget
 
-    def _run_one(self, case: Case, setting: Setting, repeat: int) -> None:
-        title = f"{case.name} {setting.name} #{repeat}"
+    def _run_one(self, case: Case, setting: Setting, place: int, repeat: int) -> None:
+        title = f"{case.text} {setting.name} #{repeat}"
         print(f"{time.monotonic() - self._began:7.1f} s  {title}", flush=True)
-        run = self._measure(case, setting, repeat)
-        figures = summarise(run, self._deadline(case, run))
+        figures = summarise(self._measure(case, setting, place, repeat))
         runs = self._report.setdefault("runs", [])
         runs.append(
             {
-                "case": case.name,
-                "workload": case.workload.NAME,
+                "case": case.text,
+                "workload": case.name,
                 "parameters": case.workload.parameters(),
                 "setting": setting.name,
                 "style": setting.style,
@@ -127,46 +96,36 @@ class Runs:
         )
         self._report["ratios"] = ratios(runs)
         self._report.save()
-        print(f"           {_line(figures)}", flush=True)
+        times = [f"{name} {seconds:.3f} s" for name, seconds in key_figures(figures).items()]
+        tokens = [f"{name} {count}" for name, count in figures["tokens"].items()]
+        print(" " * 11 + ", ".join([*times, *tokens, *figures["first_errors"]]), flush=True)
 
-    def _measure(self, case: Case, setting: Setting, repeat: int) -> Run:
-        """The same lengths and arrivals in the same repetition. The words differ where a server
-        would remember them from the setting before."""
+    def _measure(self, case: Case, setting: Setting, place: int, repeat: int) -> Run:
+        """All settings get the same lengths and arrivals in one repetition. They get different
+        words where a server would have cached those of the setting before."""
         args = self._args
-        place = 0 if self._host.forgets else self._places[setting]
-        text = self._text.of_side(place).salted((args.seed, repeat))
-        plan: Plan = case.workload.plan(text, args.seed + repeat)
-        bystanders = None
+        text = self._text.of_side(0 if self._host.forgets else place).salted((args.seed, repeat))
+        plan = case.workload.plan(text, args.seed + repeat)
+        others = None
         if args.bystanders:
-            bystanders = Bystanders(args.bystanders, args.alone, args.scale)
+            others = Bystanders(text, args.bystanders, args.alone, args.scale)
 
         async def run(backend: CountedBackend) -> Run:
-            if args.learn:
-                await PlanRunner(backend, text).run(learning_plan(text, args.learn, args.scale))
-            runner = PlanRunner(
+            await JobRunner(backend).run(learning_plan(text, args.learn, args.scale))
+            return await run_plan(
                 backend,
-                text,
-                bystanders=bystanders,
+                plan,
+                bystanders=others,
                 time_limit_s=args.time_limit,
                 prepared=args.open_sessions,
             )
-            return await runner.run(plan)
 
         return self._host.run(setting, run, args.seed + repeat)
 
-    def _deadline(self, case: Case, run: Run) -> float | None:
-        """The same for all runs of a case."""
-        if self._args.deadline is not None:
-            return float(self._args.deadline)
-        times = sorted(job.seconds for job in run.jobs if job.seconds is not None)
-        if times:
-            self._deadlines.setdefault(case.name, GOODPUT_SLACK * times[len(times) // 2])
-        return self._deadlines.get(case.name)
-
 
 def learning_plan(text: TextSource, requests: int, factor: float) -> Plan:
-    """Unrecorded requests of many sizes before each run, so that a ServeCore that was just started
-    can learn how fast its engines are. Their outputs are short."""
+    """Requests of many sizes that are not recorded. A ServeCore that just started learns from them
+    how fast its engines are. Their outputs are short."""
     jobs = []
     for number, (prompt, output) in enumerate(lengths_256()[:requests]):
         query = text.data(max(1, round(prompt * factor)), "learning", number)
@@ -174,55 +133,15 @@ def learning_plan(text: TextSource, requests: int, factor: float) -> Plan:
     return Plan(jobs)
 
 
-def _line(figures: Figures) -> str:
-    tokens = figures["tokens"]
-    times = [f"{name} {seconds:.3f} s" for name, seconds in key_figures(figures).items()]
-    parts = [
-        *times,
-        f"{figures['output_tokens_per_s']:.0f} tok/s",
-        f"{tokens['calls_done']}/{tokens['calls']} calls",
-        f"prompt {tokens['prompt']} (planned {tokens['prompt_planned']})",
-        f"recomputed {tokens['recomputed']}",
-    ]
-    if figures["first_errors"]:
-        parts.append(f"{figures['num_errors']} errors: {figures['first_errors'][0]}")
-    return ", ".join(parts)
-
-
-def _settings(args: argparse.Namespace) -> list[Setting]:
-    if args.compare:
-        return [parse_setting(text) for text in args.compare]
-    if unknown := set(args.off) - set(features()):
-        raise ValueError(f"unknown feature {min(unknown)!r}: {', '.join(features())}")
-    what = "all-off" if args.all_off else ",".join(f"-{name}" for name in args.off) or "on"
-    return [parse_setting(args.backend if args.backend == "openai" else f"{args.backend}:{what}")]
-
-
 @contextmanager
 def _host(args: argparse.Namespace) -> Iterator[Host]:
     if args.sim is not None:
         path = args.sim if args.sim.name else None
         yield SimHost(args.client_rtt, path, args.engines or 1)
-    elif args.launch:
+    else:
         host = ClusterHost(args.client_rtt, args.launch, args.engines, args.log_dir)
         with host.cluster:
             yield host
-    else:
-        yield ServerHost(args.client_rtt, args.base_url.rstrip("/"), args.api_key, args.model)
-
-
-def _text_source(args: argparse.Namespace, host: Host) -> TextSource:
-    definition = args.tokenizer.read_text() if args.tokenizer else host.tokenizer_json()
-    if definition is None:
-        raise ValueError("this server does not give its tokenizer: name it with --tokenizer")
-    return TextSource(one_token_words(definition))
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"{text!r} is not KEY=VALUE")
-    return name, value
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 
-from benchmark.apps.workloads import requests_256
 from benchmark.engine import gpu_http
 from benchmark.engine.core_load import serve_all
 from benchmark.engine.gpu_cases import (
@@ -42,6 +41,7 @@ from benchmark.engine.gpu_cases import (
 from benchmark.engine.vllm import vllm_ms
 from benchmark.kernels.timing import replay_us
 from benchmark.results import Report, run
+from parrot.cli.bench.requests import requests_256
 from parrot.cluster import Cluster
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore

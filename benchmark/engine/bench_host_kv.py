@@ -19,9 +19,9 @@ from dataclasses import replace
 
 import torch
 
-from benchmark.apps.workloads import requests_256
 from benchmark.engine.gpu_cases import Decode, Row, Sequences
 from benchmark.results import Report, run
+from parrot.cli.bench.requests import requests_256
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Outcome, Piece

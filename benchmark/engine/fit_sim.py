@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.apps.workloads import requests_256
 from benchmark.engine.gpu_cases import (
     CROWD,
     DECODES,
@@ -29,6 +28,7 @@ from benchmark.engine.gpu_cases import (
 )
 from benchmark.kernels import MEMORY_RATE
 from benchmark.results import ROOT, Report, load, run
+from parrot.cli.bench.requests import requests_256
 from parrot.engine.config import SimConfig, load_engine_config
 from parrot.engine.sim import SimService
 from parrot.protocol.engine_api import FillPiece, GenerateRequest

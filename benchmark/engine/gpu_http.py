@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from typing import Any
 
-from benchmark.apps.workloads import lengths_256
 from benchmark.engine.gpu_cases import DECODES, LONG_MODELS, PREFILLS, Decode, spread_ms
+from parrot.cli.bench.requests import lengths_256
 from parrot.protocol.engine_api import (
     NO_PARENT,
     FillPiece,

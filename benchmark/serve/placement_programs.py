@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,16 +9,9 @@ from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any, TypeVar
 
-from benchmark.apps.workloads import (
-    CHAT_OUTPUT_MEAN,
-    CHAT_OUTPUT_SPREAD,
-    CHAT_PROMPT_MEAN,
-    CHAT_PROMPT_SPREAD,
-    DATA,
-    chat_length,
-)
 from benchmark.serve.baselines import cluster_with
 from benchmark.simulated import core_config, words
+from parrot.cli.bench.requests import chat_lengths, gpts_apps
 from parrot.cli.bench.styles import BenchSession, Data, Piece, Var
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
@@ -92,7 +84,7 @@ async def gpts(
     `fixed`: where those of each application may run. Returns the seconds and the output tokens of
     each, without the first quarter, which warms up."""
     draw, loop = random.Random(seed), asyncio.get_running_loop()
-    apps = json.loads((DATA / "gpts.json").read_text())
+    apps = gpts_apps()
     prompts = [(app, words(draw, app["prompt_length"])) for app in apps]
     shares = [app["percentage"] for app in apps]
     found: list[tuple[float, int]] = []
@@ -158,8 +150,7 @@ class Mixed:
             time = 0.0
             for _ in range(args.chats):
                 time += draw.expovariate(args.chat_rate)
-                prompt = chat_length(draw, CHAT_PROMPT_MEAN, CHAT_PROMPT_SPREAD)
-                output = chat_length(draw, CHAT_OUTPUT_MEAN, CHAT_OUTPUT_SPREAD)
+                prompt, output = chat_lengths(draw)
                 group.create_task(self._chat(client, time, words(draw, prompt), output))
             for _ in range(args.apps):
                 group.create_task(self._map_reduces(client, time if args.again else 0.0))

@@ -8,7 +8,7 @@ import pytest
 
 from benchmark import results
 from benchmark.apps.hosts import parse_setting
-from benchmark.apps.measure import parse_cases
+from benchmark.apps.measure import parse_case
 from benchmark.results import HISTORY, UNKNOWN, Report, check_command, load, names, run
 
 HISTORY_OF = json.loads(HISTORY.read_text())
@@ -46,7 +46,7 @@ def test_the_command_of_a_result_file_exists(name):
         for setting in getattr(args, "compare", None) or []:
             parse_setting(setting)
         for workload in getattr(args, "workloads", []):
-            parse_cases(workload, args)
+            parse_case(workload, args.scale)
 
 
 def test_a_command_that_does_not_exist_is_noticed():

@@ -66,7 +66,7 @@ def figures(measured: MeasuredSide) -> Figures:
         "output_throughput": _rate(output, seconds),
         "total_token_throughput": _rate(None if prompt is None else prompt + output, seconds),
     }
-    for name, values in _times(done).items():
+    for name, values in token_times(done).items():
         found |= _spread(name, values)
     return found
 
@@ -92,7 +92,8 @@ def _tokens(results: Iterable[JobResult], done: Iterable[JobResult]) -> Figures:
     }
 
 
-def _times(done: Iterable[JobResult]) -> dict[str, list[float]]:
+def token_times(done: Iterable[JobResult]) -> dict[str, list[float]]:
+    """The times of completed jobs by the figure's name, in milliseconds."""
     found: dict[str, list[float]] = {name: [] for name in _TIMES}
     for result in done:
         assert result.seconds is not None

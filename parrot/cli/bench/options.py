@@ -10,7 +10,9 @@ WorkloadName = Annotated[
     str,
     Option(
         metavar="NAME[:KEY=VALUE,...]",
-        help="requests, or applications: map_reduce, chain, multi_agent, copilot.",
+        help="requests, or an application: map_reduce, chain, chain_many, chain_background, "
+        "multi_agent, copilot, roots4, gpts, mixed, refine_loop, best_of_n, rag, tool_pause, "
+        "fanout_cold, 256, job_mix.",
     ),
 ]
 Against = Annotated[

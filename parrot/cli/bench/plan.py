@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from parrot.cli.bench.program import Backend, Program, ProgramAccount
 from parrot.cli.bench.text import TextSource
@@ -45,9 +45,6 @@ class Workload(ABC):
     """Subclasses are frozen dataclasses whose fields are the parameters. Lengths are given at full
     size; `factor` makes all of them smaller for slow machines."""
 
-    NAME: ClassVar[str]
-    SWEEP: ClassVar[Mapping[str, Sequence[Any]]] = {}  # what the original evaluation varied
-
     factor: float = 1.0
 
     @abstractmethod
@@ -58,25 +55,18 @@ class Workload(ABC):
         """A length at this factor, at least 1 token."""
         return max(1, round(tokens * self.factor))
 
-    def changed(self, changes: Mapping[str, str]) -> Self:
-        """With parameters from the command line. Raises `ValueError` naming an unknown one."""
+    def changed(self, name: str, changes: Mapping[str, str]) -> Self:
+        """With parameters from the command line. Raises `ValueError`, with the workload's `name`,
+        for an unknown parameter."""
         types = {f.name: type(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        for name in changes:
-            if name not in types:
-                raise ValueError(f"{self.NAME} has no parameter {name!r}: {', '.join(types)}")
-        values = {name: _parse(name, types[name], value) for name, value in changes.items()}
+        for key in changes:
+            if key not in types:
+                raise ValueError(f"{name} has no parameter {key!r}: {', '.join(types)}")
+        values = {key: _parse(key, types[key], value) for key, value in changes.items()}
         return dataclasses.replace(self, **values)
 
     def parameters(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-    def sweep(self) -> list[Self]:
-        """One workload for each value that the original evaluation took, the others as they are."""
-        return [
-            dataclasses.replace(self, **{name: value})
-            for name, values in self.SWEEP.items()
-            for value in values
-        ]
 
 
 def _parse(name: str, kind: type, value: str) -> Any:

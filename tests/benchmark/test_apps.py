@@ -1,25 +1,21 @@
-"""The command line, from launched processes to the result file."""
+"""`python -m benchmark.apps`, from launched processes to the result file."""
 
-import asyncio
 import json
 
 import pytest
 from tokenizers import Tokenizer
 
-from benchmark.apps.backends import openai_backend
-from benchmark.apps.cli import main
+from benchmark.apps.__main__ import main
 from benchmark.apps.hosts import features, parse_setting
-from benchmark.apps.metrics import PlanRunner, ratios
-from benchmark.apps.workloads import UNKNOWN_LIMIT, WORKLOADS
+from benchmark.apps.metrics import ratios
+from benchmark.apps.text import one_token_words
 from benchmark.simulated import changed
-from parrot.cli.bench.program import Network
+from parrot.cli.bench.mixes import UNKNOWN_LIMIT
 from parrot.cli.bench.text import TextSource
 from parrot.engine.config import SimConfig
+from parrot.engine.models.tokenizers import word_tokenizer
 from parrot.serve.config import GlobalSchedulerConfig
-from tests.support.app_server import serve_app
-from tests.support.fake_openai import FakeOpenAI
-
-TEXT = TextSource([" a", " b", " c"])
+from tests.support.byte_tokenizer import byte_tokenizer
 
 
 def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
@@ -43,42 +39,6 @@ def test_settings_in_turns_on_launched_servers(tmp_path, capsys):
     assert "jct_map_reduce_mean" in capsys.readouterr().out
 
 
-async def test_an_openai_server_gets_whole_prompts_in_order():
-    fake = FakeOpenAI(reply="x y z")
-    async with serve_app(fake.app()) as url:
-        backend = await openai_backend(url, Network(), "m")
-        plan = WORKLOADS["chain"](factor=0.01).changed(
-            {"documents": "1", "document_tokens": "3000", "output": "300"}
-        )
-        run = await PlanRunner(backend, TEXT).run(plan.plan(TEXT, 0))
-        chat = await PlanRunner(backend, TEXT).run(
-            WORKLOADS["chain_background"](factor=0.05)
-            .changed({"document_tokens": "50", "rate": "50", "seconds": "0.05"})
-            .plan(TEXT, 0)
-        )
-        await backend.close()
-    assert run.errors == chat.errors == []
-    prompts = [body["prompt"] for body in fake.bodies if not body.get("stream")]
-    assert "x y z" not in prompts[0]
-    assert "x y z" in prompts[1]
-    assert fake.bodies[0]["ignore_eos"] is True
-    assert any(body.get("stream") for body in fake.bodies)
-
-
-async def test_losers_of_an_openai_server_are_hung_up():
-    fake = FakeOpenAI(reply=" x", hold=asyncio.Event())
-    async with serve_app(fake.app()) as url:
-        backend = await openai_backend(url, Network(), "m")
-        program = backend.program("best")
-        outputs = [program.call("c", [TEXT.constant(3, i)], 1, seed=i) for i in range(3)]
-        reading = asyncio.create_task(program.read_first(outputs[:1], 1))
-        await fake.wait_for_requests(3)
-        fake.hold.set()
-        assert await reading == outputs[:1]
-        await program.end()
-        await backend.close()
-
-
 def test_settings_name_features_that_exist():
     known = features()
     assert {"policy", "app_fifo", "graph_group", "ctx_group", "ctx_aware"} <= known.keys()
@@ -88,7 +48,6 @@ def test_settings_name_features_that_exist():
     assert parse_setting("parrot").overrides == ()
     mixed = dict(parse_setting("parrot:all-off,policy=las,app_fifo=true").overrides)
     assert (mixed["policy"], mixed["app_fifo"], mixed["ctx_aware"]) == ("las", True, False)
-    assert parse_setting("openai:http://here:1").base_url == "http://here:1"
     smaller = parse_setting("parrot:-policy,engine.instance.shared_prefix=false,engine.dtype=auto")
     assert [name for name, _ in smaller.overrides] == ["policy"]
     assert smaller.engine == (("instance.shared_prefix", False), ("dtype", "auto"))
@@ -119,7 +78,7 @@ def test_wrong_arguments_end_the_command(capsys):
     for arguments in (
         ["--sim", "--workloads", "chess"],
         ["--sim", "--workloads", "chain:colour=3"],
-        ["--sim", "--workloads", "chain", "--off", "nothing"],
+        ["--sim", "--workloads", "chain", "--compare", "parrot:-nothing"],
     ):
         with pytest.raises(SystemExit):
             main(["run", *arguments])
@@ -162,3 +121,24 @@ def test_other_servers_get_the_same_random_model(tmp_path):
     )
     with pytest.raises(SystemExit):
         main(["model", "llama-9", str(tmp_path)])
+
+
+DEFINITIONS = {
+    "words": word_tokenizer(3000).tokenizer_json,
+    "bytes": byte_tokenizer().tokenizer_json,
+}
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_pieces_have_their_tokens_alone_and_joined(name):
+    tokenizer = Tokenizer.from_str(DEFINITIONS[name])
+    text = TextSource(one_token_words(DEFINITIONS[name]))
+    pieces = [text.constant(7, "a"), text.data(500, "b"), *text.document(0, 100, 33)]
+    assert [piece.tokens for piece in pieces] == [7, 500, 33, 33, 33, 1]
+    assert [len(tokenizer.encode(p.content).ids) for p in pieces] == [p.tokens for p in pieces]
+    assert len(tokenizer.encode("".join(p.content for p in pieces)).ids) == 607
+
+
+def test_a_tokenizer_without_words_is_refused():
+    with pytest.raises(ValueError, match="too few"):
+        one_token_words(word_tokenizer(5).tokenizer_json)
