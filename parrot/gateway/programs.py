@@ -382,17 +382,16 @@ class PrefixDoctor:
         keys = [_answer_key(tenant, answer) for answer in answers[: -_MAX_QUOTED - 1 : -1]]
         return next((found for key in keys if (found := self._answers.get(key)) is not None), None)
 
-    def examine(
-        self, session_id: int, prompt: ShownPrompt, *, is_continued: bool
-    ) -> PrefixBreak | None:
-        """Where the prompt left the last one of its session, if it continues none of its turns."""
+    def compare(self, session_id: int, prompt: ShownPrompt) -> PrefixBreak | None:
+        """Where the prompt, which continues no turn, leaves the last prompt of its session."""
         earlier = self._prompts.get(session_id)
+        return None if earlier is None else diagnose(earlier, prompt)
+
+    def submitted(self, session_id: int, prompt: ShownPrompt, left: PrefixBreak | None) -> None:
+        """The prompt is the last one of its session now."""
         self._prompts.put(session_id, prompt)
-        if earlier is None or is_continued:
-            return None
-        found = diagnose(earlier, prompt)
-        self._events.emit(PrefixBroken, found.reason)
-        return found
+        if left is not None:
+            self._events.emit(PrefixBroken, left.reason)
 
     def remember_answer(self, tenant: str, session_id: int, answer: Message) -> None:
         """Short answers are not remembered: many programs get the same."""

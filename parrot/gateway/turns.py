@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from parrot.gateway.answers import AnswerParser, FirstCallParser, PlainParser, with_reasoning
 from parrot.gateway.programs import (
     Endings,
+    PrefixBreak,
     PrefixDoctor,
     ProgramSessions,
     PromptPlace,
@@ -152,8 +153,7 @@ class Turn:
     async def read(self, choice: int) -> VarGetResponse:
         """Raises the answer's error."""
         output = self.completions[choice].output
-        async with self.session.published():
-            await self.reads.value(self.session, output, self._options)
+        await self.reads.value(self.session, output, self._options)
         return value_view(output)
 
     def stream(self, choice: int) -> AsyncGenerator[str]:
@@ -197,7 +197,8 @@ class Rendered(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Target:
     """The place of a turn in a session's graph. `place` and `prefix` are those of its `Turn`.
-    `output`: the variable that its answer sets; None: a new one. `remark`: a note on its prefix."""
+    `output`: the variable that its answer sets; None: a new one. `shown`: the prompt of a
+    conversation. `left`: where that leaves the session's last prompt."""
 
     session: Session
     fill: tuple[Piece, ...]
@@ -206,7 +207,8 @@ class _Target:
     is_kept: bool = False
     place: PromptPlace | None = None
     prefix: str = "new"
-    remark: str = ""
+    shown: ShownPrompt | None = None
+    left: PrefixBreak | None = None
 
 
 class Turns:
@@ -259,11 +261,9 @@ class Turns:
             session = self._sessions.with_room(request.tenant, request.program, usage, quoted)
         else:
             session = self._sessions.use(ending.session_id)
-            session.account.require(**usage)
-        session.require_room()
         left = None
-        if self._compares:
-            left = self._doctor.examine(session.id, prompt, is_continued=ending is not None)
+        if self._compares and ending is None:
+            left = self._doctor.compare(session.id, prompt)
         prefix = "new" if ending is None else "continued"
         return _Target(
             session,
@@ -271,7 +271,8 @@ class Turns:
             usage,
             place=place,
             prefix=prefix if left is None else left.summary,
-            remark="" if left is None else f"prefix: {left}",
+            shown=prompt,
+            left=left,
         )
 
     def _chained(self, request: TurnRequest, chain: TurnChain) -> "tuple[Rendered, _Target]":
@@ -292,8 +293,6 @@ class Turns:
         if chain.output is not None:
             output = _known(session, chain.output, "parrot.output")
         usage = _usage_of(fill, 0 if output else len(request.samplings), request.prediction)
-        session.require_room()
-        session.account.require(**usage)
         is_own = self._sessions.is_live(session.id)
         is_kept = not is_own or output is not None or chain.is_deferred
         return rendered, _Target(session, fill, usage, output, is_kept, prefix="chained")
@@ -308,7 +307,7 @@ class Turns:
             cache_prefix=not isinstance(request.prompt, str),
             tenant=session.tenant,
             cache_salt=session.graph.cache_salt,
-            remark=target.remark,
+            remark="" if target.left is None else f"prefix: {target.left}",
             prediction=request.prediction,
             traceparent=request.traceparent,
         )
@@ -322,6 +321,8 @@ class Turns:
             conversation=rendered.conversation,
         )
         request_id, completions = session.apply(AddPrompt(prompt, target.usage, target.is_kept))
+        if self._compares and target.shown is not None:
+            self._doctor.submitted(session.id, target.shown, target.left)
         is_bound = target.output is not None
         self._core.events.emit(PromptAdded, session, completions, is_bound=is_bound)
         if chain is not None and chain.is_deferred:

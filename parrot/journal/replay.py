@@ -212,7 +212,7 @@ class _Restoring:
         assert session is not None, f"no session {subject}"
         command = recorded_command(kind, fields, session.graph)
         if command is not None:
-            answer = session.apply(command)
+            answer = session.replay(command)
             if isinstance(command, AddPrompt) and not command.is_kept:
                 self._orphans.append((session, answer[0]))
         elif kind is Kind.SETTLED:

@@ -12,9 +12,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from contextlib import asynccontextmanager
 from enum import StrEnum
-from functools import wraps
 from typing import Any, NamedTuple, Self, TypeVar
 
 import orjson
@@ -38,10 +36,8 @@ from parrot.protocol.bodies import SMALL, BodyBudget, JsonMeter
 from parrot.protocol.errors import (
     AuthenticationFailed,
     Cancelled,
-    Conflict,
     InvalidRequest,
     PayloadTooLarge,
-    SessionGone,
     UnsupportedMediaType,
     ValidationFailed,
 )
@@ -154,40 +150,6 @@ class PathParameters(BaseModel):
     model_id: Path = ""
     engine_id: Id = 0
     response_id: Label = ""
-
-
-Durable = Callable[[], Awaitable[None]]
-"""Waits until what was done is for good."""
-
-_DONE_BEFORE = (Conflict, SessionGone)
-
-
-@asynccontextmanager
-async def durably(durable: Durable | None) -> AsyncIterator[None]:
-    """For the block that does something, or says that it was done before: its end is told when that
-    is for good, so that a restart cannot take it back."""
-    try:
-        yield
-    except _DONE_BEFORE:
-        if durable is not None:
-            await durable()
-        raise
-    if durable is not None:
-        await durable()
-
-
-def lasting(verb: Verb, durable: Durable | None) -> Verb:
-    """The verb, whose answer is told when that is for good what it has done, now or before. Without
-    `durable` nothing is written down, and it is the verb itself."""
-    if durable is None:
-        return verb
-
-    async def lasting_verb(**arguments: Any) -> Any:
-        async with durably(durable):
-            result = verb(**arguments)
-            return await result if inspect.isawaitable(result) else result
-
-    return wraps(verb)(lasting_verb)
 
 
 def taking(model: type[BaseModel], verb: Verb) -> Verb:

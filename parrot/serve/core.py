@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Protocol
 
 from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
@@ -220,11 +219,8 @@ class ServeCore:
             self.tasks.check_native(request)
         if (answer := session.graph.replays.find(request, CallResponse)) is not None:
             return answer
-        command = AddCall(request)
-        session.require_room()
         self.tasks.require_room(session.tenant)
-        session.account.require(**command.usage)
-        response = session.apply(command)
+        response = session.apply(AddCall(request))
         self.wake_soon(session)
         self.events.emit(CallAdded, session, request, response)
         return response
@@ -236,7 +232,6 @@ class ServeCore:
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         if (answer := session.graph.replays.find(request, GraphResponse)) is not None:
             return answer
-        session.require_room()
         command = AddGraph.of(request, session.graph)
         graph = command.resolved
         for index, call in enumerate(graph.calls):
@@ -244,7 +239,6 @@ class ServeCore:
                 with naming_call(index, call.func_name):
                     self.tasks.check_native(call)
         self.tasks.require_room(session.tenant)
-        session.account.require(**command.usage)
         answer = session.apply(command)
         self.wake_soon(session)
         contents = {declared.name: declared.content for declared in request.variables}
@@ -264,10 +258,7 @@ class ServeCore:
     ) -> str:
         """Raises `QuotaExceeded`."""
         session = self.sessions.authenticate(session_id, session_auth)
-        command = CreateVariable(var_name, content)
-        session.require_room()
-        session.account.require(**command.usage)
-        variable = session.apply(command)
+        variable = session.apply(CreateVariable(var_name, content))
         self.events.emit(VariableCreated, session, variable.id, variable.name, content)
         return variable.id
 
@@ -280,10 +271,7 @@ class ServeCore:
     def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
         """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
         session = self.sessions.authenticate(session_id, session_auth)
-        command = SetVariable(var_id, content)
-        session.require_room()
-        session.account.require(**command.usage)
-        session.apply(command)
+        session.apply(SetVariable(var_id, content))
         self.events.emit(VariableSet, session, var_id, content)
 
     def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
@@ -303,8 +291,7 @@ class ServeCore:
         variable = session.graph.variable(var_id)
         if variable.is_idle:
             self.tasks.require_room(session.tenant)
-        async with session.published():
-            await self.reads.value(session, variable, request)
+        await self.reads.value(session, variable, request)
         return await read_view(variable)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
@@ -315,8 +302,7 @@ class ServeCore:
         num_ready = sum(variable.state is VariableState.READY for variable in variables)
         if num_ready < request.k and any(variable.is_idle for variable in variables):
             self.tasks.require_room(session.tenant)
-        async with session.published():
-            winners = await self.reads.first(session, variables, request)
+        winners = await self.reads.first(session, variables, request)
         read = [(winner.id, await read_view(winner)) for winner in winners]
         return FirstVarsResponse(
             values=[VarValue(var_id=var_id, **dict(value)) for var_id, value in read]
@@ -329,15 +315,7 @@ class ServeCore:
         variable = session.graph.variable(var_id)
         if variable.is_idle:
             self.tasks.require_room(session.tenant)
-        return self._stream(session, variable, request)
-
-    async def _stream(
-        self, session: Session, variable: SemanticVariable, request: VarGetRequest
-    ) -> AsyncGenerator[str]:
-        deltas = self.reads.stream(session, variable, request)
-        async with session.published(), aclosing(deltas):
-            async for delta in deltas:
-                yield delta
+        return self.reads.stream(session, variable, request)
 
     def wake_soon(self, session: Session) -> None:
         """Let what its program holds run, if anything was read."""

@@ -8,10 +8,8 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Iterator,
-    Mapping,
 )
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,14 +24,11 @@ from parrot.protocol.endpoint import (
     Access,
     BodyRules,
     Described,
-    Durable,
     Endpoint,
     Verb,
     api_key_of,
     bearer_token,
-    durably,
     knows_cluster_token,
-    lasting,
     require_cluster_token,
     taking,
 )
@@ -45,7 +40,6 @@ from parrot.protocol.public import (
     GraphRequest,
     GraphResponse,
     ModelCard,
-    SessionCreateRequest,
     SessionCreateResponse,
     SessionInfo,
     SessionScoped,
@@ -57,6 +51,7 @@ from parrot.protocol.public import (
     VarSetRequest,
 )
 from parrot.serve.core import ServeCore
+from parrot.serve.durability import Wait, lasting
 from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.readers import read_view
 from parrot.serve.sessions import Session
@@ -81,20 +76,14 @@ def endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _program_endpoints(core: ServeCore) -> list[Endpoint]:
-    journal = core.sessions.journal
-    if journal is None:
-        return _ProgramRoutes(core, None, None).endpoints()
-    return _ProgramRoutes(core, journal.durable, journal.published).endpoints()
+    return _ProgramRoutes(core).endpoints()
 
 
 @dataclass(frozen=True, slots=True)
 class _ProgramRoutes:
-    """The routes of sessions, calls, variables and reads. `durable` waits until what was done is on
-    disk, `published` until that, or that nothing can be written; None: nothing is written down."""
+    """The routes of sessions, calls, variables and reads."""
 
     core: ServeCore
-    durable: Durable | None
-    published: Durable | None
 
     def endpoints(self) -> list[Endpoint]:
         return [*self._calls(), *self._variables(), *self._sessions()]
@@ -108,11 +97,12 @@ class _ProgramRoutes:
                 core.read,
                 "Wait for a variable's value (long poll), which makes its work run",
                 _READ,
+                wait=Wait.NOTHING,
             ),
             self._route(
                 "POST",
                 "/v1/semantic_call",
-                self._adding(core.submit_call),
+                core.submit_call,
                 "Submit a semantic call; a read makes it run",
                 _SUBMIT,
                 body=known,
@@ -120,7 +110,7 @@ class _ProgramRoutes:
             self._route(
                 "POST",
                 "/v1/py_native_call",
-                self._adding(core.submit_native),
+                core.submit_native,
                 "Submit a native function's call; a read makes it run, in a sandbox",
                 _SUBMIT,
                 body=known,
@@ -133,13 +123,15 @@ class _ProgramRoutes:
                 (*_SUBMIT, 503),
                 body=known if core.tenants.is_closed else ANY_BODY,
                 access=Access.SESSION_OR_KEY,
+                undo=self._end_new,
             ),
             self._route(
                 "POST",
                 "/v1/request/{request_id}/cancel",
-                self._scoped(core.cancel_call),
+                taking(SessionScoped, core.cancel_call),
                 "Cancel every output of a call",
                 _SCOPED,
+                wait=Wait.PUBLISHED,
             ),
         ]
 
@@ -149,7 +141,7 @@ class _ProgramRoutes:
             self._route(
                 "POST",
                 "/v1/semantic_var",
-                self._adding(self._create_var),
+                self._create_var,
                 "Create a variable",
                 (*_SCOPED, 413, 429, 507),
                 body=known,
@@ -157,14 +149,15 @@ class _ProgramRoutes:
             self._route(
                 "GET",
                 "/v1/semantic_var",
-                self._scoped(core.list_vars),
+                taking(SessionScoped, core.list_vars),
                 "All variables of a session",
                 _SCOPED,
+                wait=Wait.PUBLISHED,
             ),
             self._route(
                 "POST",
                 "/v1/semantic_var/{var_id}",
-                self._adding(taking(VarSetRequest, core.set_var)),
+                taking(VarSetRequest, core.set_var),
                 "Set a variable, once",
                 (*_SCOPED, 409, 413, 429, 507),
                 body=known,
@@ -172,9 +165,10 @@ class _ProgramRoutes:
             self._route(
                 "POST",
                 "/v1/semantic_var/{var_id}/cancel",
-                self._scoped(core.cancel_var),
+                taking(SessionScoped, core.cancel_var),
                 "Stop making a variable",
                 _SCOPED,
+                wait=Wait.PUBLISHED,
             ),
             self._route(
                 "POST",
@@ -182,6 +176,7 @@ class _ProgramRoutes:
                 core.first,
                 "Wait for the first k of some variables; work for the others stops",
                 _READ,
+                wait=Wait.NOTHING,
                 body=known,
             ),
             Endpoint(
@@ -201,10 +196,11 @@ class _ProgramRoutes:
             self._route(
                 "POST",
                 "/v1/session",
-                self._create_session,
+                core.create_session,
                 "Begin a session",
                 (401, 429, 503, 507),
                 access=Access.API_KEY,
+                undo=self._end_new,
             ),
             self._route(
                 "GET",
@@ -213,26 +209,29 @@ class _ProgramRoutes:
                 "The live sessions of an API key (Bearer), the newest first",
                 (401, 503),
                 access=Access.API_KEY,
+                wait=Wait.NOTHING,
             ),
             self._route(
                 "GET",
                 "/v1/session/{session_id}",
-                self._scoped(self._session_info),
+                taking(SessionScoped, self._session_info),
                 "State, variables, calls, graph and timings of a session",
                 _SCOPED,
                 access=Access.SESSION_OR_KEY,
+                wait=Wait.PUBLISHED,
             ),
             self._route(
                 "DELETE",
                 "/v1/session/{session_id}",
-                self._scoped(core.delete_session),
+                taking(SessionScoped, core.delete_session),
                 "End a session: work is cancelled, contexts freed, open reads get an error",
                 _SCOPED,
+                wait=Wait.PUBLISHED,
             ),
         ]
 
-    @staticmethod
     def _route(
+        self,
         method: str,
         path: str,
         verb: Verb,
@@ -241,17 +240,12 @@ class _ProgramRoutes:
         *,
         body: BodyRules = SMALL_BODY,
         access: Access = Access.SESSION,
+        wait: Wait = Wait.DURABLE,
+        undo: Callable[[Any], None] | None = None,
     ) -> Endpoint:
         described = Described(errors)
+        verb = lasting(verb, self.core.sessions.journal, wait, undo)
         return Endpoint(method, path, verb, summary, body=body, access=access, described=described)
-
-    def _adding(self, verb: Verb) -> Verb:
-        """Answers to what adds something wait until that is on disk."""
-        return lasting(verb, self.durable)
-
-    def _scoped(self, verb: Verb) -> Verb:
-        """Answers to what shows or ends something, too, but not while nothing can be written."""
-        return lasting(taking(SessionScoped, verb), self.published)
 
     def _admits(self, request: Request) -> bool:
         """Bodies may be large only if the head tells who sends them."""
@@ -261,34 +255,23 @@ class _ProgramRoutes:
             core.sessions.shard.require_token(credential)
         return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
 
-    async def _create_session(self, request: SessionCreateRequest) -> SessionCreateResponse:
-        session = self.core.create_session(request)
-        with self._known_or_ended(session.model_dump()):
-            if self.durable is not None:
-                await self.durable()
-        return session
-
-    async def _submit_graph(self, request: GraphRequest) -> GraphResponse:
+    def _submit_graph(self, request: GraphRequest) -> GraphResponse:
         """If the graph is to have a session of its own, that begins only if all of it is right."""
         begun = request.begins()
         if begun is None:
-            async with durably(self.durable):
-                return self.core.submit_graph(request)
+            return self.core.submit_graph(request)
         scope = self.core.create_session(begun).model_dump()
-        with self._known_or_ended(scope):
-            async with durably(self.durable):
-                response = self.core.submit_graph(request.model_copy(update=scope))
-        return response.model_copy(update=scope)
-
-    @contextmanager
-    def _known_or_ended(self, scope: Mapping[str, Any]) -> Iterator[None]:
-        """End a new session if the block raises, be it since the client left: nobody knows of
-        it."""
         try:
-            yield
+            response = self.core.submit_graph(request.model_copy(update=scope))
         except BaseException:
             self.core.delete_session(**scope)
             raise
+        return response.model_copy(update=scope)
+
+    def _end_new(self, answer: SessionCreateResponse | GraphResponse) -> None:
+        """End the session that an answer begins if its client cannot learn of it."""
+        if answer.session_auth is not None:
+            self.core.delete_session(answer.session_id, answer.session_auth)
 
     async def _session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
         return await in_turns(self.core.session_steps(session_id, session_auth))
@@ -488,10 +471,11 @@ def _admin_endpoints(core: ServeCore) -> list[Endpoint]:
         core.cancel_call(session.id, session.auth, request_id)
 
     def endpoint(method: str, path: str, verb: Verb, summary: str) -> Endpoint:
+        wait = Wait.PUBLISHED if method == "DELETE" else Wait.NOTHING
         one = Endpoint(
             method,
             path,
-            verb,
+            lasting(verb, core.sessions.journal, wait),
             summary,
             access=Access.ADMIN,
             body=SMALL_BODY,

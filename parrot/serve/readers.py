@@ -31,8 +31,9 @@ _ROUNDING_S = 1e-6
 
 
 class Reads:
-    """Cancelling a read, or closing its iterator, withdraws it: what nobody else wants stops. Each
-    raises `TimedOut` at its timeout, and the error of what it reads."""
+    """Cancelling a read, or closing its iterator, withdraws it: work without another reader stops.
+    Each raises `TimedOut` at its timeout, and the error of what it reads. Where a journal is kept,
+    a value or an error is given when it is on disk."""
 
     def __init__(self, timers: TimerQueue, clock: Clock, events: Events) -> None:
         self._timers = timers
@@ -49,10 +50,11 @@ class Reads:
             self._timers.call_at(when, lambda: self._wake(session))
 
     async def value(self, session: Session, variable: SemanticVariable, options: ReadLimits) -> str:
-        if not self._events.wants(ReadBegan, ReadEnded):
-            return await self._value(session, variable, options)
-        with self._told(session, options, [variable.id]):
-            return await self._value(session, variable, options)
+        async with session.published():
+            if not self._events.wants(ReadBegan, ReadEnded):
+                return await self._value(session, variable, options)
+            with self._told(session, options, [variable.id]):
+                return await self._value(session, variable, options)
 
     async def _value(
         self, session: Session, variable: SemanticVariable, options: ReadLimits
@@ -88,23 +90,24 @@ class Reads:
     async def _stream(
         self, session: Session, variable: SemanticVariable, options: ReadLimits
     ) -> AsyncGenerator[str]:
-        if variable.is_settled:
-            if text := variable.result():
-                yield text
-            return
-        deltas = variable.stream()
-        with self._open(session, options) as read:
-            read.want(variable, as_stream=True)
-            if read.end is None:
-                async for text in deltas:
+        async with session.published():
+            if variable.is_settled:
+                if text := variable.result():
                     yield text
                 return
-            while True:
-                async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
-                    delta = await anext(deltas, None)
-                if delta is None:
+            deltas = variable.stream()
+            with self._open(session, options) as read:
+                read.want(variable, as_stream=True)
+                if read.end is None:
+                    async for text in deltas:
+                        yield text
                     return
-                yield delta
+                while True:
+                    async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
+                        delta = await anext(deltas, None)
+                    if delta is None:
+                        return
+                    yield delta
 
     async def first(
         self, session: Session, variables: Sequence[SemanticVariable], request: FirstVarsRequest
@@ -112,10 +115,11 @@ class Reads:
         """The first `request.k` of different variables to be ready, in the order in which they
         were. Raises as soon as too many have failed. The others lose this reader the moment that
         the last winner is there, before anything else runs."""
-        if not self._events.wants(ReadBegan, ReadEnded):
-            return await self._first(session, variables, request)
-        with self._told(session, request, request.var_ids, k=request.k):
-            return await self._first(session, variables, request)
+        async with session.published():
+            if not self._events.wants(ReadBegan, ReadEnded):
+                return await self._first(session, variables, request)
+            with self._told(session, request, request.var_ids, k=request.k):
+                return await self._first(session, variables, request)
 
     async def _first(
         self, session: Session, variables: Sequence[SemanticVariable], request: FirstVarsRequest

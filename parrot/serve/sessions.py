@@ -71,9 +71,13 @@ class Begin(NamedTuple):
 
 
 class Command(Protocol[Result_co]):
-    """A change that is asked of a session from outside, which has been checked: `apply` carries it
-    out, now or once more after a restart. It raises what the graph's verb raises, and then nothing
-    has changed."""
+    """A change that a program asks of a session. `apply` carries it out, now or again after a
+    restart. It raises what the graph's verb raises, and then nothing has changed."""
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        """The amounts that the session keeps for it; empty for a command that ends something."""
+        ...
 
     def apply(self, session: "Session") -> Result_co: ...
 
@@ -89,7 +93,6 @@ class AddCall:
     def apply(self, session: "Session") -> CallResponse:
         response = session.graph.submit(self.request)
         session.graph.replays.remember(self.request, response)
-        session.account.add(**self.usage)
         return response
 
 
@@ -118,7 +121,6 @@ class AddGraph:
             calls=session.graph.submit_all(calls, list(variables.values())),
         )
         session.graph.replays.remember(self.request, answer)
-        session.account.add(**self.usage)
         return answer
 
 
@@ -131,9 +133,7 @@ class AddPrompt:
     is_kept: bool  # others than who waits for it can want it
 
     def apply(self, session: "Session") -> tuple[int, list[Completion]]:
-        answer = session.graph.submit_prompt(self.prompt)
-        session.account.add(**self.usage)
-        return answer
+        return session.graph.submit_prompt(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,6 @@ class CreateVariable:
         return {"variables": 1, "text_bytes": num_bytes([self.content or ""])}
 
     def apply(self, session: "Session") -> SemanticVariable:
-        session.account.add(**self.usage)
         return session.graph.add_variable(self.name, self.content)
 
 
@@ -161,11 +160,20 @@ class SetVariable:
 
     def apply(self, session: "Session") -> None:
         session.graph.set_variable(self.var_id, self.content)
-        session.account.add(**self.usage)
+
+
+class _Ending:
+    """A command that ends something. It is possible while the session may keep nothing more."""
+
+    __slots__ = ()
+
+    @property
+    def usage(self) -> Mapping[str, int]:
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
-class CancelVariable:
+class CancelVariable(_Ending):
     var_id: str
 
     def apply(self, session: "Session") -> None:
@@ -173,7 +181,7 @@ class CancelVariable:
 
 
 @dataclass(frozen=True, slots=True)
-class CancelCall:
+class CancelCall(_Ending):
     request_id: int
 
     def apply(self, session: "Session") -> None:
@@ -268,16 +276,27 @@ class Session:
         self.graph.flow.on_settled = None if log is None else log.settled
 
     def apply(self, command: Command[Result_co]) -> Result_co:
-        """The one door for what is asked from outside. Nothing has happened if it raises."""
+        """Carry out a command of the session's program. Raises `InsufficientStorage` if it must be
+        journaled and cannot be, `QuotaExceeded`, and what the command raises. Nothing has changed
+        if it raises."""
+        usage = command.usage
+        if usage:
+            if self.log is not None:
+                self.log.require_room()
+            self.account.require(**usage)
         if self.log is None:
-            return command.apply(self)
-        with self.log.command(command, self.graph.ids.upcoming):
-            return command.apply(self)
+            result = command.apply(self)
+        else:
+            with self.log.command(command, self.graph.ids.upcoming):
+                result = command.apply(self)
+        self.account.add(**usage)
+        return result
 
-    def require_room(self) -> None:
-        """Raise `InsufficientStorage` if nothing can be written down."""
-        if self.log is not None:
-            self.log.require_room()
+    def replay(self, command: Command[Result_co]) -> Result_co:
+        """Carry out a command again that was accepted before a restart."""
+        result = command.apply(self)
+        self.account.add(**command.usage)
+        return result
 
     def read_began(self) -> None:
         """A read has to wait."""
@@ -287,9 +306,9 @@ class Session:
 
     @asynccontextmanager
     async def published(self) -> AsyncIterator[None]:
-        """For the block that waits for a value: its end, be it an error, is told when what led to
-        it is on disk, so that a restart cannot take it back: neither a value whose session has
-        ended meanwhile."""
+        """For the block that reads a value. The block's end, or its error, waits until what led to
+        it is on disk, so that a restart cannot take it back. This holds, too, for a value whose
+        session has ended meanwhile."""
         log = self.log
         try:
             yield

@@ -36,6 +36,7 @@ from parrot.protocol.public import (
     SessionCreateResponse,
 )
 from parrot.serve.core import ServeCore
+from parrot.serve.durability import Wait, lasting
 from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.sessions import Session
 
@@ -88,11 +89,19 @@ class Page:
                 "GET", "sessions/{session_id}/vars/{var_id}", taking(Since, self.variable)
             ),
             self._endpoint(
-                "POST", "engines/{engine_id}/drain", taking(DrainRequest, self.drain_engine)
+                "POST",
+                "engines/{engine_id}/drain",
+                taking(DrainRequest, self.drain_engine),
+                Wait.NOTHING,
             ),
-            self._endpoint("POST", "sessions", self.begin_session),
-            self._endpoint("POST", "sessions/{session_id}/end", self.end_session),
-            self._endpoint("POST", "sessions/{session_id}/cancel/{request_id}", self.cancel_call),
+            self._endpoint("POST", "sessions", self.begin_session, undo=self._end_new),
+            self._endpoint("POST", "sessions/{session_id}/end", self.end_session, Wait.PUBLISHED),
+            self._endpoint(
+                "POST",
+                "sessions/{session_id}/cancel/{request_id}",
+                self.cancel_call,
+                Wait.PUBLISHED,
+            ),
         ]
         return [
             RuledRoute("/", _to_page, Access.ANYBODY),
@@ -102,8 +111,16 @@ class Page:
             RuledMount("/ui", _PageFiles(directory=_FILES, html=True), Access.ANYBODY),
         ]
 
-    def _endpoint(self, method: str, path: str, verb: Verb) -> Endpoint:
-        """`verb` is also called with the `visitor`, whom the request's cookie tells."""
+    def _endpoint(
+        self,
+        method: str,
+        path: str,
+        verb: Verb,
+        wait: Wait = Wait.DURABLE,
+        undo: Callable[[Any], None] | None = None,
+    ) -> Endpoint:
+        """`verb` is also called with the `visitor`, whom the request's cookie tells. A GET only
+        shows something, so its answer does not wait for the journal."""
 
         def visitor_of(request: Request) -> Visitor:
             return self._visitors.of(request.cookies.get(_cookie_name(request)))
@@ -111,6 +128,8 @@ class Page:
         def name_visitor(request: Request, arguments: dict[str, Any]) -> None:
             arguments["visitor"] = visitor_of(request)
 
+        if method != "GET":
+            verb = lasting(verb, self._core.sessions.journal, wait, undo)
         endpoint = Endpoint(method, f"/ui/api/{path}", verb, access=Access.VISITOR, body=SMALL_BODY)
         endpoint.checked(lambda request: visitor_of(request).name).stepping(name_visitor)
         return endpoint if self._audit is None else audited(endpoint, self._audit)
@@ -186,6 +205,10 @@ class Page:
         sessions need an API key."""
         tenant = visitor.tenant or self._core.tenant(None)
         return self._core.begin_session(tenant, SessionCreateRequest(apps=["page"]))
+
+    def _end_new(self, answer: SessionCreateResponse) -> None:
+        """End a session that the page cannot learn of."""
+        self._core.delete_session(answer.session_id, answer.session_auth)
 
     def end_session(self, visitor: Visitor, session_id: int) -> None:
         session = self._seen(visitor, session_id)

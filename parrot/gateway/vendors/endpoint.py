@@ -24,8 +24,9 @@ from parrot.protocol.endpoint import (
     idempotency_key_of,
     read_json,
 )
-from parrot.protocol.errors import InternalError, InvalidRequest, NotFound, ParrotError
+from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
 from parrot.serve.core import ServeCore
+from parrot.serve.durability import Wait, lasting
 from parrot.utils.shard import ElsewhereError
 from parrot.utils.traceparent import TraceParent
 
@@ -120,23 +121,27 @@ class Offer(NamedTuple):
 
 class VendorEndpoint(Endpoint):
     """The offer's verb is called with what an endpoint's verb is, and the caller, and gives the
-    same. An answer that is there at once `adds` something, which must not be
-    lost, or ends something. The API key is the Bearer token, or the header `x-api-key`."""
+    same. An answer that exists at once waits as `wait` says. The API key is the Bearer token, or
+    the header `x-api-key`."""
 
     def __init__(
-        self, core: ServeCore, error_body: ErrorBody, offer: Offer, *, adds: bool = True
+        self,
+        core: ServeCore,
+        error_body: ErrorBody,
+        offer: Offer,
+        *,
+        wait: Wait = Wait.DURABLE,
     ) -> None:
         super().__init__(
             offer.method,
             offer.path,
-            offer.verb,
+            lasting(offer.verb, core.sessions.journal, wait),
             offer.summary,
             access=Access.API_KEY,
             described=offer.described,
         )
         self.gives = offer.gives
         self._core = core
-        self._adds = adds
         self._error_body = error_body
 
     async def _answer(self, request: Request) -> Response:
@@ -158,27 +163,15 @@ class VendorEndpoint(Endpoint):
         key = idempotency_key_of(request)
         caller = Caller(tenant, _program(request), request_id, {}, str(span or ""), key)
         arguments = await self._arguments(request)
-        try:
-            result = self._verb(**arguments, caller=caller)
-        except NotFound:  # it may have been deleted a moment ago
-            await self._lasting(adds=False)
-            raise
+        result = self._verb(**arguments, caller=caller)
         if inspect.isawaitable(result):
-            response = self._response(await run_until_disconnect(request, result))
-            await self._lasting(adds=False)
-        elif isinstance(result, AsyncGenerator):
-            response = EventStream(result, lambda error: self._failed(error, request_id))
+            result = await run_until_disconnect(request, result)
+        if isinstance(result, AsyncGenerator):
+            response: Response = EventStream(result, lambda error: self._failed(error, request_id))
         else:
             response = self._response(result)
-            await self._lasting(adds=self._adds)
         response.headers.update(caller.headers)
         return response
-
-    async def _lasting(self, *, adds: bool) -> None:
-        """Answer when what was done, or is told, is on disk, if it is written down at all; but
-        unless it `adds` something, do not wait while nothing can be written."""
-        if (journal := self._core.sessions.journal) is not None:
-            await (journal.durable() if adds else journal.published())
 
     async def _read_fields(self, request: Request) -> Any:
         """The body's, or the query's where there is no body: clients put fields into the query of

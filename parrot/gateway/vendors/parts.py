@@ -92,7 +92,7 @@ async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]
     if len(choices) == 1:
         ((turn, choice),) = choices
         try:
-            async with turn.session.published(), aclosing(turn.stream(choice)) as stream:
+            async with aclosing(turn.stream(choice)) as stream:
                 async for text in stream:
                     yield 0, text
             yield 0, turn.ended(choice)
@@ -105,7 +105,7 @@ async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]
 
     async def read(index: int, turn: Turn, choice: int) -> None:
         try:
-            async with turn.session.published(), aclosing(turn.stream(choice)) as stream:
+            async with aclosing(turn.stream(choice)) as stream:
                 async for text in stream:
                     await deltas.put((index, text))
             await deltas.put((index, turn.ended(choice)))

@@ -30,6 +30,7 @@ from parrot.protocol.answers import request_id_of
 from parrot.protocol.endpoint import Described, Endpoint
 from parrot.protocol.errors import ParrotError
 from parrot.serve.core import ServeCore
+from parrot.serve.durability import Wait
 
 _ERRORS = (401, 404, 413, 429, 499, 502, 503, 504, 507)
 _PARROT_PATHS = ("/v1/session", "/v1/semantic_", "/v1/py_native_call", "/v1/request/")
@@ -168,5 +169,5 @@ def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
     )
     return [
         VendorEndpoint(core, openai_error, create),
-        *(VendorEndpoint(core, openai_error, offer, adds=False) for offer in others),
+        *(VendorEndpoint(core, openai_error, offer, wait=Wait.PUBLISHED) for offer in others),
     ]
