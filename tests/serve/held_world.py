@@ -37,6 +37,7 @@ class Held:
     request: GenerateRequest
     on_chunk: OnChunk | None
     answer: "asyncio.Future[GenerateResponse]"
+    streamed: str = ""
 
 
 @dataclass
@@ -146,9 +147,11 @@ class HeldWorld:
         return [held.name for held in self.engine.held]
 
     async def finish(self, name: str, text: str | None = None) -> None:
-        answer = self.engine.find(name).answer
-        text = f"<{name}>" if text is None else text
-        answer.set_result(
+        await self.answer(self.engine.find(name), f"<{name}>" if text is None else text)
+
+    async def answer(self, call: Held, text: str) -> None:
+        self.engine.contexts[call.request.context_id].extend(text.removeprefix(call.streamed))
+        call.answer.set_result(
             GenerateResponse(
                 generated_text=text,
                 generated_ids=[],
@@ -164,6 +167,8 @@ class HeldWorld:
 
     def stream(self, name: str, text: str) -> None:
         """Generate some more of an output."""
-        on_chunk = self.engine.find(name).on_chunk
-        assert on_chunk is not None, "nobody reads along"
-        on_chunk(StreamChunk(ids=[], text=text))
+        call = self.engine.find(name)
+        assert call.on_chunk is not None, "the output is not read as it comes"
+        self.engine.contexts[call.request.context_id].extend(text)
+        call.streamed += text
+        call.on_chunk(StreamChunk(ids=[], text=text))

@@ -12,7 +12,7 @@ from parrot.protocol.public import MAX_BINDINGS, MAX_CALLS, GraphRequest
 from parrot.protocol.trace import AnyTraceEvent, CallLine, VariableLine
 from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.utils.clock import MonotonicClock
-from tests.serve.test_serve_core import World
+from tests.serve.held_world import HeldWorld
 from tests.serve.test_serve_http import Site, open_site
 
 PATH = "/v1/semantic_graph"
@@ -125,17 +125,17 @@ class TestWhatIsSubmitted:
         assert len(site.core.sessions.find(scope["session_id"]).graph.calls) == 1
 
     async def test_all_of_it_runs_when_it_is_read(self) -> None:
-        world = World()
+        world = await HeldWorld.open()
         body = {"calls": [call("c", "a", "b"), call("b"), call("a")]}
         answer = world.core.submit_graph(GraphRequest.model_validate(world.scope | body))
         reading = world.read(answer.variables["c"])
         await world.settle()
         world.core.check_integrity()
-        assert len(world.dispatcher.started) == 2
-        for task in list(world.dispatcher.started):
-            world.dispatcher.finish(task, "text")
+        assert len(world.engine.held) == 2
+        for task in list(world.engine.held):
+            await world.answer(task, "text")
         await world.settle()
-        world.dispatcher.finish(world.dispatcher.started[-1], "end")
+        await world.answer(world.engine.held[-1], "end")
         assert await reading == "end"
         world.core.check_integrity()
         await world.core.close()
@@ -263,7 +263,7 @@ class TestWhatIsRefused:
 
 async def test_the_recorder_sees_single_calls() -> None:
     events: list[AnyTraceEvent] = []
-    world = World(sinks=[Recorder(events.append, MonotonicClock()).sink])
+    world = await HeldWorld.open(sinks=[Recorder(events.append, MonotonicClock()).sink])
     body = {
         "variables": [{"name": "text", "content": "hello"}],
         "calls": [call("b", "a"), call("a", "text")],
@@ -282,7 +282,7 @@ async def test_random_graphs_have_the_edges_of_the_same_calls_one_by_one() -> No
     """Whatever order their calls come in."""
     draw = random.Random(0)
     for _ in range(20):
-        world = World()
+        world = await HeldWorld.open()
         names = [f"v{n}" for n in range(draw.randint(1, 30))]
         calls = []
         for n, name in enumerate(names):
@@ -294,7 +294,7 @@ async def test_random_graphs_have_the_edges_of_the_same_calls_one_by_one() -> No
         reading = world.read(answer.variables[names[-1]])
         await world.settle()
         while not reading.done():
-            world.dispatcher.finish(world.dispatcher.started[-1], "text")
+            await world.answer(world.engine.held[-1], "text")
             await world.settle()
             world.core.check_integrity()
         await world.core.close()

@@ -13,7 +13,7 @@ from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
 from parrot.server.http_server import main
 from parrot.utils.clock import MonotonicClock
-from tests.serve.test_serve_core import World
+from tests.serve.held_world import HeldWorld
 
 
 async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings(tmp_path):
@@ -61,9 +61,9 @@ def test_a_trace_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
 
 async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog):
     class FullDisk(TraceFile):
-        """Has room for the header and one session's beginning."""
+        """Has room for the header, an engine and one session's beginning."""
 
-        num_left = 2
+        num_left = 3
 
         def __call__(self, event: AnyTraceEvent) -> None:
             self.num_left -= 1
@@ -72,12 +72,12 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog)
             super().__call__(event)
 
     sink = FullDisk(str(tmp_path / "trace.jsonl"))
-    world = World(sinks=[Recorder(sink, MonotonicClock()).sink])
+    world = await HeldWorld.open(sinks=[Recorder(sink, MonotonicClock()).sink])
     x = world.variable("x", "text")
     y = world.call("y", x)
     reading = world.read(y)
     await world.settle()
-    world.dispatcher.finish(world.dispatcher.started[0], "answer")
+    await world.finish("y", "answer")
     assert await reading == "answer"
     deltas = [delta async for delta in world.core.stream(world.request(), y)]
     assert deltas == ["answer"]
@@ -85,7 +85,7 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog)
     world.core.delete_session(*world.scope.values())
     await world.core.close()
     sink.close()
-    assert len(caplog.records) == 1
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
     assert "Recorder._variable_created failed, and its sink stops" in caplog.text
     assert "No space left" in caplog.text
 

@@ -10,13 +10,12 @@ import pytest
 from parrot.gateway.vendors.errors import anthropic_error, openai_error
 from parrot.protocol.errors import Cancelled, ClusterFull, QueueFull, QuotaExceeded
 from parrot.protocol.public import NativeCallRequest, SemanticCallRequest, SessionCreateRequest
-from parrot.serve.config import CoreConfig, SessionQuota, TenantQuota
+from parrot.serve.config import SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
 from parrot.serve.tenants.limits import QueuedByTenant, Quota, require_share
-from tests.serve.serve_fakes import FakeDispatcher, given, made, var_ids
-from tests.serve.test_serve_core import World
-from tests.support.manual_clock import ManualClock
+from tests.serve.held_world import HeldWorld
+from tests.serve.serve_fakes import given, made, var_ids
 
 KEYS = ("one", "two", "three")
 
@@ -41,13 +40,8 @@ class BusySandbox:
     async def close(self) -> None: ...
 
 
-class Tenant(World):
+class Tenant(HeldWorld):
     """A session of one of the tenants of a core."""
-
-    def __init__(self, core: ServeCore, dispatcher: FakeDispatcher, api_key: str | None) -> None:
-        self.core = core
-        self.dispatcher = dispatcher
-        self.scope = core.create_session(SessionCreateRequest(api_key=api_key)).model_dump()
 
     def native(self, output: str = "out", **fields: Any) -> str:
         body = {"func_name": "f", "func_source": "def f(): pass", "parameters": [made(output)]}
@@ -59,18 +53,20 @@ class Tenant(World):
             self.call(f"y{n}", output_criteria="latency")
 
 
-def tenants(
+async def tenants(
     sandbox: BusySandbox | None = None, keys: Sequence[str | None] = KEYS, **config: Any
 ) -> list[Tenant]:
-    dispatcher = FakeDispatcher()
-    core = ServeCore(
-        CoreConfig(**config), clock=ManualClock(), dispatcher=dispatcher, sandbox=sandbox
-    )  # type: ignore[arg-type]
-    return [Tenant(core, dispatcher, key) for key in keys]
+    """A session for each key. No engine has joined, so calls stay queued until `join`."""
+    first = await Tenant.open(tasks_capacity=0, sandbox=sandbox, **config)
+    first.core.delete_session(*first.scope.values())
+    worlds = [Tenant(first.core, first.engine, first.clock) for _ in keys]
+    for world, key in zip(worlds, keys, strict=True):
+        world.enter(key)
+    return worlds
 
 
 async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue() -> None:
-    greedy, other, third = tenants(global_scheduler={"max_queue_size": 8})
+    greedy, other, third = await tenants(global_scheduler={"max_queue_size": 8})
     parts = [greedy.call(f"part{n}") for n in range(20)]
     later = other.call("later")
     reading = greedy.read(greedy.call("sum", *parts))
@@ -96,7 +92,8 @@ async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue
 
 
 async def test_the_queue_admits_no_more_tenants_than_it_has_places() -> None:
-    worlds = tenants(keys=[f"key {n}" for n in range(4)], global_scheduler={"max_queue_size": 3})
+    keys = [f"key {n}" for n in range(4)]
+    worlds = await tenants(keys=keys, global_scheduler={"max_queue_size": 3})
     for world in worlds[:3]:
         world.run(1)
     with pytest.raises(QueueFull):
@@ -155,7 +152,7 @@ def test_vendors_tell_a_full_cluster_from_a_quota() -> None:
 
 async def test_native_calls_that_wait_are_queued_tasks_of_their_tenant() -> None:
     sandbox = BusySandbox()
-    one, two, _ = tenants(sandbox, native_workers=1, global_scheduler={"max_queue_size": 4})
+    one, two, _ = await tenants(sandbox, native_workers=1, global_scheduler={"max_queue_size": 4})
     for n in range(4):
         one.native(f"n{n}", output_criteria="latency")
     await asyncio.sleep(0)  # the first of them has the worker
@@ -175,7 +172,7 @@ async def test_native_calls_that_wait_are_queued_tasks_of_their_tenant() -> None
 
 async def test_a_cancelled_native_call_stops_in_its_sandbox() -> None:
     sandbox = BusySandbox()
-    (world,) = tenants(sandbox, keys=[None])
+    (world,) = await tenants(sandbox, keys=[None])
     out = world.native()
     reading = world.read(out)
     await asyncio.sleep(0.01)
@@ -189,7 +186,7 @@ async def test_a_cancelled_native_call_stops_in_its_sandbox() -> None:
 
 
 async def test_calls_and_their_idempotency_keys_are_limited() -> None:
-    (world,) = tenants(keys=[None], session_quota={"calls": 3})
+    (world,) = await tenants(keys=[None], session_quota={"calls": 3})
     for n in range(3):
         world.call(f"y{n}", idempotency_key=f"key {n}")
     for submit in (world.call, world.native):
@@ -202,7 +199,7 @@ async def test_calls_and_their_idempotency_keys_are_limited() -> None:
 
 
 async def test_variables_are_limited_however_they_are_made() -> None:
-    (world,) = tenants(keys=[None], session_quota={"variables": 4})
+    (world,) = await tenants(keys=[None], session_quota={"variables": 4})
     x = world.variable("x", "text")
     world.call("y", x)
     request = SemanticCallRequest.model_validate(
@@ -223,14 +220,16 @@ async def test_variables_are_limited_however_they_are_made() -> None:
 
 
 async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
-    (world,) = tenants(keys=[None], session_quota={"text_bytes": 20})
+    (world,) = await tenants(keys=[None], session_quota={"text_bytes": 23})
     x = world.variable("x")
-    with pytest.raises(QuotaExceeded, match=r"20 bytes of text \(`session_quota\.text_bytes`\)"):
-        world.core.set_var(*world.scope.values(), x, "é" * 10 + "!")
+    with pytest.raises(QuotaExceeded, match=r"23 bytes of text \(`session_quota\.text_bytes`\)"):
+        world.core.set_var(*world.scope.values(), x, "é" * 11 + "!!")
     world.core.set_var(*world.scope.values(), x, "é" * 2)
-    reading = world.read(world.call("y"))  # its template has 6 characters
+    reading = world.read(world.call("y"))  # its template has 8 characters
     await asyncio.sleep(0)
-    world.dispatcher.finish(world.dispatcher.started[0], "an output of 22 bytes.")
+    await world.join()
+    await world.settle()
+    await world.finish("y", "an output of 22 bytes.")
     assert await reading == "an output of 22 bytes.", "nothing that was made is lost"
     with pytest.raises(QuotaExceeded):
         world.variable("z", "!")
@@ -250,7 +249,7 @@ async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
     ],
 )
 async def test_all_that_a_call_keeps_is_counted(fields: dict[str, Any]) -> None:
-    (world,) = tenants(keys=[None], session_quota={"text_bytes": 50})
+    (world,) = await tenants(keys=[None], session_quota={"text_bytes": 50})
     body = {"template": "a{{y}}", "parameters": [made("y")]}
     world.core.submit_call(SemanticCallRequest.model_validate(world.scope | body))
     request = SemanticCallRequest.model_validate(world.scope | body | fields)
@@ -260,7 +259,7 @@ async def test_all_that_a_call_keeps_is_counted(fields: dict[str, Any]) -> None:
 
 
 async def test_names_of_apps_are_counted_and_a_refused_session_leaves_nothing() -> None:
-    first, _ = tenants(keys=["one", "two"], tenant_quota={"text_bytes": 10})
+    first, _ = await tenants(keys=["one", "two"], tenant_quota={"text_bytes": 10})
     for api_key in ("one", "three"):
         with pytest.raises(QuotaExceeded, match="text_bytes"):
             first.core.create_session(SessionCreateRequest(api_key=api_key, apps=["x" * 11]))
@@ -271,7 +270,7 @@ async def test_names_of_apps_are_counted_and_a_refused_session_leaves_nothing() 
 
 
 async def test_a_tenants_sessions_share_its_quota_and_others_have_their_own() -> None:
-    first, second, stranger = tenants(keys=["one", "one", "two"], tenant_quota={"calls": 3})
+    first, second, stranger = await tenants(keys=["one", "one", "two"], tenant_quota={"calls": 3})
     first.call("a")
     first.call("b")
     second.call("c")
@@ -288,12 +287,14 @@ async def test_a_tenants_sessions_share_its_quota_and_others_have_their_own() ->
 
 
 async def test_keys_that_anyone_may_make_up_share_one_series_of_the_metrics() -> None:
-    worlds = tenants(keys=[f"made up {n}" for n in range(50)] + [None])
+    worlds = await tenants(keys=[f"made up {n}" for n in range(50)] + [None])
     for world in worlds:
         world.run(1)
-    core, dispatcher = worlds[0].core, worlds[0].dispatcher
-    for task in list(dispatcher.started):
-        dispatcher.finish(task)
+    core = worlds[0].core
+    await worlds[0].join()
+    await worlds[0].settle()
+    for _ in worlds:
+        await worlds[0].finish("y0")
     series = tenant_series(core)
     assert len(series) == 6  # three directions, of "public" and of all others
     assert 'parrot_tenant_tokens_total{direction="prompt",tenant="other"}' in " ".join(series)
@@ -301,11 +302,13 @@ async def test_keys_that_anyone_may_make_up_share_one_series_of_the_metrics() ->
 
 
 async def test_each_configured_tenant_has_its_own_series() -> None:
-    worlds = tenants(keys=("one", "two"), api_keys=KEYS)
-    core, dispatcher = worlds[0].core, worlds[0].dispatcher
+    worlds = await tenants(keys=("one", "two"), api_keys=KEYS)
+    core = worlds[0].core
+    await worlds[0].join()
     for world in worlds:
         world.run(1)
-        dispatcher.finish(dispatcher.started[0])
+        await world.settle()
+        await world.finish("y0")
     assert len(tenant_series(core)) == 6
     assert "other" not in "".join(tenant_series(core))
     await core.close()
@@ -319,6 +322,6 @@ def tenant_series(core: ServeCore) -> list[str]:
     ]
 
 
-async def var_ids_of(world: World) -> list[str]:
+async def var_ids_of(world: HeldWorld) -> list[str]:
     listed = await world.core.list_vars(*world.scope.values())
     return [info.var_id for info in listed.vars]
