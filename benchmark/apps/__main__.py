@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmark.apps.backends import NETWORKS
-from benchmark.apps.hosts import features
 from benchmark.apps.measure import measure
+from benchmark.apps.settings import features
 from benchmark.results import RESULTS, Report, add_output
 from parrot.cli.bench.workloads import WORKLOADS
 

@@ -10,14 +10,9 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.cli.bench.program import Backend, Network, ProgramCall, ProgramOutput
-from parrot.cli.bench.styles import (
-    BenchSession,
-    Data,
-    GraphProgram,
-    WaitingProgram,
-    close_session,
-    submit_call,
-)
+from parrot.cli.bench.sessions import BenchSession, Data, close_session, submit_call
+from parrot.cli.bench.variables import GraphProgram
+from parrot.cli.bench.waiting import WaitingProgram
 from parrot.protocol.serve_client import ServeClient
 
 Counters = Mapping[str, float]

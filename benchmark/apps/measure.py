@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmark.apps.backends import CountedBackend
-from benchmark.apps.hosts import ClusterHost, Host, Setting, SimHost, parse_setting
+from benchmark.apps.hosts import ClusterHost, Host, SimHost
 from benchmark.apps.metrics import Bystanders, Run, key_figures, ratios, run_plan, summarise
+from benchmark.apps.settings import Setting, parse_setting
 from benchmark.apps.text import one_token_words
 from benchmark.results import Report
 from parrot.cli.bench.plan import JobRunner, Plan, Workload

@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmark.apps.hosts import features
+from benchmark.apps.settings import features
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 from parrot.cluster import Cluster

@@ -23,7 +23,7 @@ from typing import Any
 from benchmark.apps.backends import read_counters, total
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, changed, core_config, sim_engine, words
-from parrot.cli.bench.styles import BenchSession, Data, Piece
+from parrot.cli.bench.sessions import BenchSession, Data, Piece
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, run_virtual
 from parrot.simulation.report import percentile

@@ -21,7 +21,7 @@ from benchmark.apps.backends import read_counters, total
 from benchmark.results import Report, run
 from benchmark.serve.kv_belady import RANKS, Replay, Turn, mean_live
 from benchmark.simulated import core_config, words
-from parrot.cli.bench.styles import BenchSession, Data, Piece, Var, spaced
+from parrot.cli.bench.sessions import BenchSession, Data, Piece, Var, spaced
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient

@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmark.results import Report, run
 from benchmark.simulated import core_config
-from parrot.cli.bench.styles import BenchSession, Var, spaced
+from parrot.cli.bench.sessions import BenchSession, Var, spaced
 from parrot.engine.config import SimConfig
 from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import (

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, core_config, sim_engine, words
-from parrot.cli.bench.styles import BenchSession, Data, spaced
+from parrot.cli.bench.sessions import BenchSession, Data, spaced
 from parrot.protocol.public import CompletionInfo
 from parrot.protocol.serve_client import ServeClient
 from parrot.simulation import SimCluster, VirtualLoop, run_virtual

@@ -40,7 +40,7 @@ from benchmark.serve.bench_calls import (
     pinned,
 )
 from benchmark.serve.bench_page import summary
-from parrot.cli.bench.styles import BenchSession as ProgramSession
+from parrot.cli.bench.sessions import BenchSession as ProgramSession
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from parrot.serve.events import Sink, TaskEnded

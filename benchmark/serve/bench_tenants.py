@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmark.results import Report, run
 from benchmark.simulated import ENGINES, core_config, sim_engine, words
-from parrot.cli.bench.styles import BenchSession, Data, Piece
+from parrot.cli.bench.sessions import BenchSession, Data, Piece
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from benchmark.serve.baselines import cluster_with
 from benchmark.simulated import core_config, words
 from parrot.cli.bench.requests import chat_lengths, gpts_apps
-from parrot.cli.bench.styles import BenchSession, Data, Piece, Var
+from parrot.cli.bench.sessions import BenchSession, Data, Piece, Var
 from parrot.engine.config import SimConfig
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.serve_client import ServeClient

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmark.apps.__main__ import main
-from benchmark.apps.hosts import features, parse_setting
 from benchmark.apps.metrics import ratios
+from benchmark.apps.settings import features, parse_setting
 from benchmark.apps.text import one_token_words
 from benchmark.simulated import changed
 from parrot.cli.bench.mixes import UNKNOWN_LIMIT

@@ -7,8 +7,8 @@ from types import ModuleType
 import pytest
 
 from benchmark import results
-from benchmark.apps.hosts import parse_setting
 from benchmark.apps.measure import parse_case
+from benchmark.apps.settings import parse_setting
 from benchmark.results import HISTORY, UNKNOWN, Report, check_command, load, names, run
 
 HISTORY_OF = json.loads(HISTORY.read_text())

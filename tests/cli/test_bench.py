@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from parrot.cli.bench.openai_client import OpenAIProgram, OpenAITarget, openai_http
 from parrot.cli.bench.plan import BenchJob, JobRunner, Plan
 from parrot.cli.bench.program import Backend, Network, Program
-from parrot.cli.bench.styles import OpenAIProgram, OpenAITarget, openai_http
 from parrot.cli.bench.text import PromptText
 from parrot.cli.bench.workloads import WORKLOADS
 from parrot.cluster import Cluster

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
+from parrot.cli.bench.openai_client import OpenAIProgram, OpenAITarget, openai_http
 from parrot.cli.bench.program import Backend, Network
-from parrot.cli.bench.styles import GraphProgram, OpenAIProgram, OpenAITarget, openai_http
 from parrot.cli.bench.text import COMMON_WORDS, TextSource
+from parrot.cli.bench.variables import GraphProgram
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
