@@ -63,6 +63,26 @@ class HeldEngine(FakeEngine):
         finally:
             self.held.remove(held)
 
+    def stream(self, call: Held, text: str) -> None:
+        """Generate some more of an output."""
+        assert call.on_chunk is not None, "the output is not read as it comes"
+        self.contexts[call.request.context_id].extend(text)
+        call.streamed += text
+        call.on_chunk(StreamChunk(ids=[], text=text))
+
+    def answer(self, call: Held, text: str) -> None:
+        """End the output, which is `text`."""
+        self.contexts[call.request.context_id].extend(text.removeprefix(call.streamed))
+        usage = Usage(output_tokens=len(text))
+        call.answer.set_result(
+            GenerateResponse(
+                generated_text=text,
+                generated_ids=[],
+                finish_reason=FinishReason.STOP,
+                usage=usage,
+            )
+        )
+
     def find(self, name: str) -> Held:
         """The oldest call with this name."""
         return next(held for held in self.held if held.name == name)
@@ -150,15 +170,7 @@ class HeldWorld:
         await self.answer(self.engine.find(name), f"<{name}>" if text is None else text)
 
     async def answer(self, call: Held, text: str) -> None:
-        self.engine.contexts[call.request.context_id].extend(text.removeprefix(call.streamed))
-        call.answer.set_result(
-            GenerateResponse(
-                generated_text=text,
-                generated_ids=[],
-                finish_reason=FinishReason.STOP,
-                usage=Usage(output_tokens=len(text)),
-            )
-        )
+        self.engine.answer(call, text)
         await self.settle()
 
     async def fail(self, name: str, error: ParrotError = BROKEN) -> None:
@@ -167,8 +179,4 @@ class HeldWorld:
 
     def stream(self, name: str, text: str) -> None:
         """Generate some more of an output."""
-        call = self.engine.find(name)
-        assert call.on_chunk is not None, "the output is not read as it comes"
-        self.engine.contexts[call.request.context_id].extend(text)
-        call.streamed += text
-        call.on_chunk(StreamChunk(ids=[], text=text))
+        self.engine.stream(self.engine.find(name), text)

@@ -1,4 +1,4 @@
-"""ServeCore's REST API over real sockets, with a fake in place of the dispatcher."""
+"""ServeCore's REST API over real sockets, over an engine that answers when the test says so."""
 
 import asyncio
 import io
@@ -11,11 +11,15 @@ from typing import Any
 import aiohttp
 import pytest
 
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.fields import MAX_TEXT
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota
 from parrot.serve.core import ServeCore
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.server.app import create_app
-from tests.serve.serve_fakes import FakeDispatcher, given, made, taken
+from parrot.utils.clock import MonotonicClock
+from tests.serve.held_world import HeldEngine, held_engine
+from tests.serve.serve_fakes import given, made, taken
 from tests.support.app_server import serve_app
 
 JSON = {"Content-Type": "application/json"}
@@ -35,7 +39,7 @@ class Site:
     """A served core and a client of it."""
 
     core: ServeCore
-    dispatcher: FakeDispatcher
+    engine: HeldEngine
     http: aiohttp.ClientSession
 
     async def send(self, method: str, path: str, **options: Any) -> tuple[int, Any]:
@@ -66,18 +70,22 @@ class Site:
         var_id: str = answer["param_info"][-1]["var_id"]
         return var_id
 
+    async def join(self) -> None:
+        await self.core.register_engine(RegisterRequest(engine_config=self.engine.info))
+
     async def started(self, number: int = 1) -> None:
-        """Wait until so many completions are started."""
+        """Wait until the engine has this number of calls."""
         async with asyncio.timeout(30):
-            while len(self.dispatcher.started) != number:  # noqa: ASYNC110 - a fake's state
+            while len(self.engine.held) != number:  # noqa: ASYNC110 - the engine's state
                 await asyncio.sleep(0.005)
 
 
 async def open_site(config: CoreConfig) -> AsyncIterator[Site]:
-    dispatcher = FakeDispatcher()
-    core = ServeCore(config, dispatcher=dispatcher)  # type: ignore[arg-type]
+    clock, engine = MonotonicClock(), held_engine()
+    dispatcher = Dispatcher(config, clock, lambda info: engine)
+    core = ServeCore(config, clock=clock, dispatcher=dispatcher)
     async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
-        yield Site(core, dispatcher, http)
+        yield Site(core, engine, http)
 
 
 @pytest.fixture
@@ -112,9 +120,10 @@ async def test_the_journey_of_a_program(site: Site) -> None:
     y = answer["param_info"][2]["var_id"]
     reading = asyncio.ensure_future(site.get(f"/v1/semantic_var/{y}", **scope, criteria="latency"))
     assert await site.post(f"/v1/semantic_var/{x}", scope | {"content": "text"}) == {}
+    await site.join()
     await site.started()
-    site.dispatcher.finish(site.dispatcher.started[0], "value \u00e9\U0001f99c")
-    assert await reading == value("value \u00e9\U0001f99c")
+    site.engine.answer(site.engine.held[0], "value \u00e9\U0001f99c")
+    assert (await reading)["content"] == "value \u00e9\U0001f99c"
     variables = (await site.get("/v1/semantic_var", **scope))["vars"]
     assert {v["var_name"]: v["state"] for v in variables} == dict.fromkeys("axy", "ready")
     info = await site.get(f"/v1/session/{scope['session_id']}", session_auth=scope["session_auth"])
@@ -366,7 +375,7 @@ async def test_an_engine_that_cannot_be_called_is_refused_before_it_is(
     status, answer = await site.send("POST", "/register_engine", json={"engine_config": engine})
     assert (status, answer["error"]["type"]) == (422, "validation_failed")
     assert "host" in answer["error"]["message"]
-    assert site.dispatcher.fleet.views() == []
+    assert site.core.fleet.views() == []
 
 
 async def test_readiness_follows_the_engines(site: Site) -> None:
@@ -396,17 +405,22 @@ async def test_a_read_times_out_with_504(site: Site) -> None:
 @pytest.mark.parametrize("suffix", ["", "/stream"])
 async def test_a_client_that_disconnects_takes_its_work_along(site: Site, suffix: str) -> None:
     scope = await site.session()
-    y = await site.call(scope, "y", await site.call(scope, "x"))
+    await site.join()
+    x = await site.call(scope, "x")
+    y = await site.call(scope, "y", x)
     reading = asyncio.ensure_future(site.send("GET", f"/v1/semantic_var/{y}{suffix}", params=scope))
     await site.started(1)
     reading.cancel()
     await site.started(0)
-    assert len(site.dispatcher.withdrawn) == 1
+    assert site.engine.aborted_names == ["f"]
     reading = asyncio.ensure_future(site.send("GET", f"/v1/semantic_var/{y}", params=scope))
     await site.started(1)
-    site.dispatcher.finish(site.dispatcher.started[0])
-    site.dispatcher.finish(site.dispatcher.started[0], "again")
-    assert await reading == (200, value("again"))
+    site.engine.answer(site.engine.held[0], "input")
+    await asyncio.wait_for(site.get(f"/v1/semantic_var/{x}", **scope), 30)
+    await site.started(1)
+    site.engine.answer(site.engine.held[0], "again")
+    status, answer = await reading
+    assert (status, answer["content"]) == (200, "again")
 
 
 async def read_events(response: aiohttp.ClientResponse) -> list[tuple[str, Any]]:
@@ -424,20 +438,24 @@ async def test_a_stream_ends_with_done_for_early_and_late_readers(site: Site) ->
     path = f"/v1/semantic_var/{y}/stream"
     async with site.http.get(path, params=scope) as early:
         assert early.headers["Content-Type"].startswith("text/event-stream")
+        await site.join()
         await site.started()
-        site.dispatcher.started[0].outputs[0].append("one ")
+        site.engine.stream(site.engine.held[0], "one ")
         assert b"one " in await early.content.readuntil(b"\n\n")
-        site.dispatcher.finish(site.dispatcher.started[0], "one {{two}}\n")
+        site.engine.answer(site.engine.held[0], "one {{two}}\n")
         events = await read_events(early)
-    assert events == [("delta", {"text": "{{two}}\n"}), ("done", value("one {{two}}\n"))]
+    assert events[0] == ("delta", {"text": "{{two}}\n"})
+    assert [name for name, _ in events] == ["delta", "done"]
+    assert events[1][1]["content"] == "one {{two}}\n"
     async with site.http.get(path, params=scope) as late:
         events = await read_events(late)
     assert [name for name, _ in events] == ["delta", "done"]
-    assert events[1][1] == value("one {{two}}\n")
+    assert events[1][1]["content"] == "one {{two}}\n"
 
 
 async def test_a_stream_ends_with_an_error(site: Site) -> None:
     scope = await site.session()
+    await site.join()
     y = await site.call(scope, "y")
     async with site.http.get(f"/v1/semantic_var/{y}/stream", params=scope) as response:
         await site.started()
@@ -448,6 +466,7 @@ async def test_a_stream_ends_with_an_error(site: Site) -> None:
 
 async def test_shutting_down_answers_open_reads(site: Site) -> None:
     scope = await site.session()
+    await site.join()
     y = await site.call(scope, "y")
     reading = asyncio.ensure_future(site.send("GET", f"/v1/semantic_var/{y}", params=scope))
     await site.started()

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import (
     AlreadySet,
     Cancelled,
@@ -21,8 +22,10 @@ from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import SemanticCallRequest, SessionCreateRequest, VarGetRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
+from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.readers import WAKE_DELAY_S
-from tests.serve.serve_fakes import FakeDispatcher, made, taken, var_ids
+from tests.serve.held_world import BROKEN, Held, held_engine
+from tests.serve.serve_fakes import made, taken, var_ids
 from tests.support.manual_clock import ManualClock
 
 LIFE_SPAN_S = 60.0
@@ -35,16 +38,17 @@ class Program:
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
         self.clock = ManualClock()
-        self.dispatcher = FakeDispatcher()
-        self.core = ServeCore(
-            CoreConfig(session_life_span=LIFE_SPAN_S),
-            clock=self.clock,
-            dispatcher=self.dispatcher,  # type: ignore[arg-type]
-        )
+        self.engine = held_engine()
+        config = CoreConfig(session_life_span=LIFE_SPAN_S, engine_heartbeat_timeout=1e9)
+        dispatcher = Dispatcher(config, self.clock, lambda info: self.engine)
+        self.core = ServeCore(config, clock=self.clock, dispatcher=dispatcher)
         session = self.core.create_session(SessionCreateRequest())
         self.scope: dict[str, Any] = session.model_dump()
         self.var_ids: list[str] = []
         self.reads: list[asyncio.Task[str]] = []
+
+    async def join(self) -> None:
+        await self.core.register_engine(RegisterRequest(engine_config=self.engine.info))
 
     def draw(self, low: int, high: int) -> int:
         return self.data.draw(st.integers(low, high))
@@ -52,11 +56,14 @@ class Program:
     def some_var(self) -> str:
         return self.var_ids[self.draw(0, len(self.var_ids) - 1)]
 
+    def some_call(self) -> Held:
+        return self.engine.held[self.draw(0, len(self.engine.held) - 1)]
+
     async def step(self) -> None:
         steps = [self.create, self.call]
         if self.var_ids:
             steps += [self.call, self.read, self.read, self.stream, self.set, self.cancel]
-        if self.dispatcher.started:
+        if self.engine.held:
             steps += [self.finish, self.finish, self.fail]
         if self.reads:
             steps += [self.abandon]
@@ -108,13 +115,13 @@ class Program:
         self.core.cancel_var(*self.scope.values(), self.some_var())
 
     async def finish(self) -> None:
-        task = self.dispatcher.started[self.draw(0, len(self.dispatcher.started) - 1)]
-        task.outputs[0].append("begin")
-        self.dispatcher.finish(task, "begin and end")
+        call = self.some_call()
+        if call.on_chunk is not None:
+            self.engine.stream(call, "begin")
+        self.engine.answer(call, "begin and end")
 
     async def fail(self) -> None:
-        task = self.dispatcher.started[self.draw(0, len(self.dispatcher.started) - 1)]
-        self.dispatcher.fail(task, EngineFailed("broken"))
+        self.some_call().answer.set_exception(BROKEN)
 
     async def abandon(self) -> None:
         read = self.reads.pop(self.draw(0, len(self.reads) - 1))
@@ -127,7 +134,7 @@ class Program:
     async def end(self) -> None:
         """Every engine does its work, in the background too; then time passes."""
         await self.clock.advance(2 * WAKE_DELAY_S)
-        while self.dispatcher.started:
+        while self.engine.held:
             await self.finish()
             await self.clock.advance(2 * WAKE_DELAY_S)
         await self.clock.advance(200 + 2 * LIFE_SPAN_S)
@@ -138,7 +145,7 @@ class Program:
             else:
                 assert read.result() in ("text", "begin and end")
         self.core.check_integrity()
-        assert not self.dispatcher.started
+        assert not self.engine.held
         assert len(self.core.sessions) == 0
         assert len(self.core._timers) == 0
 
@@ -154,6 +161,7 @@ class Program:
 @given(st.data())
 async def test_no_read_is_left_waiting(data: st.DataObject) -> None:
     program = Program(data)
+    await program.join()
     try:
         with suppress(SessionGone):  # it may expire meanwhile
             for _ in range(data.draw(st.integers(1, 25))):

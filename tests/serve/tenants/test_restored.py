@@ -11,7 +11,6 @@ from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from tests.serve.journal.replayed import MemoryFile
-from tests.serve.serve_fakes import FakeDispatcher
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.manual_clock import ManualClock
 
@@ -21,7 +20,6 @@ def started(path: str, storage: MemoryFile) -> tuple[ServeCore, Journal]:
     core = ServeCore(
         CoreConfig(keys_file=path, cluster_token="t"),
         clock=journal.clock,
-        dispatcher=FakeDispatcher(),  # type: ignore[arg-type]
     )
     restore(core, journal, {})
     return core, journal
