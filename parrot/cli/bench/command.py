@@ -1,4 +1,4 @@
-"""`parrot bench`: sides in turns, progress meanwhile, a table and a file at the end."""
+"""`parrot bench`: measures the sides in turns, then shows a table and writes a file."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
     """The options of the command line. `seed`: None draws one. `timeout_s`: of a request or an
-    application. Models and keys: None is the first model that is served, and no key. Other Nones:
-    as the workload says."""
+    application. A model of None is the first that is served. Other options of None leave the
+    workload's value."""
 
     workload: str
     against: Sequence[str]
@@ -54,10 +54,10 @@ class BenchOptions:
 
 
 def bench(url: str, options: BenchOptions) -> None:
-    """Ends by `SystemExit` when a side has completed nothing, or at a signal."""
+    """Raises `SystemExit` if a side completed no job, or at a signal."""
     if options.output is not None and not options.output.parent.is_dir():
         fail(f"{options.output.parent}: no such folder; --output names a file in one that exists")
-    # Texts that a server has seen before come out of its caches: not the same again by default.
+    # A server may have cached the texts of an earlier run, so each run draws new ones by default.
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     try:
         load = _load(options)
@@ -89,7 +89,7 @@ def _load(options: BenchOptions) -> TimedWorkload:
     if rate is None and concurrency is None:
         concurrency = _CONCURRENCY
     load = parse_load(options.workload, lengths, concurrency, rate)
-    load.plan(TextSource(COMMON_WORDS), seed=0)  # what is wrong with it is said before all else
+    load.plan(TextSource(COMMON_WORDS), seed=0)  # reports wrong parameters before any request
     return load
 
 
@@ -106,7 +106,7 @@ def _addresses(url: str, options: BenchOptions) -> list[Address]:
 
 
 class Bench:
-    """One run of the command. `is_stopped`: a signal came; then `measured` is what there was."""
+    """One run of the command. `is_stopped`: a signal ended it, and `measured` is incomplete."""
 
     def __init__(self, load: TimedWorkload, options: BenchOptions, seed: int) -> None:
         self._load = load
@@ -117,7 +117,7 @@ class Bench:
         self.is_stopped = False
 
     async def run(self, first: Address, *others: Address) -> None:
-        """Raises `CannotMeasure`, and `ValueError` for parameters that make no sense."""
+        """Raises `CannotMeasure`, and `ValueError` for wrong parameters."""
         options = self._options
         async with AsyncExitStack() as stack:
             connections = Connections(stack, is_chat=options.is_chat, timeout_s=options.timeout_s)
@@ -132,7 +132,7 @@ class Bench:
 
     @contextmanager
     def _stopping_at_signals(self) -> Iterator[None]:
-        """The first signal ends what runs, and the measurement; the second does as ever."""
+        """The first signal ends the measurement. A second signal has its usual effect."""
         loop = asyncio.get_running_loop()
 
         def release() -> None:

@@ -31,7 +31,7 @@ _ERRORS_SHOWN = 3
 
 @dataclass(slots=True)
 class MeasuredSide:
-    """The work that a side has done until now. `seconds`: while it was at work."""
+    """The results of a side so far. `seconds`: the duration of its runs."""
 
     side: Side
     num_planned: int = 0
@@ -40,9 +40,9 @@ class MeasuredSide:
 
 
 def figures(measured: MeasuredSide) -> Figures:
-    """Times are those of jobs that completed, as whoever runs them sees them: TTFT, TPOT and ITL of
-    the outputs that a program reads, TTFT since the program began. Tokens are the server's count;
-    where it has none, `total_output_tokens` is what was asked for, and the prompts' are None."""
+    """Times are those of completed jobs, at the client. TTFT, TPOT and ITL are those of the streams
+    that a program reads; TTFT counts from the program's start. Tokens are the server's count.
+    Without one, output tokens are the requested ones and prompt tokens are None."""
     side, seconds = measured.side, measured.seconds
     done = [result for result in measured.results if result.seconds is not None]
     errors = [r.error for r in measured.results if r.error not in (None, UNFINISHED)]
@@ -119,7 +119,7 @@ def _spread(name: str, values: Sequence[float]) -> Figures:
 
 
 def table(rows: Sequence[Figures], jobs: str) -> Table:
-    """A column for each side, and of two also how they compare. `jobs`: what one of them is."""
+    """A column for each side, and with two sides their ratio. `jobs`: applications or requests."""
     right = [Column(_heading(row), justify="right") for row in rows]
     ratio = [Column("second\nover first", justify="right")] if len(rows) == 2 else []
     shown = Table("", *right, *ratio)

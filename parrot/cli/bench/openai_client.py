@@ -18,9 +18,9 @@ _MAX_MESSAGE = 300
 
 @dataclass(frozen=True, slots=True)
 class OpenAITarget:
-    """`is_chat`: prompts are sent as a user's message. `timeout_s`: None waits as long as the
-    server is there; streams may be silent for as long, or ten minutes. `ignores_eos`: it knows the
-    field `ignore_eos`, as vLLM, SGLang and others do."""
+    """`is_chat`: prompts are sent as a user's message. `timeout_s`: of a request, and of a silent
+    stream; None: no limit for a request, ten minutes for a stream. `ignores_eos`: the server knows
+    the field `ignore_eos`, as vLLM and SGLang do."""
 
     http: HttpClient
     model: str
@@ -33,7 +33,7 @@ class OpenAITarget:
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, prompt: str, *, ignore_eos: bool, **fields: Any) -> dict[str, Any]:
-        """A request with these fields, but those that are None."""
+        """A request with those of the fields that are not None."""
         if self.ignores_eos:
             fields["ignore_eos"] = ignore_eos
         asked: Any = {"prompt": prompt}
@@ -78,7 +78,8 @@ class OpenAIProgram(WaitingProgram):
         return text
 
     async def _stream(self, body: dict[str, Any]) -> tuple[str, Any, StreamTimes]:
-        """The times are those at the server. Raises `ParrotError`, also when it breaks off."""
+        """The times are those at the server. Raises `ParrotError`, also if the stream breaks
+        off."""
         target = self._target
         pieces: list[str] = []
         arrivals: list[float] = []
@@ -123,7 +124,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _text(answer: Any, chat_field: str) -> str:
-    """The text of the first choice. Raises `InternalError` for what is no answer."""
+    """The text of the first choice. Raises `InternalError` if there is none."""
     try:
         choice = answer["choices"][0]
         said = choice[chat_field].get("content") if chat_field in choice else choice.get("text")

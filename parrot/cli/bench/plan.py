@@ -1,14 +1,14 @@
-"""The plan of a workload, jobs that arrive at given times; and its run on a backend, which times
-them and keeps their accounts."""
+"""The plan of a workload, which is jobs with start times, and its run on a backend."""
 
 import asyncio
 import dataclasses
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
 from typing import Any, Self
 
 from parrot.cli.bench.program import Backend, Program, ProgramAccount
@@ -18,7 +18,7 @@ from parrot.protocol.errors import ParrotError
 
 @dataclass(frozen=True, slots=True)
 class BenchJob:
-    """One application, or one request of a user. `start_s`: seconds after the beginning."""
+    """One application, or one request of a user. `start_s`: seconds after the start of the run."""
 
     kind: str
     run: Callable[[Program], Awaitable[None]]
@@ -27,7 +27,7 @@ class BenchJob:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`concurrency`: so many jobs run at once, and the others wait; None: as many as are due."""
+    """`concurrency`: the largest number of jobs that run at the same time; None: no limit."""
 
     jobs: Sequence[BenchJob]
     concurrency: int | None = None
@@ -36,14 +36,14 @@ class Plan:
 def numbered(
     kind: str, count: int, run: Callable[..., Awaitable[None]], **given: Any
 ) -> list[BenchJob]:
-    """Applications of one kind, each of which is told its `number`."""
+    """Applications of one kind. `run` receives the `number` of its application."""
     return [BenchJob(kind, partial(run, number=number, **given)) for number in range(count)]
 
 
 @dataclass(frozen=True)
 class Workload(ABC):
-    """Subclasses are frozen dataclasses whose fields are the parameters. Lengths are given at full
-    size; `factor` makes all of them smaller for slow machines."""
+    """Subclasses are frozen dataclasses. Their fields are the parameters. `factor` multiplies all
+    lengths, to make them smaller for slow machines."""
 
     factor: float = 1.0
 
@@ -78,23 +78,22 @@ def _parse(name: str, kind: type, value: str) -> Any:
         raise ValueError(f"{name} must be a number, not {value!r}") from None
 
 
-def poisson(rng: random.Random, rate: float, count: int) -> list[float]:
-    """The first `count` arrivals, in seconds, of a stream with `rate` arrivals a second."""
-    now, times = 0.0, []
-    for _ in range(count):
+def arrivals(rng: random.Random, rate: float) -> Iterator[float]:
+    """Seconds of a Poisson stream with `rate` arrivals a second; it does not end."""
+    now = 0.0
+    while True:
         now += rng.expovariate(rate)
-        times.append(now)
-    return times
+        yield now
+
+
+def poisson(rng: random.Random, rate: float, count: int) -> list[float]:
+    """The first `count` arrivals."""
+    return list(islice(arrivals(rng, rate), count))
 
 
 def poisson_for(rng: random.Random, rate: float, seconds: float) -> list[float]:
     """All arrivals before `seconds`."""
-    times: list[float] = []
-    now = rng.expovariate(rate) if rate > 0 else seconds
-    while now < seconds:
-        times.append(now)
-        now += rng.expovariate(rate)
-    return times
+    return list(takewhile(lambda at: at < seconds, arrivals(rng, rate))) if rate > 0 else []
 
 
 UNFINISHED = "not finished"
@@ -102,8 +101,8 @@ UNFINISHED = "not finished"
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """`seconds`: its completion time. `began`: since when it counts, in the loop's time. `error`:
-    why it has none; `UNFINISHED` if the run ended before it."""
+    """`seconds`: the completion time. `began`: its start, in the loop's time. `error`: why the job
+    has no completion time; `UNFINISHED` if the run ended before the job."""
 
     kind: str
     began: float
@@ -113,8 +112,8 @@ class JobResult:
 
 
 class JobRunner:
-    """One run. Time is the event loop's, which may be virtual. `results`: of the jobs that began,
-    those that ended first before others."""
+    """One run. Time is the event loop's, which may be virtual. `results`: of the jobs that started,
+    in the order in which they ended."""
 
     def __init__(
         self,
@@ -124,8 +123,8 @@ class JobRunner:
         timeout_s: float | None = None,
         on_result: Callable[[JobResult], None] = lambda result: None,
     ) -> None:
-        """`prepared`: programs get ready before their time begins to count. `timeout_s`: a job that
-        takes longer has failed."""
+        """`prepared`: programs open sessions before their completion time starts. `timeout_s`: a
+        job that takes longer has failed."""
         self._backend = backend
         self._prepared = prepared
         self._timeout_s = timeout_s
@@ -134,7 +133,7 @@ class JobRunner:
         self.results: list[JobResult] = []
 
     async def run(self, plan: Plan) -> None:
-        """Until all jobs have ended; cancelling it ends those that run."""
+        """Returns when all jobs have ended. Cancelling it ends the running jobs."""
         began = self._now()
         limit = plan.concurrency
         place = nullcontext() if limit is None else asyncio.Semaphore(limit)
@@ -162,7 +161,7 @@ class JobRunner:
         except Exception as failure:  # noqa: BLE001 - a job's failure is a result
             error = self._reason(failure)
         finally:
-            if seconds is not None or error is not None:  # else it never began
+            if seconds is not None or error is not None:  # otherwise the job never started
                 self._add(JobResult(job.kind, program.began, seconds, program.account, error))
             await asyncio.shield(program.end())
 

@@ -1,4 +1,4 @@
-"""The programs of workloads: their calls, on any backend, and what a run of them counts."""
+"""The programs of workloads: their calls, on any backend, and the account of a run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,8 +11,8 @@ from parrot.cli.bench.text import PromptText
 
 @dataclass(frozen=True, slots=True)
 class StreamTimes:
-    """`arrivals`: when each piece came, at least one, in the loop's time. `tokens`: as the server
-    counted them; None: it did not say."""
+    """`arrivals`: when each piece arrived, at least one, in the loop's time. `tokens`: the server's
+    count; None: the server did not send one."""
 
     arrivals: tuple[float, ...]
     tokens: int | None = None
@@ -36,7 +36,7 @@ class StreamTimes:
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
 class ProgramOutput:
-    """A value that a call will give, or (`call` None) what the program will set later."""
+    """The future output of `call`. With `call` None, an input that the program sets later."""
 
     name: str
     tokens: int
@@ -48,9 +48,8 @@ Piece = PromptText | ProgramOutput
 
 @dataclass(eq=False, slots=True, repr=False)  # a repr would show the whole graph
 class ProgramCall:
-    """`seed`: sampled, with this seed; None: greedy. `streamed`: its reader takes it piece by
-    piece. `stop`: a text that ends the output. Without one, lengths are exact: the end of text is
-    ignored."""
+    """`seed`: of sampling; None: greedy. `streamed`: the output is read as a stream. `stop`: a text
+    that ends the output. Without a stop, the end of text is ignored and lengths are exact."""
 
     function: str
     prompt: tuple[Piece, ...]
@@ -70,7 +69,7 @@ class ProgramCall:
 
 @dataclass(frozen=True, slots=True)
 class CallUsage:
-    """Tokens of a completed call as the server counted them; None: it does not say."""
+    """Tokens of a completed call by the server's count; None: the server does not report it."""
 
     prompt_tokens: int
     output_tokens: int
@@ -80,8 +79,8 @@ class CallUsage:
 
 @dataclass(slots=True)
 class ProgramAccount:
-    """`calls`: all that the program made. `usages`: those the server ran to their end. `streams`:
-    outputs that were read piece by piece."""
+    """`calls`: all calls of the program. `usages`: of the calls that the server completed.
+    `streams`: of outputs that were read as a stream."""
 
     calls: list[ProgramCall] = field(default_factory=list)
     usages: list[CallUsage] = field(default_factory=list)
@@ -89,8 +88,8 @@ class ProgramAccount:
 
 
 class Program(ABC):
-    """One run of an application. `call` returns at once; only reads wait. `began`: since when its
-    completion time counts, in the loop's time."""
+    """One run of an application. `call` returns at once; only reads wait. `began`: the start of its
+    completion time, in the loop's time."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.account = ProgramAccount()
@@ -98,7 +97,7 @@ class Program(ABC):
         self.began = now()
 
     def begin_now(self) -> None:
-        """Begin to measure: what was before is preparation that nobody waits for."""
+        """Start the completion time now. The work until now counts as preparation."""
         self.began = self.now()
 
     def call(
@@ -111,8 +110,8 @@ class Program(ABC):
         streamed: bool = False,
         stop: str | None = None,
     ) -> ProgramOutput:
-        """A call of a semantic function whose output has exactly `tokens`, or with a `stop` as
-        many at most."""
+        """A call of a semantic function. The output has exactly `tokens`, or at most `tokens` with
+        a `stop`."""
         output = ProgramOutput(f"{function}_{len(self.account.calls)}", max(1, tokens))
         output.call = ProgramCall(function, tuple(prompt), output, seed, streamed, stop)
         self.account.calls.append(output.call)
@@ -120,25 +119,25 @@ class Program(ABC):
         return output
 
     def later(self, name: str, tokens: int) -> ProgramOutput:
-        """An input that `set` gives its value."""
+        """An input whose value `set` provides."""
         output = ProgramOutput(name, tokens)
         self._add_input(output)
         return output
 
     async def prepare(self) -> None:  # noqa: B027 - most clients have nothing to prepare
-        """Do what a client may do before anybody asks for anything, like opening a connection."""
+        """Open connections and sessions before the completion time starts."""
 
     @abstractmethod
     async def set(self, output: ProgramOutput, text: PromptText) -> None: ...
 
     @abstractmethod
     async def read(self, *outputs: ProgramOutput) -> None:
-        """Wait for all of them; the last reader wants low latency. Outputs of `streamed` calls are
-        taken piece by piece."""
+        """Wait for all of them, with low latency as the goal. Outputs of `streamed` calls are read
+        as streams."""
 
     @abstractmethod
     async def read_first(self, outputs: Sequence[ProgramOutput], count: int) -> list[ProgramOutput]:
-        """Wait for the first `count`; nobody wants the others any more."""
+        """Wait for the first `count` outputs and cancel the others."""
 
     async def stream(self, output: ProgramOutput) -> StreamTimes:
         """Wait for the output of a `streamed` call."""
@@ -147,7 +146,8 @@ class Program(ABC):
 
     @abstractmethod
     async def end(self) -> None:
-        """Complete the account and release everything. Not part of the program's time."""
+        """Complete the account and release everything. The completion time does not include
+        this."""
 
     @abstractmethod
     def _add(self, call: ProgramCall) -> None: ...
@@ -158,7 +158,7 @@ class Program(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Where the programs of a run run. `program`: a new run of the application of this name.
+    """A server that runs programs. `program`: returns a new run of the application of this name.
     `close`: releases connections."""
 
     program: Callable[[str], Program]
@@ -166,10 +166,10 @@ class Backend:
 
 
 class Network:
-    """As it is: no delay is added. Subclasses add one to each request of the client."""
+    """Adds no delay. Subclasses add one to each request of the client."""
 
     is_far = False
 
     def trip(self) -> AbstractAsyncContextManager[float]:
-        """Do in the block what happens at the server; gives the seconds of the way back."""
+        """The block runs at the server. Gives the seconds of the way back."""
         return nullcontext(0.0)

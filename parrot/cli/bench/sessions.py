@@ -16,14 +16,14 @@ _OUTPUT = "out"
 
 
 class Data(str):
-    """A text that a call gets as an input, instead of having it in its template."""
+    """A text that a call receives as an input. Other texts are part of the template."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Var:
-    """A semantic variable, and the request of the call that it is the output of, if it is one."""
+    """A semantic variable. `request_id`: of the call whose output the variable is."""
 
     id: str
     request_id: int | None = None
@@ -33,7 +33,7 @@ Piece = str | Data | Var
 
 
 def spaced(parts: Iterable[Piece]) -> list[Piece]:
-    """The parts, each with a space behind it."""
+    """The parts, each with a space after it."""
     return [piece for part in parts for piece in (part, " ")]
 
 
@@ -60,8 +60,8 @@ class BenchSession:
         output: Var | None = None,
         **options: Any,
     ) -> Var:
-        """Submit a call with one output of at most `tokens`. `output`: the variable that it shall
-        set, if there is one already. `options`: fields of the request."""
+        """Submit a call with one output of at most `tokens`. `output`: an existing variable for the
+        output. `options`: fields of the request."""
         template, parameters = "", []
         for number, piece in enumerate(prompt):
             if isinstance(piece, Data | Var):
@@ -91,7 +91,7 @@ class BenchSession:
         return await self.client.get_var(**self.scope, var_id=var.id, criteria=criteria)
 
     async def stream(self, var: Var) -> StreamTimes:
-        """Read piece by piece. An empty output comes when it ends."""
+        """Read as a stream. An empty output has the time of its end."""
         now = asyncio.get_running_loop().time
         arrivals = [now() async for _ in self.client.stream_var(**self.scope, var_id=var.id)]
         return StreamTimes(tuple(arrivals) or (now(),))
@@ -109,8 +109,8 @@ async def submit_call(
     inputs: Mapping[ProgramOutput, Var | Data],
     **options: Any,
 ) -> Var:
-    """Constant texts stand in the template; data and outputs of other calls are its inputs.
-    `options`: those of `BenchSession.call`."""
+    """Constant texts become the template. Data and outputs of other calls become inputs. `options`:
+    see `BenchSession.call`."""
     prompt = [
         inputs[piece]
         if isinstance(piece, ProgramOutput)
@@ -135,7 +135,7 @@ async def submit_call(
 
 
 async def close_session(session: BenchSession) -> list[CallUsage]:
-    """End a session; returns what its calls cost."""
+    """End a session. Returns the usage of its completed calls."""
     try:
         info = await session.info()
         await session.end()

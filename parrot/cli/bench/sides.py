@@ -1,4 +1,4 @@
-"""The sides that are compared: servers, and the style in which programs use them."""
+"""The sides of a comparison: a server, and the style in which programs use it."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -24,7 +24,7 @@ class CannotMeasure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server and what it takes to use it. `key_option`: what a user may give it by."""
+    """A server, its key and its model. `key_option`, `model_option`: the options that set them."""
 
     url: str
     api_key: str | None
@@ -51,7 +51,7 @@ class Side:
 
 
 class Connections:
-    """Sides on servers that were found; closed with the stack."""
+    """Connects to the servers. The stack closes the connections."""
 
     def __init__(self, stack: AsyncExitStack, *, is_chat: bool, timeout_s: float) -> None:
         self._stack = stack
@@ -61,8 +61,8 @@ class Connections:
     async def sides(
         self, first: Address, others: Sequence[Address], *, is_application: bool
     ) -> list[Side]:
-        """Applications run by variables where the first server is a ServeCore, and there as well
-        as plain calls if nothing else is to be compared. Raises `CannotMeasure`."""
+        """If the first server is a ServeCore, its side runs applications by variables. Without
+        other servers, a second side runs plain calls there. Raises `CannotMeasure`."""
         by_variables = is_application and await self._is_serve_core(first)
         asked = [*others] if by_variables and others else [first, *others]
         plain = [await self._openai(address) for address in asked]
@@ -121,7 +121,7 @@ def _with_own_texts(sides: Sequence[Side]) -> list[Side]:
 
 
 async def _model(http: HttpClient, address: Address) -> str:
-    """The model that was asked for, or the first that is served. Raises `CannotMeasure`."""
+    """The requested model, or the first model that is served. Raises `CannotMeasure`."""
     try:
         answer = await http.request("GET", "/v1/models", timeout_s=_PROBE_S)
         served = [str(card["id"]) for card in answer["data"]]
@@ -150,7 +150,7 @@ async def _model(http: HttpClient, address: Address) -> str:
 async def _tried(
     target: OpenAITarget, address: Address, notes: list[str]
 ) -> tuple[OpenAITarget, float]:
-    """A target whose requests are taken, and the tokens of a common word there. Raises
+    """A target whose requests the server accepts, and its mean tokens of a common word. Raises
     `CannotMeasure`."""
     try:
         try:
@@ -170,7 +170,8 @@ async def _tried(
 
 
 async def _prompt_tokens(target: OpenAITarget, num_words: int) -> int | None:
-    """The tokens of a prompt of so many words, by the server's count. Raises `ParrotError`."""
+    """The server's token count of a prompt of `num_words`; None: it does not report one. Raises
+    `ParrotError`."""
     prompt = "".join(COMMON_WORDS[:num_words])
     answer = await target.http.request(
         "POST",

@@ -13,12 +13,10 @@ from parrot.protocol.serve_client import ServeClient
 
 
 class GraphProgram(Program):
-    """Calls are gathered until something is read, then submitted in two waves, whatever the depth
-    of the graph: calls without producers together with the variables of the others' outputs, then
-    the others, which name these variables.
-
-    On a slow network the first wave is wanted at once, before its readers are known: the server
-    then works during the second."""
+    """Collects calls until the program reads an output, then submits them in two waves. The first
+    wave is the calls without producers, and variables for the outputs of the other calls. The
+    second wave is the other calls. On a slow network the outputs of the first wave are requested at
+    once, so that the server works during the second wave."""
 
     def __init__(
         self,
@@ -29,7 +27,7 @@ class GraphProgram(Program):
         api_key: str | None = None,
         model: str | None = None,
     ) -> None:
-        """`api_key`: if ServeCore has some. `model`: where its calls run; None: on any."""
+        """`model`: the model of all calls; None: any model."""
         super().__init__(asyncio.get_running_loop().time)
         self._client = client
         self._network = network
@@ -60,7 +58,7 @@ class GraphProgram(Program):
         await asyncio.gather(*map(self._get, outputs))
 
     async def read_first(self, outputs: Sequence[ProgramOutput], count: int) -> list[ProgramOutput]:
-        """A read that is cancelled withdraws what only it wanted."""
+        """Cancelling a read cancels the calls that have no other reader."""
         await self._submit()
         reads = {asyncio.create_task(self._get(output)): output for output in outputs}
         first = await first_of(reads, count)
@@ -87,7 +85,7 @@ class GraphProgram(Program):
         self.account.streams[output] = times.later(way_s)
 
     async def _submit(self) -> None:
-        """Submit all calls made since the last time."""
+        """Submit all calls that were made since the last submission."""
         calls, self._new = self._new, []
         inputs, self._new_inputs = self._new_inputs, []
         if not calls and not inputs:

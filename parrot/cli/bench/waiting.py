@@ -12,8 +12,8 @@ from parrot.cli.bench.text import PromptText
 async def first_of(
     tasks: Mapping[asyncio.Task[Any], ProgramOutput], count: int
 ) -> list[ProgramOutput]:
-    """Wait for `count` tasks: their outputs, in the order in which they end. The others are
-    cancelled. Raises what one of these did."""
+    """Wait for `count` tasks and cancel the others. Returns the outputs in the order in which the
+    tasks end. Raises the exception of a task that failed."""
     left = dict(tasks)
     first: list[ProgramOutput] = []
     while len(first) < count:
@@ -27,7 +27,7 @@ async def first_of(
 
 
 class WaitingProgram(Program):
-    """Subclasses send one request. Requests of different calls run side by side."""
+    """Subclasses send one request. Requests of different calls run in parallel."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -37,8 +37,8 @@ class WaitingProgram(Program):
 
     @abstractmethod
     async def _complete(self, call: ProgramCall, texts: Sequence[str]) -> str:
-        """One request; `texts` are the prompt's pieces. Records the usage, and for a streamed call
-        the times. Cancelling it ends the request."""
+        """Send one request. `texts` are the pieces of the prompt. Records the usage, and the times
+        of a streamed call. Cancelling it ends the request."""
 
     async def set(self, output: ProgramOutput, text: PromptText) -> None:
         self._inputs[output].set_result(text.content)
