@@ -42,7 +42,7 @@ from parrot.serve.events import (
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.nodes import SemanticVariable, VariableState
-from parrot.serve.metrics import CoreMetrics
+from parrot.serve.metrics import Accounts, CoreMetrics
 from parrot.serve.readers import Reads, read_view
 from parrot.serve.sessions import (
     AddCall,
@@ -116,7 +116,6 @@ class ServeCore:
             config, self.tenants, self.clock, self._timers, sampler, first_session_id
         )
         self._metrics = CoreMetrics(config, self.tenants, self.sessions.find_owner)
-        self.accounts = self._metrics.accounts
         for sink in (self._metrics.sink, *sinks):
             self.events.add(sink)
         self.tasks = TaskRunner(
@@ -217,7 +216,7 @@ class ServeCore:
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         if isinstance(request, NativeCallRequest):
             self.tasks.check_native(request)
-        if (answer := session.graph.replays.find(request, CallResponse)) is not None:
+        if (answer := session.graph.answered(request, CallResponse)) is not None:
             return answer
         self.tasks.require_room(session.tenant)
         response = session.apply(AddCall(request))
@@ -230,7 +229,7 @@ class ServeCore:
         error names the call and its field."""
         assert request.session_id is not None
         session = self.sessions.authenticate(request.session_id, request.session_auth)
-        if (answer := session.graph.replays.find(request, GraphResponse)) is not None:
+        if (answer := session.graph.answered(request, GraphResponse)) is not None:
             return answer
         command = AddGraph.of(request, session.graph)
         graph = command.resolved
@@ -353,6 +352,11 @@ class ServeCore:
     @property
     def num_queued(self) -> int:
         return self.dispatcher.num_queued
+
+    @property
+    def accounts(self) -> Accounts:
+        """The use of each tenant until now."""
+        return self._metrics.accounts
 
     def metrics(self) -> Iterator[bytes]:
         """Yield one family after the other: all of them may take some ten milliseconds."""

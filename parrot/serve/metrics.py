@@ -93,16 +93,17 @@ class CoreMetrics:
         find_session: Callable[[int], Session | None],
     ) -> None:
         max_names = config.max_metric_names
-        self.prices = PriceTable(config.prices)
+        self.prices = PriceTable(config.prices) if config.prices else None
         self._find_session = find_session
-        self.accounts = Accounts(tenants, max_names)
+        self._tenants = tenants
+        self._accounts = Accounts(max_names)
         self._functions = SeriesByName(max_names, CallSeries)
         self._apps = SeriesByName(max_names, CallSeries)
         self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))
         self._sessions = SeriesByName(max_names, lambda: _Runs(LATENCY_S))
         self._engines: dict[tuple[str, str], EngineSeries] = {}
-        self._uncounted: list[tuple[str, str, tuple[str, str], Measured]] = []
-        """(function, application, engine and model, measures)"""
+        self._uncounted: list[tuple[str, str, str, tuple[str, str], Measured]] = []
+        """(tenant, function, application, engine and model, measures)"""
         self._num_reused = 0
         self._tasks: Counter[tuple[str, ...]] = Counter()  # (kind, state)
         self._breaks: Counter[tuple[str, ...]] = Counter()  # (reason)
@@ -115,6 +116,11 @@ class CoreMetrics:
             SessionEnded: self._session_ended,
             TaskEnded: self._task_ended,
         }
+
+    @property
+    def accounts(self) -> "Accounts":
+        self._count()
+        return self._accounts
 
     def _prefix_broken(self, event: PrefixBroken) -> None:
         self._breaks[(event.reason,)] += 1
@@ -133,13 +139,13 @@ class CoreMetrics:
             return
         self._tasks["semantic", task.state.value] += 1
         self._num_reused += task.stats.is_reused
-        call = Measured.of(task, self.prices.cost(task.stats))
+        call = Measured.of(task, self.prices)
         if call is None:
             return
         function, stats = given_name(task) or UNNAMED, task.stats
-        self.accounts.count(session.tenant, function, call)
+        tenant = session.tenant if self._tenants.is_named(session.tenant) else OTHER
         engine = (stats.engine_name or OTHER, stats.model or OTHER)
-        self._uncounted.append((function, app_of(session), engine, call))
+        self._uncounted.append((tenant, function, app_of(session), engine, call))
         if len(self._uncounted) >= _COUNTED_AT_ONCE:
             self._count()
 
@@ -159,7 +165,8 @@ class CoreMetrics:
             defaultdict[str, list[Measured]](list),
         )
         engines = defaultdict[tuple[str, str], list[Measured]](list)
-        for function, app, engine, call in uncounted:
+        for tenant, function, app, engine, call in uncounted:
+            self._accounts.count(tenant, function, call)
             functions[function].append(call)
             apps[app].append(call)
             engines[engine].append(call)
@@ -304,9 +311,9 @@ class Measured(NamedTuple):
     reason: str
 
     @classmethod
-    def of(cls, task: Completion, cost: float) -> Self | None:
+    def of(cls, task: Completion, prices: "PriceTable | None") -> Self | None:
         """None if it has run nowhere, since it took the result of an identical one or ended before
-        its turn came."""
+        its turn came. Without `prices` the cost is 0."""
         times, stats = task.times, task.stats
         if stats.is_reused or times.started is None or times.finished is None:
             return None
@@ -332,7 +339,7 @@ class Measured(NamedTuple):
             num_drafted=stats.drafted_tokens,
             num_accepted=stats.accepted_tokens,
             num_retries=max(0, stats.attempts - 1),
-            cost=cost,
+            cost=0.0 if prices is None else prices.cost(stats),
             service_s=stats.service_s,
             reason=_REASONS.get(task.state, reason),
         )
@@ -504,18 +511,16 @@ class TenantUsage:
 
 
 class Accounts:
-    """The use of each tenant, by function. Tenants without a key of the config are one, `other`,
-    and so are, for each tenant, the functions that are used least."""
+    """The use of each tenant, by function. The functions of a tenant that are used least are
+    counted as one, `other`."""
 
-    def __init__(self, tenants: TenantTable, max_names: int) -> None:
-        self._tenants = tenants
+    def __init__(self, max_names: int) -> None:
         self._max_names = max_names
         self._usage: dict[str, SeriesByName[TenantUsage]] = {}
 
     def count(self, tenant: str, function: str, call: Measured) -> None:
-        label = tenant if self._tenants.is_named(tenant) else OTHER
-        if (functions := self._usage.get(label)) is None:
-            functions = self._usage[label] = SeriesByName(self._max_names, TenantUsage)
+        if (functions := self._usage.get(tenant)) is None:
+            functions = self._usage[tenant] = SeriesByName(self._max_names, TenantUsage)
         functions.use(function).count(call)
 
     def __iter__(self) -> Iterator[tuple[str, str, TenantUsage]]:

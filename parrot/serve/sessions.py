@@ -92,7 +92,7 @@ class AddCall:
 
     def apply(self, session: "Session") -> CallResponse:
         response = session.graph.submit(self.request)
-        session.graph.replays.remember(self.request, response)
+        session.graph.remember(self.request, response)
         return response
 
 
@@ -120,7 +120,7 @@ class AddGraph:
             variables={name: variable.id for name, variable in variables.items()},
             calls=session.graph.submit_all(calls, list(variables.values())),
         )
-        session.graph.replays.remember(self.request, answer)
+        session.graph.remember(self.request, answer)
         return answer
 
 

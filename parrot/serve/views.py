@@ -46,7 +46,7 @@ def session_steps(
         edges.extend(chain.from_iterable(map(_edges, tasks[start : start + _STEP])))
         yield
     calls = yield from _rows(tasks, lambda task: task_view(task, session.created_at))
-    costs = yield from _function_costs(tasks, prices or PriceTable({}))
+    costs = yield from _function_costs(tasks, prices)
     return SessionInfo.model_construct(  # checking each row again would take one long turn
         session_id=session.id,
         state="active",
@@ -65,7 +65,7 @@ def session_view(steps: Steps[SessionInfo]) -> SessionInfo:
     return at_once(steps)
 
 
-def _function_costs(tasks: Iterable[Task], prices: PriceTable) -> Steps[list[FunctionCosts]]:
+def _function_costs(tasks: Iterable[Task], prices: PriceTable | None) -> Steps[list[FunctionCosts]]:
     """The work of engines for the completions that have ended, by function."""
     costs: dict[str, FunctionCosts] = {}
     for number, task in enumerate(tasks, start=1):
@@ -73,7 +73,7 @@ def _function_costs(tasks: Iterable[Task], prices: PriceTable) -> Steps[list[Fun
             yield
         if not isinstance(task, Completion) or not task.is_finished:
             continue
-        if (call := Measured.of(task, prices.cost(task.stats))) is None:
+        if (call := Measured.of(task, prices)) is None:
             continue
         costs.setdefault(
             task.func_name,

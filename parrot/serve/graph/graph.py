@@ -62,12 +62,11 @@ class Replays:
     """Remembers the answered requests of one session that carried a key."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, tuple[bytes, BaseModel]] = {}
+        self._answers: dict[str | None, tuple[bytes, BaseModel]] = {}
 
     def find(self, request: Repeatable, kind: type[Answer]) -> Answer | None:
-        """The answer that this key got, if any. Raises `Conflict` if it was for another request."""
         key = request.idempotency_key
-        if key is None or key not in self._answers:
+        if key not in self._answers:
             return None
         fingerprint, response = self._answers[key]
         if fingerprint != _fingerprint(request):
@@ -76,8 +75,7 @@ class Replays:
         return response
 
     def remember(self, request: Repeatable, response: BaseModel) -> None:
-        if request.idempotency_key is not None:
-            self._answers[request.idempotency_key] = (_fingerprint(request), response)
+        self._answers[request.idempotency_key] = (_fingerprint(request), response)
 
 
 def _fingerprint(request: Repeatable) -> bytes:
@@ -172,7 +170,7 @@ class SessionGraph:
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
         self.activation = Activation(clock, executor, services.predictor, backlog)
-        self.replays = Replays()
+        self._replays: Replays | None = None  # there is none before the first idempotency key
         self._tenant = tenant
         self.cache_salt = cache_salt
         self._on_demand = on_demand
@@ -197,6 +195,16 @@ class SessionGraph:
             if task.id == task_id and isinstance(task, Completion):
                 return task
         raise KeyError(f"no completion {task_id} of request {request_id}")
+
+    def answered(self, request: Repeatable, kind: type[Answer]) -> Answer | None:
+        """The answer that this key got. Raises `Conflict` if it was for another request."""
+        return None if self._replays is None else self._replays.find(request, kind)
+
+    def remember(self, request: Repeatable, response: BaseModel) -> None:
+        """Keep the answer if the request has an idempotency key."""
+        if request.idempotency_key is not None:
+            self._replays = self._replays or Replays()
+            self._replays.remember(request, response)
 
     def add_variable(self, name: str, text: str | None = None) -> SemanticVariable:
         variable = self.new_variable(name, text)

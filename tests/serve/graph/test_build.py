@@ -165,22 +165,22 @@ def test_a_native_call_needs_an_output_and_has_no_context() -> None:
 
 
 def test_an_idempotency_key_replays_the_answer() -> None:
-    replays = make_graph().replays
+    graph = make_graph()
     request = semantic("a {{y}}", made("y"), idempotency_key="k", session_auth="one")
     response = CallResponse(request_id=1, param_info=[])
-    replays.remember(request, response)
+    graph.remember(request, response)
     again = request.model_copy(update={"session_auth": "two"})
-    assert replays.find(again, CallResponse) == response
+    assert graph.answered(again, CallResponse) == response
     for other in (
         semantic("b {{y}}", made("y"), idempotency_key="k"),
         native("a", made("y"), idempotency_key="k"),
         GraphRequest(session_id=request.session_id, idempotency_key="k"),
     ):
         with pytest.raises(Conflict, match="idempotency"):
-            replays.find(other, CallResponse)
+            graph.answered(other, CallResponse)
     new = semantic("a {{y}}", made("y"), idempotency_key="new")
-    assert replays.find(new, CallResponse) is None
-    assert replays.find(semantic("a {{y}}", made("y")), CallResponse) is None
+    assert graph.answered(new, CallResponse) is None
+    assert graph.answered(semantic("a {{y}}", made("y")), CallResponse) is None
 
 
 @fuzz(

@@ -62,7 +62,7 @@ def _session(session: Session) -> dict[str, Any]:
             request_id: [_task(task) for task in call.tasks]
             for request_id, call in graph.calls.items()
         },
-        "answers": dict(graph.replays._answers),
+        "answers": {} if graph._replays is None else dict(graph._replays._answers),
         "held": {
             task.id
             for call in graph.calls.values()
