@@ -222,7 +222,8 @@ class Scheduler:
         return Place(load, new_prompt) if has_room else None
 
     def _should_wait(self, task: CompletionTask, place: Place) -> bool:
-        """Whether it had better wait although it fits, for those who run there: see `hold_back`."""
+        """Whether the task should be delayed although it fits, since it would slow down the tasks
+        that run there. See `should_wait`."""
         load, to_compute = place.load, place.to_compute
         if not self._order.holds_back or not load.num_tasks:
             return False
