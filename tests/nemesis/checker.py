@@ -9,6 +9,7 @@ C6  one result of each call is published, once, and it is that of an undisturbed
 C7  what a session had is freed when it ends
 C8  no tenant is refused or slowed down within its share
 C9  no tenant gets what another's prompt has computed
+C10 an engine never has more calls than its `tasks_capacity`
 """
 
 from collections import defaultdict
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from tests.nemesis import set_values
+from tests.nemesis import capacity, set_values
 from tests.nemesis.history import (
     CLOCK_STEP,
     GIVEN_UP,
@@ -391,4 +392,5 @@ _PROMISES: dict[str, Callable[[_Facts], Iterator[str]]] = {
     "C7": _all_freed,
     "C8": _fair,
     "C9": _nothing_shared,
+    "C10": lambda facts: capacity.exceeded(facts.history),
 }

@@ -144,10 +144,23 @@ class Account:
     broken: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnsweredCall:
+    """A call that an engine's process answered, from its arrival there to its answer. ServeCore
+    counts it for the engine at least that long."""
+
+    engine: str
+    process: int
+    tenant: str
+    began: float
+    ended: float
+
+
 @dataclass(slots=True)
 class History:
     """`share`: calls that a tenant may always have in the queue, whatever others do. `patience_s`:
-    within which a call of a tenant with no more than that is done when nothing disturbs."""
+    within which a call of a tenant with no more than that is done when nothing disturbs.
+    `tasks_capacity`: calls that ServeCore may place on an engine at once."""
 
     lives: list[Life] = field(default_factory=list)
     submits: list[Submit] = field(default_factory=list)
@@ -158,6 +171,8 @@ class History:
     seen: list[Seen] = field(default_factory=list)
     disturbances: list[Disturbance] = field(default_factory=list)
     accounts: list[Account] = field(default_factory=list)
+    answered_calls: list[AnsweredCall] = field(default_factory=list)
+    tasks_capacity: int = 2**31
     share: int = 2**31
     patience_s: float = 1e9
 

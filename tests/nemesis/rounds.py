@@ -129,6 +129,7 @@ class Round:
         self._kinds = sorted({kind for kind, _ in answers})
         self._service = service
         self.history = History(share=QUEUE // len(TENANTS), patience_s=plan.limit_s)
+        self.history.tasks_capacity = ENGINES[plan.engine].get("tasks_capacity", 2**31)
         self.outcome = Outcome(plan=plan)
         self._draw = random.Random(plan.seed)
         self._num_programs = 0
@@ -165,6 +166,7 @@ class Round:
         await service.ready()
         accounts += await service.settled(_PATIENCE_S, without_sessions=True)
         self.history.accounts += accounts
+        self.history.answered_calls += service.answered_calls()
 
     async def _nemesis(self, end: float, draw: random.Random) -> None:
         while True:

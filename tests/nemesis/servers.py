@@ -13,7 +13,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from starlette.responses import JSONResponse, Response
 from parrot.engine import http_server as engine_server
 from parrot.engine.runner.ranks import follower
 from parrot.protocol.endpoint import Access, RuledRoute
-from parrot.serve import http_server as core_server
+from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
 from parrot.serve.core import ServeCore
+from parrot.server import http_server as core_server
+from parrot.server import serving
 
 ACCOUNT = "/nemesis/account"
 _FOLLOWER = follower.__name__.encode()
@@ -57,6 +60,39 @@ class WallClock:
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + self.offset_s
         time.time_ns = lambda: now_ns() + int(1e9 * self.offset_s)
+
+
+class AnswerLog:
+    """The calls that an engine answered, a line each, in a file that outlives its process. Calls
+    that were aborted, or that died with the process, are not in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def install(self, service: Any) -> None:
+        """Write down the calls of this engine from now on."""
+        generate, generate_stream = service.generate, service.generate_stream
+
+        async def logged(request: GenerateRequest, *args: Any) -> Any:
+            began = time.monotonic()
+            response = await generate(request, *args)
+            self._write(request, began)
+            return response
+
+        async def logged_stream(request: GenerateRequest) -> AsyncGenerator[Any]:
+            began = time.monotonic()
+            async with aclosing(generate_stream(request)) as events:
+                async for event in events:
+                    if isinstance(event, GenerateResponse):
+                        self._write(request, began)
+                    yield event
+
+        service.generate, service.generate_stream = logged, logged_stream
+
+    def _write(self, request: GenerateRequest, began: float) -> None:
+        line = {"process": os.getpid(), "tenant": request.tenant, "began": began}
+        line["ended"] = time.monotonic()
+        os.write(self._file, json.dumps(line).encode() + b"\n")
 
 
 class Server:
@@ -169,23 +205,24 @@ def _be(run: Callable[..., None], config: str, log: str, *facts: Any) -> None:
 
 def run_core(config: str, clock: str) -> None:
     WallClock(Path(clock)).install()
-    create = core_server.create_app
+    create = serving.create_app
 
     def create_app(core: ServeCore, *args: Any) -> FastAPI:
         app = create(core, *args)
         _give_account(app, core.check_integrity, lambda: _core_account(core))
         return app
 
-    core_server.create_app = create_app
+    serving.create_app = create_app
     core_server.main(["--config_path", config])
 
 
-def run_engine(config: str, clock: str, advertised: int) -> None:
-    """`advertised`: the port at which ServeCore is to find it."""
+def run_engine(config: str, clock: str, calls: str, advertised: int) -> None:
+    """`advertised`: the port at which ServeCore is to find it. `calls`: the file of its log."""
     WallClock(Path(clock)).install()
-    create = engine_server.create_app
+    create, log = engine_server.create_app, AnswerLog(Path(calls))
 
     def create_app(service: Any, *args: Any) -> FastAPI:
+        log.install(service)
         app, info = create(service, *args), service.engine_info
         service.engine_info = lambda: info().model_copy(update={"port": advertised})
         _give_account(app, service.check_integrity, lambda: _engine_account(service))

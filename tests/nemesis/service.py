@@ -2,6 +2,7 @@
 its own; the engines, and the links between all of them and to the programs."""
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from typing import Any
 
 from parrot.cluster.ports import ask, free_port
 from tests.nemesis.database import Database
-from tests.nemesis.history import Account
+from tests.nemesis.history import Account, AnsweredCall
 from tests.nemesis.link import Link
 from tests.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
 
@@ -134,8 +135,18 @@ class Service:
         core, *others = ({"host": "127.0.0.1", "port": link.port} for link in links)
         config = {"engine_name": name, "host": "127.0.0.1", "port": port, "serve_core": core}
         config |= {"cluster_token": CORE["cluster_token"], "standby_cores": others}
-        facts = (str(self.clock.path), advertised)
+        facts = (str(self.clock.path), str(self._call_log(name)), advertised)
         return Server(name, run_engine, self.engine_config | config, self.folder, *facts)
+
+    def _call_log(self, name: str) -> Path:
+        return self.folder / f"{name}.calls"
+
+    def answered_calls(self) -> Iterator[AnsweredCall]:
+        """Yield the calls that engines answered, also in processes that were killed."""
+        for name in self.engines:
+            log = self._call_log(name)
+            for line in log.read_text().splitlines() if log.exists() else ():
+                yield AnsweredCall(engine=name, **json.loads(line))
 
     @asynccontextmanager
     async def running(

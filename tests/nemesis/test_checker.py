@@ -13,6 +13,7 @@ from tests.nemesis.history import (
     CLOCK_STEP,
     DISK_FULL,
     Account,
+    AnsweredCall,
     Cancel,
     Close,
     Disturbance,
@@ -417,3 +418,29 @@ def test_a_call_that_ran_twice_finds_its_own_prompt() -> None:
     assert check(prompted("b", 20, attempts=2)) == []
     assert check(with_fault(prompted("b", 20), fault(3.1, 3.2))) == []
     assert found(with_fault(prompted("b", 20), fault(1.0, 2.0))) == {"C9"}
+
+
+def on_engine(*times: tuple[float, float], tenant: str = "a", process: int = 1) -> list[Any]:
+    fields: dict[str, Any] = {"engine": "engine-0", "process": process, "tenant": tenant}
+    return [AnsweredCall(began=began, ended=ended, **fields) for began, ended in times]
+
+
+def with_calls(*calls: list[AnsweredCall]) -> History:
+    history = chain()
+    history.tasks_capacity = 2
+    history.answered_calls = [call for some in calls for call in some]
+    return history
+
+
+def test_c10_an_engine_had_more_calls_than_it_may() -> None:
+    two = on_engine((1.0, 2.0), (1.2, 2.0))
+    assert check(with_calls(two, on_engine((2.0, 3.0)))) == []
+    assert found(with_calls(two, on_engine((1.5, 3.0)))) == {"C10"}
+    assert check(with_calls(two, on_engine((1.5, 3.0), process=2))) == [], "it was replaced"
+    assert check(with_calls(two, on_engine((1.96, 3.0)))) == [], "two may have been cancelled"
+
+
+def test_c10_an_interactive_call_may_exceed_the_limit_by_its_tenants_share() -> None:
+    two = on_engine((1.0, 2.0), (1.2, 2.0))
+    assert check(with_calls(two, on_engine((1.5, 3.0), tenant="b"))) == []
+    assert found(with_calls(two, on_engine((1.5, 3.0), (1.6, 3.0), tenant="b"))) == {"C10"}

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from benchmark.results import run
+from tests.nemesis.checker import check
 from tests.nemesis.client import Client
 from tests.nemesis.faults import FAULTS, Layout
 from tests.nemesis.history import History, SetValue, digest_of
 from tests.nemesis.programs import PROGRAMS
-from tests.nemesis.rounds import MIXED, Answers, Plan, live, play, undisturbed
-from tests.nemesis.service import DIVIDED, SIM
+from tests.nemesis.rounds import MIXED, Answers, Plan, Round, live, play, undisturbed
+from tests.nemesis.service import DIVIDED, SIM, Service
 from tests.support.postgres import Server
 
 KINDS = ("agent", "leaver", "map_reduce", "probe", "responses")
@@ -57,6 +58,20 @@ def test_with_shards_neither(answers: Answers, tmp_path: Path) -> None:
     assert not outcome.violations, (outcome.violations, outcome.kept)
     assert not outcome.defects
     assert outcome.faults
+
+
+def test_engines_never_have_more_calls_than_their_capacity(
+    answers: Answers, tmp_path: Path
+) -> None:
+    answers = {key: answer for key, answer in answers.items() if key[0] in ("map_reduce", "probe")}
+    plan = Plan.of(SEED, ("kill-both", "kill-core", "kill-engine"), 3.0, concurrency=10)
+    service = Service(tmp_path)
+    one = Round(plan, answers, service, None)
+    asyncio.run(one.run())
+    assert service.kills
+    assert check(one.history) == []
+    one.history.tasks_capacity -= 1
+    assert {violation.promise for violation in check(one.history)} == {"C10"}
 
 
 def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
