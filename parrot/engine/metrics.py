@@ -2,12 +2,11 @@
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from parrot.protocol.engine_api import (
     GenerateRequest,
@@ -24,9 +23,13 @@ from parrot.utils.metrics import (
     PER_TOKEN_S,
     REUSE_COUNTERS,
     TOKENS,
-    Histogram,
+    Counters,
+    Histograms,
+    Series,
     counter,
-    histogram,
+    counters,
+    gauge,
+    histograms,
     render_metrics,
 )
 from parrot.utils.traceparent import TraceParent
@@ -34,7 +37,7 @@ from parrot.utils.traceparent import TraceParent
 _MIB = 2**20
 _NS = 1e-9
 _LABELS = ("engine", "model_name")
-_HISTOGRAMS = {
+_HISTOGRAMS: Histograms = {
     "e2e_request_latency_seconds": ("Requests, from their arrival to their end.", LATENCY_S),
     "request_queue_time_seconds": ("From the arrival to the first step.", LATENCY_S),
     "request_prefill_time_seconds": ("From the first step to the first token.", LATENCY_S),
@@ -44,11 +47,12 @@ _HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
     "request_generation_tokens": ("Output tokens of a request.", TOKENS),
 }
-_COUNTERS = {
-    "prompt_tokens": "Prompt tokens of requests.",
-    "generation_tokens": "Output tokens of requests.",
+_COUNTERS: Counters = {
+    "prompt_tokens": ("Prompt tokens of requests.", ""),
+    "generation_tokens": ("Output tokens of requests.", ""),
     **REUSE_COUNTERS,
 }
+_REASONS: Counters = {"request_success": ("Requests that ended, by the reason.", "finished_reason")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,37 +140,32 @@ class EngineMetrics:
 
     def __init__(self, engine_name: str, model: str) -> None:
         self._labels = (engine_name, model)
-        self._histograms = {name: Histogram(about[1]) for name, about in _HISTOGRAMS.items()}
-        self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
-        self._reasons: Counter[tuple[str, ...]] = Counter()
+        self._series = Series(_HISTOGRAMS)
 
     def count(self, ended: Ended) -> None:
-        self._reasons[*self._labels, ended.reason] += 1
+        self._series.count("request_success", 1, ended.reason)
         if ended.response is not None:
             self._answered(ended.response, ended.seconds)
 
     def _answered(self, response: GenerateResponse, seconds: float) -> None:
-        usage, histograms = response.usage, self._histograms
+        usage, observed, counts = response.usage, self._series.histograms, self._series.counts
         num_prompt = usage.cached_tokens + usage.computed_tokens
-        histograms["e2e_request_latency_seconds"].observe(seconds)
-        histograms["request_prompt_tokens"].observe(num_prompt)
-        histograms["request_generation_tokens"].observe(usage.output_tokens)
+        observed["e2e_request_latency_seconds"].observe(seconds)
+        observed["request_prompt_tokens"].observe(num_prompt)
+        observed["request_generation_tokens"].observe(usage.output_tokens)
         if usage.steps:
-            histograms["request_queue_time_seconds"].observe(usage.queue_s)
-            histograms["request_prefill_time_seconds"].observe(usage.prefill_s)
-            histograms["request_decode_time_seconds"].observe(usage.decode_s)
-            histograms["time_to_first_token_seconds"].observe(usage.queue_s + usage.prefill_s)
+            observed["request_queue_time_seconds"].observe(usage.queue_s)
+            observed["request_prefill_time_seconds"].observe(usage.prefill_s)
+            observed["request_decode_time_seconds"].observe(usage.decode_s)
+            observed["time_to_first_token_seconds"].observe(usage.queue_s + usage.prefill_s)
             if (num_more := usage.output_tokens - 1) > 0:
-                histograms["request_time_per_output_token_seconds"].observe(
-                    usage.decode_s / num_more
-                )
-        counts = self._counts
-        counts["prompt_tokens"] += num_prompt
-        counts["generation_tokens"] += usage.output_tokens
-        counts["prefix_cache_queries"] += num_prompt
-        counts["prefix_cache_hits"] += usage.cached_tokens
-        counts["spec_decode_num_draft_tokens"] += usage.drafted_tokens
-        counts["spec_decode_num_accepted_tokens"] += usage.accepted_tokens
+                observed["request_time_per_output_token_seconds"].observe(usage.decode_s / num_more)
+        counts["prompt_tokens", ""] += num_prompt
+        counts["generation_tokens", ""] += usage.output_tokens
+        counts["prefix_cache_queries", ""] += num_prompt
+        counts["prefix_cache_hits", ""] += usage.cached_tokens
+        counts["spec_decode_num_draft_tokens", ""] += usage.drafted_tokens
+        counts["spec_decode_num_accepted_tokens", ""] += usage.accepted_tokens
 
     def render(self, info: RuntimeInfo) -> bytes:
         return render_metrics(self.families(info))
@@ -175,15 +174,12 @@ class EngineMetrics:
         gauges = _gauges(info) | ({} if info.host_tier is None else _host_gauges(info.host_tier))
         gauges |= {} if info.server_load is None else _server_gauges(info.server_load)
         for name, (text, value) in gauges.items():
-            family = GaugeMetricFamily(f"parrot_engine_{name}", text, labels=_LABELS)
-            family.add_metric(self._labels, value)
-            yield family
-        counts = {"steps": info.num_steps or 0, **self._counts}
-        for name, text in ({"steps": "Steps run."} | _COUNTERS).items():
-            yield counter(f"parrot_engine_{name}", text, {self._labels: counts[name]}, *_LABELS)
-        for name, (text, _) in _HISTOGRAMS.items():
-            series = {self._labels: self._histograms[name]}
-            yield histogram(f"parrot_engine_{name}", text, series, *_LABELS)
+            yield gauge(f"parrot_engine_{name}", text, {self._labels: value}, *_LABELS)
+        steps = {self._labels: info.num_steps or 0}
+        yield counter("parrot_engine_steps", "Steps run.", steps, *_LABELS)
+        series = {self._labels: self._series}
+        yield from counters("parrot_engine", _COUNTERS, series, *_LABELS)
+        yield from histograms("parrot_engine", _HISTOGRAMS, series, *_LABELS)
         sources = info.prompt_tokens.model_dump().items()
         yield self._by(
             "prompt_tokens_by_source",
@@ -197,9 +193,7 @@ class EngineMetrics:
             yield self._by("kv_copied_bytes", text, "to", copied)
             failed = {self._labels: host.failed_transfers}
             yield counter("parrot_engine_kv_copies_failed", "Copies that failed.", failed, *_LABELS)
-        success = "Requests that ended, by the reason."
-        labels = (*_LABELS, "finished_reason")
-        yield counter("parrot_engine_request_success", success, self._reasons, *labels)
+        yield from counters("parrot_engine", _REASONS, series, *_LABELS)
 
     def _by(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
         series = {(*self._labels, value): count for value, count in counts.items()}

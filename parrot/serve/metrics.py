@@ -3,9 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Generic, NamedTuple, Protocol, Self, TypeVar
+from functools import partial
+from typing import NamedTuple, Self
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 
 from parrot.serve.config import CoreConfig, TokenPrices
 from parrot.serve.contexts.ledger import KvCounts
@@ -24,19 +25,23 @@ from parrot.serve.tenants.table import TenantTable
 from parrot.utils.metrics import (
     FIRST_TOKEN_S,
     LATENCY_S,
+    OTHER,
     PER_TOKEN_S,
     REUSE_COUNTERS,
     TOKENS,
-    Histogram,
+    Counters,
+    Histograms,
+    Series,
+    SeriesByName,
     counter,
-    histogram,
+    counters,
+    gauge,
+    histograms,
     render_metrics,
 )
 
 ANY_MODEL = "*"
 _PER_PRICE = 1e6  # prices are those of a million tokens
-OTHER = "other"
-_MAX_CANDIDATES = 1024
 UNNAMED = "unnamed"
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _COUNTED_AT_ONCE = 64  # calls: less than a millisecond
@@ -46,14 +51,14 @@ _MAX_ENGINES = 256  # names with series of their own: engines that restart elsew
 _CALL_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 960)
 _CALL_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 5)
 
-_CALL_HISTOGRAMS = {
+_CALL_HISTOGRAMS: Histograms = {
     "e2e_seconds": ("Completions, from wanted to finished.", _CALL_S),
     "dependency_wait_seconds": ("From wanted until all inputs were ready.", _CALL_S),
     "queue_seconds": ("From all inputs ready to the start on an engine.", _CALL_S),
     "time_to_first_token_seconds": ("From all inputs ready to the first token.", _CALL_S),
     "time_per_output_token_seconds": ("Mean time between output tokens.", _CALL_TOKEN_S),
 }
-_ENGINE_HISTOGRAMS = {
+_ENGINE_HISTOGRAMS: Histograms = {
     "e2e_request_latency_seconds": ("From all inputs ready to the end.", LATENCY_S),
     "request_queue_time_seconds": ("From all inputs ready to the start.", LATENCY_S),
     "request_prefill_time_seconds": ("From the start to the first token.", LATENCY_S),
@@ -64,22 +69,28 @@ _ENGINE_HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of a completion.", TOKENS),
     "request_generation_tokens": ("Output tokens of a completion.", TOKENS),
 }
-_ENGINE_COUNTERS = {
-    "prompt_tokens": "Prompt tokens of completions.",
-    "generation_tokens": "Output tokens of completions.",
-    **REUSE_COUNTERS,
+_CALL_COUNTERS: Counters = {
+    "tokens": (
+        "Tokens of completions; of the prompts', `cached` are those whose KV was there, and "
+        "`recomputed` those that some context had that was evicted or is elsewhere.",
+        "direction",
+    ),
+    "retries": ("Further attempts of completions.", ""),
+    "evicted_tokens": ("Tokens of their contexts that were freed for want of room.", ""),
+    "cost": ("Price of the tokens, by `prices`.", ""),
 }
+_ENGINE_COUNTERS: Counters = {
+    "prompt_tokens": ("Prompt tokens of completions.", ""),
+    "generation_tokens": ("Output tokens of completions.", ""),
+    **REUSE_COUNTERS,
+    "request_success": (
+        "Completions that ended on the engine, by the reason.",
+        "finished_reason",
+    ),
+}
+_SESSION_HISTOGRAMS: Histograms = {"e2e_seconds": ("Life of ended sessions.", LATENCY_S)}
+_NATIVE_HISTOGRAMS: Histograms = {"seconds": ("Native functions that ran.", _SHORT_S)}
 _REASONS = {CompletionState.CANCELLED: "abort", CompletionState.FAILED: "error"}
-
-
-class _Runs:
-    """Durations of native functions, or of sessions."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.seconds = Histogram(bounds)
-
-    def add(self, other: "_Runs") -> None:
-        self.seconds.add(other.seconds)
 
 
 class CoreMetrics:
@@ -97,11 +108,11 @@ class CoreMetrics:
         self._find_session = find_session
         self._tenants = tenants
         self._accounts = Accounts(max_names)
-        self._functions = SeriesByName(max_names, CallSeries)
-        self._apps = SeriesByName(max_names, CallSeries)
-        self._natives = SeriesByName(max_names, lambda: _Runs(_SHORT_S))
-        self._sessions = SeriesByName(max_names, lambda: _Runs(LATENCY_S))
-        self._engines: dict[tuple[str, str], EngineSeries] = {}
+        self._functions = SeriesByName(max_names, partial(Series, _CALL_HISTOGRAMS))
+        self._apps = SeriesByName(max_names, partial(Series, _CALL_HISTOGRAMS))
+        self._natives = SeriesByName(max_names, partial(Series, _NATIVE_HISTOGRAMS))
+        self._sessions = SeriesByName(max_names, partial(Series, _SESSION_HISTOGRAMS))
+        self._engines: dict[tuple[str, str], Series] = {}
         self._uncounted: list[tuple[str, str, str, tuple[str, str], Measured]] = []
         """(tenant, function, application, engine and model, measures)"""
         self._num_reused = 0
@@ -126,7 +137,7 @@ class CoreMetrics:
         self._breaks[(event.reason,)] += 1
 
     def _session_ended(self, event: SessionEnded) -> None:
-        self._sessions.use(app_of(event.session)).seconds.observe(event.lasted_s)
+        self._sessions.use(app_of(event.session)).observe("e2e_seconds", [event.lasted_s])
 
     def _task_ended(self, event: TaskEnded) -> None:
         task, session = event.task, event.session
@@ -135,7 +146,7 @@ class CoreMetrics:
             times = task.times
             if times.started is not None and times.finished is not None:
                 taken_s = times.finished - times.started
-                self._natives.use(given_name(task) or UNNAMED).seconds.observe(taken_s)
+                self._natives.use(given_name(task) or UNNAMED).observe("seconds", [taken_s])
             return
         self._tasks["semantic", task.state.value] += 1
         self._num_reused += task.stats.is_reused
@@ -154,8 +165,8 @@ class CoreMetrics:
         owner = event.owner
         session = self._find_session(owner) if isinstance(owner, int) else None
         app = OTHER if session is None else app_of(session)
-        self._functions.use(event.function or UNNAMED, 0).num_evicted += event.num_tokens
-        self._apps.use(app, 0).num_evicted += event.num_tokens
+        for series in (self._functions.use(event.function or UNNAMED, 0), self._apps.use(app, 0)):
+            series.count("evicted_tokens", event.num_tokens)
 
     def _count(self) -> None:
         """Many at once take half of the time: most are of few functions and engines."""
@@ -171,18 +182,18 @@ class CoreMetrics:
             apps[app].append(call)
             engines[engine].append(call)
         for function, calls in functions.items():
-            self._functions.use(function, len(calls)).count(calls)
+            _count_calls(self._functions.use(function, len(calls)), calls)
         for app, calls in apps.items():
-            self._apps.use(app, len(calls)).count(calls)
+            _count_calls(self._apps.use(app, len(calls)), calls)
         for engine, calls in engines.items():
-            self._engine(engine).count(calls)
+            _count_engine_calls(self._engine(engine), calls)
 
-    def _engine(self, key: tuple[str, str]) -> "EngineSeries":
+    def _engine(self, key: tuple[str, str]) -> Series:
         if (series := self._engines.get(key)) is not None:
             return series
         if len(self._engines) >= _MAX_ENGINES:
             key = (OTHER, OTHER)
-        return self._engines.setdefault(key, EngineSeries())
+        return self._engines.setdefault(key, Series(_ENGINE_HISTOGRAMS))
 
     def render(
         self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: CommandLog | None
@@ -201,14 +212,20 @@ class CoreMetrics:
 
     def _own_families(self) -> Iterator[Metric]:
         self._count()
-        yield from engine_call_families(self._engines)
-        yield from call_families("parrot_call", "function", self._functions.items())
-        yield from call_families("parrot_app_call", "app", self._apps.items())
-        for name, text, label, runs in (
-            ("parrot_session_e2e_seconds", "Life of ended sessions.", "app", self._sessions),
-            ("parrot_function_seconds", "Native functions that ran.", "function", self._natives),
+        labels = ("engine", "model_name")
+        yield from histograms("parrot", _ENGINE_HISTOGRAMS, self._engines, *labels)
+        yield from counters("parrot", _ENGINE_COUNTERS, self._engines, *labels)
+        for prefix, label, named in (
+            ("parrot_call", "function", self._functions),
+            ("parrot_app_call", "app", self._apps),
         ):
-            yield histogram(name, text, {(key,): r.seconds for key, r in runs.items()}, label)
+            series = {(name,): one for name, one in named.items()}
+            yield from histograms(prefix, _CALL_HISTOGRAMS, series, label)
+            yield from counters(prefix, _CALL_COUNTERS, series, label)
+        sessions = {(name,): one for name, one in self._sessions.items()}
+        yield from histograms("parrot_session", _SESSION_HISTOGRAMS, sessions, "app")
+        natives = {(name,): one for name, one in self._natives.items()}
+        yield from histograms("parrot_function", _NATIVE_HISTOGRAMS, natives, "function")
         yield counter("parrot_calls", "Tasks that ended.", self._tasks, "kind", "state")
         reused = {(): self._num_reused}
         yield counter("parrot_calls_reused", "Completions that took another's result.", reused)
@@ -225,12 +242,12 @@ def app_of(session: Session) -> str:
 def _journal_family(journal: CommandLog | None) -> Metric:
     text = "1 while the journal cannot be written, and what would be is refused with 507."
     is_failing = journal is not None and bool(journal.trouble)
-    return GaugeMetricFamily("parrot_journal_unwritable", text, value=is_failing)
+    return gauge("parrot_journal_unwritable", text, {(): is_failing})
 
 
 def _dispatcher_families(dispatcher: Dispatcher) -> Iterable[Metric]:
     queued = dispatcher.num_queued
-    yield GaugeMetricFamily("parrot_num_requests_waiting", "Completions queued.", value=queued)
+    yield gauge("parrot_num_requests_waiting", "Completions queued.", {(): queued})
     yield from _engine_families(dispatcher.fleet.views())
     yield from _kv_families(dispatcher.kv_log.total)
     yield counter(
@@ -242,14 +259,12 @@ def _dispatcher_families(dispatcher: Dispatcher) -> Iterable[Metric]:
 
 
 def _session_families(sessions: Sequence[Session]) -> Iterable[Metric]:
-    yield GaugeMetricFamily("parrot_sessions", "Live sessions.", value=len(sessions))
-    variables = GaugeMetricFamily(
-        "parrot_variables", "Variables of live sessions.", labels=["state"]
-    )
-    for state in VariableState:
-        count = sum(session.graph.num_variables(state) for session in sessions)
-        variables.add_metric([state.value], count)
-    yield variables
+    yield gauge("parrot_sessions", "Live sessions.", {(): len(sessions)})
+    counts = {
+        (state.value,): sum(session.graph.num_variables(state) for session in sessions)
+        for state in VariableState
+    }
+    yield gauge("parrot_variables", "Variables of live sessions.", counts, "state")
 
 
 def _kv_usage(engine: EngineView) -> float | None:
@@ -270,11 +285,9 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineView], float | None]]] = {
 
 def _engine_families(engines: Sequence[EngineView]) -> Iterable[Metric]:
     for name, (text, value_of) in _ENGINE_GAUGES.items():
-        family = GaugeMetricFamily(name, text, labels=["engine", "model_name"])
-        for engine in engines:
-            if (value := value_of(engine)) is not None:
-                family.add_metric([engine.info.engine_name, engine.info.model], value)
-        yield family
+        known = {(e.info.engine_name, e.info.model): value_of(e) for e in engines}
+        told = {labels: value for labels, value in known.items() if value is not None}
+        yield gauge(name, text, told, "engine", "model_name")
 
 
 def _kv_families(counts: KvCounts) -> Iterable[Metric]:
@@ -348,118 +361,46 @@ class Measured(NamedTuple):
     def num_prompt(self) -> int:
         return self.num_cached + self.num_computed
 
-
-class CallSeries:
-    """The completions of one function or application."""
-
-    def __init__(self) -> None:
-        self.seconds = {name: Histogram(about[1]) for name, about in _CALL_HISTOGRAMS.items()}
-        self.tokens: Counter[str] = Counter()
-        self.num_retries = 0
-        self.num_evicted = 0  # tokens
-        self.cost = 0.0
-
-    def count(self, calls: Sequence[Measured]) -> None:
-        seconds, tokens = self.seconds, self.tokens
-        seconds["e2e_seconds"].observe(*[c.wait_s + c.queue_s + c.run_s for c in calls])
-        seconds["dependency_wait_seconds"].observe(*[c.wait_s for c in calls])
-        seconds["queue_seconds"].observe(*[c.queue_s for c in calls])
-        seconds["time_to_first_token_seconds"].observe(*_to_first_tokens(calls))
-        seconds["time_per_output_token_seconds"].observe(*_present([c.per_token_s for c in calls]))
-        tokens["prompt"] += sum([c.num_prompt for c in calls])
-        tokens["cached"] += sum([c.num_cached for c in calls])
-        tokens["recomputed"] += sum([c.num_recomputed for c in calls])
-        tokens["generation"] += sum([c.num_output for c in calls])
-        self.num_retries += sum([c.num_retries for c in calls])
-        self.cost += sum([c.cost for c in calls])
-
-    def add(self, other: "CallSeries") -> None:
-        for name, one in self.seconds.items():
-            one.add(other.seconds[name])
-        self.tokens.update(other.tokens)
-        self.num_retries += other.num_retries
-        self.num_evicted += other.num_evicted
-        self.cost += other.cost
+    @property
+    def to_first_token_s(self) -> float | None:
+        return None if self.first_s is None else self.queue_s + self.first_s
 
 
-def call_families(
-    prefix: str, label: str, items: Iterable[tuple[str, CallSeries]]
-) -> Iterator[Metric]:
-    """The families of the completions with each value of `label`."""
-    series = dict(items)
-    for name, (text, _) in _CALL_HISTOGRAMS.items():
-        own = {(key,): one.seconds[name] for key, one in series.items()}
-        yield histogram(f"{prefix}_{name}", text, own, label)
-    yield counter(
-        f"{prefix}_tokens",
-        "Tokens of completions; of the prompts', `cached` are those whose KV was there, and "
-        "`recomputed` those that some context had that was evicted or is elsewhere.",
-        {(key, kind): n for key, one in series.items() for kind, n in one.tokens.items()},
-        *(label, "direction"),
-    )
-    retries = {(key,): one.num_retries for key, one in series.items()}
-    yield counter(f"{prefix}_retries", "Further attempts of completions.", retries, label)
-    evicted = {(key,): one.num_evicted for key, one in series.items()}
-    text = "Tokens of their contexts that were freed for want of room."
-    yield counter(f"{prefix}_evicted_tokens", text, evicted, label)
-    costs = {(key,): one.cost for key, one in series.items()}
-    yield counter(f"{prefix}_cost", "Price of the tokens, by `prices`.", costs, label)
+def _count_calls(series: Series, calls: Sequence[Measured]) -> None:
+    """Count completions of one function or application."""
+    series.observe("e2e_seconds", [c.wait_s + c.queue_s + c.run_s for c in calls])
+    series.observe("dependency_wait_seconds", [c.wait_s for c in calls])
+    series.observe("queue_seconds", [c.queue_s for c in calls])
+    series.observe("time_to_first_token_seconds", [c.to_first_token_s for c in calls])
+    series.observe("time_per_output_token_seconds", [c.per_token_s for c in calls])
+    series.count("tokens", sum([c.num_prompt for c in calls]), "prompt")
+    series.count("tokens", sum([c.num_cached for c in calls]), "cached")
+    series.count("tokens", sum([c.num_recomputed for c in calls]), "recomputed")
+    series.count("tokens", sum([c.num_output for c in calls]), "generation")
+    series.count("retries", sum([c.num_retries for c in calls]))
+    series.count("cost", sum([c.cost for c in calls]))
 
 
-class EngineSeries:
-    """The completions that one engine ran, under the field's names."""
-
-    def __init__(self) -> None:
-        self.seconds = {name: Histogram(about[1]) for name, about in _ENGINE_HISTOGRAMS.items()}
-        self.counts: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()
-
-    def count(self, calls: Sequence[Measured]) -> None:
-        seconds, counts = self.seconds, self.counts
-        prompts, outputs = [c.num_prompt for c in calls], [c.num_output for c in calls]
-        runs_s = [c.run_s for c in calls]
-        seconds["e2e_request_latency_seconds"].observe(*[c.queue_s + c.run_s for c in calls])
-        seconds["request_queue_time_seconds"].observe(*[c.queue_s for c in calls])
-        seconds["request_prefill_time_seconds"].observe(*_present([c.first_s for c in calls]))
-        seconds["request_decode_time_seconds"].observe(*_present([c.decode_s for c in calls]))
-        seconds["request_inference_time_seconds"].observe(*runs_s)
-        seconds["time_to_first_token_seconds"].observe(*_to_first_tokens(calls))
-        per_token_s = _present([c.per_token_s for c in calls])
-        seconds["request_time_per_output_token_seconds"].observe(*per_token_s)
-        seconds["request_prompt_tokens"].observe(*prompts)
-        seconds["request_generation_tokens"].observe(*outputs)
-        counts["prompt_tokens"] += sum(prompts)
-        counts["generation_tokens"] += sum(outputs)
-        counts["prefix_cache_queries"] += sum(prompts)
-        counts["prefix_cache_hits"] += sum([c.num_cached for c in calls])
-        counts["spec_decode_num_draft_tokens"] += sum([c.num_drafted for c in calls])
-        counts["spec_decode_num_accepted_tokens"] += sum([c.num_accepted for c in calls])
-        self.reasons.update([c.reason for c in calls])
-
-
-def _present(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _to_first_tokens(calls: Iterable[Measured]) -> list[float]:
-    return [c.queue_s + c.first_s for c in calls if c.first_s is not None]
-
-
-def engine_call_families(series: Mapping[tuple[str, str], EngineSeries]) -> Iterator[Metric]:
-    """`series`: by the names of the engine and of its model."""
-    labels = ("engine", "model_name")
-    for name, (text, _) in _ENGINE_HISTOGRAMS.items():
-        own = {key: one.seconds[name] for key, one in series.items()}
-        yield histogram(f"parrot_{name}", text, own, *labels)
-    for name, text in _ENGINE_COUNTERS.items():
-        counts = {key: one.counts[name] for key, one in series.items()}
-        yield counter(f"parrot_{name}", text, counts, *labels)
-    yield counter(
-        "parrot_request_success",
-        "Completions that ended on the engine, by the reason.",
-        {(*key, reason): n for key, one in series.items() for reason, n in one.reasons.items()},
-        *(*labels, "finished_reason"),
-    )
+def _count_engine_calls(series: Series, calls: Sequence[Measured]) -> None:
+    """Count completions that one engine ran."""
+    prompts, outputs = [c.num_prompt for c in calls], [c.num_output for c in calls]
+    series.observe("e2e_request_latency_seconds", [c.queue_s + c.run_s for c in calls])
+    series.observe("request_queue_time_seconds", [c.queue_s for c in calls])
+    series.observe("request_prefill_time_seconds", [c.first_s for c in calls])
+    series.observe("request_decode_time_seconds", [c.decode_s for c in calls])
+    series.observe("request_inference_time_seconds", [c.run_s for c in calls])
+    series.observe("time_to_first_token_seconds", [c.to_first_token_s for c in calls])
+    series.observe("request_time_per_output_token_seconds", [c.per_token_s for c in calls])
+    series.observe("request_prompt_tokens", prompts)
+    series.observe("request_generation_tokens", outputs)
+    series.count("prompt_tokens", sum(prompts))
+    series.count("generation_tokens", sum(outputs))
+    series.count("prefix_cache_queries", sum(prompts))
+    series.count("prefix_cache_hits", sum([c.num_cached for c in calls]))
+    series.count("spec_decode_num_draft_tokens", sum([c.num_drafted for c in calls]))
+    series.count("spec_decode_num_accepted_tokens", sum([c.num_accepted for c in calls]))
+    for call in calls:
+        series.count("request_success", 1, call.reason)
 
 
 class PriceTable:
@@ -542,64 +483,3 @@ class Accounts:
         service = {(tenant,): usage.service_s for tenant, usage in tenants.items()}
         text = "Engines' time that completions had, by what their tokens cost: what is shared."
         yield counter("parrot_tenant_service_seconds", text, service, "tenant")
-
-
-class Series(Protocol):
-    def add(self, other: Self) -> None:
-        """Take over the counts of another."""
-        ...
-
-
-S = TypeVar("S", bound=Series)
-
-
-class SeriesByName(Generic[S]):
-    """At most `limit` names have series of their own, and `other` has the rest.
-
-    A name that is used more than twice as much as the least used of those takes its place. What was
-    counted stays counted: the series of a displaced name is added to `other`, and that of a new one
-    begins with nothing, so no counter ever falls."""
-
-    def __init__(self, limit: int, make: Callable[[], S]) -> None:
-        self._limit = limit
-        self._make = make
-        self._own: dict[str, S] = {}
-        self._uses: Counter[str] = Counter()  # of names that have their own
-        self._candidates: Counter[str] = Counter()  # of others: no less than uses minus the cut
-        self._other: S | None = None
-
-    def use(self, name: str, times: int = 1) -> S:
-        """The series in which so many uses of this name are counted."""
-        if (series := self._own.get(name)) is None and name != OTHER:
-            series = self._admitted(name, times)
-        if series is not None:
-            self._uses[name] += times
-            return series
-        if self._other is None:
-            self._other = self._make()
-        return self._other
-
-    def items(self) -> Iterator[tuple[str, S]]:
-        yield from self._own.items()
-        if self._other is not None:
-            yield OTHER, self._other
-
-    def _admitted(self, name: str, times: int) -> S | None:
-        if len(self._own) >= self._limit:
-            uses = self._count(name, times)
-            least = min(self._uses, key=self._uses.__getitem__)
-            if uses <= 2 * self._uses[least]:
-                return None
-            if self._other is None:
-                self._other = self._make()
-            self._other.add(self._own.pop(least))
-            del self._uses[least]
-            self._uses[name] = self._candidates.pop(name)
-        return self._own.setdefault(name, self._make())
-
-    def _count(self, name: str, times: int) -> int:
-        """Count in bounded memory: too many names take one use from each other (Misra-Gries)."""
-        self._candidates[name] += times
-        if len(self._candidates) > _MAX_CANDIDATES:
-            self._candidates = Counter({n: c - 1 for n, c in self._candidates.items() if c > 1})
-        return self._candidates[name]

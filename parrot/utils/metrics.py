@@ -1,12 +1,18 @@
 """Metrics in Prometheus' text format: plain numbers become families only when somebody scrapes."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 L = TypeVar("L", bound=tuple[str, ...])  # the values of a series' labels
@@ -28,12 +34,21 @@ PER_TOKEN_S = (
 )
 TOKENS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
 
+OTHER = "other"
+"""The label value of all names that have no series of their own."""
+_MAX_CANDIDATES = 1024  # Names whose uses are counted although they have no series of their own.
+
+Histograms = Mapping[str, tuple[str, Sequence[float]]]
+"""The help text and the bounds of each histogram, by its name."""
+Counters = Mapping[str, tuple[str, str]]
+"""The help text of each counter, and the label of its parts. Empty: it has no parts."""
+
 # Counters that ServeCore and engines have, by vLLM's names.
-REUSE_COUNTERS = {
-    "prefix_cache_queries": "Prompt tokens that were looked up.",
-    "prefix_cache_hits": "Prompt tokens whose KV was there already.",
-    "spec_decode_num_draft_tokens": "Drafted tokens that were verified.",
-    "spec_decode_num_accepted_tokens": "Drafted tokens that became output.",
+REUSE_COUNTERS: Counters = {
+    "prefix_cache_queries": ("Prompt tokens that were looked up.", ""),
+    "prefix_cache_hits": ("Prompt tokens whose KV was there already.", ""),
+    "spec_decode_num_draft_tokens": ("Drafted tokens that were verified.", ""),
+    "spec_decode_num_accepted_tokens": ("Drafted tokens that became output.", ""),
 }
 
 
@@ -65,6 +80,91 @@ class Histogram:
         family.add_metric(labels, buckets=buckets, sum_value=self._sum)
 
 
+class Series:
+    """The histograms and counters that have one set of label values."""
+
+    __slots__ = ("counts", "histograms")
+
+    def __init__(self, histograms: Histograms) -> None:
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in histograms.items()}
+        self.counts: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """By the counter's name and its part; "" if it has no parts."""
+
+    def observe(self, name: str, values: Iterable[float | None]) -> None:
+        """Add the values to a histogram. None: nothing was measured."""
+        self.histograms[name].observe(*[value for value in values if value is not None])
+
+    def count(self, name: str, number: float, part: str = "") -> None:
+        self.counts[name, part] += number
+
+    def add(self, other: "Series") -> None:
+        for name, one in self.histograms.items():
+            one.add(other.histograms[name])
+        for key, number in other.counts.items():
+            self.counts[key] += number
+
+
+class Addable(Protocol):
+    def add(self, other: Self) -> None:
+        """Take over the counts of another."""
+        ...
+
+
+S = TypeVar("S", bound=Addable)
+
+
+class SeriesByName(Generic[S]):
+    """At most `limit` names have series of their own, and `other` has the rest.
+
+    A name that is used more than twice as much as the least used of those takes its place. What was
+    counted stays counted: the series of a displaced name is added to `other`, and that of a new one
+    begins with nothing, so no counter ever falls."""
+
+    def __init__(self, limit: int, make: Callable[[], S]) -> None:
+        self._limit = limit
+        self._make = make
+        self._own: dict[str, S] = {}
+        self._uses: Counter[str] = Counter()  # of names that have their own
+        self._candidates: Counter[str] = Counter()  # of others: no less than uses minus the cut
+        self._other: S | None = None
+
+    def use(self, name: str, times: int = 1) -> S:
+        """The series in which so many uses of this name are counted."""
+        if (series := self._own.get(name)) is None and name != OTHER:
+            series = self._admitted(name, times)
+        if series is not None:
+            self._uses[name] += times
+            return series
+        if self._other is None:
+            self._other = self._make()
+        return self._other
+
+    def items(self) -> Iterator[tuple[str, S]]:
+        yield from self._own.items()
+        if self._other is not None:
+            yield OTHER, self._other
+
+    def _admitted(self, name: str, times: int) -> S | None:
+        if len(self._own) >= self._limit:
+            uses = self._count(name, times)
+            least = min(self._uses, key=self._uses.__getitem__)
+            if uses <= 2 * self._uses[least]:
+                return None
+            if self._other is None:
+                self._other = self._make()
+            self._other.add(self._own.pop(least))
+            del self._uses[least]
+            self._uses[name] = self._candidates.pop(name)
+        return self._own.setdefault(name, self._make())
+
+    def _count(self, name: str, times: int) -> int:
+        """Count in bounded memory: too many names take one use from each other (Misra-Gries)."""
+        self._candidates[name] += times
+        if len(self._candidates) > _MAX_CANDIDATES:
+            self._candidates = Counter({n: c - 1 for n, c in self._candidates.items() if c > 1})
+        return self._candidates[name]
+
+
 class _Families(Collector):
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)
@@ -79,19 +179,47 @@ def render_metrics(families: Iterable[Metric]) -> bytes:
     return generate_latest(registry)
 
 
+def histograms(
+    prefix: str, about: Histograms, series: Mapping[L, Series], *labels: str
+) -> Iterator[HistogramMetricFamily]:
+    """These histograms, each with one series for each tuple of label values."""
+    for name, (text, _) in about.items():
+        family = HistogramMetricFamily(f"{prefix}_{name}", text, labels=labels)
+        for values, one in series.items():
+            one.histograms[name].add_to(family, values)
+        yield family
+
+
+def counters(
+    prefix: str, about: Counters, series: Mapping[L, Series], *labels: str
+) -> Iterator[CounterMetricFamily]:
+    """These counters, each with one series for each tuple of label values, or for each part of
+    it."""
+    for name, (text, label) in about.items():
+        family = CounterMetricFamily(
+            f"{prefix}_{name}", text, labels=[*labels, label] if label else labels
+        )
+        for values, one in series.items():
+            if not label:
+                family.add_metric(values, one.counts[name, ""])
+                continue
+            for (counted, part), number in one.counts.items():
+                if counted == name:
+                    family.add_metric([*values, part], number)
+        yield family
+
+
+def gauge(name: str, text: str, numbers: Mapping[L, float], *labels: str) -> GaugeMetricFamily:
+    """A gauge with one series for each tuple of label values."""
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, number in numbers.items():
+        family.add_metric(values, number)
+    return family
+
+
 def counter(name: str, text: str, counts: Mapping[L, float], *labels: str) -> CounterMetricFamily:
     """A counter with one series for each tuple of label values."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts.items():
         family.add_metric(values, count)
-    return family
-
-
-def histogram(
-    name: str, text: str, series: Mapping[L, Histogram], *labels: str
-) -> HistogramMetricFamily:
-    """A histogram with one series for each tuple of label values."""
-    family = HistogramMetricFamily(name, text, labels=labels)
-    for values, one in series.items():
-        one.add_to(family, values)
     return family

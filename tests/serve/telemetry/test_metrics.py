@@ -16,8 +16,8 @@ from parrot.protocol.engine_api import (
     Usage,
 )
 from parrot.protocol.public import FunctionCosts
-from parrot.serve.metrics import OTHER, SeriesByName
 from parrot.simulation import SimCluster
+from parrot.utils.metrics import OTHER, SeriesByName
 from tests.serve.telemetry.program import in_cluster, semantic, write_and_review
 from tests.serve.telemetry.promtool import promtool
 
