@@ -243,7 +243,9 @@ def _to_engine(service: Service, draw: random.Random) -> tuple[str, Link]:
 
 def _to_core(service: Service, draw: random.Random) -> tuple[str, Link]:
     name = _pick(service, draw)
-    return f"{name}-core", service.links[name].to_cores[service.pick_core(draw)]
+    links = service.links[name].to_cores
+    # An engine of a shard has a link to that shard alone.
+    return f"{name}-core", links[0 if service.has_shards else service.serving]
 
 
 async def disk_full(service: Service, draw: random.Random) -> str:

@@ -14,9 +14,10 @@ from tests.nemesis.checker import check
 from tests.nemesis.client import Client
 from tests.nemesis.faults import FAULTS, Layout
 from tests.nemesis.history import History, SetValue, digest_of
+from tests.nemesis.link import Link
 from tests.nemesis.programs import PROGRAMS
 from tests.nemesis.rounds import MIXED, Answers, Plan, Round, live, play, undisturbed
-from tests.nemesis.service import DIVIDED, SIM, Service
+from tests.nemesis.service import DIVIDED, SIM, EngineLinks, Service
 from tests.support.postgres import Server
 
 KINDS = ("agent", "leaver", "map_reduce", "probe", "responses")
@@ -72,6 +73,15 @@ def test_engines_never_have_more_calls_than_their_capacity(
     assert check(one.history) == []
     one.history.tasks_capacity -= 1
     assert {violation.promise for violation in check(one.history)} == {"C10"}
+
+
+async def test_the_link_of_an_engine_to_its_shard_can_be_cut(tmp_path: Path) -> None:
+    service = Service(tmp_path, has_shards=True)
+    service.links["engine-0"] = EngineLinks(Link(1), [Link(2)])
+    service.engines["engine-0"] = service.engine("engine-0", 1, 1)
+    fault = FAULTS["engine-core-reset"]
+    for seed in range(4):
+        assert await fault.run(service, random.Random(seed)) == "engine-0-core"
 
 
 def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
