@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.protocol.engine_api import StepCosts
+from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.contexts.index import Boundary, LedgerContext
 from parrot.serve.scheduling.fairness import Counters
 from parrot.serve.scheduling.load import service_s
@@ -250,6 +251,21 @@ def test_a_chat_beside_a_crowd_stays_where_its_prompt_is() -> None:
     bench.index.publish(context, Boundary(chat.keys[0], 1000, 0))
     bench.add(chat)
     assert bench.run() == {chat: crowded.id}
+
+
+@pytest.mark.parametrize(("criteria", "num_placed"), [(LATENCY, 4), (THROUGHPUT, 0)])
+def test_interactive_calls_exceed_the_limit_by_their_tenants_share(
+    criteria: PerformanceCriteria, num_placed: int
+) -> None:
+    """Two tenants have equal weights, so that is half of the engine's slots."""
+    bench = Bench(policy="fcfs")
+    for model in ("x", "y", "z"):
+        bench.engines(1, model=model, slots=8)
+    bench.add(*(bench.task(tenant="a") for _ in range(24)))
+    assert len(bench.run()) == 24
+    bench.add(*(bench.task(tenant="b", models=("x",), criteria=criteria) for _ in range(8)))
+    placed = [task for _ in range(8) for task in bench.run()]
+    assert len(placed) == num_placed
 
 
 def test_many_idle_tenants_are_forgotten_in_the_end() -> None:
