@@ -1,5 +1,4 @@
 """Other people's APIs on the graph: what vendors' clients, browsers, auditors and other shards ask,
 as verbs of ServeCore.
 
-The package stands on `parrot.serve`, which knows nothing of it: what makes the app puts both
-together."""
+The package uses `parrot.serve`, which does not know it. `parrot/server` puts both together."""
