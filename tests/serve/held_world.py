@@ -22,7 +22,7 @@ from parrot.serve.events import Sink
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.tasks import Sandbox
 from tests.serve.serve_fakes import made, taken, var_ids
-from tests.support.fake_engine import FakeEngine, fake_engine
+from tests.support.fake_engine import FakeEngine, fake_engine, scores
 from tests.support.manual_clock import ManualClock
 
 BROKEN = ModelNumerics("it broke")
@@ -51,7 +51,7 @@ class HeldEngine(FakeEngine):
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
         self._fill(request.fills)
-        prompt = "".join(self.contexts[request.context_id])
+        prompt = self._decode(self.contexts[request.context_id])
         answer = asyncio.get_running_loop().create_future()
         held = Held(prompt.partition(": ")[0], request, on_chunk, answer)
         self.held.append(held)
@@ -66,20 +66,25 @@ class HeldEngine(FakeEngine):
     def stream(self, call: Held, text: str) -> None:
         """Generate some more of an output."""
         assert call.on_chunk is not None, "the output is not read as it comes"
+        assert self.tokenizer_response is None, "its tokens would be streamed too"
         self.contexts[call.request.context_id].extend(text)
         call.streamed += text
         call.on_chunk(StreamChunk(ids=[], text=text))
 
-    def answer(self, call: Held, text: str) -> None:
-        """End the output, which is `text`."""
-        self.contexts[call.request.context_id].extend(text.removeprefix(call.streamed))
-        usage = Usage(output_tokens=len(text))
+    def answer(self, call: Held, text: str, *, with_ids: bool = True) -> None:
+        """End the output, which is `text`. Not `with_ids`: its tokens stay unknown."""
+        ids = self._encode(text)
+        if self.tokenizer_response is not None:
+            ids += self.tokenizer_response.special_ids.eos[:1]
+        contents = self.contexts[call.request.context_id]
+        contents.extend(ids or text.removeprefix(call.streamed))
         call.answer.set_result(
             GenerateResponse(
                 generated_text=text,
-                generated_ids=[],
+                generated_ids=ids if with_ids else [],
                 finish_reason=FinishReason.STOP,
-                usage=usage,
+                usage=Usage(output_tokens=len(ids or text)),
+                logprobs=scores(call.request, ids, text, self._codec),
             )
         )
 
@@ -88,9 +93,13 @@ class HeldEngine(FakeEngine):
         return next(held for held in self.held if held.name == name)
 
 
-def held_engine(tasks_capacity: int = 10_000) -> HeldEngine:
-    engine = fake_engine(text=True, tasks_capacity=tasks_capacity, tokens_capacity=10**9)
-    return HeldEngine(engine.info)
+def held_engine(
+    tasks_capacity: int = 10_000, *, model: str = "tiny", text: bool = True
+) -> HeldEngine:
+    engine = fake_engine(
+        model=model, text=text, tasks_capacity=tasks_capacity, tokens_capacity=10**9
+    )
+    return HeldEngine(engine.info, engine.tokenizer_response)
 
 
 class HeldWorld:

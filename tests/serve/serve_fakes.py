@@ -1,30 +1,16 @@
 """Fakes shared by the tests of ServeCore's state half."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from parrot.protocol.engine_api import (
-    EngineInfo,
-    HeartbeatRequest,
-    HeartbeatResponse,
-    LeaveRequest,
-    LeaveResponse,
-)
-from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
-    ModelsResponse,
     NativeCallRequest,
     SemanticCallRequest,
 )
-from parrot.serve.contexts.index import LedgerContext, PrefixIndex
-from parrot.serve.contexts.ledger import KvCounts, KvLog
-from parrot.serve.events import Events
-from parrot.serve.execution.fleet import EngineView
-from parrot.serve.execution.prefetch import PrefetchCounts
 from parrot.serve.graph.graph import GraphServices, SessionGraph, SessionIds, Shared
 from parrot.serve.graph.nodes import (
     Completion,
@@ -36,9 +22,8 @@ from parrot.serve.graph.nodes import (
     Task,
     VariablePiece,
 )
-from parrot.serve.scheduling.load import LoadIndex, Weigh
-from parrot.serve.scheduling.task import Decision, Estimates
-from parrot.serve.tenants.limits import QueuedByTenant
+from parrot.serve.scheduling.load import LoadIndex
+from parrot.serve.scheduling.task import Estimates
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import Backlog
 from tests.support.manual_clock import ManualClock
@@ -52,7 +37,6 @@ class FakeRunner:
     withdrawn: list[Task] = field(default_factory=list)
     cancelled: list[Task] = field(default_factory=list)
     reprioritised: list[Completion] = field(default_factory=list)
-    ended: list[Task] = field(default_factory=list)
     expected: list[Completion] = field(default_factory=list)  # they wait for inputs
     on_start: Callable[[Task], None] | None = None
     remaining_s: dict[int, float] = field(default_factory=dict)  # by session
@@ -92,7 +76,6 @@ class FakeRunner:
 
     def finished(self, task: Task) -> None:
         assert task.state.is_final
-        self.ended.append(task)
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         self.remaining_s[session_id] = remaining_s
@@ -213,87 +196,3 @@ def link_call(graph: SessionGraph, output: str, inputs: Sequence[str], **fields:
         semantic(template, *parameters, made(output, max_gen_length=10), **fields)
     )
     return var_ids(response)[output]
-
-
-class FakeFleet:
-    """Engines that have registered, and do nothing."""
-
-    def __init__(self) -> None:
-        self.identity, self.lease_s = CoreIdentity.new(), 30.0
-        self._views: list[EngineView] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    async def register(self, info: EngineInfo) -> int:
-        view = EngineView(len(self._views), info, None, 0, 0, 0, 0.5, KvCounts())
-        self._views.append(view)
-        return view.id
-
-    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
-        if request.engine_id >= len(self._views):
-            return HeartbeatResponse(state="unknown")
-        view = self._views[request.engine_id]
-        self._views[view.id] = replace(view, runtime=request.runtime_info)
-        return HeartbeatResponse()
-
-    def views(self) -> list[EngineView]:
-        return self._views
-
-    def models(self) -> ModelsResponse:
-        return ModelsResponse(data=[], models=[])
-
-    def tokenizer(self, model: str) -> None:
-        """Every model takes text."""
-
-
-class FakeDispatcher(FakeRunner):
-    """The placement half of ServeCore without engines: completions wait for the test, or are
-    finished at once by `on_start`."""
-
-    def __init__(self, *, instant: bool = False) -> None:
-        super().__init__()
-        self.estimates = Estimates(LoadIndex().pace)
-        self.released: list[int] = []
-        self.fleet = FakeFleet()
-        self.events = Events()
-        self.kv_log, self.prefetch_counts = KvLog(PrefixIndex(), self.events), PrefetchCounts()
-        self.decisions: list[Decision] = []
-        self.contexts: Callable[[], list[LedgerContext]] = list
-        if instant:
-            self.on_start = lambda task: self.finish(task)
-
-    def submit(self, completion: Completion) -> None:
-        completion.times.started = completion.times.ready
-        self.start(completion)
-
-    def weigh_tenants(self, weigh: Weigh) -> None: ...
-
-    def follow(self, completion: Completion) -> None: ...
-
-    @property
-    def drains(self) -> Self:
-        return self
-
-    def drain(self, engine_id: int, *, is_wanted: bool) -> None: ...
-
-    async def engine_leaves(self, request: LeaveRequest) -> LeaveResponse:
-        return LeaveResponse(num_calls=0)
-
-    def release_session(self, session_id: int) -> Iterator[int]:
-        self.released.append(session_id)
-        yield 1
-
-    @property
-    def num_queued(self) -> int:
-        return len(self.started)
-
-    def restored(self) -> None: ...
-
-    def queued_by_tenant(self) -> QueuedByTenant:
-        completions = [task for task in self.started if isinstance(task, Completion)]
-        return QueuedByTenant(task.options.tenant for task in completions)
-
-    def check_integrity(self) -> None: ...
-
-    async def close(self) -> None: ...

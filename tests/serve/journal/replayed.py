@@ -1,10 +1,13 @@
 """A journal without a disk, and what must come back from it."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from parrot.journal.log import ENDED, Record
 from parrot.protocol.errors import ParrotError
+from parrot.protocol.sampling import Logprobs
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion, SemanticVariable
 from parrot.serve.sessions import Session
@@ -53,10 +56,18 @@ def state_of(core: ServeCore) -> dict[int, Any]:
 
 def _session(session: Session) -> dict[str, Any]:
     graph = session.graph
+    tasks = [task for call in graph.calls.values() for task in call.tasks]
+    used = Counter(session.account.used)
+    # Restored log probabilities have a table of their own, not their tokenizer's.
+    used["text_bytes"] -= sum(
+        task.stats.logprobs.num_bytes
+        for task in tasks
+        if isinstance(task, Completion) and task.is_finished and task.stats.logprobs is not None
+    )
     return {
         "facts": (session.auth, session.tenant, session.apps, session.was_read),
         "on_demand": graph._on_demand,
-        "used": {name: n for name, n in session.account.used.items() if n},
+        "used": {name: n for name, n in used.items() if n},
         "variables": {v.id: _variable(v) for v in graph.variables.values()},
         "calls": {
             request_id: [_task(task) for task in call.tasks]
@@ -65,8 +76,7 @@ def _session(session: Session) -> dict[str, Any]:
         "answers": {} if graph._replays is None else dict(graph._replays._answers),
         "held": {
             task.id
-            for call in graph.calls.values()
-            for task in call.tasks
+            for task in tasks
             if isinstance(task, Completion) and task.is_held and not task.is_finished
         },
     }
@@ -89,7 +99,17 @@ def _task(task: Any) -> tuple[Any, ...]:
     if isinstance(task, Completion):
         texts = [getattr(piece, "text", None) for piece in task.fill]
         before = None if task.previous is None else task.previous.id
-        stats = task.stats if task.is_finished else None
-        return (*names, texts, task.sampling, task.options, before, stats)
+        stats = replace(task.stats, logprobs=None) if task.is_finished else None
+        scores = _scores(task.stats.logprobs) if task.is_finished else None
+        return (*names, texts, task.sampling, task.options, before, stats, scores)
     results = [(name, variable.id) for name, variable in task.results]
     return (*names, task.source, task.timeout_s, results)
+
+
+def _scores(logprobs: Logprobs | None) -> list[tuple[bytes, float]]:
+    """Each token's bytes and its log probability, whatever table the tokens are of."""
+    if logprobs is None:
+        return []
+    assert logprobs.tokens is not None
+    tokens = [logprobs.tokens[number] for number in logprobs.ids]
+    return list(zip(tokens, logprobs.values, strict=True))

@@ -16,7 +16,7 @@ from parrot.gateway.turns import TurnChain, TurnRequest, Turns
 from parrot.journal import replay as restoring
 from parrot.journal.log import ENDED, Journal, Kind, Record
 from parrot.journal.replay import restore
-from parrot.protocol.engine_api import FinishReason
+from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.errors import (
     Cancelled,
     EngineFailed,
@@ -34,13 +34,14 @@ from parrot.protocol.public import (
     VarCreateRequest,
     VarGetRequest,
 )
-from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from parrot.serve.graph.nodes import Completion, CompletionState, TokenizedText
+from parrot.serve.execution.dispatcher import Dispatcher
+from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.sessions import Session
+from tests.serve.held_world import held_engine
 from tests.serve.journal.replayed import MemoryFile, _error, state_of
-from tests.serve.serve_fakes import FakeDispatcher
 from tests.support.manual_clock import ManualClock
 
 Choose = Callable[[int], int]
@@ -53,11 +54,15 @@ class World:
         self.file = MemoryFile(records)
         self.clock = ManualClock(start=1e6)
         self.journal = Journal(self.file, self.clock)
-        self.dispatcher = FakeDispatcher()
+        self.engine = held_engine(model="m", text=False)
+        config = CoreConfig(
+            cluster_token="of both",  # so their salts are the same
+            engine_heartbeat_timeout=1e9,
+        )
         self.core = ServeCore(
-            CoreConfig(cluster_token="of both"),  # so their salts are the same
+            config,
             clock=self.journal.clock,
-            dispatcher=self.dispatcher,  # type: ignore[arg-type]
+            dispatcher=Dispatcher(config, self.journal.clock, lambda info: self.engine),
             sandbox=_NoSandbox(),
             first_session_id=first_session_id,
         )
@@ -65,6 +70,12 @@ class World:
         restore(self.core, self.journal, {ENDING: self.turns.restore_ending})
         self.turns.restored()
         self.reads: list[asyncio.Task[Any]] = []
+
+    async def join(self) -> None:
+        await self.core.register_engine(RegisterRequest(engine_config=self.engine.info))
+
+    async def settle(self) -> None:
+        await self.clock.advance(0)
 
     def restore_all(self) -> None:
         for session in self.core.sessions:
@@ -168,7 +179,7 @@ class Program:
             "public",
             "m",
             "say {{p}}" if chain is not None and chain.inputs else "say",
-            [SamplingConfig(max_gen_length=5, seed=3), SamplingConfig()],
+            [SamplingConfig(max_gen_length=5, seed=3, logprobs=1), SamplingConfig()],
             program=["p", None][self.choose(2)],
             func_name="turn",
             chain=chain,
@@ -182,25 +193,18 @@ class Program:
             self.world.reads.append(reading)
 
     def run(self, session: Session) -> None:
-        """One of the tasks that run ends."""
-        runner = self.world.dispatcher
-        running = [task for task in runner.started if isinstance(task, Completion)]
-        if not running:
+        """The engine ends one of its calls, or fails: then it may get the call again."""
+        held = self.world.engine.held
+        if not held:
             return
-        task = running[self.choose(len(running))]
-        runner.started.remove(task)
-        task.stats.attempts = 2
-        self.core.sessions.placed(task)
-        if self.choose(3) == 0:
-            task.state = CompletionState.FAILED
-            task.output.fail([EngineFailed("no"), ModelNumerics("NaN")][self.choose(2)])
-            return
-        task.stats.output_tokens = 3
-        task.stats.finish_reason = FinishReason.STOP
-        if self.choose(2):
-            task.stats.logprobs = Logprobs(2, [0, 1], [-0.5, -1.5], [b"x", b"y"])
-        task.state = CompletionState.DONE
-        task.output.set("made", TokenizedText("t", (1, 2)) if self.choose(2) else None)
+        call = held[self.choose(len(held))]
+        match self.choose(4):
+            case 0:
+                call.answer.set_exception(EngineFailed("no"))
+            case 1:
+                call.answer.set_exception(ModelNumerics("NaN"))
+            case known:
+                self.world.engine.answer(call, "made", with_ids=known == 2)
 
     def _scope(self, session: Session) -> dict[str, Any]:
         return {"session_id": session.id, "session_auth": session.auth}
@@ -235,6 +239,7 @@ async def _run_and_replay(data: st.DataObject) -> None:
         return data.draw(st.integers(0, count - 1))
 
     world = World([])
+    await world.join()
     program = Program(world, choose)
     states = {0: state_of(world.core)}
     try:
@@ -247,7 +252,9 @@ async def _run_and_replay(data: st.DataObject) -> None:
                 verb(sessions[choose(len(sessions))] if sessions else None)
             except (ParrotError, InvalidRequest):
                 assert state_of(world.core) == before, verb
-            await asyncio.sleep(0)  # a read begins
+            await world.settle()  # a read begins, calls run
+            await world.journal.durable()  # now, or a later draw depends on the journal's thread
+            await world.settle()
             world.core.check_integrity()
             states[world.journal._seq] = state_of(world.core)
         await world.journal.durable()
@@ -425,24 +432,25 @@ async def test_a_session_that_cannot_be_restored_costs_no_other(
 
 async def _few_calls(world: World, count: int = 3) -> list[dict[str, Any]]:
     """Sessions with two calls each, of which one is done and one is running."""
+    await world.join()
     scopes = []
     for i in range(count):
         scope = world.core.create_session(SessionCreateRequest()).model_dump()
-        made = [_call(world, scope) for _ in range(2)]
+        made = [_call(world, scope, f"{which} of {i}") for which in ("first", "second")]
         read = VarGetRequest(**scope)
         for var_id in made:
             world.reads.append(asyncio.ensure_future(world.core.read(read, var_id)))
-        await asyncio.sleep(0)
-        done = next(t for t in world.dispatcher.started if t.outputs[0].id == made[0])
-        world.dispatcher.finish(done, f"text {i}")
+        await world.settle()
+        world.engine.answer(world.engine.find(f"first of {i}"), f"text {i}")
+        await world.settle()
         scopes.append(scope | {"made": made})
     await world.journal.durable()
     return scopes
 
 
-def _call(world: World, scope: dict[str, Any]) -> str:
+def _call(world: World, scope: dict[str, Any], name: str = "f") -> str:
     parameters = [_output("a")]
-    body = scope | {"template": "f {{a}}", "parameters": parameters, "chat": False}
+    body = scope | {"template": f"{name}: {{{{a}}}}", "parameters": parameters, "chat": False}
     made = world.core.submit_call(SemanticCallRequest.model_validate(body))
     return made.param_info[0].var_id or ""
 
@@ -463,6 +471,7 @@ async def test_a_session_comes_back_when_it_is_asked_for_beside_others_that_go_o
     first, second, third = await _few_calls(world)
     ids = {task for call in _tasks(world) for task in call}
     again = World(world.file.records.copy())
+    await again.join()
     await world.close()
     assert list(again.core.sessions.dormant) == [first["session_id"], second["session_id"]]
     again.core.check_integrity()
@@ -475,7 +484,7 @@ async def test_a_session_comes_back_when_it_is_asked_for_beside_others_that_go_o
     active = again.clock.now()
     again.core.check_integrity()
     await again.clock.advance(1.0)
-    assert [t.outputs[0].id for t in again.dispatcher.started].count(first["made"][1]) == 1
+    assert [call.name for call in again.engine.held].count("second of 0") == 1
     session = again.core.sessions.find(first["session_id"])
     assert session is not None
     assert session.last_active == active
@@ -542,6 +551,7 @@ async def test_a_session_that_turns_out_broken_when_it_is_asked_for_is_gone() ->
     ]
     await world.close()
     again = World(records)
+    await again.join()
     with pytest.raises(SessionGone):
         again.core.session_info(**_scope(broken))
     await again.clock.advance(700.0)  # the other one runs, so it has not expired
