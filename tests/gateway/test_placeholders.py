@@ -10,7 +10,7 @@ from parrot.protocol.template import parse_template, placeholder
 from parrot.serve.graph.nodes import PieceKind, TextPiece, VariablePiece
 from parrot.serve.prompts.templates import ModelTemplate
 from tests.gateway.test_transcript import HERMES
-from tests.serve.serve_fakes import make_graph
+from tests.serve.graph.held_runner import make_graph
 
 NAMES = ("a", "b")
 GRAPH = make_graph()

@@ -9,7 +9,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 from parrot.gateway.page.visitors import page_key
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.nodes import Task
-from tests.serve.test_serve_http import Site, open_site
+from tests.server.test_serve_http import Site, open_site
 from tests.support.programs import program
 
 TOKEN = "inside"

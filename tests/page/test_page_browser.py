@@ -9,7 +9,7 @@ from axe_playwright_python.async_playwright import Axe
 from parrot.serve.events import CompletionRetried, EngineJoined
 from parrot.serve.graph.nodes import Completion
 from tests.page.conftest import TOKEN, Visit
-from tests.serve.test_serve_http import ENGINE
+from tests.server.test_serve_http import ENGINE
 from tests.support.fake_engine import fake_engine
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all

@@ -10,8 +10,8 @@ from parrot.protocol.errors import Cancelled, EngineFailed, NotFound, QueueFull,
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import FirstVarsRequest, SemanticCallRequest
 from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
-from tests.serve.held_world import HeldWorld
-from tests.serve.serve_fakes import made, var_ids
+from tests.support.held_world import HeldWorld
+from tests.support.requests import made, var_ids
 
 
 class World(HeldWorld):

@@ -26,8 +26,8 @@ from parrot.protocol.public import (
 )
 from parrot.serve.readers import READ_GRACE_S, WAKE_DELAY_S
 from parrot.utils.tasks import at_once
-from tests.serve.held_world import BROKEN, HeldWorld
-from tests.serve.serve_fakes import made, taken, var_ids
+from tests.support.held_world import BROKEN, HeldWorld
+from tests.support.requests import made, taken, var_ids
 
 
 @pytest.fixture

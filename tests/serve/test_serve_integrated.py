@@ -18,8 +18,8 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.utils.clock import MonotonicClock
-from tests.serve.serve_fakes import given, made, taken, var_ids
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.requests import given, made, taken, var_ids
 
 
 class Cluster:

@@ -15,7 +15,7 @@ from parrot.serve.tasks import NativeRunner, check_call
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.heaps import TimerQueue
-from tests.serve.serve_fakes import given, made, native
+from tests.support.requests import given, made, native
 
 _ids = count()
 

@@ -24,9 +24,9 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.readers import WAKE_DELAY_S
-from tests.serve.held_world import BROKEN, Held, held_engine
-from tests.serve.serve_fakes import made, taken, var_ids
+from tests.support.held_world import BROKEN, Held, held_engine
 from tests.support.manual_clock import ManualClock
+from tests.support.requests import made, taken, var_ids
 
 LIFE_SPAN_S = 60.0
 EXPECTED = (EngineFailed, TimedOut, Cancelled, SessionGone)

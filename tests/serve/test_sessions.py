@@ -10,7 +10,7 @@ from parrot.serve.scheduling.task import Estimates
 from parrot.serve.sessions import Session, SessionRegistry
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.heaps import TimerQueue
-from tests.serve.serve_fakes import FakeRunner, add_reader, link_call
+from tests.serve.graph.held_runner import HeldRunner, add_reader, link_call
 from tests.support.manual_clock import ManualClock
 
 
@@ -20,7 +20,7 @@ class World:
     def __init__(self) -> None:
         self.clock = ManualClock(start=50)
         self.timers = TimerQueue(self.clock)
-        self.runner = FakeRunner()
+        self.runner = HeldRunner()
         self.expired: list[tuple[Session, float]] = []
         config = CoreConfig(max_sessions_num=3, session_life_span=10.0)
         self.registry = SessionRegistry(

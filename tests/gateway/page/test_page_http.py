@@ -12,7 +12,7 @@ import pytest
 from parrot.gateway.page.visitors import VISIT_S, Visitors, page_key
 from parrot.serve.config import CoreConfig
 from parrot.serve.tenants.table import TenantTable
-from tests.serve.test_serve_http import ENGINE, Site, open_site
+from tests.server.test_serve_http import ENGINE, Site, open_site
 from tests.support.manual_clock import ManualClock
 
 TOKEN = "inside"

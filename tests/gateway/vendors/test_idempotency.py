@@ -9,8 +9,8 @@ import pytest
 
 from parrot.serve.config import CoreConfig
 from tests.gateway.vendors.conftest import MODEL, Site, serve
-from tests.serve.journal.replayed import MemoryFile
-from tests.serve.journal.test_over_http import serving
+from tests.journal.replayed import MemoryFile
+from tests.journal.test_over_http import serving
 from tests.support.fake_engine import Script, fake_engine
 
 PATH = "/v1/responses"

@@ -12,8 +12,8 @@ from parrot.protocol.errors import Unavailable
 from parrot.serve.config import CoreConfig
 from tests.gateway.test_transcript import HERMES
 from tests.gateway.vendors.conftest import MODEL, Site, payloads, serve
-from tests.serve.journal.replayed import MemoryFile
-from tests.serve.journal.test_over_http import serving
+from tests.journal.replayed import MemoryFile
+from tests.journal.test_over_http import serving
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -15,21 +15,11 @@ from parrot.serve.contexts.forecast import GROUPED, Expectations, Forecast, Read
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.prompts.segments import PrefixHasher, Segment
+from tests.serve.graph.held_runner import HeldRunner, add_reader, link_call, make_graph
 from tests.serve.graph.test_graph_machine import GraphMachine
-from tests.serve.serve_fakes import (
-    FakeRunner,
-    add_reader,
-    given,
-    link_call,
-    made,
-    make_graph,
-    native,
-    semantic,
-    taken,
-    var_ids,
-)
 from tests.support.manual_clock import ManualClock
 from tests.support.prompts import prefix_keys, prompt_segments
+from tests.support.requests import given, made, native, semantic, taken, var_ids
 
 HASHER = PrefixHasher(b"a secret")
 
@@ -58,7 +48,7 @@ class Uses(Expectations):
         self.pairs -= removed
 
 
-class ForecastingRunner(FakeRunner):
+class ForecastingRunner(HeldRunner):
     """Starts completions with their prompts, as the dispatcher does, and keeps what an eager filler
     would know."""
 

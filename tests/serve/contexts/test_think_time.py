@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from parrot.serve.contexts.forecast import ThinkTimes
 from parrot.serve.contexts.index import Source
 from parrot.serve.graph.nodes import Completion
-from tests.serve.serve_fakes import made, make_graph, semantic
+from tests.serve.graph.held_runner import make_graph
+from tests.support.requests import made, semantic
 
 A, B = Source("acme", "a"), Source("acme", "b")
 

@@ -43,7 +43,7 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
     VariableState,
 )
-from tests.serve.serve_fakes import prompt_of
+from tests.serve.graph.held_runner import prompt_of
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.manual_clock import ManualClock
 

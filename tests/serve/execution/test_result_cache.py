@@ -27,9 +27,9 @@ from parrot.serve.graph.nodes import (
     TextPiece,
     TokenizedText,
 )
-from tests.serve.serve_fakes import given, made, taken, var_ids
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.manual_clock import ManualClock
+from tests.support.requests import given, made, taken, var_ids
 
 GREEDY = {"temperature": 0.0, "max_gen_length": 20}
 

@@ -16,33 +16,23 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.fields import PerformanceCriteria as Criteria
 from parrot.serve.graph.graph import SessionGraph
+from tests.serve.graph.held_runner import HeldRunner, add_reader, link_call, make_graph
 from tests.serve.graph.test_graph_machine import Slices
-from tests.serve.serve_fakes import (
-    FakeRunner,
-    add_reader,
-    given,
-    link_call,
-    made,
-    make_graph,
-    native,
-    semantic,
-    taken,
-    var_ids,
-)
 from tests.support.manual_clock import ManualClock
+from tests.support.requests import given, made, native, semantic, taken, var_ids
 
 
 @pytest.fixture
-def runner() -> FakeRunner:
-    return FakeRunner()
+def runner() -> HeldRunner:
+    return HeldRunner()
 
 
 @pytest.fixture
-def graph(runner: FakeRunner) -> SessionGraph:
+def graph(runner: HeldRunner) -> SessionGraph:
     return make_graph(runner)
 
 
-def test_nothing_runs_until_someone_wants_it(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_nothing_runs_until_someone_wants_it(graph: SessionGraph, runner: HeldRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     link_call(graph, "c", [a])
@@ -56,7 +46,7 @@ def test_nothing_runs_until_someone_wants_it(graph: SessionGraph, runner: FakeRu
     graph.check_integrity()
 
 
-def test_output_criteria_is_a_reader_that_stays(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_output_criteria_is_a_reader_that_stays(graph: SessionGraph, runner: HeldRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a], output_criteria="latency")
     assert runner.names() == ["a"]
@@ -67,7 +57,7 @@ def test_output_criteria_is_a_reader_that_stays(graph: SessionGraph, runner: Fak
 
 
 def test_reading_the_first_of_two_outputs_does_not_run_the_second(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     ids = var_ids(graph.submit(semantic("a {{y}} b {{z}}", made("y"), made("z"))))
     add_reader(graph, graph.variable(ids["y"]), Criteria.LATENCY)
@@ -78,7 +68,7 @@ def test_reading_the_first_of_two_outputs_does_not_run_the_second(
 
 
 def test_work_that_nobody_else_wants_is_withdrawn_upstream(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     shared = link_call(graph, "shared", [])
     alone = link_call(graph, "alone", [])
@@ -96,7 +86,7 @@ def test_work_that_nobody_else_wants_is_withdrawn_upstream(
 
 
 def test_withdrawn_work_runs_again_for_a_later_reader(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
@@ -111,7 +101,7 @@ def test_withdrawn_work_runs_again_for_a_later_reader(
 
 
 def test_a_failure_reaches_every_dependent_with_its_type_and_chain(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [], func_name="first")
     b = link_call(graph, "b", [a], func_name="second")
@@ -135,7 +125,7 @@ def test_a_failure_reaches_every_dependent_with_its_type_and_chain(
 
 
 def test_when_one_input_fails_the_work_on_the_others_stops(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     inputs = [link_call(graph, f"m{n}", []) for n in range(3)]
     reduce = link_call(graph, "reduce", inputs)
@@ -148,7 +138,7 @@ def test_when_one_input_fails_the_work_on_the_others_stops(
     graph.check_integrity()
 
 
-def test_cancelling_goes_both_ways(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_cancelling_goes_both_ways(graph: SessionGraph, runner: HeldRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [b])
@@ -167,7 +157,7 @@ def test_cancelling_goes_both_ways(graph: SessionGraph, runner: FakeRunner) -> N
 
 
 def test_cancelling_a_request_cancels_all_its_outputs(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     response = graph.submit(
         semantic("a {{y}} b {{z}}", made("y"), made("z"), output_criteria="latency")
@@ -190,7 +180,7 @@ def test_cancelling_a_variable_without_producer_fails_it(graph: SessionGraph) ->
     assert isinstance(graph.variable(after).error, Cancelled)
 
 
-def test_the_program_sets_a_variable_late_and_once(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_the_program_sets_a_variable_late_and_once(graph: SessionGraph, runner: HeldRunner) -> None:
     node = graph.add_variable("x")
     y = link_call(graph, "y", [node.id], output_criteria="latency")
     assert runner.names() == []
@@ -204,7 +194,7 @@ def test_the_program_sets_a_variable_late_and_once(graph: SessionGraph, runner: 
         graph.set_variable("nowhere", "text")
 
 
-def test_a_producer_may_come_after_its_readers(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_a_producer_may_come_after_its_readers(graph: SessionGraph, runner: HeldRunner) -> None:
     node = graph.add_variable("x")
     y = link_call(graph, "y", [node.id])
     add_reader(graph, graph.variable(y), Criteria.LATENCY)
@@ -244,7 +234,7 @@ def test_a_cycle_is_refused_by_name_and_changes_nothing(graph: SessionGraph) -> 
     graph.check_integrity()
 
 
-def test_order_inside_a_call_is_not_a_cycle(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_order_inside_a_call_is_not_a_cycle(graph: SessionGraph, runner: HeldRunner) -> None:
     """The second half of a call may take what a native function made of its first half."""
     x, b = graph.add_variable("x"), graph.add_variable("b")
     graph.submit(native("f", taken("i", x.id), made("o", b.id)))
@@ -263,7 +253,7 @@ def test_order_inside_a_call_is_not_a_cycle(graph: SessionGraph, runner: FakeRun
 
 
 def test_a_native_node_runs_when_any_of_its_outputs_is_wanted(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     x = link_call(graph, "x", [])
     response = graph.submit(native("f", taken("i", x), made("o"), made("p")))
@@ -281,7 +271,7 @@ def test_a_native_node_runs_when_any_of_its_outputs_is_wanted(
 
 
 async def test_a_stream_reader_is_told_to_the_scheduler(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     x = link_call(graph, "x", [])
     y = link_call(graph, "y", [x], output_criteria="throughput")
@@ -297,7 +287,7 @@ async def test_a_stream_reader_is_told_to_the_scheduler(
     assert runner.reprioritised == [queued, queued, queued]  # tightened through y
 
 
-def test_closing_ends_everything(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_closing_ends_everything(graph: SessionGraph, runner: HeldRunner) -> None:
     empty = graph.add_variable("empty")
     x = link_call(graph, "x", [])
     y = link_call(graph, "y", [x, empty.id], output_criteria="latency")
@@ -309,7 +299,7 @@ def test_closing_ends_everything(graph: SessionGraph, runner: FakeRunner) -> Non
     graph.check_integrity()
 
 
-def test_times_are_stamped(runner: FakeRunner) -> None:
+def test_times_are_stamped(runner: HeldRunner) -> None:
     clock = ManualClock(start=10)
     graph = make_graph(runner, clock)
     x = link_call(graph, "x", [])
@@ -351,7 +341,7 @@ def assert_not_quadratic(work: Callable[[int], object], size: int) -> None:
 
 
 def run_and_fail_a_chain(length: int) -> SessionGraph:
-    runner = FakeRunner(on_start=lambda task: runner.finish(task, "t"))
+    runner = HeldRunner(on_start=lambda task: runner.finish(task, "t"))
     graph = make_graph(runner)
     ids = chain(graph, length)
     add_reader(graph, graph.variable(ids[-1]), Criteria.LATENCY)
@@ -376,7 +366,7 @@ def test_a_chain_is_not_quadratic() -> None:
 
 
 def grow_a_waiting_chain(length: int, is_forward: bool) -> None:
-    runner = FakeRunner()
+    runner = HeldRunner()
     graph = make_graph(runner)
     gate = graph.add_variable("gate")
     links = [gate, *(graph.add_variable("v") for _ in range(length))]
@@ -401,7 +391,7 @@ def test_a_waiting_chain_that_grows_under_demand_is_not_quadratic(is_forward: bo
 
 
 def use_a_wide_stage(width: int) -> None:
-    runner = FakeRunner()
+    runner = HeldRunner()
     graph = make_graph(runner)
     ids = [link_call(graph, "m", []) for _ in range(width)]
     reduce = link_call(graph, "r", ids)
@@ -420,7 +410,7 @@ def test_a_wide_stage_is_not_quadratic() -> None:
     assert_not_quadratic(use_a_wide_stage, 100)
 
 
-def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: FakeRunner) -> None:
+def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: HeldRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [a])
@@ -451,7 +441,7 @@ def objectives(graph: SessionGraph, *var_ids: str) -> list[tuple[Criteria, bool]
 
 
 def test_an_awake_session_runs_what_the_program_holds_in_the_background(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     parts = [link_call(graph, f"p{n}", []) for n in range(3)]
     lazy = link_call(graph, "lazy", [], on_demand=True)
@@ -478,7 +468,7 @@ def test_an_awake_session_runs_what_the_program_holds_in_the_background(
     graph.check_integrity()
 
 
-def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: FakeRunner) -> None:
+def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: HeldRunner) -> None:
     graph = make_graph(runner, on_demand=True)
     link_call(graph, "a", [])
     link_call(graph, "b", [], on_demand=False)
@@ -487,7 +477,7 @@ def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: F
 
 
 def test_a_reader_raises_the_background_work_above_it_and_takes_it_along(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
@@ -506,7 +496,7 @@ def test_a_reader_raises_the_background_work_above_it_and_takes_it_along(
 
 
 def test_what_only_a_lost_reader_needed_stops_though_it_was_background_work_once(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
@@ -521,7 +511,7 @@ def test_what_only_a_lost_reader_needed_stops_though_it_was_background_work_once
 
 
 def test_nothing_is_made_in_the_background_of_what_was_released(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     draft, other = link_call(graph, "draft", []), link_call(graph, "other", [])
     rating = link_call(graph, "rating", [draft, other])
@@ -541,7 +531,7 @@ def test_nothing_is_made_in_the_background_of_what_was_released(
 
 
 def test_what_was_released_before_the_session_woke_stays_idle(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
     graph.activation.release(graph.variable(a))
@@ -550,7 +540,7 @@ def test_what_was_released_before_the_session_woke_stays_idle(
 
 
 def test_cancellation_and_the_end_stop_background_work(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     response = graph.submit(semantic("a {{y}}", made("y")))
     b = link_call(graph, "b", [])
@@ -565,7 +555,7 @@ def test_cancellation_and_the_end_stop_background_work(
 
 
 def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
-    graph: SessionGraph, runner: FakeRunner
+    graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
@@ -578,7 +568,7 @@ def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
     graph.check_integrity()
 
 
-async def test_calls_are_woken_in_the_order_of_their_submission(runner: FakeRunner) -> None:
+async def test_calls_are_woken_in_the_order_of_their_submission(runner: HeldRunner) -> None:
     clock = ManualClock(start=10)
     graph = make_graph(runner, clock)
     link_call(graph, "early", [])
@@ -591,7 +581,7 @@ async def test_calls_are_woken_in_the_order_of_their_submission(runner: FakeRunn
     graph.check_integrity()
 
 
-def test_many_calls_are_woken_in_turns(runner: FakeRunner) -> None:
+def test_many_calls_are_woken_in_turns(runner: HeldRunner) -> None:
     graph = make_graph(runner, ManualClock(start=10))
     for n in range(600):
         link_call(graph, f"p{n}", [])
@@ -604,7 +594,7 @@ def test_many_calls_are_woken_in_turns(runner: FakeRunner) -> None:
 
 @pytest.mark.parametrize("read_as", list(Criteria))
 def test_what_the_program_sets_an_input_of_runs_as_it_reads_before_it_is_read(
-    graph: SessionGraph, runner: FakeRunner, read_as: Criteria
+    graph: SessionGraph, runner: HeldRunner, read_as: Criteria
 ) -> None:
     """What needs it too, and where it comes by way of another call, but not where one call takes in
     many."""
@@ -632,7 +622,7 @@ def test_what_the_program_sets_an_input_of_runs_as_it_reads_before_it_is_read(
 
 
 def test_a_reader_that_goes_before_the_walk_has_come_by_leaves_background_work(
-    runner: FakeRunner,
+    runner: HeldRunner,
 ) -> None:
     backlog = Slices(per_slice=1)
     graph = make_graph(runner, backlog=backlog)

@@ -7,18 +7,8 @@ from parrot.protocol.public import CallResponse, GraphRequest
 from parrot.protocol.template import placeholder
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Piece, TextPiece, VariablePiece
-from tests.serve.serve_fakes import (
-    FakeRunner,
-    add_reader,
-    given,
-    made,
-    make_graph,
-    native,
-    prompt_of,
-    semantic,
-    taken,
-    var_ids,
-)
+from tests.serve.graph.held_runner import HeldRunner, add_reader, make_graph, prompt_of
+from tests.support.requests import given, made, native, semantic, taken, var_ids
 
 
 def completions(graph: SessionGraph, request_id: int) -> list[Completion]:
@@ -98,7 +88,7 @@ def test_a_call_without_outputs_is_context_for_its_successor() -> None:
 
 
 def test_a_premade_variable_can_be_an_output_and_known_to_consumers_before() -> None:
-    runner = FakeRunner()
+    runner = HeldRunner()
     graph = make_graph(runner)
     premade = graph.add_variable("premade")
     later = graph.submit(semantic("use {{a}}: {{y}}", taken("a", premade.id), made("y")))

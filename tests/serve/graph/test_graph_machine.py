@@ -24,16 +24,8 @@ from parrot.serve.graph.nodes import (
     VariableState,
 )
 from parrot.utils.tasks import Backlog
-from tests.serve.serve_fakes import (
-    FakeRunner,
-    add_reader,
-    given,
-    made,
-    make_graph,
-    native,
-    semantic,
-    taken,
-)
+from tests.serve.graph.held_runner import HeldRunner, add_reader, make_graph
+from tests.support.requests import given, made, native, semantic, taken
 
 CRITERIA = st.sampled_from(list(PerformanceCriteria))
 
@@ -54,7 +46,7 @@ class GraphMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runner = FakeRunner()
+        self.runner = HeldRunner()
         self.backlog = Slices(10**9 if self.is_at_once else 2)
         self.graph = make_graph(self.runner, backlog=self.backlog)
         self.readers: list[Reader] = []

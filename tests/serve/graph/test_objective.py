@@ -12,17 +12,8 @@ from parrot.serve.graph.nodes import Objective, Prediction, Task
 from parrot.serve.graph.objective import strictest
 from parrot.serve.scheduling.load import LoadIndex
 from parrot.serve.scheduling.task import Estimates
-from tests.serve.serve_fakes import (
-    FakeRunner,
-    add_reader,
-    link_call,
-    made,
-    make_graph,
-    native,
-    semantic,
-    taken,
-    var_ids,
-)
+from tests.serve.graph.held_runner import HeldRunner, add_reader, link_call, make_graph
+from tests.support.requests import made, native, semantic, taken, var_ids
 
 ESTIMATES = Estimates(LoadIndex().pace)
 
@@ -148,7 +139,7 @@ def test_turns_that_take_in_all_before_them_are_no_stage(
 
 
 def test_queued_work_is_reprioritised_when_it_gets_stricter() -> None:
-    runner = FakeRunner()
+    runner = HeldRunner()
     graph = make_graph(runner)
     a = link_call(graph, "a", [], output_criteria="throughput")
     add_reader(graph, graph.variable(a), Criteria.THROUGHPUT)
@@ -278,7 +269,7 @@ class Price:
 
 
 def test_what_has_finished_is_no_part_of_what_remains() -> None:
-    runner, price = FakeRunner(), Price(a=1.0, b=2.0, c=4.0, d=8.0)
+    runner, price = HeldRunner(), Price(a=1.0, b=2.0, c=4.0, d=8.0)
     graph = make_graph(runner, predictor=price)
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
@@ -300,7 +291,7 @@ def test_what_has_finished_is_no_part_of_what_remains() -> None:
 
 
 def test_calls_submitted_later_lengthen_what_remains() -> None:
-    runner, price = FakeRunner(), Price(a=1.0, b=2.0, c=4.0)
+    runner, price = HeldRunner(), Price(a=1.0, b=2.0, c=4.0)
     graph = make_graph(runner, predictor=price)
     a = link_call(graph, "a", [], output_criteria="latency")
     assert runner.remaining_s == {7: 1.0}
@@ -314,7 +305,7 @@ def test_calls_submitted_later_lengthen_what_remains() -> None:
 
 
 def test_what_was_learnt_reaches_tasks_that_are_wanted_already() -> None:
-    runner, price = FakeRunner(), Price(a=10.0, b=10.0, c=10.0)
+    runner, price = HeldRunner(), Price(a=10.0, b=10.0, c=10.0)
     graph = make_graph(runner, predictor=price)
     a = link_call(graph, "a", [])
     other = link_call(graph, "a", [])  # another call of the same function

@@ -18,17 +18,10 @@ from parrot.serve.prompts.segments import (
     Segment,
     fill_segments,
 )
-from tests.serve.serve_fakes import (
-    FakeRunner,
-    add_reader,
-    given,
-    made,
-    make_graph,
-    semantic,
-    var_ids,
-)
+from tests.serve.graph.held_runner import HeldRunner, add_reader, make_graph
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer, tokenizer_id_of
 from tests.support.prompts import prompt_segments
+from tests.support.requests import given, made, semantic, var_ids
 
 # Shortened from the models' own files: without tools and dates.
 LLAMA_3 = """{{- bos_token }}
@@ -132,7 +125,7 @@ def messages(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 
 def completions(template: str, answers: Sequence[str], x: str, **fields: Any) -> list[Completion]:
     """A chat call's completions, with these answers so far."""
-    runner = FakeRunner()
+    runner = HeldRunner()
     graph = make_graph(runner)
     names = [name for name in ("y", "z") if f"{{{{{name}}}}}" in template]
     parameters = [*([given("x", x)] if "{{x}}" in template else []), *map(made, names)]
@@ -251,7 +244,7 @@ def test_a_system_message_needs_a_chat_that_begins() -> None:
 
 
 def test_a_text_before_the_first_turn_keeps_its_system_message() -> None:
-    runner = FakeRunner()
+    runner = HeldRunner()
     graph = make_graph(runner)
     start = graph.submit(semantic("Hello. ", chat=True, system="Be brief.", remove_pure_fill=False))
     request = semantic("Who? {{y}}", made("y"), chat=True, successor_of=start.request_id)

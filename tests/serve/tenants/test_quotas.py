@@ -14,8 +14,8 @@ from parrot.serve.config import SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import NativeCall
 from parrot.serve.tenants.limits import QueuedByTenant, Quota, require_share
-from tests.serve.held_world import HeldWorld
-from tests.serve.serve_fakes import given, made, var_ids
+from tests.support.held_world import HeldWorld
+from tests.support.requests import given, made, var_ids
 
 KEYS = ("one", "two", "three")
 

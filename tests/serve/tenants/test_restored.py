@@ -10,7 +10,7 @@ from parrot.protocol.errors import QuotaExceeded, SessionGone
 from parrot.protocol.public import SessionCreateRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
-from tests.serve.journal.replayed import MemoryFile
+from tests.journal.replayed import MemoryFile
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.manual_clock import ManualClock
 

@@ -18,9 +18,9 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
-from tests.serve.held_world import HeldEngine, held_engine
-from tests.serve.serve_fakes import given, made, taken
 from tests.support.app_server import serve_app
+from tests.support.held_world import HeldEngine, held_engine
+from tests.support.requests import given, made, taken
 
 JSON = {"Content-Type": "application/json"}
 ENGINE = {

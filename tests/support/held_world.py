@@ -21,9 +21,9 @@ from parrot.serve.core import ServeCore
 from parrot.serve.events import Sink
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.tasks import Sandbox
-from tests.serve.serve_fakes import made, taken, var_ids
 from tests.support.fake_engine import FakeEngine, fake_engine, scores
 from tests.support.manual_clock import ManualClock
+from tests.support.requests import made, taken, var_ids
 
 BROKEN = ModelNumerics("it broke")
 """An error of an engine after which no other engine is tried."""

@@ -12,8 +12,8 @@ from parrot.protocol.public import MAX_BINDINGS, MAX_CALLS, GraphRequest
 from parrot.protocol.trace import AnyTraceEvent, CallLine, VariableLine
 from parrot.serve.config import CoreConfig, SessionQuota
 from parrot.utils.clock import MonotonicClock
-from tests.serve.held_world import HeldWorld
-from tests.serve.test_serve_http import Site, open_site
+from tests.server.test_serve_http import Site, open_site
+from tests.support.held_world import HeldWorld
 
 PATH = "/v1/semantic_graph"
 

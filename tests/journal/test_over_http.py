@@ -18,7 +18,7 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.gateway.vendors.conftest import MODEL, Site
-from tests.serve.journal.replayed import MemoryFile
+from tests.journal.replayed import MemoryFile
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import FakeEngine, fake_engine
 

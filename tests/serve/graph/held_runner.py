@@ -1,4 +1,4 @@
-"""Fakes shared by the tests of ServeCore's state half."""
+"""A session's graph over a runner that holds started tasks until the test ends them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -6,11 +6,6 @@ from typing import Any
 
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.protocol.public import (
-    CallResponse,
-    NativeCallRequest,
-    SemanticCallRequest,
-)
 from parrot.serve.graph.graph import GraphServices, SessionGraph, SessionIds, Shared
 from parrot.serve.graph.nodes import (
     Completion,
@@ -27,10 +22,11 @@ from parrot.serve.scheduling.task import Estimates
 from parrot.utils.ids import IdCounter
 from parrot.utils.tasks import Backlog
 from tests.support.manual_clock import ManualClock
+from tests.support.requests import made, semantic, taken, var_ids
 
 
 @dataclass
-class FakeRunner:
+class HeldRunner:
     """Holds started tasks until the test says what becomes of them."""
 
     started: list[Task] = field(default_factory=list)
@@ -105,7 +101,7 @@ def name_of(task: Task) -> str:
 
 
 def make_graph(
-    runner: FakeRunner | None = None,
+    runner: HeldRunner | None = None,
     clock: ManualClock | None = None,
     predictor: Predictor | None = None,
     *,
@@ -117,7 +113,7 @@ def make_graph(
         "tenant",
         SessionIds(Shared(IdCounter(100), IdCounter(1)), "secret"),
         GraphServices(
-            runner or FakeRunner(),
+            runner or HeldRunner(),
             predictor or Estimates(LoadIndex().pace),
             clock or ManualClock(),
             backlog or Backlog(per_slice=10**9),  # all at once
@@ -147,42 +143,6 @@ def prompt_of(completion: Completion) -> list[Piece]:
     before = completion.previous
     start = [] if before is None else [*prompt_of(before), VariablePiece(before.output)]
     return [*start, *completion.fill]
-
-
-def given(name: str, value: str) -> dict[str, Any]:
-    return {"name": name, "value": value}
-
-
-def taken(name: str, var_id: str) -> dict[str, Any]:
-    return {"name": name, "var_id": var_id}
-
-
-def made(name: str, var_id: str | None = None, **sampling: Any) -> dict[str, Any]:
-    parameter: dict[str, Any] = {"name": name, "is_output": True}
-    if var_id is not None:
-        parameter["var_id"] = var_id
-    if sampling:
-        parameter["sampling_config"] = sampling
-    return parameter
-
-
-def semantic(template: str, *parameters: dict[str, Any], **fields: Any) -> SemanticCallRequest:
-    return SemanticCallRequest.model_validate(
-        {"session_id": 7, "template": template, "parameters": list(parameters)} | fields
-    )
-
-
-def native(name: str, *parameters: dict[str, Any], **fields: Any) -> NativeCallRequest:
-    source = fields.pop("func_source", f"def {name}(): pass")
-    return NativeCallRequest.model_validate(
-        {"session_id": 7, "func_name": name, "func_source": source, "parameters": list(parameters)}
-        | fields
-    )
-
-
-def var_ids(response: CallResponse) -> dict[str, str]:
-    """By parameter name."""
-    return {info.parameter_name: info.var_id for info in response.param_info}
 
 
 def link_call(graph: SessionGraph, output: str, inputs: Sequence[str], **fields: Any) -> str:

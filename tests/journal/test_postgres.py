@@ -16,7 +16,7 @@ from parrot.serve.config import CoreConfig
 from parrot.server.standby import serve_in_turn
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
-from tests.serve.journal.test_journal_file import record, recovered
+from tests.journal.test_journal_file import record, recovered
 from tests.support.postgres import PASSWORD, Server
 
 psycopg = pytest.importorskip(

@@ -32,7 +32,7 @@ from parrot.server.serving import serving
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.spans import SpanExport, sampler_of
 from parrot.utils.traceparent import TraceParent, current_traceparent, new_trace_id, span_id_of
-from tests.serve.telemetry.program import over_http, write_and_review
+from tests.observe.program import over_http, write_and_review
 from tests.support.app_server import serve_app
 
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"

@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from parrot.engine.metrics import EngineMetrics
 from parrot.protocol.engine_api import RuntimeInfo
 from parrot.simulation import SimCluster
-from tests.serve.telemetry.program import in_cluster, write_and_review
-from tests.serve.telemetry.promtool import promtool
+from tests.observe.program import in_cluster, write_and_review
+from tests.observe.promtool import promtool
 
-FOLDER = Path(__file__).parents[3] / "sample_configs" / "monitoring"
+FOLDER = Path(__file__).parents[2] / "sample_configs" / "monitoring"
 ALERTS = FOLDER / "alerts.yml"
 BEAT_S = 3.0
 NOT_LABELS = {"le", "job"}

@@ -13,7 +13,7 @@ from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
 from parrot.server.http_server import main
 from parrot.utils.clock import MonotonicClock
-from tests.serve.held_world import HeldWorld
+from tests.support.held_world import HeldWorld
 
 
 async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings(tmp_path):

@@ -18,8 +18,8 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.public import FunctionCosts
 from parrot.simulation import SimCluster
 from parrot.utils.metrics import OTHER, SeriesByName
-from tests.serve.telemetry.program import in_cluster, semantic, write_and_review
-from tests.serve.telemetry.promtool import promtool
+from tests.observe.program import in_cluster, semantic, write_and_review
+from tests.observe.promtool import promtool
 
 _REQUEST = GenerateRequest(context_id=0)
 PRICES = {"m": {"input": 10.0, "cached": 1.0, "output": 100.0}}

@@ -10,7 +10,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
 from tests.gateway.vendors.conftest import MODEL, Site
-from tests.serve.journal.test_over_http import (
+from tests.journal.test_over_http import (
     CALL,
     ENDPOINTS,
     HeldFile,

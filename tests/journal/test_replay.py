@@ -40,8 +40,8 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.sessions import Session
-from tests.serve.held_world import held_engine
-from tests.serve.journal.replayed import MemoryFile, _error, state_of
+from tests.journal.replayed import MemoryFile, _error, state_of
+from tests.support.held_world import held_engine
 from tests.support.manual_clock import ManualClock
 
 Choose = Callable[[int], int]

@@ -13,7 +13,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.logs import CALLS, JsonFormatter, TextFormatter
-from tests.serve.telemetry.program import over_http, semantic, write_and_review
+from tests.observe.program import over_http, semantic, write_and_review
 
 
 class Lines(logging.Handler):
