@@ -2,10 +2,7 @@
 
 import pytest
 
-from parrot.protocol.errors import (
-    EngineFailed,
-    Unavailable,
-)
+from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.protocol.transport import Unreachable
 from tests.serve.execution.world import World, error_of
 from tests.support.fake_engine import Script, fake_engine

@@ -1,6 +1,6 @@
 """Calls go to engines that can do what they need, and fail by name where none can."""
 
-from parrot.protocol.engine_api import Capabilities, HeartbeatRequest, RuntimeInfo
+from parrot.protocol.engine_api import Capabilities
 from parrot.protocol.errors import ParrotError, UnsupportedField
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import CallOptions, Completion, CompletionState
@@ -65,10 +65,7 @@ async def test_an_engine_that_does_not_say_may_do_it(world: World) -> None:
     assert (await run(world, "m", regex="a")).state is CompletionState.DONE
     assert len(unknown.requests) == 1
     for features in (PLAIN, PLAIN | {"regex"}):
-        runtime = RuntimeInfo(capabilities=Capabilities(features=features))
-        world.dispatcher.fleet.heartbeat(
-            HeartbeatRequest(engine_id=engine_id, engine_name="b", runtime_info=runtime)
-        )
+        world.heartbeat(engine_id, capabilities=Capabilities(features=features))
         done = await run(world, "m", regex=f"a{len(features)}")
         assert (done.state is CompletionState.DONE) == ("regex" in features)
     (_, view) = world.dispatcher.fleet.views()

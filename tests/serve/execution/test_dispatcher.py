@@ -2,15 +2,9 @@
 
 import asyncio
 
-from parrot.protocol.errors import (
-    Cancelled,
-)
+from parrot.protocol.errors import Cancelled
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.graph.nodes import (
-    CompletionState,
-    Objective,
-    SemanticVariable,
-)
+from parrot.serve.graph.nodes import CompletionState, Objective, SemanticVariable
 from tests.serve.execution.world import TOKENIZER_ID, World, value
 from tests.support.fake_engine import Script, fake_engine
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from parrot.gateway.page.rows import EventLog
-from parrot.protocol.engine_api import HeartbeatRequest, LeaveRequest, RuntimeInfo
+from parrot.protocol.engine_api import LeaveRequest
 from parrot.protocol.errors import NoEngine, NotFound
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
@@ -67,10 +67,8 @@ async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world
     assert (view.num_running, view.num_queued) == (1, 1)
     assert 0 < view.needed_tokens <= view.info.tokens_capacity
     world.dispatcher.drains.drain(engine_id, is_wanted=True)
-    runtime = RuntimeInfo()
-    beat = HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=runtime)
     for _ in range(4):
-        world.dispatcher.fleet.heartbeat(beat)
+        world.heartbeat(engine_id)
         await world.clock.advance(8.0)
     with pytest.raises(NoEngine):
         await queued.output.wait()

@@ -18,9 +18,7 @@ from parrot.protocol.errors import (
     UnsupportedField,
     ValidationFailed,
 )
-from parrot.serve.graph.nodes import (
-    CompletionState,
-)
+from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.scheduling.placement import PredictedSeconds
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask

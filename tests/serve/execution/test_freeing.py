@@ -1,15 +1,7 @@
 """Contexts are freed, evicted and expire, and engines are told."""
 
-from parrot.protocol.engine_api import (
-    HeartbeatRequest,
-    RuntimeInfo,
-)
-from parrot.protocol.errors import (
-    Cancelled,
-    InternalError,
-    Unavailable,
-)
-from tests.serve.execution.world import World, beat, value
+from parrot.protocol.errors import Cancelled, InternalError, Unavailable
+from tests.serve.execution.world import World, value
 from tests.support.fake_engine import Script, fake_engine
 
 
@@ -52,9 +44,8 @@ async def test_releasing_a_session_frees_its_contexts_in_one_request(world: Worl
     await world.clock.advance(0.1)
     assert len(engine.contexts) == 1  # the tenant's constant beginning
     await world.clock.advance(20)
-    beat = HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
     for _ in range(30):
-        world.dispatcher.fleet.heartbeat(beat)
+        world.heartbeat(0)
         await world.clock.advance(20)
     assert engine.contexts == {}  # it expired
 
@@ -67,7 +58,7 @@ async def test_frees_are_sent_until_the_engine_acknowledges_them(world: World) -
     list(world.dispatcher.release_session(1))
     for _ in range(20):
         await world.clock.advance(10)
-        world.dispatcher.fleet.heartbeat(beat(engine_id, "fake", None))
+        world.heartbeat(engine_id)
     assert 20 < engine.free_batches < 60
     assert engine.freed == []
     engine.free_error = None
@@ -99,8 +90,7 @@ async def test_constant_beginnings_expire_one_after_the_other(world: World) -> N
     async def spend(seconds: int) -> None:
         for _ in range(0, seconds, 10):
             await world.clock.advance(10)
-            beat = HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
-            world.dispatcher.fleet.heartbeat(beat)
+            world.heartbeat(0)
         await world.settle()
 
     for number, constant in enumerate(("First. ", "Second. ", "Third. ")):

@@ -6,7 +6,7 @@ import pytest
 
 from parrot.engine.core.output import Generation, Language, untold
 from parrot.engine.sim import byte_tokenizer_response
-from parrot.protocol.engine_api import HeartbeatRequest, OutputPart, RuntimeInfo
+from parrot.protocol.engine_api import OutputPart, RuntimeInfo
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
@@ -31,11 +31,7 @@ def tell_ids(
     world: World, engine: FakeEngine, ids: list[int], start: int = 0, engine_id: int = 0
 ) -> None:
     part = OutputPart.of(engine.requests[-1].context_id, start, ids)
-    runtime = RuntimeInfo(outputs=[part]).model_dump(mode="json")
-    name = engine.info.engine_name
-    fields = {"engine_id": engine_id, "engine_name": name, "runtime_info": runtime}
-    beat = HeartbeatRequest.model_validate(fields)
-    assert world.dispatcher.fleet.heartbeat(beat).state == "ok"
+    assert world.heartbeat(engine_id, outputs=[part.model_dump(mode="json")]) == "ok"
 
 
 async def begun(world: World, **options: Any) -> tuple[Completion, FakeEngine]:

@@ -2,11 +2,7 @@
 
 import pytest
 
-from parrot.protocol.engine_api import (
-    EngineType,
-    HeartbeatRequest,
-    RuntimeInfo,
-)
+from parrot.protocol.engine_api import EngineType
 from parrot.protocol.errors import (
     EngineFailed,
     NoEngine,
@@ -16,11 +12,8 @@ from parrot.protocol.errors import (
     StaleCore,
     Unavailable,
 )
-from parrot.serve.graph.nodes import (
-    CallOptions,
-    CompletionState,
-)
-from tests.serve.execution.world import World, beat, error_of, value
+from parrot.serve.graph.nodes import CallOptions, CompletionState
+from tests.serve.execution.world import World, error_of, value
 from tests.support.fake_engine import Script, fake_engine
 
 
@@ -75,13 +68,10 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     engine_id = await world.join(engine)
     completion = world.submit("a")
     await world.settle()
-    beat = HeartbeatRequest(engine_id=engine_id, engine_name="one", runtime_info=RuntimeInfo())
     await world.clock.advance(20)
-    assert world.dispatcher.fleet.heartbeat(beat).state == "ok"
-    of_another = beat.model_copy(update={"core": "another start of ServeCore"})
-    assert world.dispatcher.fleet.heartbeat(of_another).state == "unknown"
-    ours = beat.model_copy(update={"core": world.dispatcher.fleet.identity.id})
-    assert world.dispatcher.fleet.heartbeat(ours).state == "ok"
+    assert world.heartbeat(engine_id) == "ok"
+    assert world.heartbeat(engine_id, core="another start of ServeCore") == "unknown"
+    assert world.heartbeat(engine_id, core=world.dispatcher.fleet.identity.id) == "ok"
     await world.clock.advance(20)
     assert completion.state is CompletionState.RUNNING
     await world.clock.advance(11)
@@ -89,7 +79,7 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     assert not completion.output.is_settled
     await world.clock.advance(30)  # within which it may be back
     assert isinstance(completion.output.error, NoEngine)
-    assert world.dispatcher.fleet.heartbeat(beat).state == "unknown"
+    assert world.heartbeat(engine_id) == "unknown"
     engine.script = Script()
     await world.join(engine)
     await world.submit("a").output.wait()
@@ -100,23 +90,23 @@ async def test_an_engine_whose_steps_stand_still_under_work_is_lost(world: World
     stuck_id = await world.join(stuck)
     await world.clock.advance(1)
     for _ in range(9):  # without work, nothing has to happen
-        assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 7)).state == "ok"
+        assert world.heartbeat(stuck_id, num_steps=7) == "ok"
         await world.clock.advance(10)
     completion = world.submit("a")
     await world.settle()
     other_id = await world.join(fake_engine("other"))
     for i in range(3):
-        assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 7 + (i > 0))).state == "ok"
-        assert world.dispatcher.fleet.heartbeat(beat(other_id, "other", 3)).state == "ok"
+        assert world.heartbeat(stuck_id, num_steps=7 + (i > 0)) == "ok"
+        assert world.heartbeat(other_id, num_steps=3) == "ok"
         await world.clock.advance(9)
     assert completion.state is CompletionState.RUNNING
     for _ in range(3):
-        world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 8))
-        world.dispatcher.fleet.heartbeat(beat(other_id, "other", 3))
+        world.heartbeat(stuck_id, num_steps=8)
+        world.heartbeat(other_id, num_steps=3)
         await world.clock.advance(9)
     assert completion.output.text == "<1>"
     assert completion.stats.engine_name == "other"
-    assert world.dispatcher.fleet.heartbeat(beat(stuck_id, "stuck", 8)).state == "unknown"
+    assert world.heartbeat(stuck_id, num_steps=8) == "unknown"
     assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["other"]
 
 
@@ -127,7 +117,7 @@ async def test_a_server_that_answers_slowly_does_not_cost_its_openai_engine(worl
     completion = world.submit("a")
     for _ in range(20):
         await world.clock.advance(10)
-        assert world.dispatcher.fleet.heartbeat(beat(engine_id, "proxy", 7)).state == "ok"
+        assert world.heartbeat(engine_id, num_steps=7) == "ok"
     engine.resume.set()
     assert await completion.output.wait() == "<1>"
 
@@ -141,8 +131,7 @@ async def test_a_late_result_is_dropped(world: World) -> None:
     world.engines["two"] = two
     await world.join(two)
     await world.clock.advance(29)
-    beat = HeartbeatRequest(engine_id=1, engine_name="two", runtime_info=RuntimeInfo())
-    world.dispatcher.fleet.heartbeat(beat)
+    world.heartbeat(1)
     await world.clock.advance(2)
     one.resume.set()
     await world.settle()
@@ -155,9 +144,7 @@ async def test_a_model_that_was_never_there_is_unknown(world: World) -> None:
     waiting = world.submit("a", options=options)
     for _ in range(2):
         await world.clock.advance(20)
-        world.dispatcher.fleet.heartbeat(
-            HeartbeatRequest(engine_id=0, engine_name="fake", runtime_info=RuntimeInfo())
-        )
+        world.heartbeat(0)
     error = await error_of(waiting)
     assert isinstance(error, NotFound)
     assert error.param == "models"
@@ -173,10 +160,7 @@ async def test_no_engine(world: World) -> None:
     await world.clock.advance(29)
     assert not waiting.output.is_settled
     late = world.submit("b", options=other)
-    for engine_id in (1,):
-        world.dispatcher.fleet.heartbeat(
-            HeartbeatRequest(engine_id=engine_id, engine_name="fake", runtime_info=RuntimeInfo())
-        )
+    world.heartbeat(1)
     await world.clock.advance(2)
     error = await error_of(waiting)
     assert isinstance(error, NoEngine)

@@ -2,15 +2,9 @@
 
 import asyncio
 
-from parrot.protocol.engine_api import (
-    FinishReason,
-)
-from parrot.protocol.errors import (
-    UnsupportedField,
-)
-from parrot.serve.graph.nodes import (
-    CallOptions,
-)
+from parrot.protocol.engine_api import FinishReason
+from parrot.protocol.errors import UnsupportedField
+from parrot.serve.graph.nodes import CallOptions
 from tests.serve.execution.world import World, error_of, value
 from tests.support.fake_engine import Script, fake_engine
 

@@ -4,18 +4,11 @@ from typing import Any
 
 import pytest
 
-from parrot.protocol.errors import (
-    EngineFailed,
-)
+from parrot.protocol.errors import EngineFailed
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.graph.nodes import (
-    CompletionState,
-)
+from parrot.serve.graph.nodes import CompletionState
 from tests.serve.execution.world import World, error_of
-from tests.support.byte_tokenizer import (
-    plain_byte_tokenizer,
-    tokenizer_id_of,
-)
+from tests.support.byte_tokenizer import plain_byte_tokenizer, tokenizer_id_of
 from tests.support.fake_engine import Script, fake_engine
 
 

@@ -4,12 +4,8 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from parrot.protocol.engine_api import (
-    StreamChunk,
-)
-from parrot.protocol.errors import (
-    UnsupportedField,
-)
+from parrot.protocol.engine_api import StreamChunk
+from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.sampling import SamplingConfig
 from tests.serve.execution.world import World
 from tests.support.fake_engine import FakeEngine, Script, fake_engine

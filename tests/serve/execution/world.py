@@ -5,14 +5,8 @@ from itertools import count
 
 import pytest
 
-from parrot.protocol.engine_api import (
-    EngineInfo,
-    HeartbeatRequest,
-    RuntimeInfo,
-)
-from parrot.protocol.errors import (
-    ParrotError,
-)
+from parrot.protocol.engine_api import EngineInfo, HeartbeatRequest, RuntimeInfo
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
@@ -26,10 +20,7 @@ from parrot.serve.graph.nodes import (
     TextPiece,
     VariablePiece,
 )
-from tests.support.byte_tokenizer import (
-    byte_tokenizer,
-    tokenizer_id_of,
-)
+from tests.support.byte_tokenizer import byte_tokenizer, tokenizer_id_of
 from tests.support.fake_engine import FakeEngine
 from tests.support.manual_clock import ManualClock
 
@@ -43,6 +34,7 @@ class World:
     def __init__(self, **scheduler: object) -> None:
         self.clock = ManualClock(1000.0)
         self.engines: dict[str, FakeEngine] = {}
+        self._names: dict[int, str] = {}  # also of engines that are lost
         self._ids = count()
         config = CoreConfig(
             global_scheduler=GlobalSchedulerConfig.model_validate(scheduler),
@@ -56,8 +48,11 @@ class World:
         return self.engines[info.engine_name]
 
     async def join(self, engine: FakeEngine) -> int:
-        self.engines[engine.info.engine_name] = engine
-        return await self.dispatcher.fleet.register(engine.info)
+        name = engine.info.engine_name
+        self.engines[name] = engine
+        engine_id = await self.dispatcher.fleet.register(engine.info)
+        self._names[engine_id] = name
+        return engine_id
 
     def completion(
         self,
@@ -100,6 +95,16 @@ class World:
         assert engine is not None
         self.dispatcher.fleet.lose(engine, "test")
 
+    def heartbeat(self, engine_id: int, *, core: str = "", **runtime: object) -> str:
+        """Report as an engine does. Returns the state in the answer."""
+        request = HeartbeatRequest(
+            engine_id=engine_id,
+            engine_name=self._names[engine_id],
+            core=core,
+            runtime_info=RuntimeInfo.model_validate(runtime),
+        )
+        return self.dispatcher.fleet.heartbeat(request).state
+
     async def settle(self) -> None:
         for _ in range(30):
             await asyncio.sleep(0)
@@ -115,8 +120,3 @@ async def error_of(completion: Completion) -> ParrotError:
     with pytest.raises(ParrotError) as caught:
         await asyncio.wait_for(completion.output.wait(), 30)
     return caught.value
-
-
-def beat(engine_id: int, name: str, num_steps: int | None) -> HeartbeatRequest:
-    runtime = RuntimeInfo(num_steps=num_steps)
-    return HeartbeatRequest(engine_id=engine_id, engine_name=name, runtime_info=runtime)
