@@ -43,11 +43,11 @@ class DirectRequests:
         self,
         fleet: Fleet,
         tenants: TenantTable,
-        meters: Meters,
+        meters: Meters | None,
         require_room: Callable[[str], None],
         config: CoreConfig,
     ) -> None:
-        """`require_room` raises `QueueFull` for a tenant."""
+        """`meters`: None if no tenant has limits. `require_room` raises `QueueFull` for a tenant."""
         self._tenants = tenants
         self._meters = meters
         self._fleet = fleet
@@ -123,7 +123,8 @@ class DirectRequests:
             copies = [request.model_copy(update={"inputs": batch}) for batch in batches]
             answers = [await self._ask(model, copy) for copy in copies]
         num_tokens: int = sum(answer.prompt_tokens for answer in answers)
-        self._meters.charge(tenant, num_tokens - count)
+        if self._meters is not None:
+            self._meters.charge(tenant, num_tokens - count)
         return answers, num_tokens
 
     async def _inputs(self, model: str, given: Sequence[Input]) -> list[Input]:
@@ -146,8 +147,11 @@ class DirectRequests:
             require_share(tenant, self._limit, self._tenants.weigh, None, self._asking)
         self._asking.enter(tenant)
         try:
-            with self._meters.running(tenant, num_tokens):
+            if self._meters is None:
                 yield
+            else:
+                with self._meters.running(tenant, num_tokens):
+                    yield
         finally:
             self._asking.leave(tenant)
 

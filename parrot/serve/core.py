@@ -368,7 +368,8 @@ class ServeCore:
         for attached in self._attached:
             attached.check_integrity()
         self.dispatcher.check_integrity()
-        self.tasks.meters.check_integrity()
+        if self.tasks.meters is not None:
+            self.tasks.meters.check_integrity()
 
     def shut_down(self) -> None:
         """Admit nothing more, and end every session: open reads get `Unavailable` now."""

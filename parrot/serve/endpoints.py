@@ -512,6 +512,7 @@ def _live_session(core: ServeCore, session_id: int) -> Session:
 
 
 def _tenant_view(core: ServeCore, tenant: Tenant) -> TenantView:
+    meters = core.tasks.meters
     return TenantView(
         id=tenant.id,
         scopes=sorted(tenant.scopes),
@@ -519,5 +520,5 @@ def _tenant_view(core: ServeCore, tenant: Tenant) -> TenantView:
         share_group=tenant.share_group,
         limits=tenant.limits,
         num_sessions=core.sessions.num_of(tenant.id),
-        num_calls_in_flight=core.tasks.meters.num_running(tenant.id),
+        num_calls_in_flight=0 if meters is None else meters.num_running(tenant.id),
     )

@@ -100,7 +100,8 @@ class TaskRunner:
         self._native: NativeRunner | None = None  # there is none before the first native call
         self._max_native_timeout_s = config.native_timeout
         self._tenants = tenants
-        self.meters = Meters(tenants, clock)
+        # Only tenants with keys have limits.
+        self.meters = Meters(tenants, clock) if tenants.is_closed else None
         self._sessions = sessions
         self.expect = dispatcher.expect
         self.unexpect = dispatcher.unexpect
@@ -118,7 +119,8 @@ class TaskRunner:
             if native is not None:
                 queues.append(native.waiting_by_tenant)
             require_share(tenant, limit, self._tenants.weigh, self._wait_s(), *queues)
-        self.meters.admit(tenant)
+        if self.meters is not None:
+            self.meters.admit(tenant)
 
     def _wait_s(self) -> float:
         """Seconds in which a tenth of the queue is placed, at the pace of the last placements."""
@@ -149,13 +151,14 @@ class TaskRunner:
             self._held[task.id] = task
             return
         tenant = task.options.tenant
-        if isinstance(task, Completion):
-            is_counted = self.meters.counts_tokens(tenant)
-            tokens = self._dispatcher.estimates.tokens(task) if is_counted else 0
+        if self.meters is not None:
+            tokens = 0
+            if isinstance(task, Completion) and self.meters.counts_tokens(tenant):
+                tokens = self._dispatcher.estimates.tokens(task)
             self.meters.began(task.id, tenant, tokens)
+        if isinstance(task, Completion):
             self._dispatcher.submit(task)
         else:
-            self.meters.began(task.id, tenant, 0)
             if self._native is None:
                 self._native = self._make_native()
             self._native.start(task)
@@ -194,7 +197,9 @@ class TaskRunner:
             self._dispatcher.events.emit(TaskEnded, session, task)
 
     def _ended(self, task: Task) -> None:
-        self.meters.ended(task.id, task.stats.used_tokens if isinstance(task, Completion) else 0)
+        if self.meters is not None:
+            tokens = task.stats.used_tokens if isinstance(task, Completion) else 0
+            self.meters.ended(task.id, tokens)
 
     async def close(self) -> None:
         if self._native is not None:
