@@ -47,7 +47,7 @@ class DirectRequests:
         require_room: Callable[[str], None],
         config: CoreConfig,
     ) -> None:
-        """`meters`: None if no tenant has limits. `require_room` raises `QueueFull` for a tenant."""
+        """`meters`: None if no tenant has limits. `require_room` raises `QueueFull`."""
         self._tenants = tenants
         self._meters = meters
         self._fleet = fleet

@@ -350,7 +350,8 @@ async def read_json(
     request: Request, rules: BodyRules = ANY_BODY, check: Callable[[Any], None] | None = None
 ) -> Any:
     """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
-    nesting, so nothing behind this line meets them; nor what `check` raises for.
+    nesting, so nothing behind this line meets them; nor what `check` raises for. Each pass over a
+    large body takes some ten milliseconds, so other requests may run between two passes.
 
     A page of another site can make a browser send any body but one that is declared as JSON, for
     which the browser asks first."""
@@ -360,7 +361,9 @@ async def read_json(
     declared = request.headers.get("content-type", "")
     if declared.partition(";")[0].strip().lower() != JSON:
         raise UnsupportedMediaType(f"the body must be declared as {JSON}, not {declared!r:.80}")
-    await others_first(len(raw))
+    is_large = len(raw) > _LARGE
+    if is_large:
+        await asyncio.sleep(0)
     try:
         payload = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -369,16 +372,12 @@ async def read_json(
         # Before validation, which would say of each that it is unknown.
         raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
     if check is not None:
-        await others_first(len(raw))
+        if is_large:
+            await asyncio.sleep(0)
         check(payload)
-    await others_first(len(raw))
-    return payload
-
-
-async def others_first(size: int) -> None:
-    """Each look at a large body takes some ten milliseconds: others may go on between two."""
-    if size > _LARGE:
+    if is_large:
         await asyncio.sleep(0)
+    return payload
 
 
 def parse_payload(model: type[T], payload: Any) -> T:

@@ -83,7 +83,7 @@ class CallParameter(Payload):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        num_names = sum(getattr(self, name) is not None for name in self.names)
+        num_names = len([name for name in self.names if getattr(self, name) is not None])
         if self.is_output:
             if self.value is not None:
                 raise ValueError(f"output `{self.name}` must not have a value")

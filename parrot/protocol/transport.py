@@ -120,7 +120,7 @@ class AppTransport:
         except Exception:
             if not messages:  # a defect is told to the client before the server hears of it
                 raise
-        answer = b"".join(message.get("body", b"") for message in messages)
+        answer = b"".join([message.get("body", b"") for message in messages])
         return decode_answer(answer, messages[0]["status"], {}, path)
 
     async def stream(

@@ -36,8 +36,8 @@ class Events:
             self._sinks.setdefault(kind, []).append(sink)
 
     def wants(self, *kinds: type) -> bool:
-        """Whether anybody takes events of any of these kinds."""
-        return any(kind in self._sinks for kind in kinds)
+        """Whether a sink takes events of one of these kinds."""
+        return not self._sinks.keys().isdisjoint(kinds)
 
     def emit(
         self, kind: Callable[Fields, object], *args: Fields.args, **fields: Fields.kwargs

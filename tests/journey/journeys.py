@@ -209,6 +209,7 @@ async def engine_journey(profiler: Profiler) -> None:
     client = EngineClient(DistantTransport(app, lan()))
     try:
         await client.generate(_prompt(0))
+        await asyncio.sleep(0.5)  # The engine's thread may not sleep yet.
         with profiler.measure("engine_call"):
             await client.generate(_prompt(1))
             await client.free_contexts([1])

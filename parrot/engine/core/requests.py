@@ -100,7 +100,7 @@ class RequestTable:
             self._add(job)
         if generation is not None and self.followers.of:
             self.followers.began(state.context_id, generation)
-        share, contexts = request.share, dict.fromkeys(job.context for job in state.jobs)
+        share, contexts = request.share, dict.fromkeys([job.context for job in state.jobs])
         self._tree.shares.came(state.jobs[0].context.group, share.tenant, share.weight)
         for context in contexts:
             self._advance(context)

@@ -17,7 +17,7 @@ may be given away.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from operator import attrgetter
@@ -30,7 +30,7 @@ from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.shares import TenantShare
 from parrot.engine.core.steps import PENDING, BlockCopy, SequenceStep, StepCostMeter, StepPlan
-from parrot.engine.core.tenant_budgets import NO_BUDGETS, NoBudgets, SoleTenant, TenantBudgets
+from parrot.engine.core.tenant_budgets import TenantBudgets
 
 _MIN_TOKENS = 32
 _SMOOTHING = 0.25
@@ -85,6 +85,49 @@ class BackgroundPace:
             self._num_beside = max(self._num_beside // 2, min(_MIN_TOKENS, self._chunk_size))
         elif longer < _LITTLE and num_tokens >= self._num_beside:
             self._num_beside = min(self._num_beside * 2, self._chunk_size)
+
+
+@dataclass(frozen=True, slots=True)
+class NoBudgets:
+    """No tenant is bound: the budgets of an engine with one tenant."""
+
+    are_bound = False
+
+    def add(self, job: Job) -> None:
+        pass
+
+    def remove(self, job: Job) -> None:
+        pass
+
+    def begin(self, now: float, decoding: Iterable[Job]) -> TenantBudgets | None:
+        return None
+
+    def lift(self) -> bool:
+        return False
+
+    def check_integrity(self, jobs: Iterable[Job]) -> None:
+        pass
+
+
+NO_BUDGETS = NoBudgets()
+
+
+class SoleTenant(NamedTuple):
+    """The only tenant of an engine so far, and the most jobs that it had at once."""
+
+    share: TenantShare
+    most_jobs: int = 1
+
+    def after(self, share: TenantShare, num_jobs: int) -> "SoleTenant | None":
+        """The sole tenant after a job that comes to `num_jobs` others; None: there are two. A
+        tenant whose steps may grow without limit and that has no job left is forgotten."""
+        if share.tenant == self.share.tenant:
+            if share.step_growth is None:
+                share = share._replace(step_growth=self.share.step_growth)
+            return SoleTenant(share, max(self.most_jobs, num_jobs + 1))
+        if num_jobs == 0 and self.share.step_growth is None:
+            return SoleTenant(share)
+        return None
 
 
 class JobQueue(list[Job]):
@@ -222,7 +265,7 @@ class LocalScheduler:
         self._sole_tenant = SoleTenant(share) if sole is None else sole.after(share, self.num_jobs)
         if sole is not None and self._sole_tenant is None:
             self._budgets = budgets = TenantBudgets(self._costs, self._tree.block_size)
-            budgets.enter(sole, self.num_jobs, self._planned_at)
+            budgets.enter(sole.share, self.num_jobs, sole.most_jobs, self._planned_at)
 
     def remove(self, job: Job) -> None:
         """A job that has ended. Its context keeps its KV."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.shares import TenantShare
@@ -60,11 +59,10 @@ class TenantBudgets:
         """Whether some tenant is, in this step."""
         return bool(self._left)
 
-    def enter(self, sole: "SoleTenant", num_jobs: int, until: float) -> None:
+    def enter(self, share: TenantShare, num_jobs: int, most_jobs: int, until: float) -> None:
         """Add the tenant of all jobs so far. The last of them had a step at `until`."""
-        share = sole.share
         self._tenants[share.tenant] = _Tenant(
-            share.weight, share.step_growth, num_jobs, sole.most_jobs, until + _LINGER_S
+            share.weight, share.step_growth, num_jobs, most_jobs, until + _LINGER_S
         )
 
     def add(self, job: Job) -> None:
@@ -191,49 +189,6 @@ class TenantBudgets:
         for job in jobs:
             counts[job.request.wanted.share.tenant] -= 1
         assert not any(counts.values()), counts
-
-
-@dataclass(frozen=True, slots=True)
-class NoBudgets:
-    """No tenant is bound: the budgets of an engine with one tenant."""
-
-    are_bound = False
-
-    def add(self, job: Job) -> None:
-        pass
-
-    def remove(self, job: Job) -> None:
-        pass
-
-    def begin(self, now: float, decoding: Iterable[Job]) -> TenantBudgets | None:
-        return None
-
-    def lift(self) -> bool:
-        return False
-
-    def check_integrity(self, jobs: Iterable[Job]) -> None:
-        pass
-
-
-NO_BUDGETS = NoBudgets()
-
-
-class SoleTenant(NamedTuple):
-    """The only tenant of an engine so far, and the most jobs that it had at once."""
-
-    share: TenantShare
-    most_jobs: int = 1
-
-    def after(self, share: TenantShare, num_jobs: int) -> "SoleTenant | None":
-        """The sole tenant after a job that comes to `num_jobs` others; None: there are two. A
-        tenant whose steps may grow without limit and that has no job left is forgotten."""
-        if share.tenant == self.share.tenant:
-            if share.step_growth is None:
-                share = share._replace(step_growth=self.share.step_growth)
-            return SoleTenant(share, max(self.most_jobs, num_jobs + 1))
-        if num_jobs == 0 and self.share.step_growth is None:
-            return SoleTenant(share)
-        return None
 
 
 def _crowds(tenant: _Tenant, other: _Tenant) -> bool:

@@ -266,9 +266,9 @@ class Activation:
 
     def _count_demand(self, task: Task) -> tuple[int, int]:
         """Number of those who want the task, and of those who ask for it."""
-        num_readers = sum(1 for _ in task.readers())
-        consumers = list(task.wanted_consumers())
-        num_asking = num_readers + sum(consumer.asks for consumer in consumers)
+        num_readers = sum([len(output.readers) for output in task.outputs])
+        consumers = task.wanted_consumers()
+        num_asking = num_readers + sum([consumer.asks for consumer in consumers])
         return num_readers + len(consumers) + task.is_woken, num_asking
 
     def _walk(self, *tasks: Task) -> None:
@@ -432,8 +432,10 @@ class Activation:
         if not isinstance(task, Completion):
             return set()
         before = task.wants_stream, task.may_lose
-        task.wants_stream = any(reader.wants_stream for reader in task.readers())
-        task.may_lose = any(reader.may_lose for reader in task.readers())
+        task.wants_stream = task.may_lose = False
+        for reader in task.readers():
+            task.wants_stream |= reader.wants_stream
+            task.may_lose |= reader.may_lose
         return set() if before == (task.wants_stream, task.may_lose) else {task}
 
 

@@ -409,11 +409,11 @@ class Node:
 
     @property
     def is_finished(self) -> bool:
-        return self.state.is_final
+        return self.state in _FINAL_STATES
 
     @property
     def is_wanted(self) -> bool:
-        return self.wants and not self.state.is_final
+        return self.wants and self.state not in _FINAL_STATES
 
     def producers(self) -> "Iterator[Task]":
         """Yield the tasks that make its unsettled inputs, once for each input."""
@@ -425,11 +425,13 @@ class Node:
         """Yield the unfinished tasks that wait for its unsettled outputs, once for each output."""
         for variable in self.outputs:
             if not variable.is_settled:
-                yield from (task for task in variable.consumers if not task.is_finished)
+                for task in variable.consumers:
+                    if not task.is_finished:
+                        yield task
 
-    def wanted_consumers(self) -> "Iterator[Task]":
-        """Yield those of them that are wanted."""
-        return (consumer for consumer in self.open_consumers() if consumer.wants)
+    def wanted_consumers(self) -> "list[Task]":
+        """The open consumers that are wanted."""
+        return [consumer for consumer in self.open_consumers() if consumer.wants]
 
     def readers(self) -> Iterator[Reader]:
         for variable in self.outputs:
@@ -482,14 +484,14 @@ class NativeCall(Node):
 Task = Completion | NativeCall
 
 
-def unnamed(request_id: int) -> str:
-    """The function's name of a call that gave none."""
-    return f"call_{request_id}"
+unnamed = "call_{}".format
+"""The function's name of a call that gave none, by the id of its request."""
 
 
 def given_name(task: Task) -> str:
     """The function's name that the program gave; empty if it gave none."""
-    return "" if task.func_name == unnamed(task.request_id) else task.func_name
+    name = task.options.func_name
+    return "" if name == unnamed(task.request_id) else name
 
 
 class Executor(Protocol):

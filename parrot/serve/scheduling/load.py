@@ -158,7 +158,10 @@ class EngineLoad:
     @property
     def _queue_s(self) -> float:
         """Seconds until all who wait at the server have begun, in the places of those who run."""
-        num_turns = self.server.num_waiting / max(1, self.server.num_running)
+        server = self.server
+        if not server.num_waiting:
+            return 0.0
+        num_turns = server.num_waiting / max(1, server.num_running)
         return num_turns * _TYPICAL_OUTPUT * self.step_s
 
     def rank(self, step_s: float) -> float:
@@ -182,8 +185,9 @@ class EngineLoad:
     def fits(self, task: CompletionTask, new_prompt: int) -> bool:
         """Whether its memory holds the task, of whose prompt `new_prompt` tokens are in no running
         one. An idle engine accepts any task: no other engine has more room."""
-        needed = self.num_tokens + new_prompt + self.room_for(task)
-        return not self.num_tasks or needed <= self.max_tokens
+        if not self.num_tasks:
+            return True
+        return self.num_tokens + new_prompt + self.room_for(task) <= self.max_tokens
 
     def outlook(self, now: float) -> Outlook:
         if self._outlook is None or self.since != now:
@@ -496,8 +500,9 @@ class LoadIndex:
         known = [self._costs[model] for model in models or self._costs if model in self._costs]
         costs = known[0] if known else _USUAL_COSTS
         alone_s = costs.decode_step_s(1, 0)
-        num_members = self.num_members(models)
-        steps_s = sum([pool.step_s for pool in self._of(models)])
+        pools = self._of(models)
+        num_members = sum([len(pool.members) for pool in pools])
+        steps_s = sum([pool.step_s for pool in pools])
         return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
 
     def lacking(self, task: CompletionTask) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, weight_of
-from parrot.serve.scheduling.prefixes import Beginnings, Block, QueuedBlocks
+from parrot.serve.scheduling.prefixes import Block, PrefixHolders, QueuedBlocks
 from parrot.serve.scheduling.task import CompletionTask
 
 
@@ -199,7 +199,7 @@ class PredictedSeconds(Placer):
                     best, best_cost = load, (cost_s, load.id)
         return None if best is None else _place(task, best, known)
 
-    def _cheapest(self, task: CompletionTask, now: float, known: Beginnings) -> Place | None:
+    def _cheapest(self, task: CompletionTask, now: float, known: PrefixHolders) -> Place | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)
         if len(candidates) == 1:  # nothing to compare
             (load,) = candidates
@@ -225,11 +225,13 @@ class PredictedSeconds(Placer):
     def check_integrity(self, queued: Iterable[CompletionTask]) -> None:
         self._blocks.check_integrity(queued)
 
-    def _find(self, task: CompletionTask) -> Beginnings:
+    def _find(self, task: CompletionTask) -> PrefixHolders:
         cached = None if self._index is None else self._index.likely_holders
-        return Beginnings(task, self._loads.running.holders, cached, self._with_running)
+        return PrefixHolders.of(task, self._loads.running.holders, cached, self._with_running)
 
-    def _candidates(self, task: CompletionTask, count: int, known: Beginnings) -> list[EngineLoad]:
+    def _candidates(
+        self, task: CompletionTask, count: int, known: PrefixHolders
+    ) -> list[EngineLoad]:
         """The `count` least loaded engines and those with a beginning of the prompt; engines that
         failed with the task only if there is no other."""
         found = self._loads.least_loaded(task, count + len(task.avoided))
@@ -247,7 +249,7 @@ class PredictedSeconds(Placer):
     # One task
 
     def _cost_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
+        self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders
     ) -> float | None:
         """Predicted seconds, of which those that others lose count by their weights over the
         task's; None if the task cannot be placed on this engine now."""
@@ -263,7 +265,7 @@ class PredictedSeconds(Placer):
         return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight_of(task)
 
     def _own_cost_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings, held: Held
+        self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders, held: Held
     ) -> float:
         """Predicted seconds where others' work is bound, by what its tenant has there. Those others
         count nothing: a chat that went to the least crowded engine would leave its prompt."""
@@ -300,7 +302,7 @@ class PredictedSeconds(Placer):
         return _LOSS_WEIGHT * lost * task.tokens_per_char * load.costs.prefill_s
 
     def _growth_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: Beginnings
+        self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders
     ) -> float | None:
         """Seconds by which the task lengthens a step; None if it cannot be placed on this engine
         now."""
@@ -314,7 +316,7 @@ class PredictedSeconds(Placer):
     # Blocks
 
     def _next_planned(
-        self, task: CompletionTask, now: float, known: Beginnings
+        self, task: CompletionTask, now: float, known: PrefixHolders
     ) -> EngineLoad | None:
         """The engine that its block's plan has for the task; None without a plan, or if it has no
         room any more."""
@@ -339,7 +341,7 @@ class PredictedSeconds(Placer):
         return None
 
     def _plan(
-        self, task: CompletionTask, block: Block, now: float, known: Beginnings
+        self, task: CompletionTask, block: Block, now: float, known: PrefixHolders
     ) -> list[tuple[int, int]]:
         # Where other blocks have use for the other engines, each prefix is filled once.
         share = block.size / self._blocks.num_tasks(task.models)
@@ -351,7 +353,7 @@ class PredictedSeconds(Placer):
         return sorted((-share, engine_id) for engine_id, share in shares)
 
     def _site(
-        self, task: CompletionTask, block: Block, load: EngineLoad, now: float, known: Beginnings
+        self, task: CompletionTask, block: Block, load: EngineLoad, now: float, known: PrefixHolders
     ) -> Site:
         cost, output, outlook = load.costs, task.expected_output, load.outlook(now)
         new_shared = max(0, block.shared - known.shared_len(load.id))
@@ -383,7 +385,7 @@ class PredictedSeconds(Placer):
 
 
 def _place(
-    task: CompletionTask, load: EngineLoad, known: Beginnings, costs: Costs | None = None
+    task: CompletionTask, load: EngineLoad, known: PrefixHolders, costs: Costs | None = None
 ) -> Place:
     return Place(load, task.prompt_len - known.reused_len(load.id), costs)
 

@@ -4,7 +4,7 @@ again, and those of queued tasks."""
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain, islice
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from parrot.serve.scheduling.task import CompletionTask
 
@@ -74,42 +74,44 @@ Holders = Callable[[bytes], Collection[int] | None]
 """The engines that have the prompt of a key."""
 
 
-class Beginnings:
-    """Which engines have a beginning of a task's prompt, and its tokens, the longest first: in
-    `running` prompts, or where it would not have to be computed again. That goes for those that
-    are `cached`, and for running ones if `with_running`."""
+class PrefixHolders(NamedTuple):
+    """The engines that have a prefix of a task's prompt, and its tokens, the longest prefix first.
+    `running`: a prompt that runs there has it. `reusable`: it need not be computed again."""
 
-    __slots__ = ("_reusable", "_running")
+    running: list[tuple[Collection[int], int]]
+    reusable: list[tuple[Collection[int], int]]
 
-    def __init__(
-        self, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
-    ) -> None:
-        self._running: list[tuple[Collection[int], int]] = []
-        self._reusable: list[tuple[Collection[int], int]] = []
+    @classmethod
+    def of(
+        cls, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
+    ) -> Self:
+        """What is `cached` is reusable, and what is running if `with_running`."""
+        found = cls([], [])
         length = task.prompt_len
         for i in range(len(task.keys) - 1, -1, -1):
             key = task.keys[i]
-            if cached is not None and (there := cached(key)) is not None:
-                self._reusable.append((there, length))
-            if (there := running(key)) is not None:
-                self._running.append((there, length))
+            if cached is not None and (engines := cached(key)) is not None:
+                found.reusable.append((engines, length))
+            if (engines := running(key)) is not None:
+                found.running.append((engines, length))
                 if with_running:
-                    self._reusable.append((there, length))
+                    found.reusable.append((engines, length))
             length -= task.lengths[i]
+        return found
 
     def shared_len(self, engine_id: int) -> int:
-        return _length(self._running, engine_id)
+        return _length(self.running, engine_id)
 
     def reused_len(self, engine_id: int) -> int:
-        return _length(self._reusable, engine_id)
+        return _length(self.reusable, engine_id)
 
     def engines(self, limit: int) -> Iterator[int]:
         """The first of those with something reusable, perhaps repeated."""
-        return islice(chain.from_iterable(holders for holders, _ in self._reusable), limit)
+        return islice(chain.from_iterable(holders for holders, _ in self.reusable), limit)
 
 
-def _length(beginnings: list[tuple[Collection[int], int]], engine_id: int) -> int:
-    for holders, length in beginnings:
+def _length(prefixes: list[tuple[Collection[int], int]], engine_id: int) -> int:
+    for holders, length in prefixes:
         if engine_id in holders:
             return length
     return 0
@@ -174,15 +176,17 @@ class QueuedBlocks:
             else:
                 del self._counts[key]
 
-    def _keys(self, task: CompletionTask) -> Iterator[Hashable]:
+    def _keys(self, task: CompletionTask) -> list[Hashable]:
+        keys: list[Hashable] = []
         if self._by_prefix and task.prompt_len >= _MIN_SHARED:
             length = 0
             for key, own in zip(task.keys, task.lengths, strict=True):
                 length += own
                 if length >= _MIN_SHARED:
-                    yield (task.models, key)
+                    keys.append((task.models, key))
         if self._by_group and task.group is not None:
-            yield (task.models, task.group)
+            keys.append((task.models, task.group))
+        return keys
 
     def check_integrity(self, tasks: Iterable[CompletionTask]) -> None:
         tasks = list(tasks)

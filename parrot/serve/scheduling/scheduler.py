@@ -65,7 +65,7 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        return sum(len(queue) for queue in self._queues.values())
+        return sum(map(len, self._queues.values()))
 
     @property
     def queues(self) -> "Mapping[Models, TaskQueue | FairQueue]":
@@ -140,6 +140,9 @@ class Scheduler:
             if task in self._queues.get(task.models, ()):
                 self._pull(task)
                 self._push(task)
+        if not self._queues:
+            self._patience = None
+            return []
         queues = [queue for models, queue in self._queues.items() if self.engines.num_open(models)]
         self._placer.new_round()
         now = self._clock.now()
@@ -159,7 +162,8 @@ class Scheduler:
                 queue.remove(task)
                 placements.append(self._run(task, place, now))
                 queue.is_over = not self.engines.num_open(task.models)
-        self._patience = _next_end([task for queue in queues for task in queue.end_round()], now)
+        waiting = [task for queue in queues for task in queue.end_round()]
+        self._patience = _next_end(waiting, now) if waiting else None
         if self._fairness is not None and self._fairness.counters.are_many:
             placements += self._squeeze_in(self._fairness, now)
         for models in [models for models, queue in self._queues.items() if not queue]:
@@ -175,8 +179,10 @@ class Scheduler:
     def next_change(self) -> float | None:
         """The time at which `schedule` may place or reorder what it left queued, though nothing has
         happened until then; None if no queued task waits for a time."""
-        times = (self._patience, self._order.next_change())
-        return min([when for when in times if when is not None], default=None)
+        patience, due = self._patience, self._order.next_change()
+        if patience is None or due is None:
+            return due if patience is None else patience
+        return min(patience, due)
 
     def preview(self, task: CompletionTask, preferred: Iterable[int] = ()) -> int | None:
         """The engine on which a task would be placed once its prompt is computed there: the first
