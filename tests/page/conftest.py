@@ -8,7 +8,6 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
 from parrot.gateway.page.visitors import page_key
 from parrot.serve.config import CoreConfig
-from parrot.serve.graph.nodes import Task
 from tests.server.test_serve_http import Site, open_site
 from tests.support.programs import program
 
@@ -53,10 +52,10 @@ class Visit:
         """Wait until an element has the text."""
         await self.page.locator(selector, has_text=text).first.wait_for(timeout=20_000)
 
-    def started(self, output: str) -> Task:
-        """The started task that makes this output."""
-        (task,) = (t for t in self.site.dispatcher.started if t.outputs[0].name == output)
-        return task
+    async def answer(self, text: str) -> None:
+        """Wait until the engine has one call, and end its output."""
+        await self.site.started()
+        self.site.engine.answer(self.site.engine.held[0], text)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -72,8 +71,8 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def visit(browser: Browser) -> AsyncIterator[Visit]:
-    """A page of a core whose completions the test finishes. At the end nothing may have gone wrong
-    in the browser, and nothing been asked of anyone but the core."""
+    """A page of a core whose engine answers when the test says so. At the end nothing may have gone
+    wrong in the browser, and nothing been asked of anyone but the core."""
     async for site in open_site(CoreConfig(cluster_token=TOKEN)):
         context = await browser.new_context(viewport={"width": 1280, "height": 900})
         visit = Visit(site, await context.new_page())

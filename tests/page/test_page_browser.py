@@ -79,6 +79,7 @@ def _missing(calls: list[dict[str, Any]]) -> set[str]:
 
 
 async def test_an_application_finishes_before_your_eyes(visit: Visit) -> None:
+    await visit.site.join()
     graph = await submit_map(visit, 3)
     read = asyncio.create_task(
         visit.site.get(
@@ -91,23 +92,23 @@ async def test_an_application_finishes_before_your_eyes(visit: Visit) -> None:
     await visit.open()
     await visit.wait_text("td", "map and join")
     await visit.page.click("text=map and join")
-    await visit.wait_text(".node.queued", "summarize")
+    await visit.wait_text(".node.running", "summarize")
     assert await visit.page.locator(".node").count() == 4
     await visit.page.locator(".node", has_text="join").click()
     await visit.wait_text("aside", "Waits for summarize")
 
-    (writing,) = (
-        t for t in visit.site.dispatcher.started if t.outputs[0].id == graph["variables"]["s1"]
-    )
-    writing.outputs[0].append("Once upon")
-    await visit.page.goto(f"{visit.url}/ui/#/session/{graph['session_id']}/{writing.outputs[0].id}")
-    await visit.wait_text("pre.value", "Once upon")
-    writing.outputs[0].append(" a time")
-    await visit.wait_text("pre.value", "Once upon a time")
-    for task in list(visit.site.dispatcher.started):
-        visit.site.dispatcher.finish(task, "Once upon a time")
-    await visit.site.started(1)
-    visit.site.dispatcher.finish(visit.site.dispatcher.started[0], "The end")
+    engine, output = visit.site.engine, graph["variables"]["s1"]
+    writing = engine.find("Summarize part 1")
+    scope = {key: graph[key] for key in ("session_id", "session_auth")}
+    async with visit.site.http.get(f"/v1/semantic_var/{output}/stream", params=scope):
+        await visit.page.goto(f"{visit.url}/ui/#/session/{graph['session_id']}/{output}")
+        engine.stream(writing, "Once upon")
+        await visit.wait_text("pre.value", "Once upon")
+        engine.stream(writing, " a time")
+        await visit.wait_text("pre.value", "Once upon a time")
+    for held in list(engine.held):
+        engine.answer(held, "Once upon a time")
+    await visit.answer("The end")
     assert (await read)["content"] == "The end"
     await visit.page.locator(".node.done", has_text="join").click()
     await visit.wait_text("pre.value", "The end")
@@ -188,6 +189,7 @@ async def test_the_key_is_asked_for_and_does_not_stay_in_the_address(visit: Visi
 
 
 async def test_sessions_are_ended_and_calls_cancelled(visit: Visit) -> None:
+    await visit.site.join()
     scope = await visit.site.session()
     output = await visit.site.call(scope, "out")
     read = asyncio.create_task(visit.site.send("GET", f"/v1/semantic_var/{output}", params=scope))
@@ -202,18 +204,18 @@ async def test_sessions_are_ended_and_calls_cancelled(visit: Visit) -> None:
 
 
 async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> None:
+    await visit.site.join()
     await visit.open("playground")
     await visit.wait_text(".code", "P.semantic_function")
     source = await visit.page.locator(".code").text_content()
     compile(source or "", "playground.py", "exec")
     await visit.page.click("button.main")
     await visit.site.started(1)
-    first = visit.started("animals")
-    first.outputs[0].append("monkeys,")
+    visit.site.engine.stream(visit.site.engine.held[0], "monkeys,")
     await visit.wait_text("pre.value", "monkeys,")
-    visit.site.dispatcher.finish(first, "monkeys, parrots and frogs")
-    await visit.site.started(1)
-    visit.site.dispatcher.finish(visit.started("choice"), "the parrot")
+    await visit.answer("monkeys, parrots and frogs")
+    await visit.wait_text("pre.value", "monkeys, parrots and frogs")
+    await visit.answer("the parrot")
     await visit.wait_text("pre.value", "the parrot")
     await visit.page.click("text=as a graph")
     await visit.wait_text(".node.done", "make_choice")
@@ -250,8 +252,8 @@ async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
     await visit.page.click(f"td a >> text={scope['session_id']}")
     await visit.wait_text("aside h2", "out")
     read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
-    await visit.site.started(1)
-    visit.site.dispatcher.finish(visit.site.dispatcher.started[0], "done")
+    await visit.site.join()
+    await visit.answer("done")
     await read
     await visit.page.click("nav >> text=Tenants")
     await visit.wait_text(".hint", "Calls that have ended")

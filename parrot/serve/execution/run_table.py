@@ -120,7 +120,7 @@ class RunTable:
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
-        if self._leave(completion) or not completion.state.is_final:
+        if self._leave(completion) or not completion.is_finished:
             self._settle(completion, CompletionState.CANCELLED, error)
 
     def withdraw(self, completion: Completion) -> None:

@@ -286,10 +286,6 @@ class CompletionState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
 
-    @property
-    def is_final(self) -> bool:
-        return self in _FINAL_STATES
-
 
 _FINAL_STATES = frozenset({CompletionState.DONE, CompletionState.FAILED, CompletionState.CANCELLED})
 

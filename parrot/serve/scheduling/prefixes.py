@@ -85,7 +85,7 @@ class PrefixHolders(NamedTuple):
     def of(
         cls, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
     ) -> Self:
-        """What is `cached` is reusable, and what is running if `with_running`."""
+        """`with_running`: prefixes of running prompts are reusable, as `cached` ones are."""
         found = cls([], [])
         length = task.prompt_len
         for i in range(len(task.keys) - 1, -1, -1):

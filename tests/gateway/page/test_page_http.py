@@ -141,6 +141,7 @@ async def test_what_a_server_behind_an_engine_does_for_others_is_seen() -> None:
 async def test_a_call_is_seen_from_its_submission_to_its_value() -> None:
     async with served() as site:
         await enter(site)
+        await site.join()
         scope = await site.session()
         first = await site.call(scope, "one")
         second = await site.call(scope, "two", first)
@@ -152,10 +153,12 @@ async def test_a_call_is_seen_from_its_submission_to_its_value() -> None:
             call = await graph.until(f"call:{second}", state="idle")
             assert call["inputs"] == [first]
             read = asyncio.create_task(site.get(f"/v1/semantic_var/{second}", **scope))
-            await graph.until(f"call:{first}", state="queued")
-            site.dispatcher.finish(site.dispatcher.started[0], "first text")
+            await graph.until(f"call:{first}", state="running")
+            await site.started()
+            site.engine.answer(site.engine.held[0], "first text")
             await graph.until(f"var:{first}", state="ready", chars=10)
-            site.dispatcher.finish(site.dispatcher.started[0], "x" * 5000)
+            await site.started()
+            site.engine.answer(site.engine.held[0], "x" * 5000)
             await graph.until(f"call:{second}", state="done")
             await value.until("text:1", text="x" * (5000 - 4096))
             assert value.rows["text:0"] == {"text": "x" * 4096}
@@ -173,6 +176,7 @@ async def test_a_call_is_seen_from_its_submission_to_its_value() -> None:
 async def test_a_failure_shows_its_causes_and_a_running_call_can_be_cancelled() -> None:
     async with served() as site:
         await enter(site)
+        await site.join()
         scope = await site.session()
         first = await site.call(scope, "one")
         second = await site.call(scope, "two", first)
@@ -180,7 +184,7 @@ async def test_a_failure_shows_its_causes_and_a_running_call_can_be_cancelled() 
         await site.started(1)
         path = f"sessions/{scope['session_id']}"
         async with watching(site, path) as graph:
-            call = await graph.until(f"call:{first}", state="queued")
+            call = await graph.until(f"call:{first}", state="running")
             await site.post(f"/ui/api/{path}/cancel/{call['request_id']}", {})
             row = await graph.until(f"var:{second}", state="failed")
             assert [error["type"] for error in row["errors"]] == ["cancelled", "cancelled"]
@@ -282,6 +286,7 @@ def test_no_visitor_shuts_out_another_by_coming_often() -> None:
 
 async def test_engines_are_drained_by_the_operator_alone() -> None:
     async with served(api_keys=("k1",)) as site:
+        await site.join()
         path = "/ui/api/engines/0/drain"
         assert (await site.send("POST", path, json={"is_wanted": True}))[0] == 401
         await enter(site, "k1")

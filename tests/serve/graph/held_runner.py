@@ -71,7 +71,7 @@ class HeldRunner:
         self.reprioritised.append(completion)
 
     def finished(self, task: Task) -> None:
-        assert task.state.is_final
+        assert task.is_finished
 
     def progressed(self, session_id: int, remaining_s: float) -> None:
         self.remaining_s[session_id] = remaining_s
