@@ -81,6 +81,14 @@ def _missing(calls: list[dict[str, Any]]) -> set[str]:
 async def test_an_application_finishes_before_your_eyes(visit: Visit) -> None:
     await visit.site.join()
     graph = await submit_map(visit, 3)
+    engine, output = visit.site.engine, graph["variables"]["s1"]
+    scope = {key: graph[key] for key in ("session_id", "session_auth")}
+
+    async def stream() -> bytes:
+        async with visit.site.http.get(f"/v1/semantic_var/{output}/stream", params=scope) as reply:
+            return await reply.read()
+
+    streaming = asyncio.create_task(stream())
     read = asyncio.create_task(
         visit.site.get(
             f"/v1/semantic_var/{graph['variables']['joined0']}",
@@ -97,17 +105,15 @@ async def test_an_application_finishes_before_your_eyes(visit: Visit) -> None:
     await visit.page.locator(".node", has_text="join").click()
     await visit.wait_text("aside", "Waits for summarize")
 
-    engine, output = visit.site.engine, graph["variables"]["s1"]
     writing = engine.find("Summarize part 1")
-    scope = {key: graph[key] for key in ("session_id", "session_auth")}
-    async with visit.site.http.get(f"/v1/semantic_var/{output}/stream", params=scope):
-        await visit.page.goto(f"{visit.url}/ui/#/session/{graph['session_id']}/{output}")
-        engine.stream(writing, "Once upon")
-        await visit.wait_text("pre.value", "Once upon")
-        engine.stream(writing, " a time")
-        await visit.wait_text("pre.value", "Once upon a time")
+    await visit.page.goto(f"{visit.url}/ui/#/session/{graph['session_id']}/{output}")
+    engine.stream(writing, "Once upon")
+    await visit.wait_text("pre.value", "Once upon")
+    engine.stream(writing, " a time")
+    await visit.wait_text("pre.value", "Once upon a time")
     for held in list(engine.held):
         engine.answer(held, "Once upon a time")
+    assert b" a time" in await streaming
     await visit.answer("The end")
     assert (await read)["content"] == "The end"
     await visit.page.locator(".node.done", has_text="join").click()
