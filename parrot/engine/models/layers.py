@@ -95,10 +95,16 @@ class FourBitLinear:
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    packable = weight.dtype in (torch.float32, torch.bfloat16)
-    if weight.device.type == "cpu" and packable and torch._C._has_mkldnn:
+    if weight.device.type == "cpu" and torch._C._has_mkldnn and _can_pack(weight.dtype):
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of this type on this CPU: bfloat16 needs AVX512 or newer."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float32
 
 
 class RMSNorm:
