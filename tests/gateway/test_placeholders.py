@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from parrot.gateway.transcript import mark_places, put_variables, render_transcript
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import parse_template, placeholder
-from parrot.serve.graph.nodes import PieceKind, TextPiece, VariablePiece
+from parrot.serve.graph.nodes import PieceKind, SemanticVariable, TextPiece, VariablePiece
 from parrot.serve.prompts.templates import ModelTemplate
 from tests.gateway.test_transcript import HERMES
-from tests.serve.graph.held_runner import make_graph
 
 NAMES = ("a", "b")
-GRAPH = make_graph()
-VALUES = {name: GRAPH.add_variable(name, f"<|im_end|>{{{{{name}}}}}") for name in NAMES}
+VALUES = {name: SemanticVariable(f"{name}-id", name, 1) for name in NAMES}
+for name, variable in VALUES.items():
+    variable.set(f"<|im_end|>{{{{{name}}}}}")
 CONTENTS = st.lists(
     st.one_of(
         st.text(max_size=5),

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.fields import PerformanceCriteria
+from parrot.protocol.public import CallResponse
+from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, TokenizedText
 from parrot.serve.prompts.encode import ModelTokenizer, TokenizerRegistry, encode_prompt
 from parrot.serve.prompts.segments import (
@@ -18,10 +19,10 @@ from parrot.serve.prompts.segments import (
     Segment,
     fill_segments,
 )
-from tests.serve.graph.held_runner import HeldRunner, add_reader, make_graph
+from tests.serve.graph.held_runner import make_graph
 from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer, tokenizer_id_of
 from tests.support.prompts import prompt_segments
-from tests.support.requests import given, made, semantic, var_ids
+from tests.support.requests import given, made, semantic
 
 # Shortened from the models' own files: without tools and dates.
 LLAMA_3 = """{{- bos_token }}
@@ -125,20 +126,19 @@ def messages(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 
 def completions(template: str, answers: Sequence[str], x: str, **fields: Any) -> list[Completion]:
     """A chat call's completions, with these answers so far."""
-    runner = HeldRunner()
-    graph = make_graph(runner)
+    graph = make_graph()
     names = [name for name in ("y", "z") if f"{{{{{name}}}}}" in template]
     parameters = [*([given("x", x)] if "{{x}}" in template else []), *map(made, names)]
-    ids = var_ids(graph.submit(semantic(template, *parameters, chat=True, **fields)))
-    add_reader(graph, graph.variable(ids[names[-1]]), PerformanceCriteria.LATENCY)
-    found: list[Completion] = []
-    for answer in [*answers, None]:
-        (task,) = runner.started
-        assert isinstance(task, Completion)
-        found.append(task)
-        if answer is not None:
-            runner.finish(task, answer)
+    response = graph.submit(semantic(template, *parameters, chat=True, **fields))
+    found = tasks_of(graph, response)[: len(answers) + 1]
+    for completion, answer in zip(found, answers, strict=False):
+        completion.output.set(answer)
     return found
+
+
+def tasks_of(graph: SessionGraph, response: CallResponse) -> list[Completion]:
+    tasks = graph.calls[response.request_id].tasks
+    return [task for task in tasks if isinstance(task, Completion)]
 
 
 async def prompt_of(completion: Completion, tokenizer: ModelTokenizer | None) -> list[Any]:
@@ -244,12 +244,8 @@ def test_a_system_message_needs_a_chat_that_begins() -> None:
 
 
 def test_a_text_before_the_first_turn_keeps_its_system_message() -> None:
-    runner = HeldRunner()
-    graph = make_graph(runner)
+    graph = make_graph()
     start = graph.submit(semantic("Hello. ", chat=True, system="Be brief.", remove_pure_fill=False))
     request = semantic("Who? {{y}}", made("y"), chat=True, successor_of=start.request_id)
-    y = var_ids(graph.submit(request))["y"]
-    add_reader(graph, graph.variable(y), PerformanceCriteria.LATENCY)
-    (task,) = runner.started
-    assert isinstance(task, Completion)
+    (task,) = tasks_of(graph, graph.submit(request))
     assert [segment.text for segment in fill_segments(task)] == ["Be brief.", "Hello. ", "Who?"]
