@@ -100,9 +100,6 @@ class HostTier(Generic[W]):
 
     # -- bringing back -----------------------------------------------------------------------
 
-    def has_copy(self, key: bytes) -> bool:
-        return key in self.host
-
     def is_arriving(self, key: bytes) -> bool:
         return key in self._arriving
 
