@@ -3,7 +3,7 @@ of which nothing is kept."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 from parrot.gateway.transcript import prompt_tokens
@@ -147,11 +147,9 @@ class DirectRequests:
             require_share(tenant, self._limit, self._tenants.weigh, None, self._asking)
         self._asking.enter(tenant)
         try:
-            if self._meters is None:
+            meters = self._meters
+            with nullcontext() if meters is None else meters.running(tenant, num_tokens):
                 yield
-            else:
-                with self._meters.running(tenant, num_tokens):
-                    yield
         finally:
             self._asking.leave(tenant)
 
