@@ -10,6 +10,7 @@ is below that span instead.
 Span ids follow from the ids of the trace and of the task (`SessionSpans`), so that an engine
 receives the id of a completion's span before the span is finished."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from parrot.serve.sessions import Session
 from parrot.utils.clock import Clock
 from parrot.utils.spans import SpanExport, Value
 from parrot.utils.traceparent import SessionSpans, TraceParent
+
+logger = logging.getLogger(__name__)
 
 
 class Tracer:
@@ -63,13 +66,16 @@ class Tracer:
         self._maker.submit(self._send, ended, calls)
 
     def _send(self, ended: "_Ended", calls: list[Call]) -> None:
-        if ended.spans.trace_id:
-            ended.send(self._export)
-        tasks = [task for call in calls for task in call.tasks]
-        makers = {output.id: task for task in tasks for output in task.outputs}
-        for task in tasks:
-            if task.times.activated is not None:
-                ended.send_task(self._export, task, task.times.activated, makers)
+        try:
+            if ended.spans.trace_id:
+                ended.send(self._export)
+            tasks = [task for call in calls for task in call.tasks]
+            makers = {output.id: task for task in tasks for output in task.outputs}
+            for task in tasks:
+                if task.times.activated is not None:
+                    ended.send_task(self._export, task, task.times.activated, makers)
+        except Exception:  # The executor would keep it in a future that nothing reads.
+            logger.exception("the spans of session %d could not be made", ended.session.id)
 
 
 class _Ended(NamedTuple):

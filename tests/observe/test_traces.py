@@ -39,11 +39,10 @@ CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 
 
 class Traced:
-    """ServeCore and an engine over HTTP, whose spans are kept."""
+    """ServeCore and an engine over HTTP, whose spans are kept. `ratio` None: without a sampler."""
 
     def __init__(self, ratio: float | None = 1.0) -> None:
         self.exporter, self.engine_exporter = InMemorySpanExporter(), InMemorySpanExporter()
-        """Without a ratio, ServeCore traces nothing."""
         clock, sampler = MonotonicClock(), None if ratio is None else sampler_of(ratio, {})
         self.tracer = Tracer(SpanExport(self.exporter, "parrot"), clock)
         self.core = ServeCore(CoreConfig(), clock=clock, sinks=[self.tracer.sink], sampler=sampler)
@@ -320,6 +319,19 @@ async def collected(port: int, num_spans: int) -> list[Any]:
     finally:
         await runner.cleanup()
     return spans
+
+
+async def test_spans_that_cannot_be_made_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(task: object) -> dict[str, Any]:
+        raise ValueError("no such span")
+
+    monkeypatch.setattr("parrot.observe.tracer._attributes", broken)
+    traced = Traced()
+    await traced.run()
+    assert "no such span" in caplog.text
+    assert traced.named("invoke_workflow essay")
 
 
 async def test_a_collector_gets_them_over_http() -> None:
