@@ -59,7 +59,7 @@ def scheduler() -> None:
     panels[0].set_ylim(bottom=0)
     panels[1].legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(DOCS / "scheduler.png", dpi=80)
+    figure.savefig(DOCS / "internals" / "scheduler.png", dpi=80)
 
 
 def engine_gpu() -> None:
@@ -76,7 +76,7 @@ def engine_gpu() -> None:
         bars(axes, names, heights)
         axes.set(ylabel="milliseconds per step", title=model)
     figure.suptitle("Decode steps on one NVIDIA H200, bfloat16")
-    figure.savefig(DOCS / "engine_gpu.png", dpi=80)
+    figure.savefig(DOCS / "internals" / "engine_gpu.png", dpi=80)
 
 
 def kernels() -> None:
@@ -99,7 +99,7 @@ def kernels() -> None:
     axes.set_title("Every case of the table")
     axes.legend()
     figure.suptitle("Decode attention of one layer on one NVIDIA H200")
-    figure.savefig(DOCS / "kernels.png", dpi=80)
+    figure.savefig(DOCS / "internals" / "kernels.png", dpi=80)
 
 
 def draw_speedup(axes: Axes, rows: Sequence[Row], kv_heads: int) -> None:

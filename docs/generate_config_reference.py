@@ -1,14 +1,19 @@
-"""Write the reference tables of the docs from the pydantic models, so that they cannot be wrong.
+"""Write the reference tables of the docs from the code, so that the tables cannot be wrong.
 
     python docs/generate_config_reference.py
 
-makes docs/configuration.md, and in docs/rest.md, engine_api.md and deployment.md fills what stands
-between `<!-- fields: MODEL -->` and `<!-- end -->`, and in docs/metrics.md what stands between
-`<!-- metrics: PROCESS -->` and `<!-- end -->`. In docs/clients.md it fills `<!-- clients -->`, what
-clients have done, and `<!-- wire -->`, what becomes of the fields that they send, and in
-docs/engines.md `<!-- servers -->`, what other makers' servers can do. In docs/security.md
-`<!-- rules: SERVER -->` is who may use which route, as the apps have it."""
+The script writes docs/configuration.md. On every other page of docs/ it fills these blocks, each of
+which ends with `<!-- end -->`:
 
+    <!-- fields: MODEL -->      the fields of a pydantic model
+    <!-- metrics: PROCESS -->   the metrics of `core` or `engine`
+    <!-- rules: PROCESS -->     the access rule of each route of `core` or `engine`
+    <!-- clients -->            what each tested client has done
+    <!-- wire -->               the request fields of each API, and how Parrot treats them
+    <!-- servers -->            what each tested inference server supports
+"""
+
+import functools
 import inspect
 import json
 import re
@@ -46,8 +51,6 @@ from parrot.server.app import create_app as core_app
 from parrot.utils.clock import MonotonicClock
 
 DOCS = Path(__file__).parent
-FILLED_PAGES = ("rest.md", "engine_api.md", "deployment.md")
-TABLE_PAGES = ("clients.md", "engines.md")
 MODELS: dict[str, type[BaseModel]] = {
     name: value
     for module in (
@@ -83,10 +86,10 @@ REFUSED = {
     },
     "messages": {"container", "inference_geo", "mcp_servers", "speed"},
 }
-_TABLE = re.compile(r"(<!-- (clients|wire|servers) -->\n).*?(<!-- end -->)", re.DOTALL)
-_BLOCK = re.compile(r"(<!-- fields: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_METRICS = re.compile(r"(<!-- metrics: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-_RULES = re.compile(r"(<!-- rules: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- (fields|metrics|rules|clients|wire|servers)(?:: (\w+))? -->\n).*?(<!-- end -->)",
+    re.DOTALL,
+)
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _ENDLESS = 1e9  # bounds beyond are only there to keep numbers in a machine word
 
@@ -255,8 +258,24 @@ def configuration_page() -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its `fields` blocks brought up to date."""
-    return _BLOCK.sub(lambda match: match[1] + section(MODELS[match[2]]) + "\n" + match[3], page)
+    """The page with its generated blocks brought up to date."""
+    return _BLOCK.sub(lambda match: match[1] + _block(match[2], match[3]) + match[4], page)
+
+
+def _block(kind: str, of: str) -> str:
+    match kind:
+        case "fields":
+            return section(MODELS[of]) + "\n"
+        case "metrics":
+            return metrics_tables()[of]
+        case "rules":
+            return rules_tables()[of]
+        case "clients":
+            return clients_table()
+        case "wire":
+            return fields_table()
+        case _:
+            return servers_table()
 
 
 def section(
@@ -384,15 +403,15 @@ def _plain_table(head: list[str], rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
-def _metrics_page(page: str) -> str:
+@functools.cache
+def metrics_tables() -> dict[str, str]:
     config = CoreConfig()
     metrics = CoreMetrics(config, TenantTable(config), lambda session_id: None)
     core = metrics.families([], Dispatcher(config, MonotonicClock()))
     host = engine_api.HostTierInfo(num_max_blocks=0, num_free_blocks=0)
     info = engine_api.RuntimeInfo(host_tier=host, server_load=engine_api.ServerLoad())
     engine = EngineMetrics("", "").families(info)
-    made = {"core": metrics_table(core), "engine": metrics_table(engine)}
-    return _METRICS.sub(lambda match: match[1] + made[match[2]] + match[3], page)
+    return {"core": metrics_table(core), "engine": metrics_table(engine)}
 
 
 def metrics_table(families: Iterable[Metric]) -> str:
@@ -411,12 +430,12 @@ def _labels(family: Metric) -> str:
     return ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
 
 
-def _security_page(page: str) -> str:
-    made = {"core": rules_table(core_app(ServeCore(CoreConfig())).routes)}
+@functools.cache
+def rules_tables() -> dict[str, str]:
     config, clock = engine_config.SimConfig(), MonotonicClock()
     engine = engine_app(SimService(config, clock), ReorderBuffer(clock), config)
-    made["engine"] = rules_table(engine.routes)
-    return _RULES.sub(lambda match: match[1] + made[match[2]] + match[3], page)
+    core = core_app(ServeCore(CoreConfig()))
+    return {"core": rules_table(core.routes), "engine": rules_table(engine.routes)}
 
 
 def rules_table(routes: Iterable[BaseRoute]) -> str:
@@ -429,21 +448,12 @@ def rules_table(routes: Iterable[BaseRoute]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page and what it should hold."""
-    made = {DOCS / "configuration.md": configuration_page()}
-    return made | {
-        **{DOCS / name: _with_tables((DOCS / name).read_text()) for name in TABLE_PAGES},
-        DOCS / "security.md": _security_page((DOCS / "security.md").read_text()),
-        DOCS / "metrics.md": _metrics_page((DOCS / "metrics.md").read_text()),
-        **{DOCS / name: filled((DOCS / name).read_text()) for name in FILLED_PAGES},
-    }
-
-
-def _with_tables(page: str) -> str:
-    made = {"clients": clients_table(), "wire": fields_table(), "servers": servers_table()}
-    return _TABLE.sub(lambda match: match[1] + made[match[2]] + match[3], page)
+    """Every page of docs/ as it should be."""
+    made = {path: filled(path.read_text()) for path in sorted(DOCS.rglob("*.md"))}
+    return made | {DOCS / "configuration.md": configuration_page()}
 
 
 if __name__ == "__main__":
     for path, text in pages().items():
-        path.write_text(text)
+        if path.read_text() != text:
+            path.write_text(text)

@@ -6,7 +6,7 @@
        reviser       reviser       reviser
 
 The whole graph is submitted before anything runs. A small model will not write a good game; what
-there is to see is how the calls depend on each other (docs/pfunc.md)."""
+there is to see is how the calls depend on each other (docs/python.md)."""
 
 from common import make_parser, run, show
 

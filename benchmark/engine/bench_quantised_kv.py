@@ -33,7 +33,14 @@ from tests.support.runner_driver import Driver
 Row = dict[str, Any]
 Variant = tuple[torch.dtype, bool]  # quantised or not
 
-PAGES = ("architecture", "engines", "kernels", "scheduling", "security", "openai")
+PAGES = (
+    "internals/architecture",
+    "engines",
+    "internals/kernels",
+    "internals/scheduling",
+    "security",
+    "api",
+)
 NUM_TEXT, NUM_PROMPTS, NUM_OUTPUT, BLOCK_SIZE = 512, 16, 48, 16
 CPU = torch.device("cpu")
 EXACT: Variant = (torch.float32, False)

@@ -12,7 +12,7 @@ TABLES: dict[str, Table] = {
     for name, function in inspect.getmembers(module, inspect.isfunction)
     if function.__module__ == module.__name__ and not name.startswith("_")
 }
-PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *RESULTS.glob("*.md")]
+PAGES = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *RESULTS.glob("*.md")]
 
 
 def main() -> None:

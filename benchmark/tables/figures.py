@@ -1,4 +1,4 @@
-"""The figures of docs/figures.md, and the three of README.md."""
+"""The figures of docs/performance.md, and the three of README.md."""
 
 import re
 

@@ -135,7 +135,7 @@ class BuiltinInstance(ConfigModel):
     fastest beside what else runs, up to one per core. `shared_prefix`: a prefix that sequences
     of one step have in common is read once for all. `kv_cache_dtype` auto: the model's type;
     fp8: a byte for each number, so that twice as many tokens fit as with bfloat16; what outputs
-    lose by it is in docs/kernels.md."""
+    lose by it is in docs/internals/kernels.md."""
 
     num_kv_cache_blocks: PositiveInt | None = None
     host_kv_gb: float | None = Field(

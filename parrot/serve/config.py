@@ -262,7 +262,7 @@ class CoreConfig(ConfigModel):
     prices: dict[str, TokenPrices] = Field(
         {},
         max_length=1024,
-        description="Prices by model, for costs in metrics and of sessions (docs/metrics.md); `*`: "
+        description="Prices by model, for costs in metrics and of sessions (docs/monitoring.md); `*`: "
         "of every model that is not named.",
     )
     max_metric_names: int = Field(
@@ -290,7 +290,7 @@ class CoreConfig(ConfigModel):
         min_length=1,
         description="File (SQLite) or database (`postgresql://USER:PASSWORD@HOST/DATABASE`, which "
         "standbys may share (docs/standby.md); needs the extra `postgres`) in which sessions are "
-        "kept, so that they outlive this process (docs/operations.md); null: they end with it.",
+        "kept, so that they outlive this process (docs/reliability.md); null: they end with it.",
     )
     journal_size: int = Field(
         2**32,
@@ -320,7 +320,7 @@ class CoreConfig(ConfigModel):
         None,
         min_length=1,
         description="If set, traces go to this address by OTLP over HTTP, for example "
-        "`http://localhost:4318/v1/traces` (docs/metrics.md). Needs the extra `otel`.",
+        "`http://localhost:4318/v1/traces` (docs/monitoring.md). Needs the extra `otel`.",
     )
     otlp_sample_ratio: float | None = Field(
         None,

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         ROOT / "README.md",
         ROOT / "INSTALL.md",
         ROOT / "CONTRIBUTING.md",

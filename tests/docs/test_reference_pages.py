@@ -13,7 +13,7 @@ from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "INSTALL.md"])
+PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "INSTALL.md"])
 
 
 def load(name: str) -> ModuleType:
@@ -85,7 +85,9 @@ def test_every_error_type_is_documented() -> None:
 
 def test_every_page_has_its_place_on_the_site() -> None:
     places = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert {path.name for path in DOCS.glob("*.md")} <= set(places), "add it to nav in mkdocs.yml"
+    assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} <= set(places), (
+        "add it to nav in mkdocs.yml"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -36,19 +36,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_there(site: Path) -> None:
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= {path.stem for path in site.glob("*.html")}
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists(), page
     assert (site / "INSTALL.html").exists()
     assert (site / "benchmark" / "results" / "serve_calls.json").exists()
 
 
 def test_a_link_out_of_the_docs_leads_to_the_copy(site: Path) -> None:
-    assert 'href="benchmark/results/memory.html"' in (site / "architecture.html").read_text()
+    page = (site / "internals" / "architecture.html").read_text()
+    assert 'href="../benchmark/results/memory.html"' in page
     assert 'href="configuration.html"' in (site / "INSTALL.html").read_text()
 
 
+def test_an_old_address_leads_to_the_new_page(site: Path) -> None:
+    assert 'url=internals/scheduling.html"' in (site / "scheduling.html").read_text()
+
+
 def test_tables_show_no_escapes(site: Path) -> None:
-    assert "\\|" not in re.sub(r"(?s)<pre.*?</pre>", "", (site / "openai.html").read_text())
+    assert "\\|" not in re.sub(r"(?s)<pre.*?</pre>", "", (site / "api.html").read_text())
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
@@ -73,7 +78,7 @@ async def test_search_works_from_a_folder(site: Path) -> None:
         await page.goto((site / "index.html").as_uri())
         await page.click("input[name=query]")
         await page.locator("input[name=query]").press_sequentially("as_completed")
-        found = page.locator(".md-search-result__link[href*='pfunc_api.html']").first
+        found = page.locator(".md-search-result__link[href*='python_api.html']").first
         await found.wait_for(state="attached")
         await browser.close()
     assert errors == []

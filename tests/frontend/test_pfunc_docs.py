@@ -1,4 +1,4 @@
-"""docs/pfunc.md tells the truth."""
+"""docs/python.md tells the truth."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from parrot.frontend.pfunc.interface import semantic_function
 from parrot.protocol.errors import ParrotError
 from tests.support.fake_serve import FakeServe
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "pfunc.md").read_text("utf-8")
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "python.md").read_text("utf-8")
 
 
 def test_the_first_program_runs(url: str, serve: FakeServe, tmp_path: Path, capsys: object) -> None:

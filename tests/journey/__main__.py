@@ -1,4 +1,4 @@
-"""Lists what journeys pass. With `--write`, renews docs/journey.md; with `--json`, tells tests, in
+"""Lists what journeys pass. With `--write`, renews docs/internals/journey.md; with `--json`, tells tests, in
 a process that nothing else has warmed."""
 
 import json

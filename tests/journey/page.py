@@ -1,4 +1,4 @@
-"""docs/journey.md: the way of a call, step by step, and what else with state it passes at each.
+"""docs/internals/journey.md: the way of a call, step by step, and what else with state it passes at each.
 
 The steps and why they are there stand in steps.toml; the order, and what is passed beside them, is
 what the profiler saw. `python -m tests.journey --write` renews the page."""
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.journey.journeys import Passed
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "journey.md"
+PAGE = ROOT / "docs" / "internals" / "journey.md"
 _STEPS = Path(__file__).with_name("steps.toml")
 _BEGIN, _END = "<!-- steps -->\n", "<!-- end -->\n"
 

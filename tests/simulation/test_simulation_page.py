@@ -1,11 +1,11 @@
-"""The example of docs/simulation.md runs."""
+"""The example of docs/internals/simulation.md runs."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "internals" / "simulation.md").read_text()
 
 
 def test_the_example(tmp_path: Path) -> None:

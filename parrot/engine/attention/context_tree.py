@@ -97,7 +97,7 @@ def _nodes_of(common: list[int]) -> tuple[TreeNode, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """Fitted to measurements (docs/kernels.md). Rates in bytes/s, times in seconds.
+    """Fitted to measurements (docs/internals/kernels.md). Rates in bytes/s, times in seconds.
 
     `l2_bytes`: a node whose KV of one layer is smaller is re-read from the L2 cache when it is
     not shared, at `l2_rate`. `row_tile`: query rows that read a tile of KV together.

@@ -60,7 +60,7 @@ _SPLIT_ROUNDING = 0.4
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """The rules by which spans are cut, chosen on an H200 (docs/kernels.md).
+    """The rules by which spans are cut, chosen on an H200 (docs/internals/kernels.md).
 
     `waves`: programs to aim for per multiprocessor, and `min_span`: tokens that are worth a split,
     by class of item. Narrow spans of uneven length aim for `uneven` times as many programs.

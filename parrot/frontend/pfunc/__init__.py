@@ -1,4 +1,4 @@
-"""PFunc, the Python front end: `from parrot import P`. See docs/pfunc.md."""
+"""PFunc, the Python front end: `from parrot import P`. See docs/python.md."""
 
 from parrot.frontend.pfunc.annotations import Input, Output, Returns
 from parrot.frontend.pfunc.function_body import Parameter, ParamType

@@ -74,7 +74,7 @@ def semantic_function(
     Raises `ValueError` at decoration for: a return annotation but None and `P.Returns`, no
     docstring, a placeholder that is no parameter and no output, an output that is first, adjacent
     to another, filled twice or nowhere; `TypeError` for unknown metadata (see
-    docs/pfunc.md for what there is)."""
+    docs/python.md for what there is)."""
     mutators = [m for m in (formatter, conversation_template) if m is not None]
     for mutator in mutators:
         if not isinstance(mutator, FuncMutator):
