@@ -1,4 +1,4 @@
-"""Payloads between ServeCore and engines, in both directions, see docs/internals/engine_protocol.md."""
+"""Payloads between ServeCore and engines in both directions (docs/internals/engine_protocol.md)."""
 
 from array import array
 from collections.abc import Iterable

@@ -262,8 +262,8 @@ class CoreConfig(ConfigModel):
     prices: dict[str, TokenPrices] = Field(
         {},
         max_length=1024,
-        description="Prices by model, for costs in metrics and of sessions (docs/monitoring.md); `*`: "
-        "of every model that is not named.",
+        description="Prices by model, for the costs in metrics and sessions (docs/monitoring.md). "
+        "`*` names the price of every other model.",
     )
     max_metric_names: int = Field(
         20,

@@ -1,5 +1,5 @@
-"""Lists what journeys pass. With `--write`, renews docs/internals/journey.md; with `--json`, tells tests, in
-a process that nothing else has warmed."""
+"""List the functions of each journey. `--write` renews docs/internals/journey.md. `--json` prints
+the lists for tests, from a process in which nothing else has run."""
 
 import json
 import sys

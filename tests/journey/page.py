@@ -1,4 +1,4 @@
-"""docs/internals/journey.md: the way of a call, step by step, and what else with state it passes at each.
+"""docs/internals/journey.md: the path of a call, step by step, and the classes with state on it.
 
 The steps and why they are there stand in steps.toml; the order, and what is passed beside them, is
 what the profiler saw. `python -m tests.journey --write` renews the page."""

@@ -184,7 +184,9 @@ class TileConfig:
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """Chosen on an H200 (docs/internals/kernels.md). `deep` and `light`: tiles of narrow items. `deep` reads
+    """Chosen on an H200 (docs/internals/kernels.md).
+
+    `deep` and `light`: tiles of narrow items. `deep` reads
     fastest, but its programs are few per multiprocessor (`deep_resident` on the whole device), so
     that a count of equal programs just past a full round leaves most of the device idle in the
     second; up to `deep_rounds` rounds of these `light` wins. `wide`: of shared items and

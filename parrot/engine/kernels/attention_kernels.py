@@ -1,4 +1,7 @@
-"""The attention kernels, launched by `tree_attention` and tuned as `docs/internals/kernels.md` says.
+"""The attention kernels, launched by `tree_attention`.
+
+docs/internals/kernels.md explains the tuning.
+
 
 `attend_items` reads KV through pointers and does everything: short own spans, any page size.
 `attend_tiles` (in `tile_kernels`) reads whole pages with the bulk copy engine, for spans that many

@@ -1,4 +1,4 @@
-"""How products of few rows are divided among programs: tuned on an H200 (docs/internals/kernels.md)."""
+"""Tile sizes for products of few rows, tuned on an H200 (docs/internals/kernels.md)."""
 
 from dataclasses import dataclass
 
