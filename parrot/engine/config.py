@@ -34,9 +34,8 @@ class RegisteredConfig(ConfigModel):
         (),
         strict=False,
         max_length=16,
-        description="Others that may serve in the place of `serve_core`, with the same journal: "
-        "the engine is registered with the one that does (docs/standby.md), and its heartbeats are "
-        "at most a second apart.",
+        description="Standbys of `serve_core` (docs/reliability.md). The engine registers with the "
+        "active ServeCore, and its heartbeats are at most 1 s apart.",
     )
 
     @property
@@ -52,7 +51,7 @@ class RegisteredConfig(ConfigModel):
         if isinstance(given, dict) and "shard_cores" in given:
             raise ValueError(
                 "`shard_cores` is gone: an engine works for one ServeCore, so give each shard "
-                "engines of its own (docs/shards.md)"
+                "engines of its own (docs/reliability.md)"
             )
         return given
 

@@ -23,7 +23,7 @@ OrderName = Literal["critical_path", "fcfs"]
 
 class ShardsConfig(ConfigModel):
     """Several ServeCores that share sessions out among them, by their ids. Each has engines and a
-    journal of its own, and hands on requests for what another has (docs/shards.md)."""
+    journal of its own, and hands on requests for what another has (docs/reliability.md)."""
 
     index: int = Field(ge=0, lt=64, description="Which of `cores` this one is.")
     cores: tuple[str, ...] = Field(
@@ -194,13 +194,13 @@ class CoreConfig(ConfigModel):
         None,
         min_length=1,
         description="File of more keys, JSON or YAML: their digests, scopes and limits "
-        "(docs/tenants.md). It is read again when it has changed.",
+        "(docs/security.md). It is read again when it has changed.",
     )
     public_prefixes: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         max_length=16,
         description="Files of texts with which prompts or system messages of many tenants begin, "
-        "UTF-8, 1 MiB each at most. KV of them is shared by all (docs/tenants.md).",
+        "UTF-8, 1 MiB each at most. KV of them is shared by all (docs/security.md).",
     )
     cluster_token: Secret | None = Field(
         None,
@@ -288,9 +288,10 @@ class CoreConfig(ConfigModel):
     journal: str | None = Field(
         None,
         min_length=1,
-        description="File (SQLite) or database (`postgresql://USER:PASSWORD@HOST/DATABASE`, which "
-        "standbys may share (docs/standby.md); needs the extra `postgres`) in which sessions are "
-        "kept, so that they outlive this process (docs/reliability.md); null: they end with it.",
+        description="Where sessions are stored, so that they survive a restart "
+        "(docs/reliability.md): a file (SQLite), or a database that standbys share "
+        "(`postgresql://USER:PASSWORD@HOST/DATABASE`, needs the extra `postgres`). null: sessions "
+        "end with this process.",
     )
     journal_size: int = Field(
         2**32,

@@ -1,4 +1,4 @@
-"""The HAProxy of a page, with other addresses."""
+"""The HAProxy configurations of docs/reliability.md, with other addresses."""
 
 import asyncio
 import re
@@ -13,12 +13,16 @@ from tests.support.programs import program
 
 @asynccontextmanager
 async def haproxy_of(
-    page: str, port: int, addresses: Mapping[str, str], folder: Path
+    backend: str, port: int, addresses: Mapping[str, str], folder: Path
 ) -> AsyncIterator[None]:
-    """Run it for the block, with `addresses` in the place of the page's, each of which stands there
-    once. It listens at `port`."""
+    """Run the configuration that defines `backend`, at `port`, until the block ends.
+
+    The keys of `addresses` are replaced by their values. Each key stands in the configuration once.
+    """
     haproxy = program("haproxy", "haproxy")
-    (config,) = re.findall(r"```haproxy\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    configs = re.findall(r"```haproxy\n(.*?)```", page, re.DOTALL)
+    (config,) = [config for config in configs if f"\nbackend {backend}\n" in config]
     for old, new in addresses.items():
         assert config.count(old) == 1
         config = config.replace(old, new)

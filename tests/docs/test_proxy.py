@@ -1,4 +1,4 @@
-"""docs/reliability.md: its nginx passes streams on as they come, and hides what is for inside."""
+"""docs/deployment.md: its nginx passes streams on at once, and hides internal routes."""
 
 import asyncio
 import re
@@ -50,7 +50,7 @@ async def proxied(tmp_path: Path) -> AsyncIterator[tuple[Site, str]]:
     await asyncio.to_thread(
         subprocess.run, [openssl, *made.split(), *paths], check=True, capture_output=True
     )
-    page = (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "deployment.md").read_text()
     (server,) = re.findall(r"```nginx\n(.*?)```", page, re.DOTALL)
     engine = fake_engine("e0", model=MODEL)
     async with serve(CoreConfig(allowed_hosts=[NAME]), engine) as site:

@@ -1,4 +1,4 @@
-"""docs/shards.md: its HAProxy gives a key's requests to one shard, and the shards do the rest."""
+"""docs/reliability.md: HAProxy sends all requests of one key to one shard."""
 
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,7 +19,7 @@ async def test_the_proxy_keeps_a_key_at_one_shard(tmp_path: Path) -> None:
     }
     async with AsyncExitStack() as stack:
         shards = [await stack.enter_async_context(shard(index, ports)) for index in range(2)]
-        async with haproxy_of("shards.md", port, addresses, tmp_path):
+        async with haproxy_of("shards", port, addresses, tmp_path):
             async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http:
                 for number in range(16):
                     head = {"Authorization": f"Bearer key {number}"}

@@ -1,4 +1,4 @@
-"""The commands and the file of keys that docs/tenants.md shows."""
+"""The commands and the file of keys of docs/security.md."""
 
 import subprocess
 import sys
@@ -7,7 +7,11 @@ from pathlib import Path
 from parrot.serve.tenants.table import read_keys
 from tests.docs.pages import ROOT, blocks_of
 
-BLOCKS = {block.language: block for block in blocks_of(ROOT / "docs" / "tenants.md")}
+BLOCKS = {
+    block.language: block
+    for block in blocks_of(ROOT / "docs" / "security.md")
+    if block.tested_in == "tests/docs/test_keys.py"
+}
 
 
 def test_the_commands_run_one_after_the_other(tmp_path: Path) -> None:

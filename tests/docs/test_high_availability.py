@@ -1,4 +1,4 @@
-"""docs/standby.md: its HAProxy passes requests to whoever serves."""
+"""docs/reliability.md: HAProxy sends requests to the active ServeCore."""
 
 import asyncio
 from pathlib import Path
@@ -34,7 +34,7 @@ async def test_the_proxy_asks_who_serves(tmp_path: Path) -> None:
             "10.0.0.2:9000": b.removeprefix("http://"),
         }
         async with (
-            haproxy_of("standby.md", port, addresses, tmp_path),
+            haproxy_of("cores", port, addresses, tmp_path),
             aiohttp.ClientSession(f"http://127.0.0.1:{port}") as http,
         ):
             for _ in range(2):
