@@ -271,6 +271,7 @@ class ReadLimits(SessionScoped):
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     timeout: Timeout | None = Field(None, description="Seconds until the read fails.")
     deadline: Timeout | None = Field(None, description="In how many seconds: it only orders work.")
+    blocked: bool = Field(False, description="The program only waits: start its other calls, too.")
 
 
 class VarGetRequest(ReadLimits):

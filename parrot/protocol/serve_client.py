@@ -51,6 +51,7 @@ class ReadWishes(TypedDict, total=False):
     criteria: PerformanceCriteria
     timeout_s: float | None
     deadline_s: float | None
+    blocked: bool
 
 
 class ServeClient:
@@ -237,9 +238,9 @@ class RegistrationClient:
 
 
 def _wishes(options: ReadWishes) -> dict[str, Any]:
-    """The options under the server's names, without those that are None."""
+    """The options under the server's names, without those that are None or False."""
     named = {name.removesuffix("_s"): value for name, value in options.items()}
-    return {name: value for name, value in named.items() if value is not None}
+    return {name: value for name, value in named.items() if value not in (None, False)}
 
 
 def _query(fields: Mapping[str, Any]) -> dict[str, str]:

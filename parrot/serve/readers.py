@@ -24,8 +24,9 @@ from parrot.utils.ids import IdCounter
 # After a read has timed out, its work goes on for this long: a program that reads again and again
 # with short timeouts must not start it from the beginning each time.
 READ_GRACE_S = 0.25
-# What a program holds runs in the background so long after it was submitted, once it has read
-# anything. The read of a call that is wanted at once comes earlier, and says how it is to run.
+# Seconds from a call's submission until it runs in the background, once its program has read
+# anything. A read that arrives earlier says how the call is to run. A program that is blocked in a
+# read sends no other, so its calls start without this delay.
 WAKE_DELAY_S = 0.1
 _ROUNDING_S = 1e-6
 
@@ -63,6 +64,7 @@ class Reads:
             return variable.result()
         with self._open(session, options) as read:
             read.want(variable)
+            self._wake_if_blocked(session, options)
             async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
                 return await variable.wait()
 
@@ -98,6 +100,7 @@ class Reads:
             deltas = variable.stream()
             with self._open(session, options) as read:
                 read.want(variable, as_stream=True)
+                self._wake_if_blocked(session, options)
                 if read.end is None:
                     async for text in deltas:
                         yield text
@@ -130,6 +133,7 @@ class Reads:
             try:
                 for variable in sorted(variables, key=_settled_at):
                     race.enter(variable)
+                self._wake_if_blocked(session, request)
                 async with time_limit(self._timers, read.end, f"the first {request.k} of many"):
                     await race.decided
             finally:
@@ -157,6 +161,12 @@ class Reads:
             raise
         finally:
             self._events.emit(ReadEnded, session, read_id, failure)
+
+    def _wake_if_blocked(self, session: Session, options: ReadLimits) -> None:
+        """Start what the program holds, after what it reads: its blocked thread sends no read that
+        would say how else to run it."""
+        if options.blocked and session.graph.activation.wake():
+            self.wake_soon(session)
 
     def _wake(self, session: Session) -> None:
         session.is_wake_due = False

@@ -45,6 +45,7 @@ TINY = {
     "benchmark.agents.bench_replay": [
         "--rows lru all --agents 3 --scale 0.02 --warm-up 20 --duration 60",
     ],
+    "bench_reads": ["--turns 1"],
     "bench_streams": ["--streams 3 --tokens 64 --rounds 1"],
 }
 COMMANDS = [(module, command) for module, commands in TINY.items() for command in commands]

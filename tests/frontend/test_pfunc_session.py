@@ -122,6 +122,27 @@ def test_reads_are_cached(vm: P.VirtualMachine, serve: FakeServe) -> None:
     assert serve.num_requests["get"] == 1
 
 
+def test_synchronous_reads_say_that_the_program_is_blocked(
+    vm: P.VirtualMachine, serve: FakeServe
+) -> None:
+    async def read_async() -> None:
+        await ask("x").aget()
+        await P.agather([ask("y")])
+        await P.aany_of([ask("z")])
+        assert [piece async for piece in ask("w").astream()]
+
+    with vm.running_scope():
+        ask("a").get()
+        P.gather([ask("b"), ask("c")])
+        P.any_of([ask("d")])
+        assert list(ask("e").stream())
+        assert sorted(read.blocked for read in serve.reads[1:3]) == [False, True]
+        assert [read.blocked for read in (serve.reads[0], *serve.reads[3:])] == [True, True, False]
+        serve.reads.clear()
+        asyncio.run(read_async())
+        assert [read.blocked for read in serve.reads] == [False] * 4
+
+
 def test_calls_carry_what_the_function_says(vm: P.VirtualMachine, serve: FakeServe) -> None:
     @P.semantic_function(models=["m"], cache_prefix=False, conversation_template=P.chat_template)
     def f(y: P.Output(P.SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"]))):

@@ -135,6 +135,19 @@ async def test_losers_are_not_made_in_the_background_and_neither_is_what_needs_t
     assert world.started == [free]
 
 
+async def test_a_race_of_a_blocked_program_starts_its_other_calls_after_the_candidates(
+    world: World,
+) -> None:
+    other = world.submit()
+    drafts = [world.submit() for _ in range(2)]
+    reading = world.first(drafts, 1, blocked=True)
+    await world.clock.advance(0)
+    assert world.started == [*drafts, other]
+    await world.made(drafts[0])
+    await reading
+    await world.made(other)
+
+
 async def test_a_race_that_is_won_at_once_leaves_no_loser_behind() -> None:
     world = await World.open(global_scheduler={"reuse_results": True})
     same = {"template": "same {{o}}", "parameters": [made("o", temperature=0)]}

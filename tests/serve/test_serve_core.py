@@ -463,6 +463,40 @@ async def test_metrics_count_what_happened() -> None:
     await world.close()
 
 
+async def test_a_blocked_program_has_its_other_calls_started_at_once(world: HeldWorld) -> None:
+    x, y = world.call("x"), world.call("y")
+    reading = world.read(x, blocked=True)
+    await world.settle()
+    assert world.running == ["x", "y"]
+    z = world.call("z")  # another thread submits it, and may still say how it is to run
+    await world.settle()
+    assert world.running == ["x", "y"]
+    await world.finish("x")
+    await reading
+    reading = world.read(y)
+    await world.settle()
+    assert world.running == ["y"]
+    await world.clock.advance(WAKE_DELAY_S)
+    assert world.running == ["y", "z"]
+    await world.finish("y")
+    await world.finish("z")
+    assert await world.read(z, blocked=True) == "<z>"
+    assert await reading == "<y>"
+
+
+async def test_a_read_without_the_field_keeps_the_delay(world: HeldWorld) -> None:
+    world.call("y")
+    reading = world.read(world.call("x"))
+    await world.settle()
+    await world.clock.advance(0.9 * WAKE_DELAY_S)
+    assert world.running == ["x"]
+    await world.clock.advance(0.9 * WAKE_DELAY_S)
+    assert world.running == ["x", "y"]
+    await world.finish("x")
+    await world.finish("y")
+    await reading
+
+
 async def test_one_thousand_reads_leave_nothing_behind(world: HeldWorld) -> None:
     """Withdrawn readers, timers and callbacks are all gone."""
     y = world.call("y", world.call("x"))

@@ -506,7 +506,8 @@ async def test_the_openapi_page_documents_every_route(site: Site) -> None:
     for reference in text.split('"#/components/schemas/')[1:]:
         assert reference.split('"')[0] in names
     query = {p["name"]: p for p in paths["/v1/semantic_var/{var_id}"]["get"]["parameters"]}
-    assert set(query) == {"var_id", "session_id", "session_auth", "criteria", "timeout", "deadline"}
+    limits = {"criteria", "timeout", "deadline", "blocked"}
+    assert set(query) == {"var_id", "session_id", "session_auth"} | limits
     assert query["session_id"]["required"]
     for page in ("/docs", "/redoc"):  # they would load scripts from elsewhere
         assert (await site.send("GET", page))[0] == 404

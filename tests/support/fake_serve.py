@@ -27,7 +27,7 @@ from parrot.protocol.engine_api import (
     Usage,
 )
 from parrot.protocol.errors import EngineFailed, ParrotError
-from parrot.protocol.public import NativeCallRequest, SemanticCallRequest
+from parrot.protocol.public import NativeCallRequest, ReadLimits, SemanticCallRequest
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.events import CallAdded, ReadBegan, ReadEnded, SessionDeleted, Sink
@@ -96,6 +96,7 @@ class FakeServe:
         """Forget everything, for tests that share a server."""
         self.calls: list[SemanticCallRequest | NativeCallRequest] = []
         self.ended: list[int] = []
+        self.reads: list[ReadLimits] = []
         self.num_requests: dict[str, int] = {}
         self.errors: dict[str, list[ParrotError]] = {}
         self.reading = threading.Event()  # a read has begun
@@ -107,9 +108,13 @@ class FakeServe:
         return {
             CallAdded: lambda event: self.calls.append(event.request),
             SessionDeleted: lambda event: self.ended.append(event.session.id),
-            ReadBegan: lambda event: self.reading.set(),
+            ReadBegan: self._read_began,
             ReadEnded: self._read_ended,
         }
+
+    def _read_began(self, event: ReadBegan) -> None:
+        self.reads.append(event.options)
+        self.reading.set()
 
     def _read_ended(self, event: ReadEnded) -> None:
         if event.error is not None:

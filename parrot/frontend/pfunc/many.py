@@ -50,7 +50,7 @@ def first_k(
     session, pending, ready = _race(variables, k)
     if session is None:
         return ready
-    options = read_options(criteria, timeout, deadline)
+    options = read_options(criteria, timeout, deadline, blocked=True)
     return ready + session.loop.run(_read_first(session, pending, k - len(ready), options))
 
 
@@ -272,7 +272,8 @@ class _Reads:
             for var in ready:
                 yield self._counted(var, None, report)
             if session is not None:
-                read = partial(_read_each, session, pending, self._options)
+                options: ReadOptions = {**self._options, "blocked": True}
+                read = partial(_read_each, session, pending, options)
                 for var, error in session.loop.items(read):
                     yield self._counted(var, error, report)
 
@@ -367,12 +368,15 @@ async def _read_each(
     options: ReadOptions,
     emit: Callable[[tuple[SemanticVariable, ParrotError | None]], None],
 ) -> None:
-    """Read all at once, and emit each as soon as it is ready or failed (with its error)."""
+    """Read all at once, and emit each as soon as it is ready or failed (with its error). The last
+    read alone says that the program is blocked: the reads before it say how their calls run."""
     import asyncio
+
+    unblocked: ReadOptions = {**options, "blocked": False}
 
     async def read(var: SemanticVariable) -> None:
         try:
-            await read_value(session, var, options)
+            await read_value(session, var, options if var is variables[-1] else unblocked)
         except ParrotError as error:
             emit((var, error))
         else:

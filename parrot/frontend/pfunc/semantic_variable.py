@@ -172,8 +172,8 @@ class SemanticVariable(Generic[Value]):
         a text that is no such object, say since it was cut; `content` is the text even then."""
         if self._content is None:
             session = self.live_session()
-            reading = read_value(session, self, read_options(criteria, timeout, deadline))
-            session.loop.run(reading)
+            options = read_options(criteria, timeout, deadline, blocked=True)
+            session.loop.run(read_value(session, self, options))
         return self._value()
 
     async def aget(
