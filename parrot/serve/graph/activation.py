@@ -162,9 +162,8 @@ class Activation:
         self._walk(producer)
 
     def wake(self, until: float = inf) -> bool:
-        """Run in the background what the program holds and has submitted `until` then: every call
-        that is not on demand, until its outputs are cancelled or released, or a reader leaves one
-        of them. At most 512 calls; False if nothing is left to be woken later."""
+        """Run in the background the calls that the program holds and submitted by `until`, at most
+        512 of them. False if none is left to be woken later."""
         woken: list[Task] = []
         while (
             len(woken) < _MAX_WOKEN
