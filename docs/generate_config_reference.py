@@ -11,6 +11,7 @@ which ends with `<!-- end -->`:
     <!-- clients -->            what each tested client has done
     <!-- wire -->               the request fields of each API, and how Parrot treats them
     <!-- servers -->            what each tested inference server supports
+    <!-- commands -->           the arguments and options of each command of `parrot`
 """
 
 import functools
@@ -21,10 +22,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer.main
 from prometheus_client.core import Metric
 from pydantic import BaseModel
 from starlette.routing import BaseRoute
 
+from parrot.cli.app import app
 from parrot.engine import config as cores
 from parrot.engine import config as engine_config
 from parrot.engine.app import ReorderBuffer
@@ -87,7 +90,8 @@ REFUSED = {
     "messages": {"container", "inference_geo", "mcp_servers", "speed"},
 }
 _BLOCK = re.compile(
-    r"(<!-- (fields|metrics|rules|clients|wire|servers)(?:: (\w+))? -->\n).*?(<!-- end -->)",
+    r"(<!-- (fields|metrics|rules|clients|wire|servers|commands)(?:: (\w+))? -->\n)"
+    r".*?(<!-- end -->)",
     re.DOTALL,
 )
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -274,6 +278,8 @@ def _block(kind: str, of: str) -> str:
             return clients_table()
         case "wire":
             return fields_table()
+        case "commands":
+            return commands_sections()
         case _:
             return servers_table()
 
@@ -445,6 +451,35 @@ def rules_table(routes: Iterable[BaseRoute]) -> str:
         paths[rule.access].append(f"`{rule.method} {path}`".replace("* ", ""))
     rows = [[str(access), ", ".join(found)] for access, found in paths.items() if found]
     return _plain_table(["needs", "routes"], rows)
+
+
+def commands_sections() -> str:
+    root: Any = typer.main.get_command(app)
+    found = []
+    for name, command in root.commands.items():
+        parts = getattr(command, "commands", {"": command})
+        found += [_command_section(f"{name} {part}".strip(), parts[part]) for part in parts]
+    return "\n".join(found)
+
+
+def _command_section(name: str, command: Any) -> str:
+    shown = [one for one in command.params if one.name != "help" and not one.hidden]
+    rows = [[_option(one), _one_line(one.help or "")] for one in shown]
+    head = f"## parrot {name}\n\n{_one_line(command.help)}\n"
+    return f"{head}\n{_plain_table(['option', ''], rows)}" if rows else head
+
+
+def _option(parameter: Any) -> str:
+    """Its name, with the default value if there is one to show."""
+    if parameter.param_type_name == "argument":
+        return f"`{(parameter.name or '').upper()}`"
+    given = parameter.default
+    has_default = not callable(given) and given not in (None, False, True, ())
+    return f"`{parameter.opts[0]}`" + (f" (default: {given})" if has_default else "")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def pages() -> dict[Path, str]:
