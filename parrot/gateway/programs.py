@@ -50,6 +50,7 @@ _MAX_QUOTED = 8  # answers of a prompt that are looked up, the last ones
 _MIN_ANSWER = 16  # characters
 _EXCERPT = 24  # characters on either side
 _CHUNK = 65_536
+_MAX_LOSS = 0.1  # Share of the earlier prompt; a larger loss is reported as a broken prefix.
 _DATE = re.compile(
     r"\d{4}-\d\d-\d\d|\d{1,2}:\d\d|\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]* \d"
     r"|\d (?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)|\b(?:mon|tues|wednes|thurs|fri|satur"
@@ -344,15 +345,21 @@ def _encoded(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBreak:
-    """`at`: the characters that two prompts of a program have in common. `message`: index of the
-    first message that differs; None if none does. `before` and `after` are what stands around the
-    place in the earlier prompt and in the later one."""
+    """`at`: the characters that two prompts of a program have in common, of the earlier one's
+    `earlier_length`. `message`: index of the first message that differs; None if none does.
+    `before` and `after` are the texts around the place in the earlier prompt and the later one."""
 
     reason: Reason
     at: int
+    earlier_length: int
     message: int | None
     before: str
     after: str
+
+    @property
+    def is_large(self) -> bool:
+        """Whether more of the earlier prompt was lost than a chat template changes in a turn."""
+        return self.earlier_length - self.at > _MAX_LOSS * self.earlier_length
 
     @property
     def summary(self) -> str:
@@ -408,7 +415,8 @@ def diagnose(earlier: ShownPrompt, later: ShownPrompt) -> PrefixBreak:
     at = _common_length(earlier.text, later.text)
     message = _first_difference(earlier.messages, later.messages)
     before, after = _around(earlier.text, at), _around(later.text, at)
-    return PrefixBreak(_reason(earlier, later, message, before, after), at, message, before, after)
+    reason = _reason(earlier, later, message, before, after)
+    return PrefixBreak(reason, at, len(earlier.text), message, before, after)
 
 
 def _answer_key(tenant: str, answer: Message) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from parrot.gateway.answers import AnswerParser, FirstCallParser, PlainParser, with_reasoning
 from parrot.gateway.programs import (
+    Ending,
     Endings,
     PrefixBreak,
     PrefixDoctor,
@@ -264,13 +265,12 @@ class Turns:
         left = None
         if self._compares and ending is None:
             left = self._doctor.compare(session.id, prompt)
-        prefix = "new" if ending is None else "continued"
         return _Target(
             session,
             tuple(fill),
             usage,
             place=place,
-            prefix=prefix if left is None else left.summary,
+            prefix=_prefix_told(ending, left, len(text)),
             shown=prompt,
             left=left,
         )
@@ -448,6 +448,15 @@ def _prompt(request: TurnRequest, text: str) -> ShownPrompt:
 def _scope(request: TurnRequest) -> Mapping[str, Any]:
     """The other things that are equal in conversations that go on."""
     return {"tenant": request.tenant, "model": request.model, "options": request.options}
+
+
+def _prefix_told(ending: Ending | None, left: PrefixBreak | None, length: int) -> str:
+    """How much of a prompt of `length` characters was in the program's last one, for a header."""
+    if ending is not None:
+        return f"continued; reused={ending.length}; of={length}"
+    if left is None:
+        return "new"
+    return left.summary if left.is_large else f"continued; reused={left.at}; of={length}"
 
 
 def _usage_of(fill: Sequence[Piece], num_new: int, prediction: str) -> dict[str, int]:

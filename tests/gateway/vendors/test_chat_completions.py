@@ -382,7 +382,9 @@ class TestPrefix:
         first = [self.system("It is 10:00."), user("Hi")]
         assert await self.told(site, body(*first)) == "new"
         more = [self.answer, user("More")]
-        assert await self.told(site, body(*first, *more)) == "continued"
+        told = await self.told(site, body(*first, *more))
+        reused, whole = len(site.engine.prompts[0] + self.answer["content"]), site.engine.prompts[1]
+        assert told == f"continued; reused={reused}; of={len(whole)}"
         changed = [self.system("It is 10:01."), user("Hi"), *more, self.answer, user("Again")]
         told = await self.told(site, body(*changed))
         assert told.startswith("broken; reason=date; message=0; at=")
@@ -395,6 +397,18 @@ class TestPrefix:
         for text, expected in (("Hi", "new"), ("Ho", "broken; reason=history_changed; message=0")):
             told = await self.told(site, body(user(text), prompt_cache_key="p"))
             assert told.startswith(expected)
+
+    @pytest.mark.parametrize(
+        ("num_kept", "told"), [(990, "continued; reused="), (800, "broken; reason=history_changed")]
+    )
+    async def test_a_small_loss_is_no_break(self, site: Site, num_kept: int, told: str) -> None:
+        """The prompts share more than nine tenths of the earlier one, or less."""
+        for text in ("x" * 1000, "x" * num_kept + "y" * 60):
+            found = await self.told(site, body(user(text), prompt_cache_key="p"))
+        assert found.startswith(told)
+        if num_kept == 990:
+            at = site.engine.prompts[1].index("xy") + 1
+            assert found == f"continued; reused={at}; of={len(site.engine.prompts[1])}"
 
     async def test_what_differs_with_each_request_stays(self, site: Site) -> None:
         await site.post(PATH, body(self.system("x-anthropic-billing-header: a\nB"), user("Hi")))

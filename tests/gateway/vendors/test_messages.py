@@ -83,7 +83,10 @@ async def test_a_system_message_behind_the_first_of_the_user() -> None:
             {"role": "user", "content": "Spain's?"},
         ]
         async with site.http.post(PATH, json=body(*messages, system="You know.")) as response:
-            assert response.headers["x-parrot-prefix"] == "continued"
+            reused = len(begin + "Paris, of course.")
+            assert response.headers["x-parrot-prefix"].startswith(
+                f"continued; reused={reused}; of="
+            )
         assert engine.prompts[1] == (
             begin + "Paris, of course.</assistant><user>Be kind.\n\nSpain's?</user><assistant>"
         )
