@@ -14,8 +14,15 @@ from parrot.cli.keys import keys
 DEFAULT_CORE = "http://localhost:9000"
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
+
+def _with_hyphens(name: str) -> str:
+    """An option's name as it is declared. Scripts may have the older spelling with underscores."""
+    return name.replace("_", "-")
+
+
 app = typer.Typer(
     no_args_is_help=True,
+    context_settings={"token_normalize_func": _with_hyphens},
     pretty_exceptions_enable=False,
     help="Parrot serves LLM applications: programs of calls joined by semantic variables.",
 )
@@ -227,23 +234,25 @@ def page(
 @app.command()
 def chat(
     question: Annotated[
-        str | None, typer.Argument(help="Ask this and leave; default: talk.")
+        str | None,
+        typer.Argument(help="Ask one question and exit. Without it, start a chat."),
     ] = None,
     core: CoreOption = DEFAULT_CORE,
     model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     api_key: ApiKeyOption = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max_tokens", min=1, help="Of an answer.")
+        int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens per answer.")
+    ] = 1024,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=2.0, help="Sampling temperature. \\[default: the model's]"),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0)] = None,
 ) -> None:
     """Talk to a model that is served, by the API of OpenAI."""
     from parrot.cli.chat import chat as talk
 
-    given = {"max_tokens": max_tokens, "temperature": temperature}
-    options = {key: value for key, value in given.items() if value is not None}
-    talk(core, model, question, system, api_key, options)
+    talk(core, model, question, system, api_key, max_tokens, temperature)
 
 
 @app.command()

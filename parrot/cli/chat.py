@@ -1,21 +1,42 @@
 """`parrot chat`: a conversation with a model, by the API of OpenAI, as any client would have it."""
 
 import json
+import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 
 from parrot.cli.console import ERR, OUT, fail
 from parrot.cli.page_feed import RemoteServer, RequestFailed
 from parrot.cli.run import host_and_port
+from parrot.cli.word_wrap import WordWrap
 
 _FORGET = "/new"
+_HELP = "/help"
 _UNSEEN = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
 """Control characters, by which a text could write elsewhere on the screen."""
 _LEAVE = ("/exit", "/quit")
+_COMMAND = re.compile(r"/\w*")
+_COMMANDS = """\
+/new     start a new chat
+/help    list the commands
+/exit    leave, as /quit and Ctrl-D do
+Ctrl-C   stop the answer"""
+_TOY = (
+    "The included model `embedded` is a toy with 135M parameters, and many of its answers are "
+    "wrong. To try a better one, run: parrot up Qwen/Qwen3-0.6B"
+)
+
+
+class AnswerPiece(NamedTuple):
+    """Some of an answer. `is_cut`: the answer ends here, at its maximum length."""
+
+    text: str
+    is_cut: bool
 
 
 class Chat:
@@ -26,6 +47,7 @@ class Chat:
     ):
         self._server = server
         self.model = model
+        self.max_tokens = options["max_tokens"]
         self._options = options
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._first)
@@ -33,7 +55,7 @@ class Chat:
     def forget(self) -> None:
         self._messages = list(self._first)
 
-    def turn(self, text: str) -> Iterator[str]:
+    def turn(self, text: str) -> Iterator[AnswerPiece]:
         """The answer in pieces. A turn that fails, or is not read to its end, leaves no trace.
         Raises `RequestFailed`."""
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -44,8 +66,8 @@ class Chat:
                 answer = {"role": "assistant", "content": "".join(pieces)}
                 self._messages = [*messages, answer]
                 return
-            piece = _content(data)
-            pieces.append(piece)
+            piece = _piece(data)
+            pieces.append(piece.text)
             yield piece
         raise RequestFailed("the answer broke off; say it again")
 
@@ -56,13 +78,19 @@ def chat(
     question: str | None,
     system: str | None,
     api_key: str | None,
-    options: dict[str, Any],
+    max_tokens: int,
+    temperature: float | None,
 ) -> None:
     """Talk until the input ends, or ask one `question`. Ends by `SystemExit` when that fails."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     server = RemoteServer(*host_and_port(core), headers)
+    options: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        options["temperature"] = temperature
     try:
         conversation = Chat(server, _chosen(server, model), system, options)
+        if conversation.model == "embedded":
+            ERR.print(f"[yellow]{_TOY}[/]")
         if question is not None:
             _answer(conversation, question)
             return
@@ -79,8 +107,8 @@ def _talk(conversation: Chat, core: str) -> None:
         import readline  # noqa: F401  # edits and remembers the lines of `input`
 
         OUT.print(
-            f"[bold]{escape(conversation.model)}[/] at {core}. {_FORGET} begins anew, Ctrl-C stops "
-            "an answer, Ctrl-D leaves."
+            f"[bold]{escape(conversation.model)}[/] at {core}. {_FORGET} starts a new chat, "
+            f"{_HELP} lists the commands, Ctrl-C stops the answer, Ctrl-D leaves."
         )
     failed = False
     while True:
@@ -92,6 +120,10 @@ def _talk(conversation: Chat, core: str) -> None:
             break
         if text == _FORGET:
             conversation.forget()
+        elif text == _HELP:
+            OUT.print(_COMMANDS)
+        elif _COMMAND.fullmatch(text):
+            ERR.print(f"[yellow]Unknown command {text}. {_HELP} lists the commands.[/]")
         elif text:
             try:
                 _answer(conversation, text)
@@ -99,28 +131,43 @@ def _talk(conversation: Chat, core: str) -> None:
                 failed = True
                 ERR.print(f"[bold red]error:[/] {escape(_with_advice(error))}", soft_wrap=True)
             except KeyboardInterrupt:
-                ERR.print("\n[yellow](stopped; this turn is forgotten)[/]")
+                ERR.print("\n[yellow](stopped; this answer was discarded)[/]")
     if is_terminal:
         OUT.print()
     sys.exit(1 if failed and not is_terminal else 0)
 
 
 def _answer(conversation: Chat, text: str) -> None:
+    wrap = WordWrap(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+    is_cut = False
     for piece in conversation.turn(text):
-        sys.stdout.write(piece.translate(_UNSEEN))  # rich would hold it back to the end of its line
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        shown = piece.text.translate(_UNSEEN)
+        _write(shown if wrap is None else wrap.feed(shown))
+        is_cut |= piece.is_cut
+    _write("\n" if wrap is None else wrap.end() + "\n")
+    if is_cut:
+        ERR.print(
+            f"[yellow](The answer reached its maximum length. --max-tokens is "
+            f"{conversation.max_tokens}.)[/]"
+        )
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)  # rich would hold it back to the end of its line
     sys.stdout.flush()
 
 
-def _content(data: str) -> str:
+def _piece(data: str) -> AnswerPiece:
     """The text in a chunk. Raises `RequestFailed` for an error in it."""
     try:
         chunk = json.loads(data)
         if "error" in chunk:
             raise RequestFailed(str(chunk["error"]["message"]))
-        choices = chunk["choices"]
-        return (choices[0]["delta"].get("content") or "") if choices else ""
+        if not chunk["choices"]:
+            return AnswerPiece("", is_cut=False)
+        choice = chunk["choices"][0]
+        is_cut = choice.get("finish_reason") == "length"
+        return AnswerPiece(choice["delta"].get("content") or "", is_cut)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         raise RequestFailed(f"not an answer of OpenAI's API: {data:.80}") from None
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 
 from parrot.cli.page_feed import PageFeed
+from parrot.cli.word_wrap import WordWrap
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 from tests.support.command import failed, parrot
@@ -51,10 +54,11 @@ def run_chain(url: str) -> dict[str, Any]:
 
 
 def test_a_question_and_a_conversation(cluster: Cluster) -> None:
-    core = ("--core", cluster.core_url, "--max_tokens", "4")
+    core = ("--core", cluster.core_url, "--max-tokens", "4")
     one = parrot("chat", *core, "hello")
     assert one.returncode == 0, one.stderr
     assert one.stdout.endswith("\n")
+    assert "(The answer reached its maximum length. --max-tokens is 4.)" in one.stderr
     many = parrot("chat", *core, "--system", "Be brief.", stdin="a\n\nb\n/new\nc\n/exit\nd\n")
     assert many.returncode == 0, many.stderr
     listing = parrot("trace", "last", "--core", cluster.core_url, "--output_dir", os.devnull)
@@ -85,7 +89,7 @@ def test_a_model_is_asked_for_by_its_served_name() -> None:
     with Cluster(engines=[SIM | {"served_model_name": "short"}]) as cluster:
         core = ("--core", cluster.core_url)
         assert "--model may be short" in failed("chat", "x", "--model", "simulated", *core)
-        assert parrot("chat", "x", "--max_tokens", "2", *core).returncode == 0
+        assert parrot("chat", "x", "--max_tokens", "2", *core).returncode == 0  # the older spelling
         assert "short" in parrot("ping", *core).stdout
 
 
@@ -144,15 +148,19 @@ def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
 
 
 @contextmanager
-def scripted(*chunks: str) -> Iterator[str]:
-    """A server of OpenAI's API whose answer is these lines."""
+def scripted(
+    *chunks: str, model: str = "m", asked: list[dict[str, Any]] | None = None
+) -> Iterator[str]:
+    """A server of OpenAI's API whose answer is these lines. `asked` gets the requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(b'{"data": [{"id": "m"}]}')
+            self.answer(json.dumps({"data": [{"id": model}]}).encode())
 
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if asked is not None:
+                asked.append(body)
             self.answer("".join(f"data: {chunk}\n\n" for chunk in chunks).encode())
 
         def answer(self, raw: bytes) -> None:
@@ -178,6 +186,62 @@ def test_an_answer_cannot_write_elsewhere_on_the_screen() -> None:
     with scripted(said("a\x1b[2J\x9bb\n"), said("ü\tc"), '{"choices": []}', "[DONE]") as url:
         result = parrot("chat", "x", "--core", url)
     assert result.stdout == "a[2Jb\nü\tc\n"
+
+
+def test_an_answer_has_a_maximum_length() -> None:
+    asked: list[dict[str, Any]] = []
+    with scripted(said("a"), "[DONE]", asked=asked) as url:
+        result = parrot("chat", "x", "--core", url)
+    assert asked[0]["max_tokens"] == 1024
+    assert "temperature" not in asked[0]  # the server's default holds
+    assert result.stderr == ""
+
+
+def test_commands_are_not_sent_to_the_model() -> None:
+    asked: list[dict[str, Any]] = []
+    with scripted(said("a"), "[DONE]", asked=asked) as url:
+        result = parrot("chat", "--core", url, stdin="/help\n/x\n/etc/hosts is a file?\n")
+    assert [body["messages"][-1]["content"] for body in asked] == ["/etc/hosts is a file?"]
+    for command in ("/new", "/help", "/exit", "Ctrl-C"):
+        assert command in result.stdout
+    assert "Unknown command /x. /help lists the commands." in result.stderr
+
+
+def test_the_included_model_is_introduced_once() -> None:
+    with scripted(said("a"), "[DONE]", model="embedded") as url:
+        result = parrot("chat", "--core", url, stdin="x\ny\n")
+    assert result.stderr.count("a toy with 135M parameters") == 1
+    assert "parrot up Qwen/Qwen3-0.6B" in result.stderr
+    assert result.stdout == "a\na\n"
+
+
+def test_a_terminal_gets_whole_words() -> None:
+    controller, terminal = os.openpty()
+    chunks = [said("Whether "), said("it's a lo"), said("ng li"), said("ne\nor a word."), "[DONE]"]
+    with scripted(*chunks) as url, os.fdopen(terminal, "w") as screen:
+        command = [sys.executable, "-m", "parrot.cli", "chat", "x", "--core", url]
+        environ = {**os.environ, "COLUMNS": "12"}
+        subprocess.run(command, stdout=screen, env=environ, check=True, timeout=60)
+        shown = os.read(controller, 1000).decode().replace("\r\n", "\n")
+    os.close(controller)
+    assert shown == "Whether it's\na long line\nor a word.\n"
+
+
+@pytest.mark.parametrize(
+    ("width", "text", "lines"),
+    [
+        (10, "one two three", ["one two", "three"]),
+        (10, "one two ten", ["one two", "ten"]),
+        (7, "one two", ["one two"]),
+        (5, "abcdefgh ij", ["abcdefgh", "ij"]),
+        (10, "    x = 1\n\n  y", ["    x = 1", "", "  y"]),
+        (6, "日本語の文", ["日本語の文"]),
+    ],
+)
+def test_lines_break_at_words(width: int, text: str, lines: list[str]) -> None:
+    wrap = WordWrap(width)
+    shown = "".join(map(wrap.feed, text)) + wrap.end()
+    assert shown.split("\n") == lines
 
 
 @pytest.mark.parametrize(
