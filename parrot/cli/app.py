@@ -65,7 +65,7 @@ ApiKeyOption = Annotated[
 ]
 LogDirOption = Annotated[Path, typer.Option("--log_dir", help="Where each process writes its log.")]
 ReadyTimeoutOption = Annotated[
-    float, typer.Option("--ready_timeout", help="Seconds to wait until all are up.")
+    float, typer.Option("--ready_timeout", help="Seconds to wait for the model to load.")
 ]
 
 
@@ -91,35 +91,43 @@ def up(
     model: Annotated[
         str,
         typer.Argument(
-            help="The name of a sample config, an engine's config file, a folder with weights, a "
-            "GGUF file, the id of a hub model, or embedded."
+            help="The model: `embedded`, a hub id such as Qwen/Qwen3-0.6B, a folder with weights, "
+            "a GGUF file, an engine's config file, or the name of a sample config."
         ),
     ],
     engines: Annotated[
-        int | None, typer.Option(min=1, help="How many; default: one on each GPU, or one.")
+        int | None,
+        typer.Option(min=1, help="Number of engines. \\[default: one per GPU, or 1]"),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Of ServeCore; default: 9000.")
+        int | None, typer.Option(min=0, max=65535, help="Port of the server. \\[default: 9000]")
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address to bind; default: this machine only.")
+        str | None,
+        typer.Option(help="Address to listen on. \\[default: 127.0.0.1, this machine only]"),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option("--tensor-parallel", min=1, help="GPUs that each engine divides it among."),
+        typer.Option(
+            "--tensor-parallel", min=1, help="Number of GPUs per engine (tensor parallelism)."
+        ),
     ] = None,
     core_config: Annotated[
-        Path | None, typer.Option("--core_config", help="A config file of ServeCore.")
+        Path | None, typer.Option("--core_config", help="Config file of ServeCore.")
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Ask nobody for a token, whoever can connect.")
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Disable authentication. Anyone who can reach the port can use the server.",
+        ),
     ] = False,
     log_dir: LogDirOption = Path("logs"),
     ready_timeout: ReadyTimeoutOption = 1800.0,
 ) -> None:
-    """Serve a model here until Ctrl-C: ServeCore, engines, the page. Says how to use it."""
+    """Start a server with a model on this machine. Stop it with Ctrl-C."""
     from parrot.cli.up import UpOptions
     from parrot.cli.up import up as serve_model
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from rich.markup import escape
 
+from parrot.cli.coding_agents import SMALL_MODEL
 from parrot.cli.console import ERR, OUT, fail
 from parrot.cli.page_feed import RemoteServer, RequestFailed
 from parrot.cli.run import host_and_port
@@ -28,7 +29,7 @@ _COMMANDS = """\
 Ctrl-C   stop the answer"""
 _TOY = (
     "The included model `embedded` is a toy with 135M parameters, and many of its answers are "
-    "wrong. To try a better one, run: parrot up Qwen/Qwen3-0.6B"
+    f"wrong. To try a better one, run: parrot up {SMALL_MODEL}"
 )
 
 

@@ -37,8 +37,8 @@ def orderly_exit(hurry: Callable[[], None] | None = None) -> Iterator[None]:
     def interrupt(signum: int, frame: FrameType | None) -> None:
         for other in previous:
             signal.signal(other, insist if other == signal.SIGINT else signal.SIG_IGN)
-        again = "" if hurry is None else "; Ctrl-C ends also what still runs"
-        ERR.print(f"\n[yellow]stopping ({signal.Signals(signum).name}){again}[/]")
+        again = "" if hurry is None else " Press Ctrl-C again to force."
+        ERR.print(f"\n[yellow]Stopping.{again}[/]")
         raise SystemExit(128 + signum)
 
     previous = {

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from parrot.cli.coding_agents import agent_lines, why_not_all
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cli.servers import hurry, require_packages, running
 from parrot.cluster import Cluster, ClusterError
@@ -20,7 +21,7 @@ from parrot.cluster.ports import ask, is_free
 from parrot.engine.config import engine_settings, parse_engine_config
 from parrot.gateway.page.visitors import page_url
 from parrot.launch.configs import Config
-from parrot.protocol.public import ReadyResponse
+from parrot.protocol.public import ModelsResponse, ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, parse_config, read_config_object
 from parrot.utils.gpus import visible_gpus
@@ -188,33 +189,26 @@ def _say_how_to_use(cluster: Cluster) -> None:
     core = cluster.configs["core"]
     url = cluster.core_url
     models = _models(cluster)
+    model = models[0]
+    context = _context(cluster, model)
     engines = _counted(len(cluster.engine_names))
     OUT.print(f"Ready: {escape(', '.join(models))} on {engines} at [bold]{url}[/]\n")
     if core.get("page", True):
         OUT.print(f"Look at it:  {page_url(url, cluster.cluster_token)}\n", soft_wrap=True)
     key = "KEY" if core.get("api_keys") or core.get("keys_file") else "any"
-    for client, line in client_lines(url, models[0], key).items():
+    openai = f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={shlex.quote(model)}"
+    lines = {"OpenAI code": f"export {openai}", **agent_lines(url, model, key, context)}
+    for client, line in lines.items():
         OUT.print(f"[bold]{client}[/]")
         sys.stdout.write(f"  {line}\n")  # rich would break it
     sys.stdout.flush()
+    if (reason := why_not_all(model, context)) is not None:
+        OUT.print(f"[bold]Coding agents[/]\n  {escape(reason)}", soft_wrap=True)
     if key == "KEY":
         OUT.print("KEY is one of `api_keys`, or of `keys_file`.")
-    log_dir = escape(str(cluster.log_dir))
-    OUT.print(f"\nTry it: parrot chat --core {url}\nLogs are in {log_dir}. Ctrl-C stops all.")
-
-
-def client_lines(url: str, model: str, key: str) -> dict[str, str]:
-    """A shell line for each of three clients, by its name."""
-    name = shlex.quote(model)
-    provider = f'{{name="Parrot",base_url="{url}/v1",env_key="PARROT_KEY"}}'
-    return {
-        "OpenAI code": f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={name}",
-        "Claude Code": f"ANTHROPIC_BASE_URL={url} ANTHROPIC_AUTH_TOKEN={key} "
-        f"ANTHROPIC_MODEL={name} ANTHROPIC_SMALL_FAST_MODEL={name} "
-        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1 claude",
-        "Codex": f"PARROT_KEY={key} codex -c web_search=disabled -c model_provider=parrot "
-        f"-c {shlex.quote(f'model_providers.parrot={provider}')} -m {name}",
-    }
+    log_dir = escape(str(cluster.log_dir.absolute()))
+    OUT.print(f"\nTry it: parrot chat --core {url}", soft_wrap=True)
+    OUT.print(f"Logs are in {log_dir}. Ctrl-C stops the server.", soft_wrap=True)
 
 
 def _models(cluster: Cluster) -> list[str]:
@@ -226,6 +220,17 @@ def _models(cluster: Cluster) -> list[str]:
         return ["MODEL"]
     engines = ReadyResponse.model_validate(answer).engines or []
     return list(dict.fromkeys(engine.model for engine in engines)) or ["MODEL"]
+
+
+def _context(cluster: Cluster, model: str) -> int | None:
+    """Tokens of prompt and answer that the model has room for; None if this cannot be asked."""
+    core = cluster.configs["core"]
+    key = next(iter(core.get("api_keys", ())), None)
+    status, answer = ask(core["host"], core["port"], "/v1/models", 5.0, key) or (None, None)
+    if status != 200:
+        return None
+    cards = ModelsResponse.model_validate(answer).data
+    return next((card.max_model_len for card in cards if card.id == model), None)
 
 
 def _counted(engines: int) -> str:

@@ -1,5 +1,6 @@
 """`parrot up`: what it would start, and what it says; once in a process of its own."""
 
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from parrot.cli.up import UpOptions, client_lines, plan_engines
+from parrot.cli.coding_agents import CODING_AGENTS, agent_lines, why_not_all
+from parrot.cli.up import UpOptions, plan_engines
 from parrot.cluster.ports import ask, free_port
 from parrot.engine.config import parse_engine_config
 from parrot.protocol.server_config import kept_token
@@ -109,13 +111,38 @@ def test_only_gpus_that_cuda_would_offer() -> None:
 
 
 def test_lines_for_clients_survive_the_shell() -> None:
-    lines = client_lines("http://localhost:9000", "my model", "any")
-    assert shlex.split(lines["OpenAI code"])[-1] == "OPENAI_MODEL=my model"
+    lines = agent_lines("http://localhost:9000", "my model", "any", None)
+    assert "OPENAI_MODEL=my model" in shlex.split(lines["Qwen Code"])
     words = shlex.split(lines["Codex"])
     assert words[-2:] == ["-m", "my model"]
     provider = tomllib.loads(words[words.index("-m") - 1])["model_providers"]["parrot"]
     assert provider["base_url"] == "http://localhost:9000/v1"
     assert "ANTHROPIC_MODEL=my model" in shlex.split(lines["Claude Code"])
+    config = shlex.split(lines["OpenCode"])[0].removeprefix("OPENCODE_CONFIG_CONTENT=")
+    assert json.loads(config)["model"] == "parrot/my model"
+
+
+@pytest.mark.parametrize(
+    ("context", "names"),
+    [
+        (8192, []),
+        (10_400, ["OpenCode"]),
+        (16_384, ["Qwen Code", "Codex", "OpenCode"]),
+        (32_768, [agent.name for agent in CODING_AGENTS]),
+        (None, [agent.name for agent in CODING_AGENTS]),
+    ],
+)
+def test_agents_have_a_line_where_the_context_suffices(
+    context: int | None, names: list[str]
+) -> None:
+    assert list(agent_lines("http://localhost:9000", "m", "any", context)) == names
+    reason = why_not_all("m", context)
+    assert (reason is None) == (len(names) == len(CODING_AGENTS))
+    if context == 16_384:
+        assert reason == (
+            "The context of m, 16,384 tokens, is too short for Claude Code (25,500). "
+            "A model that works: parrot up Qwen/Qwen3-0.6B"
+        )
 
 
 def test_missing_packages_are_an_error_before_servers_start(
@@ -139,7 +166,9 @@ def test_missing_packages_are_an_error_before_servers_start(
 def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:
     port = free_port("127.0.0.1", set())
     config = tmp_path / "engine.yaml"
-    config.write_text("engine_type: sim\nmodel: simulated\ninstance: {step_s: 0.001}\n")
+    config.write_text(
+        "engine_type: sim\nmodel: simulated\ninstance: {step_s: 0.001, max_seq_len: 12000}\n"
+    )
     command = [sys.executable, "-m", "parrot.cli", "up", str(config), "--engines", "2"]
     env = {**os.environ, "PARROT_CORE__PORT": str(port), "PARROT_ENGINE__PORT": "9001"}
     with subprocess.Popen(
@@ -164,8 +193,10 @@ def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:
     assert f"Ready: simulated on 2 engines at http://127.0.0.1:{port}" in said
     assert re.search(rf"http://127.0.0.1:{port}/ui/#key=\w{{32}}\n", said)
     assert f"OPENAI_BASE_URL=http://127.0.0.1:{port}/v1" in said
-    assert "ANTHROPIC_MODEL=simulated" in said
     assert "codex -c" in said
+    assert "is too short for Claude Code (25,500), Qwen Code (13,300). A model that works: " in said
+    assert "ANTHROPIC" not in said
+    assert f"Logs are in {tmp_path / 'logs'}." in said
     assert process.returncode == 128 + signal.SIGINT
     assert ask("127.0.0.1", port, "/health") is None
 
