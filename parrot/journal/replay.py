@@ -21,6 +21,7 @@ from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import SessionGone
 from parrot.serve.core import ServeCore
 from parrot.serve.events import CompletionPlaced
+from parrot.serve.execution.fleet import MODEL
 from parrot.serve.graph.nodes import VariableState
 from parrot.serve.sessions import RESERVED, AddPrompt, Begin, CancelCall, Session
 from parrot.serve.tenants.limits import num_bytes
@@ -40,7 +41,11 @@ def restore(
     Sessions with few records come back when they are asked for, or soon, in small steps.
     `others`: by their kinds, what applies records that others wrote down, by their subjects. Raises
     `ConfigError` if the journal cannot be read."""
-    applied = {**others, RESERVED: core.sessions.numbers.restore}
+    applied = {
+        **others,
+        RESERVED: core.sessions.numbers.restore,
+        MODEL: core.fleet.restore_model,
+    }
     restoring = _Restoring(core, journal, applied)
     secret = _secret(journal)
     core.fleet.identity = CoreIdentity.new(journal.epoch)
@@ -48,6 +53,7 @@ def restore(
     with _no_collection(), _nothing_runs(core):
         journal.read(restoring.apply)
         core.sessions.restored(journal, partial(JournaledSession, journal), secret)
+        core.fleet.keep_models(journal)
         restoring.end_broken()
         for _ in core.sessions.keys_changed():
             pass

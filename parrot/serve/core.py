@@ -63,6 +63,7 @@ from parrot.serve.views import (
     session_view,
     variables_view,
 )
+from parrot.serve.waiting import why_not_ready
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.heaps import TimerQueue
 
@@ -122,7 +123,12 @@ class ServeCore:
             config, self.clock, self.dispatcher, sandbox, self.tenants, self.sessions
         )
         self.sessions.connect(self.tasks, self.dispatcher.estimates, self._expire)
-        self.reads = Reads(self._timers, self.clock, self.events)
+        self.reads = Reads(
+            self._timers,
+            self.clock,
+            self.events,
+            lambda variable: why_not_ready(variable, self.fleet.lack),
+        )
 
     def attach(self, attached: Attached) -> None:
         self._attached.append(attached)
@@ -204,8 +210,8 @@ class ServeCore:
     # Calls, variables and reads
 
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
-        """Raises `InvalidRequest`, `CyclicGraph`, `QueueFull`, `QuotaExceeded` and what bindings
-        may raise."""
+        """Raises `NotFound` for a model that is not served, `InvalidRequest`, `CyclicGraph`,
+        `QueueFull`, `QuotaExceeded` and what bindings may raise."""
         return self._submit(request)
 
     def submit_native(self, request: NativeCallRequest) -> CallResponse:
@@ -218,6 +224,8 @@ class ServeCore:
             self.tasks.check_native(request)
         if (answer := session.graph.answered(request, CallResponse)) is not None:
             return answer
+        if isinstance(request, SemanticCallRequest):
+            self.fleet.require_known(request.models)
         self.tasks.require_room(session.tenant)
         response = session.apply(AddCall(request))
         self.wake_soon(session)
@@ -226,7 +234,8 @@ class ServeCore:
 
     def submit_graph(self, request: GraphRequest) -> GraphResponse:
         """All of a graph for a session that is there, or nothing. Raises as `submit_call` does; the
-        error names the call and its field."""
+        error names the call and its field. A call whose model is not served is accepted and fails
+        when its inputs are ready, because another call of the graph may replace it."""
         assert request.session_id is not None
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         if (answer := session.graph.answered(request, GraphResponse)) is not None:

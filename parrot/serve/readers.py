@@ -1,7 +1,7 @@
 """Reads: a program wants variables, and waits until it has them, gives up or goes away."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from math import inf
 from typing import NamedTuple
@@ -34,12 +34,19 @@ _ROUNDING_S = 1e-6
 class Reads:
     """Cancelling a read, or closing its iterator, withdraws it: work without another reader stops.
     Each raises `TimedOut` at its timeout, and the error of what it reads. Where a journal is kept,
-    a value or an error is given when it is on disk."""
+    a value or an error is given when it is on disk. `why` says why a variable is not ready."""
 
-    def __init__(self, timers: TimerQueue, clock: Clock, events: Events) -> None:
+    def __init__(
+        self,
+        timers: TimerQueue,
+        clock: Clock,
+        events: Events,
+        why: Callable[[SemanticVariable], str],
+    ) -> None:
         self._timers = timers
         self._clock = clock
         self._events = events
+        self._why = why
         self._ids = IdCounter()
 
     def wake_soon(self, session: Session) -> None:
@@ -65,8 +72,11 @@ class Reads:
         with self._open(session, options) as read:
             read.want(variable)
             self._wake_if_blocked(session, options)
-            async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
+            async with time_limit(self._timers, read.end, lambda: self._late(variable, options)):
                 return await variable.wait()
+
+    def _late(self, variable: SemanticVariable, options: ReadLimits) -> str:
+        return f"`{variable.name}` was not ready after {options.timeout:g} s: {self._why(variable)}"
 
     def stream(
         self, session: Session, variable: SemanticVariable, options: ReadLimits
@@ -106,7 +116,9 @@ class Reads:
                         yield text
                     return
                 while True:
-                    async with time_limit(self._timers, read.end, f"reading `{variable.name}`"):
+                    async with time_limit(
+                        self._timers, read.end, lambda: self._late(variable, options)
+                    ):
                         delta = await anext(deltas, None)
                     if delta is None:
                         return
@@ -134,11 +146,17 @@ class Reads:
                 for variable in sorted(variables, key=_settled_at):
                     race.enter(variable)
                 self._wake_if_blocked(session, request)
-                async with time_limit(self._timers, read.end, f"the first {request.k} of many"):
+                async with time_limit(
+                    self._timers, read.end, lambda: self._late_race(race, request)
+                ):
                     await race.decided
             finally:
                 race.close()
         return race.result()
+
+    def _late_race(self, race: "_Race", options: ReadLimits) -> str:
+        late = race.first_open
+        return f"{race.progress} after {options.timeout:g} s. `{late.name}`: {self._why(late)}"
 
     @contextmanager
     def _told(
@@ -246,6 +264,15 @@ class _Race:
             variable.on_settled(self._on_settled)
             self._read.want(variable, may_lose=self._has_losers)
 
+    @property
+    def progress(self) -> str:
+        return f"{len(self._winners)} of the {self._num_wanted} wanted variables were ready"
+
+    @property
+    def first_open(self) -> SemanticVariable:
+        """The first variable that is not settled. There is one until the race is decided."""
+        return next(variable for variable in self._watched if not variable.is_settled)
+
     def close(self) -> None:
         for variable in self._watched:
             variable.forget(self._on_settled)
@@ -287,7 +314,9 @@ def _settled_at(variable: SemanticVariable) -> float:
 
 
 @asynccontextmanager
-async def time_limit(timers: TimerQueue, deadline: float | None, what: str) -> AsyncIterator[None]:
+async def time_limit(
+    timers: TimerQueue, deadline: float | None, message: Callable[[], str]
+) -> AsyncIterator[None]:
     """Raise `TimedOut` in the block if it still runs at `deadline` on the timers' clock."""
     if deadline is None:
         yield
@@ -304,7 +333,7 @@ async def time_limit(timers: TimerQueue, deadline: float | None, what: str) -> A
     except TimeoutError:
         if not scope.expired():
             raise
-        raise TimedOut(f"{what} timed out") from None
+        raise TimedOut(message()) from None
 
 
 SLICE = 64  # tokens that are looked at at once, within a few milliseconds

@@ -197,14 +197,18 @@ def test_an_attempt_that_is_refused_is_one_that_failed(
             raise refusals.pop()
         return await submit(self, subject, payload)
 
+    async def refused(*_: Any) -> Any:
+        raise NoEngine("none")
+
     monkeypatch.setattr(session.Session, "semantic_call", submitted)
     say(engine, BAD, GOOD)
     with vm.running_scope():
         assert age.with_options(retries=3)("Ada").get(timeout=20) == Age(years=36)
-        refusals.append(NoEngine("none"))
         say(engine, BAD)
+        unasked = age.with_options(retries=1)("Ada")
+        monkeypatch.setattr(session.Session, "submit_graph", refused)
         with pytest.raises(Cancelled):
-            age.with_options(retries=1)("Ada").get(timeout=20)
+            unasked.get(timeout=20)
 
 
 def test_feedback_goes_on_behind_the_output(vm: P.VirtualMachine, engine: FakeEngine) -> None:

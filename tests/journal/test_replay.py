@@ -22,6 +22,7 @@ from parrot.protocol.errors import (
     EngineFailed,
     InvalidRequest,
     ModelNumerics,
+    NotFound,
     ParrotError,
     SessionGone,
 )
@@ -397,6 +398,22 @@ async def test_what_was_cancelled_before_it_heard_of_a_failure_stays_cancelled()
         assert task.state is CompletionState.CANCELLED
         await core.close()
     await world.close()
+    await again.close()
+
+
+async def test_a_model_of_before_the_restart_is_waited_for() -> None:
+    world = World([])
+    await world.join()  # of `m`
+    await world.journal.durable()
+    await world.close()
+    again = World(world.file.records)
+    again.engine = held_engine(model="another", text=False)
+    await again.join()
+    scope = again.core.create_session(SessionCreateRequest()).model_dump()
+    body = scope | {"template": "a{{y}}", "parameters": [{"name": "y", "is_output": True}]}
+    again.core.submit_call(SemanticCallRequest(**body, models=["m"]))
+    with pytest.raises(NotFound, match="available: another"):
+        again.core.submit_call(SemanticCallRequest(**body, models=["nobody"]))
     await again.close()
 
 

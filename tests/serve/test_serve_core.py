@@ -19,6 +19,7 @@ from parrot.protocol.errors import (
     Unavailable,
 )
 from parrot.protocol.public import (
+    FirstVarsRequest,
     NativeCallRequest,
     SemanticCallRequest,
     SessionCreateRequest,
@@ -73,6 +74,64 @@ async def test_a_timeout_ends_the_read_and_then_the_work(world: HeldWorld) -> No
     await world.settle()
     await world.finish(world.running[0], "after all")
     assert await reading == "after all"
+
+
+async def _timed_out(world: HeldWorld, var_id: str) -> str:
+    """The message of a read of one second that comes too late."""
+    reading = world.read(var_id, timeout=1)
+    await world.clock.advance(1.1)
+    with pytest.raises(TimedOut) as caught:
+        await reading
+    return caught.value.message
+
+
+async def test_a_timeout_says_what_the_read_waited_for() -> None:
+    world = await HeldWorld.open(tasks_capacity=0)
+    x = world.variable("x")
+    assert await _timed_out(world, x) == (
+        "`x` was not ready after 1 s: nothing has set it, and it is not the output of a call"
+    )
+    behind_x = world.call("behind", world.call("near", x, func_name="ask"))
+    assert "the call `ask` needs `x`, which was never set" in await _timed_out(world, behind_x)
+    early = world.call("early", models=["nobody"], func_name="early")
+    assert (await _timed_out(world, early)).endswith("no engine is registered")
+    await world.join()
+    assert "model `nobody` is not served; available: tiny" in await _timed_out(world, early)
+    running = world.call("y", func_name="tell")
+    assert "the call `tell` is running on engine fake" in await _timed_out(world, running)
+    behind = world.call("z", running)
+    assert "the call `tell` is running on engine fake" in await _timed_out(world, behind)
+    race = FirstVarsRequest(**world.scope, var_ids=[running, x], k=1, timeout=1)
+    reading = asyncio.ensure_future(world.core.first(race))
+    await world.clock.advance(1.1)
+    with pytest.raises(TimedOut, match=r"0 of the 1 wanted .* were ready after 1 s\. `y`: "):
+        await reading
+    await world.close()
+
+
+async def test_a_timeout_in_the_queue_says_so() -> None:
+    world = await HeldWorld.open(tasks_capacity=1)
+    world.call("busy", output_criteria="latency")
+    await world.settle()
+    queued = world.call("y", func_name="tell")
+    assert "the call `tell` is in the queue for an engine" in await _timed_out(world, queued)
+    await world.close()
+
+
+async def test_a_model_that_is_not_served_is_refused_at_the_call(world: HeldWorld) -> None:
+    with pytest.raises(NotFound, match="`gpt-4` is not served; available: tiny") as caught:
+        world.call("y", models=["gpt-4"])
+    assert caught.value.param == "models"
+    assert world.call("y", models=["gpt-4", "tiny"])
+
+
+async def test_a_model_that_may_still_come_is_waited_for() -> None:
+    world = await HeldWorld.open(tasks_capacity=0, prices={"priced": {"input": 1.0}})
+    assert world.call("early", models=["gpt-4"])
+    await world.join()
+    for model in ("priced", "tiny"):
+        assert world.call(model, models=[model])
+    await world.close()
 
 
 async def test_polling_does_not_start_the_work_again(world: HeldWorld) -> None:

@@ -209,7 +209,14 @@ class Trial:
             overrides = {"successor_of": before, "system": None}
         else:
             self.attempt = self._call(func, outputs)
-        await self.attempt.submit(self._session, overrides)
+        if is_last and not overrides:
+            # ServeCore refuses a single call whose model is not served. In a graph the call fails
+            # instead, and the readers of `outs` get the reason.
+            graph = Batch(self._session)
+            await graph.add(self.attempt)
+            await graph.send()
+        else:
+            await self.attempt.submit(self._session, overrides)
 
     def _call(self, func: Signature, outputs: Sequence[SemanticVariable] = ()) -> BasicCall:
         inputs = {name: self._inputs[name] for name in _names(func.inputs) if name in self._inputs}

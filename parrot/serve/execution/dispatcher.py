@@ -48,13 +48,14 @@ _MAX_LEFT = 65_536  # of all
 
 
 class Grace:
-    """Calls `give_up` with every queued run whose models nobody has served for `grace_s` seconds,
-    since it was queued and since the last engine with them was lost, which may be back soon."""
+    """Calls `give_up` with every queued run whose models no engine has served for `grace_s(models)`
+    seconds since the run was queued and since the last engine with these models was lost. A lost
+    engine may come back soon."""
 
     def __init__(
         self,
         timers: TimerQueue,
-        grace_s: float,
+        grace_s: Callable[[Models], float],
         scheduler: Scheduler,
         give_up: Callable[[Run], None],
     ) -> None:
@@ -75,10 +76,10 @@ class Grace:
                 self.unserved(models, now)
 
     def unserved(self, models: Models, since: float) -> None:
-        """Nobody has served these models since then. No effect if that is known."""
+        """No engine has served these models since then. No effect if that is known."""
         if models not in self._pending:
             self._pending[models] = self._timers.call_at(
-                since + self._grace_s, lambda: self._end(models, since)
+                since + self._grace_s(models), lambda: self._end(models, since)
             )
 
     def _end(self, models: Models, since: float) -> None:
@@ -286,7 +287,7 @@ class Dispatcher:
         self._results = ResultCache(settings, clock) if settings.reuse_results else None
         self._grace = Grace(
             self._timers,
-            config.unserved_timeout_s,
+            lambda models: 0.0 if self.fleet.is_unknown(models) else config.unserved_timeout_s,
             self._scheduler,
             lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
         )

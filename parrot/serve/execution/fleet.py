@@ -33,6 +33,7 @@ from parrot.serve.contexts.ledger import ContextLedger, KvCounts
 from parrot.serve.events import EngineJoined, EngineLost, Events
 from parrot.serve.prompts.encode import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
+from parrot.serve.sessions import CommandLog, Fields
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.tasks import TaskSet
@@ -45,6 +46,9 @@ _MAX_FREED = 65536  # context ids that one request may have
 logger = logging.getLogger(__name__)
 
 _LATE_S = 0.5  # of a timer: more than any turn of the event loop takes
+
+MODEL = "model"
+"""The kind of a record that names a model which an engine has served."""
 
 Connect = Callable[[EngineInfo], EngineClient]
 Address = tuple[str, str, int]
@@ -197,6 +201,8 @@ class Fleet:
         self._late_at = -math.inf  # when a review came too late
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
+        self._configured_models = frozenset(config.prices)
+        self._log: CommandLog | None = None
         self._pings, self._closing = TaskSet(), TaskSet()
         self._frees = FreeSender(timers.clock)
 
@@ -223,7 +229,7 @@ class Fleet:
         now = self._clock.now()
         engine = Engine(next(self._ids), info, client, tokenizer, now, now)
         self.engines[engine.id] = self._by_address[_address(info)] = engine
-        self._known_models.setdefault(info.model, int(time.time()))
+        self._know(info.model)
         self._watch(engine)
         self._on_change(engine, EngineChange.JOINED)
         self._joined.set()
@@ -231,6 +237,20 @@ class Fleet:
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
         self._events.emit(EngineJoined, info)
         return engine.id
+
+    def restore_model(self, subject: str, fields: Fields) -> None:
+        """Engines served the model before a restart, so it may come back."""
+        self._known_models.setdefault(fields["name"], fields["since"])
+
+    def keep_models(self, log: CommandLog) -> None:
+        """Record each new model in the log from now on."""
+        self._log = log
+
+    def _know(self, model: str) -> None:
+        if model not in self._known_models:
+            self._known_models[model] = since = int(time.time())
+            if self._log is not None:
+                self._log.append("models", MODEL, {"name": model, "since": since})
 
     async def joined(self) -> None:
         """Wait until the next engine has joined."""
@@ -346,13 +366,32 @@ class Fleet:
         raise self.unserved([model], param="model")
 
     def unserved(self, models: Sequence[str], param: str = "models") -> ParrotError:
-        """Why nothing with one of these models (empty: any) can run. If engines are there, and none
-        ever had such a model, it is the request that is wrong, in its field `param`."""
-        wanted = " or ".join(models) or "any model"
-        if models and self.engines and self._known_models.keys().isdisjoint(models):
-            served = ", ".join(sorted({engine.info.model for engine in self}))
-            return NotFound(f"unknown model: {wanted}; there is {served}", param=param)
-        return NoEngine(f"no live engine serves {wanted}")
+        """Why no engine can run a call for these models (empty: any). An unknown model is an error
+        of the request, in its field `param`."""
+        if not self.engines:
+            return NoEngine("no engine is registered")
+        wanted = " or ".join(f"`{model}`" for model in models)
+        served = ", ".join(sorted({engine.info.model for engine in self}))
+        if self.is_unknown(models):
+            return NotFound(f"model {wanted} is not served; available: {served}", param=param)
+        return NoEngine(f"no engine serves model {wanted} now; available: {served}")
+
+    def lack(self, models: Sequence[str]) -> ParrotError | None:
+        """Why no live engine can run a call for these models (empty: any); None if one can."""
+        has_one = any(not models or engine.info.model in models for engine in self.engines.values())
+        return None if has_one else self.unserved(models)
+
+    def is_unknown(self, models: Sequence[str]) -> bool:
+        """Whether engines are registered, none of these models (empty: any) has ever been served,
+        and the configuration names none of them. Without any engine, one of these models may be
+        about to come."""
+        known = self._known_models.keys() | self._configured_models
+        return bool(models and self.engines) and known.isdisjoint(models)
+
+    def require_known(self, models: Sequence[str]) -> None:
+        """Raise `NotFound` for models that are unknown."""
+        if self.is_unknown(models):
+            raise self.unserved(models)
 
     # Signs of life
 

@@ -138,17 +138,25 @@ async def test_a_late_result_is_dropped(world: World) -> None:
     assert await completion.output.wait() == "fresh"
 
 
-async def test_a_model_that_was_never_there_is_unknown(world: World) -> None:
+async def test_a_model_that_was_never_served_fails_at_once(world: World) -> None:
     await world.join(fake_engine(model="tiny"))
     options = CallOptions(func_name="f", models=("llama", "opt"))
     waiting = world.submit("a", options=options)
-    for _ in range(2):
-        await world.clock.advance(20)
-        world.heartbeat(0)
+    await world.clock.advance(0.01)
     error = await error_of(waiting)
     assert isinstance(error, NotFound)
     assert error.param == "models"
-    assert "llama or opt; there is tiny" in error.message
+    assert "`llama` or `opt` is not served; available: tiny" in error.message
+
+
+async def test_without_any_engine_every_model_may_come(world: World) -> None:
+    waiting = world.submit("a", options=CallOptions(func_name="f", models=("llama",)))
+    await world.clock.advance(20)
+    await world.join(fake_engine("one", model="tiny"))
+    await world.clock.advance(9)
+    assert not waiting.output.is_settled
+    await world.join(fake_engine("two", model="llama"))
+    assert await waiting.output.wait() == "<1>"
 
 
 async def test_no_engine(world: World) -> None:
