@@ -13,6 +13,7 @@ from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail
 from parrot.engine.config import engine_settings, parse_engine_config
+from parrot.launch.configs import is_engine_config
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, Loc, parse_config
 from parrot.utils.settings import DEFAULT, Settings, file_layer
@@ -31,7 +32,7 @@ def show_config(path: Path | None, options: dict[str, Any], only_set: bool) -> N
                 f"{path} is a launch file: `parrot doctor` checks it whole; give one of the "
                 "configs that it names"
             )
-        is_engine = "engine_type" in file.values
+        is_engine = is_engine_config(file.values)
         if path is None or not is_engine:
             settings = core_settings(file, options, os.environ)
             core = parse_config(CoreConfig, settings.payload, settings.blamed)

@@ -18,7 +18,13 @@ from rich.markup import escape
 from parrot.cli.console import OUT
 from parrot.cli.servers import lack_of_packages
 from parrot.cluster.ports import ask, is_free
-from parrot.launch.configs import Config, core_config, read_configs, refuse_inventory
+from parrot.launch.configs import (
+    Config,
+    check_file,
+    core_config,
+    is_engine_config,
+    read_configs,
+)
 from parrot.protocol.server_config import kept_token, settled_token
 from parrot.serve.config import CoreConfig
 from parrot.serve.prompts.encode import read_texts
@@ -46,6 +52,7 @@ Level = Literal["ok", "note", "wrong"]
 _MARKS: dict[Level, str] = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "wrong": "[red]✗[/]"}
 _LOW_MEMORY = 2 * 2**30
 _LOW_DISK = 2**30
+_ALL_KEYS = "correct it; `parrot config show` lists all keys"
 _TORCH_TIMEOUT_S = 120.0
 _TORCH_AGAIN = "pip uninstall -y torch, then `parrot doctor` says how to install it"
 _NEED = re.compile(r"(?P<name>[\w.-]+)(?:\[[^]]*\])?(?:[^;]*>=(?P<least>[\d.]+))?")
@@ -247,10 +254,19 @@ def _check_port(name: str, host: str, port: int) -> Iterator[Finding]:
 
 def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Finding]:
     """Files as `parrot launch` takes them, or one of ServeCore alone; their models and ports."""
+    num_wrong = 0
+    for path in paths:
+        try:
+            check_file(path, environ)
+        except ConfigError as error:
+            num_wrong += 1
+            yield Finding("wrong", str(error), _ALL_KEYS)
+    if num_wrong:
+        return
     try:
         core, engines = _read(paths, environ)
     except ConfigError as error:
-        yield Finding("wrong", str(error), "put it right; `parrot config show` lists all keys")
+        yield Finding("wrong", str(error), _ALL_KEYS)
         return
     named = ", ".join(map(str, paths))
     yield Finding("ok", f"{named}: every key is known; engines: {len(engines)}")
@@ -279,9 +295,8 @@ def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Fin
 def _read(paths: list[Path], environ: Mapping[str, str]) -> tuple[Config, list[Config]]:
     """ServeCore's config and the engines'; raises `ConfigError`."""
     contents = [read_config_object(path) for path in paths]
-    if any("engine_type" in each or "engines" in each for each in contents):
+    if len(paths) > 1 or "engines" in contents[0] or is_engine_config(contents[0]):
         return read_configs(paths, environ)
-    refuse_inventory(paths[0], contents[0])
     core = core_config(contents[0], str(paths[0]), environ)
     return {"port": CoreConfig.model_fields["port"].default, **core}, []
 

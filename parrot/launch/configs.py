@@ -12,6 +12,7 @@ of several machines a `ClusterPlan` has the servers, before it is known where th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,7 @@ _MODULES: dict[Kind, str] = {
     "engine": "parrot.engine.http_server",
 }
 _END_S = 15.0  # from the end of a drain to that of the process
+_OF_ENGINES_ALONE = ("engine_type", "model", "instance", "engine_name", "device")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -158,12 +160,7 @@ def read_entries(
 ) -> tuple[Entry, list[Entry]]:
     """The core and the engines, with what the keys named `launcher` say. Raises as
     `read_configs`."""
-    entries = [
-        replace(entry, config=check(entry.config, entry.where, environ))
-        for path in paths
-        for entry in _entries_in(path, launcher)
-        for check in [engine_config if entry.is_engine else core_config]
-    ]
+    entries = [entry for path in paths for entry in _checked_entries(path, environ, launcher)]
     cores = [entry for entry in entries if not entry.is_engine]
     engines = [entry for entry in entries if entry.is_engine]
     if len(cores) > 1:
@@ -178,6 +175,26 @@ def read_entries(
     core = cores[0] if cores else Entry("", False, core_config({}, "", environ), {})
     check_tokens(core.config, [engine.config for engine in engines])
     return core, engines
+
+
+def is_engine_config(payload: Mapping[str, Any]) -> bool:
+    """Whether the keys are an engine's, also if `engine_type` is mistyped or missing."""
+    if any(key in payload for key in _OF_ENGINES_ALONE):
+        return True
+    return bool(get_close_matches("engine_type", map(str, payload), 1, cutoff=0.85))
+
+
+def check_file(path: Path, environ: Mapping[str, str]) -> None:
+    """Check each config of a file by itself. Raises `ConfigError`."""
+    _checked_entries(path, environ, None)
+
+
+def _checked_entries(path: Path, environ: Mapping[str, str], launcher: str | None) -> list[Entry]:
+    return [
+        replace(entry, config=check(entry.config, entry.where, environ))
+        for entry in _entries_in(path, launcher)
+        for check in [engine_config if entry.is_engine else core_config]
+    ]
 
 
 def core_config(config: Config, where: str, environ: Mapping[str, str]) -> Config:
@@ -209,7 +226,7 @@ def _entries_in(path: Path, launcher: str | None) -> Iterator[Entry]:
     payload = read_config_object(path)
     refuse_inventory(path, payload)
     if "engines" not in payload:
-        yield Entry(str(path), "engine_type" in payload, payload, {})
+        yield Entry(str(path), is_engine_config(payload), payload, {})
         return
     if unknown := set(payload) - {"core", "engines"}:
         raise ConfigError(f"{path}: unknown key `{min(unknown)}`; allowed: core, engines")

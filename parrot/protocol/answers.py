@@ -554,7 +554,7 @@ class ErrorBoundary:
             logger.error("unhandled error on %s %s", request.method, path, exc_info=error)
             return self._respond(request, InternalError("internal error"))
         if error.status_code == 404:
-            return self._respond(request, NotFound(f"no such path: {request.url.path}"))
+            return self._respond(request, NotFound(_no_path(request)))
         if error.status_code == 405:
             refusal = MethodNotAllowed(f"{request.method} is not allowed here")
             response = self._respond(request, refusal)
@@ -564,6 +564,22 @@ class ErrorBoundary:
 
     def _respond(self, request: Request, error: ParrotError) -> Response:
         return error_response(request, error, self._error_form)
+
+
+def _no_path(request: Request) -> str:
+    """The message for a path that does not exist, with a hint for a wrong base URL."""
+    path, base = request.url.path, f"{request.url.scheme}://{request.url.netloc}"
+    if path.startswith("/v1/v1/") and _exists(request, path.removeprefix("/v1")):
+        return f'Not found: {path}. This client adds /v1 itself: use base_url="{base}"'
+    if _exists(request, f"/v1{path}"):
+        return f'Not found: {path}. Did you mean base_url="{base}/v1"?'
+    return f"Not found: {path}"
+
+
+def _exists(request: Request, path: str) -> bool:
+    scope = {**request.scope, "path": path}
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    return any(route.matches(scope)[0] is not Match.NONE for route in routes)
 
 
 def _allowed_methods(request: Request) -> list[str]:

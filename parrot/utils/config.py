@@ -13,6 +13,7 @@ T = TypeVar("T", bound=BaseModel)
 Loc = tuple[int | str, ...]
 """Where a value stands in a configuration: keys and indices, from the top down."""
 
+_MAX_LISTED = 12  # Keys that an error lists. A longer list hides the suggestion.
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -88,8 +89,11 @@ def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: 
     if kind == "extra_forbidden":
         owner, _ = section_at(model, loc[:-1])
         near = get_close_matches(str(loc[-1]), owner.model_fields, n=1)
-        hint = f" (did you mean `{near[0]}`?)" if near else ""
-        return f"unknown key {key}; allowed: {', '.join(sorted(owner.model_fields))}{hint}"
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        allowed = f"allowed: {', '.join(sorted(owner.model_fields))}"
+        if len(owner.model_fields) > _MAX_LISTED:
+            allowed = "all keys: parrot config show"
+        return f"unknown key {key}.{hint} ({allowed})"
     owner, rest = section_at(model, loc)
     field = owner.model_fields.get(str(rest[0])) if rest else None
     is_shown = kind != "missing" and (field is None or field.repr)  # else it is a secret

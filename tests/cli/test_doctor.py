@@ -132,7 +132,11 @@ def test_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (finding,) = wrong(findings(tmp_path, "engine_type: sim\nprot: 1\n"))
     assert "unknown key `prot`" in finding.what
-    assert finding.what.endswith("(did you mean `port`?)")
+    assert "unknown key `prot`. Did you mean `port`? (all keys: " in finding.what
+    (finding,) = wrong(findings(tmp_path, "engine_typ: sim\nmodel: m\n"))
+    assert "unknown key `engine_typ`. Did you mean `engine_type`?" in finding.what
+    files = [write(tmp_path / "a.yaml", "prot: 1\n"), write(tmp_path / "b.yaml", "model: 3\n")]
+    assert len(wrong(list(check_configs(files, {})))) == len(files)
     (finding,) = wrong(findings(tmp_path, "host: 0.0.0.0\nport: 10111\n"))
     assert "`cluster_token` is missing" in finding.what
     engine = "engine_type: builtin\ndevice: cuda\nmodel: embedded\nport: 10112\n"

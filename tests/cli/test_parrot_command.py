@@ -174,7 +174,7 @@ def test_launch_names_what_is_wrong(tmp_path: Path) -> None:
     config.write_text('{"engine_type": "sim", "hots": "x"}')
     result = parrot("launch", str(config))
     assert result.returncode == 1
-    assert "engine.json: unknown key `hots`; allowed: " in result.stderr
+    assert "engine.json: unknown key `hots`. Did you mean `host`? (all keys: " in result.stderr
     assert not (tmp_path / "logs").exists()
 
 

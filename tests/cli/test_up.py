@@ -235,7 +235,7 @@ def test_config_show(tmp_path: Path) -> None:
     assert "an engine, builtin" in both
     wrong = parrot("config", "show", PARROT_ENGINE__PROT="1")
     assert wrong.returncode == 1
-    assert "PARROT_ENGINE__PROT: unknown key `prot`; allowed: " in wrong.stderr
+    assert "PARROT_ENGINE__PROT: unknown key `prot`. Did you mean `port`?" in wrong.stderr
     launch = tmp_path / "launch.json"
     launch.write_text('{"engines": []}')
     assert "give one of the configs that it names" in parrot("config", "show", str(launch)).stderr

@@ -129,7 +129,7 @@ def plain(topic: P.Input) -> str:
         (numbers, TypeError, "choices that are no texts"),
         (contradiction, ValueError, "its options must not"),
         (options_of_many, ValueError, "for one output"),
-        (plain, ValueError, "return annotation"),
+        (plain, ValueError, "write `-> P.Returns["),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

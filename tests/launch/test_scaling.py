@@ -184,7 +184,7 @@ def test_those_that_do_least_are_spared() -> None:
         ({"min_engines": 0}, "greater than or equal to 1"),
         ({"min_engines": 3, "max_engines": 2}, "no less than `min_engines`"),
         ({"low_use": 0.9}, "less than `high_use`"),
-        ({"min_engine": 3}, "did you mean `min_engines`"),
+        ({"min_engine": 3}, "Did you mean `min_engines`"),
     ],
 )
 def test_settings_that_cannot_be(keys: dict[str, float], problem: str) -> None:

@@ -59,7 +59,7 @@ def test_a_config_of_the_original_loads_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "parts"),
     [
-        ({"prot": 1}, ["unknown key `prot`", "port", "max_sessions_num"]),
+        ({"prot": 1}, ["unknown key `prot`", "`port`", "parrot config show"]),
         ({"global_scheduler": {"fifo": True}}, ["`global_scheduler.fifo`", "app_fifo"]),
         ({"port": "9000"}, ["`port`", "integer", "'9000'"]),
         ({"port": 99999}, ["`port`", "65535"]),

@@ -1,8 +1,10 @@
 """The annotations of parameters and of what a function returns."""
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -23,6 +25,8 @@ from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 
 T = TypeVar("T")
 
+_BROKEN_REGEX = ("missing ), unterminated", "unbalanced paren", "unterminated", "nothing to repeat")
+_JSON_TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 _ROLE_NAME = re.compile(r"\b(Input|Output|Returns)\b")
 
 
@@ -114,6 +118,40 @@ def _closed(schema: Any) -> Any:
     if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
         parts.setdefault("additionalProperties", False)
     return parts
+
+
+def constraint_problem(sampling: SamplingConfig) -> str | None:
+    """The mistake in the regular expression or in the schema, if it is one for every engine."""
+    if sampling.regex is not None:
+        try:
+            re.compile(sampling.regex)
+        except re.error as error:
+            # Engines know other syntax than Python, such as `\\p{L}`, but not these.
+            if error.msg.startswith(_BROKEN_REGEX):
+                return f"regex `{sampling.regex}`: {error}"
+    schema: Any = sampling.json_schema
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            return f"json_schema is not JSON: {error}"
+    if not isinstance(schema, dict | None):
+        return "json_schema must be a JSON object"
+    return None if schema is None else _schema_problem(schema)
+
+
+def _schema_problem(schema: dict[str, Any]) -> str | None:
+    """A `type` that JSON does not have, in the schema or in one of its properties or items."""
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if kind not in _JSON_TYPES:
+            near = get_close_matches(str(kind), _JSON_TYPES, 1, cutoff=0.3)
+            hint = f": did you mean `{near[0]}`?" if near else ""
+            return f"json_schema has the unknown type `{kind}`{hint}"
+    properties = schema.get("properties")
+    parts = [*(properties.values() if isinstance(properties, dict) else ()), schema.get("items")]
+    found = (_schema_problem(part) for part in parts if isinstance(part, dict))
+    return next(filter(None, found), None)
 
 
 def role_of(annotation: Any, pyfunc: Callable[..., Any], name: str) -> Any:

@@ -9,6 +9,7 @@ from parrot.frontend.pfunc.annotations import (
     Input,
     Output,
     Returned,
+    constraint_problem,
     returned_outputs,
     role_of,
 )
@@ -28,7 +29,7 @@ B = TypeVar("B")
 C = TypeVar("C")
 
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-_NO_RETURN = "has a return annotation: outputs are parameters, or those of P.Returns"
+_NO_RETURN = "has a return annotation: its outputs must be parameters"
 _NO_RETURNS = (inspect.Signature.empty, None, "None")
 
 
@@ -54,6 +55,9 @@ class Decorator(Protocol):
     def __call__(self, pyfunc: Callable[..., Any], /) -> Any: ...
 
 
+@overload
+def semantic_function(pyfunc: Callable[..., Any], /) -> SemanticFunction[..., Any]: ...
+@overload
 def semantic_function(
     formatter: FuncMutator | None = standard_formatter,
     conversation_template: FuncMutator | None = None,
@@ -63,8 +67,19 @@ def semantic_function(
     fallback: BasicFunction[..., Any] | None = None,
     attempt_timeout: float | None = None,
     **metadata: Any,
-) -> Decorator:
+) -> Decorator: ...
+def semantic_function(
+    formatter: FuncMutator | Callable[..., Any] | None = standard_formatter,
+    conversation_template: FuncMutator | None = None,
+    try_register: bool = True,
+    retries: int = 0,
+    feed_back: bool = False,
+    fallback: BasicFunction[..., Any] | None = None,
+    attempt_timeout: float | None = None,
+    **metadata: Any,
+) -> Any:
     """Make a semantic function of a `def` whose docstring is a prompt with `{{placeholders}}`.
+    Without options, `@P.semantic_function` works without parentheses.
 
     `retries`: how often a call that fails, or whose output is no value of its type, is tried again;
     with `feed_back` it then goes on behind such an output, told what was wrong. `fallback`: the
@@ -75,10 +90,14 @@ def semantic_function(
     docstring, a placeholder that is no parameter and no output, an output that is first, adjacent
     to another, filled twice or nowhere; `TypeError` for unknown metadata (see
     docs/python.md for what there is)."""
-    mutators = [m for m in (formatter, conversation_template) if m is not None]
-    for mutator in mutators:
-        if not isinstance(mutator, FuncMutator):
-            raise TypeError(f"{mutator!r} is no transform: write `@P.semantic_function()`, with ()")
+    if inspect.isfunction(formatter):  # a decorator without parentheses
+        return semantic_function()(formatter)
+    mutators: list[FuncMutator] = []
+    for mutator in (formatter, conversation_template):
+        if isinstance(mutator, FuncMutator):
+            mutators.append(mutator)
+        elif mutator is not None:
+            raise TypeError(f"{mutator!r} is not a transform such as P.chat_template")
 
     def decorate(pyfunc: Callable[..., Any]) -> SemanticFunction:
         name = _name_of(pyfunc)
@@ -150,7 +169,10 @@ def _semantic_parameters(pyfunc: Callable[..., Any], template: str) -> list[Para
         return params
     outputs = returned_outputs(annotation, pyfunc)
     if outputs is None:
-        raise ValueError(_NO_RETURN)
+        shown = (
+            inspect.formatannotation(annotation) if not isinstance(annotation, str) else annotation
+        )
+        raise ValueError(f"return type `{shown}`: write `-> P.Returns[{shown}]`")
     if any(param.is_output for param in params):
         raise ValueError("its outputs are parameters or those of P.Returns, not both")
     names = output_names(template, [param.name for param in params], len(outputs))
@@ -180,4 +202,6 @@ def _parameters(pyfunc: Callable[..., Any]) -> list[Parameter]:
 
 
 def _output(name: str, output: Output, default: Any = inspect.Parameter.empty) -> Parameter:
+    if (problem := constraint_problem(output.sampling_config)) is not None:
+        raise ValueError(f"output `{name}`: {problem}")
     return Parameter(name, ParamType.OUTPUT_LOC, output.sampling_config, default, output.model)

@@ -58,6 +58,9 @@ class VirtualMachine:
         # The address that OpenAI's clients are given is one of the same server.
         given = core_http_addr or os.environ.get("PARROT_URL") or _DEFAULT_URL
         urls = [url.strip().rstrip("/").removesuffix("/v1") for url in given.split(",")]
+        for url in urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"`{url}` is not a URL: write `http://{url}`")
         self.core_http_addr = ",".join(urls)
         self.stat_run_time = 0.0
         self._api_key = api_key or os.environ.get("PARROT_KEY") or None
@@ -172,7 +175,13 @@ class VirtualMachine:
         try_register: bool = True,
         **metadata: Any,
     ) -> SemanticFunction:
-        """A semantic function made of values; the body is taken as it is, without a formatter."""
+        """A semantic function made of values; the body is taken as it is, without a formatter.
+        Raises `TypeError` for `params` that are not a list of `P.Parameter`."""
+        if not isinstance(params, Sequence) or not all(isinstance(p, Parameter) for p in params):
+            raise TypeError(
+                "`params` of define_function is a list of P.Parameter, such as "
+                f'[P.Parameter("text", P.ParamType.INPUT_LOC)], not {params!r:.80}'
+            )
         name = func_name or f"anonymous_{self._anonymous_ids.next()}"
         return SemanticFunction(name, params, func_body, try_register, **metadata)
 

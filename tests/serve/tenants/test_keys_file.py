@@ -40,7 +40,7 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
     ("entries", "words"),
     [
         ([{"id": "a"}], ["keys.0", "`sha256`"]),
-        ([entry("a", "k", scope=["user"])], ["unknown key `scope`", "did you mean `scopes`"]),
+        ([entry("a", "k", scope=["user"])], ["unknown key `scope`", "Did you mean `scopes`"]),
         ([entry("a", "k", scopes=["root"])], ["keys.0: `scopes.0`"]),
         ([entry("a", "k", scopes=[])], ["`scopes`"]),
         ([entry("a", "k", weight=1e-310)], ["`weight`"]),

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import update_wrapper
@@ -11,6 +12,8 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 from pydantic_core import ArgsKwargs, to_json
+
+logger = logging.getLogger("parrot.frontend.pfunc")
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result", covariant=True)
@@ -59,6 +62,18 @@ class Tool(Generic[Given, Result]):
         for key, text in of_parameters.items():
             if key in self.parameters["properties"]:
                 self.parameters["properties"][key].setdefault("description", text)
+        self._warn_of_gaps()
+
+    def _warn_of_gaps(self) -> None:
+        """Warn if the model is not told what the tool does, or which arguments it takes."""
+        if not self.description:
+            logger.warning("tool `%s` has no docstring: the model sees its name only", self.name)
+        annotations = inspect.get_annotations(self.pyfunc)
+        if untyped := [name for name in self.parameters["properties"] if name not in annotations]:
+            names = ", ".join(f"`{name}`" for name in untyped)
+            logger.warning(
+                "tool `%s`: %s without a type, so the model may pass any", self.name, names
+            )
 
     def __repr__(self) -> str:
         return f"<Tool {self.name}>"

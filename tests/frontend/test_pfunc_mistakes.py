@@ -1,0 +1,89 @@
+"""Mistakes that are named where they are made."""
+
+import re
+from typing import Any
+
+import pytest
+
+from parrot import P
+
+
+@P.semantic_function
+def without_parentheses(x: P.Input, y: P.Output):
+    """Say {{x}}: {{y}}"""
+
+
+def test_a_decorator_without_parentheses_works() -> None:
+    assert [param.name for param in without_parentheses.outputs] == ["y"]
+    with pytest.raises(TypeError, match="is not a transform"):
+        P.semantic_function("chat")  # type: ignore[call-overload]
+
+
+def a_list(x: P.Input) -> list[str]:  # type: ignore[empty-body]
+    """Names of {{x}}: {{y}}"""
+
+
+def test_a_plain_return_type_is_corrected() -> None:
+    with pytest.raises(ValueError, match=re.escape("write `-> P.Returns[list[str]]`")) as caught:
+        P.semantic_function()(a_list)
+    assert "`a_list`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"regex": "[0-9"}, "regex `[0-9`: unterminated character set"),
+        ({"regex": "(a"}, "regex `(a`: missing )"),
+        ({"regex": "*a"}, "regex `*a`: nothing to repeat"),
+        ({"json_schema": "{"}, "json_schema is not JSON"),
+        ({"json_schema": "[]"}, "json_schema must be a JSON object"),
+        ({"json_schema": {"type": "str"}}, "json_schema has the unknown type `str`: did you"),
+        (
+            {"json_schema": {"type": "object", "properties": {"n": {"type": "int"}}}},
+            "json_schema has the unknown type `int`: did you mean `integer`?",
+        ),
+    ],
+)
+def test_a_broken_constraint_names_function_and_output(
+    options: dict[str, Any], problem: str
+) -> None:
+    def count(x: P.Input, y: P.Output(**options)):  # type: ignore[valid-type]
+        """{{x}} {{y}}"""
+
+    with pytest.raises(ValueError, match=re.escape(f"`count`: output `y`: {problem}")):
+        P.semantic_function()(count)
+
+
+def test_what_only_engines_know_is_left_to_them() -> None:
+    def letters(x: P.Input, y: P.Output(regex=r"\p{L}+")):  # type: ignore[valid-type]
+        """{{x}} {{y}}"""
+
+    assert P.semantic_function()(letters)
+
+
+def test_wrong_params_of_define_function() -> None:
+    with pytest.raises(TypeError, match=r"is a list of P\.Parameter, such as"):
+        P.VirtualMachine().define_function("s", "{{text}}", {"text": P.Input})  # type: ignore[arg-type]
+
+
+def test_an_address_without_a_scheme() -> None:
+    with pytest.raises(ValueError, match=re.escape("write `http://localhost:9000`")):
+        P.VirtualMachine("localhost:9000")
+
+
+def test_a_tool_that_tells_the_model_little(caplog: pytest.LogCaptureFixture) -> None:
+    @P.tool
+    def price(item) -> float:  # type: ignore[no-untyped-def]
+        return 1.0
+
+    assert "tool `price` has no docstring" in caplog.text
+    assert "`item` without a type" in caplog.text
+    caplog.clear()
+
+    @P.tool
+    def cost(item: str) -> float:
+        """The price of an item."""
+        return 1.0
+
+    assert not caplog.text
+    assert (price("a"), cost("a")) == (1.0, 1.0)
