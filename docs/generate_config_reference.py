@@ -43,7 +43,7 @@ from parrot.gateway.vendors.responses.fields import ResponseRequest
 from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, public, sampling
 from parrot.protocol.endpoint import Access, rules
-from parrot.protocol.sampling import CONSTRAINTS
+from parrot.protocol.sampling import CONSTRAINTS, DefaultSampling
 from parrot.protocol.server_config import ConnectionLimits
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
 from parrot.serve.core import ServeCore
@@ -193,6 +193,12 @@ As ServeCore's.
 
 {serve_core}
 
+### `default_sampling`
+
+For the engine types `builtin`, `huggingface` and `sim`.
+
+{default_sampling}
+
 ### `scheduler`
 
 {scheduler}
@@ -252,6 +258,7 @@ def configuration_page() -> str:
         engine=section(engine, doc=engine_config.EngineConfig, without=OPERATOR_ENGINE),
         serve_core=section(cores.ServeCoreAddress),
         scheduler=section(scheduler, without=ENGINE_SWITCHES),
+        default_sampling=section(DefaultSampling),
         engine_switches=table(scheduler, ENGINE_SWITCHES),
         builtin=section(instance, without=INSTANCE_SWITCHES),
         instance_switches=table(instance, INSTANCE_SWITCHES),

@@ -105,7 +105,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses("model", args.model)
     instance = {"num_kv_cache_blocks": 1024, "num_threads": args.threads}
     config = BuiltinConfig.model_validate({"model": args.model, "instance": instance})
-    runner, _ = load_runner(config)
+    runner = load_runner(config).runner
     assert isinstance(runner, ModelRunner), "this is about CPUs"
     arms = {"parrot": lambda prompt: parrot_times(runner, prompt, args.decode)}
     llama = None

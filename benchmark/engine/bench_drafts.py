@@ -122,7 +122,7 @@ class Bench:
                 "instance": {"load_format": "dummy" if is_shape else "auto", "max_seq_len": 32768},
             }
         )
-        runner, tokenizer = load_runner(self.config)
+        runner, tokenizer, _ = load_runner(self.config)
         self.language = Language.of(tokenizer)
         self.runner = runner
         gc.collect()

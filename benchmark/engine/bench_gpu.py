@@ -82,7 +82,7 @@ def config_of(model: str, *, shares: bool = True, kv: str = "auto") -> BuiltinCo
 
 def load_cuda(config: BuiltinConfig) -> tuple[CudaRunner, TokenizerResponse]:
     """The runner with random KV in its pool, which contexts of `decode` begin with."""
-    runner, tokenizer = load_runner(config)
+    runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, CudaRunner)
     cache = runner._cache
     for layer in cache.pool:

@@ -59,7 +59,7 @@ class Bench:
         self.config = BuiltinConfig(
             model=args.model, device=args.device, instance={"load_format": args.load_format}
         )
-        self.runner, tokenizer = load_runner(self.config)
+        self.runner, tokenizer, _ = load_runner(self.config)
         began = time.perf_counter()
         grammars = GrammarCompiler.of(tokenizer, self.runner.info.vocab_size)
         assert grammars is not None, "the bytes of this model's tokens are not known"

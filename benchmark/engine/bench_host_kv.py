@@ -233,7 +233,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     config = config_of(args.host_kv_gb, args.kv, args.ranks)
     report.uses(MODEL, {"config": config.model_dump(mode="json")})
     began = time.perf_counter()
-    runner, tokenizer = load_runner(config)
+    runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, CudaRunner)
     report.add("rows", {"case": "loading", "s": time.perf_counter() - began})
 

@@ -21,16 +21,16 @@ from benchmark.engine.gpu_cases import Decode, Sequences
 from benchmark.results import Report, run
 from parrot.engine.core.steps import PENDING, LaunchedStep, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.runner.cuda import CudaRunner
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 CHOICES = {
-    "greedy": SamplingConfig(temperature=0),
-    "temperature": SamplingConfig(temperature=0.8),
-    "min_p": SamplingConfig(temperature=0.8, min_p=0.05),
-    "top_p": SamplingConfig(temperature=0.8, top_p=0.95),
-    "top_k, top_p": SamplingConfig(temperature=0.8, top_k=20, top_p=0.95),
-    "penalties": SamplingConfig(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5),
-    "all penalties": SamplingConfig(
+    "greedy": ResolvedSampling(temperature=0),
+    "temperature": ResolvedSampling(temperature=0.8),
+    "min_p": ResolvedSampling(temperature=0.8, min_p=0.05),
+    "top_p": ResolvedSampling(temperature=0.8, top_p=0.95),
+    "top_k, top_p": ResolvedSampling(temperature=0.8, top_k=20, top_p=0.95),
+    "penalties": ResolvedSampling(temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5),
+    "all penalties": ResolvedSampling(
         temperature=0.8, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1
     ),
 }
@@ -40,7 +40,7 @@ TEXT = memoryview(array("i", random.Random(0).choices(range(20000), k=CONTEXT + 
 """What contexts hold, for penalties; the second half of the first CONTEXT tokens is output too."""
 
 
-def drawn(step: SequenceStep, sampling: SamplingConfig, *, is_first: bool) -> SequenceStep:
+def drawn(step: SequenceStep, sampling: ResolvedSampling, *, is_first: bool) -> SequenceStep:
     """Only the first step's tokens are known before it is launched."""
     known = TEXT[: step.end if is_first else step.end - 1]
     spec = SampleSpec(

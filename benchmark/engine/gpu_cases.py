@@ -12,11 +12,11 @@ from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from parrot.engine.core.steps import RunnerInfo, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 Row = dict[str, Any]
 
-GREEDY = SamplingConfig(temperature=0.0)
+GREEDY = ResolvedSampling(temperature=0.0)
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
 LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
 

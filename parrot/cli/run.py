@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +19,8 @@ from parrot.cli.servers import require_packages, running
 from parrot.cluster import Cluster
 from parrot.cluster.ports import ask
 from parrot.gateway.page.visitors import page_url
-from parrot.protocol.public import EngineStatus, ModelsResponse, ReadyResponse
+from parrot.protocol.public import EngineStatus, ModelCard, ModelsResponse, ReadyResponse
+from parrot.protocol.sampling import DefaultSampling
 from parrot.protocol.server_config import kept_token
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, parse_config
@@ -69,17 +71,29 @@ def show_health(core: str, config_path: Path | None) -> None:
         sys.exit(1)
     if ready.engines is not None:
         OUT.print(f"{ready.num_queued} queued", engine_table(ready.engines), sep="\n")
+        _show_sampling((e.model, e.default_sampling) for e in ready.engines)
         return
     models = _models(*address)
-    OUT.print(f"it serves {', '.join(models)}" if models else "engines are up", soft_wrap=True)
+    names = ", ".join(card.id for card in models)
+    OUT.print(f"it serves {names}" if models else "engines are up", soft_wrap=True)
+    _show_sampling((card.id, card.default_sampling) for card in models)
     OUT.print("`parrot top` shows the engines")
 
 
-def _models(host: str, port: int) -> list[str]:
+def _show_sampling(defaults: Iterable[tuple[str, DefaultSampling | None]]) -> None:
+    """Print a line for each model, and for each difference between its engines."""
+    for model, sampling in dict.fromkeys(defaults):
+        if sampling is not None:
+            OUT.print(
+                f"Default sampling of {model}: {sampling.shown()}", soft_wrap=True, markup=False
+            )
+
+
+def _models(host: str, port: int) -> list[ModelCard]:
     """The models that are served; none if programs need an API key, which is not sent."""
     status, answer = ask(host, port, "/v1/models", timeout_s=5.0) or (None, None)
     with suppress(ValidationError):
-        return [] if status != 200 else [m.id for m in ModelsResponse.model_validate(answer).data]
+        return [] if status != 200 else ModelsResponse.model_validate(answer).data
     return []
 
 

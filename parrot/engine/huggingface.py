@@ -36,7 +36,9 @@ from parrot.engine.core.steps import (
 from parrot.engine.models.checkpoint import (
     EMBEDDED,
     Checkpoint,
+    LoadedModel,
     open_checkpoint,
+    open_default_sampling,
     open_tokenizer,
     resolve_device,
     resolve_dtype,
@@ -44,7 +46,6 @@ from parrot.engine.models.checkpoint import (
 from parrot.engine.runner.device import StepReads, make_of, noticing_loss
 from parrot.engine.runner.log_probabilities import as_logprobs, score_tokens
 from parrot.engine.runner.sampling import sample
-from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import Logprobs
 from parrot.utils.config import ConfigError
@@ -306,7 +307,7 @@ _BLOCK_SIZE = 16
 _UNKNOWN_MAX_LEN = 2048
 
 
-def load_runner(config: HuggingFaceConfig) -> tuple[HuggingFaceRunner, TokenizerResponse]:
+def load_runner(config: HuggingFaceConfig) -> LoadedModel[HuggingFaceRunner]:
     """Load what the config names; takes seconds to minutes. Raises `ConfigError` for a model that
     is not there or that cannot be served. No code of a model's repository is ever run."""
     device = resolve_device(config.device)
@@ -317,8 +318,10 @@ def load_runner(config: HuggingFaceConfig) -> tuple[HuggingFaceRunner, Tokenizer
     if config.model == EMBEDDED or Path(config.model).suffix == ".gguf":
         checkpoint = open_checkpoint(config.model)
         model, tokenizer = _from_gguf(checkpoint, dtype), checkpoint.load_tokenizer()
+        default_sampling = checkpoint.default_sampling
     else:
         model, tokenizer = _from_pretrained(config.model, dtype), None
+        default_sampling = open_default_sampling(config.model)
     if config.tokenizer or tokenizer is None:
         tokenizer = open_tokenizer(config.tokenizer or config.model)
     runner = HuggingFaceRunner(
@@ -328,7 +331,7 @@ def load_runner(config: HuggingFaceConfig) -> tuple[HuggingFaceRunner, Tokenizer
         max_seq_len=_max_seq_len(model, config.instance.max_seq_len),
     )
     logger.info("loaded %s in %.1f s", config.model, time.perf_counter() - started)
-    return runner, tokenizer
+    return LoadedModel(runner, tokenizer, default_sampling)
 
 
 def _from_pretrained(name: str, dtype: torch.dtype) -> Any:

@@ -584,6 +584,7 @@ class RunnerService:
             block_size=core.info.block_size,
             costs=self.runtime_info().costs,
             capabilities=Capabilities(features=self._sampling | FEATURES - SERVER_FEATURES),
+            default_sampling=core.language.default_sampling,
         )
 
     def tokenizer(self) -> TokenizerResponse | None:

@@ -32,6 +32,7 @@ from parrot.engine.core.steps import (
 from parrot.engine.service import RunnerService, Verb, apply_verbs, deliver
 from parrot.protocol.engine_api import RuntimeInfo, SpecialIds, StepCosts, TokenizerResponse
 from parrot.protocol.errors import EngineFailed, Unavailable
+from parrot.protocol.sampling import NEUTRAL_SAMPLING
 from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.clock import Clock, MonotonicClock
 
@@ -177,7 +178,9 @@ class SimService(RunnerService):
     ) -> None:
         clock = clock or MonotonicClock()
         runner = SimRunner(config.instance, clock)
-        core = EngineCore(config, runner, Language.of(byte_tokenizer_response()), clock)
+        sampling = config.default_sampling.over(NEUTRAL_SAMPLING)
+        language = Language.of(byte_tokenizer_response(), default_sampling=sampling)
+        core = EngineCore(config, runner, language, clock)
         self._sim_driver = SimDriver(core, clock, runner, leaps=leaps)
         super().__init__(config, self._sim_driver, warm_up=False)
 

@@ -20,7 +20,7 @@ from parrot.protocol.fields import (
     Text,
     TokenIds,
 )
-from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig, WireLogprobs
+from parrot.protocol.sampling import MAX_LOGPROBS, DefaultSampling, SamplingConfig, WireLogprobs
 from parrot.utils.addresses import is_host, is_metadata
 
 NO_PARENT = -1
@@ -458,6 +458,9 @@ class EngineInfo(InternalPayload):
     block_size: Positive = 1
     costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
     capabilities: Capabilities = Capabilities()
+    default_sampling: DefaultSampling | None = Field(
+        None, description="for what a request does not set; null: its server's, not known"
+    )
     incarnation: str = Field(
         "",
         max_length=256,

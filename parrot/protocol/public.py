@@ -22,7 +22,7 @@ from parrot.protocol.fields import (
     Text,
     Traceparent,
 )
-from parrot.protocol.sampling import SamplingConfig, TokenLogprob
+from parrot.protocol.sampling import DefaultSampling, SamplingConfig, TokenLogprob
 
 MAX_PARAMETERS = 1024
 
@@ -447,6 +447,9 @@ class ModelCard(Answer):
     created: int = 0
     owned_by: str = "parrot"
     max_model_len: int | None = Field(None, description="tokens of prompt and output together")
+    default_sampling: DefaultSampling | None = Field(
+        None, description="for the fields that a request does not set; null: its server's"
+    )
     type: Literal["model"] = "model"
 
     @computed_field
@@ -496,6 +499,9 @@ class EngineStatus(Answer):
     hit_tokens: int = Field(0, description="prompt tokens that a context had")
     recomputed_tokens: int = Field(0, description="those computed though a context had them once")
     evicted_tokens: int = Field(0, description="tokens of contexts that were freed to make room")
+    default_sampling: DefaultSampling | None = Field(
+        None, description="for the fields that a request does not set; null: its server's"
+    )
 
 
 class DrainRequest(BaseModel):

@@ -38,6 +38,11 @@ _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 Choices = Annotated[tuple[_Choice, ...], Field(min_length=1, max_length=MAX_CHOICES)]
 LogitBias = Annotated[dict[TokenId, _Bias], Field(max_length=1024)]
 StopStrings = Annotated[tuple[_StopString, ...], Field(max_length=MAX_STOP_STRINGS)]
+_Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+_TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+_TopK = Annotated[int, Field(ge=0, le=2**31 - 1)]
+_MinP = Annotated[float, Field(ge=0.0, le=1.0)]
+_RepetitionPenalty = Annotated[float, Field(ge=0.0, le=10.0)]
 
 _SAME = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
 OPENAI_NAMES = {name: name for name in _SAME} | {"stop_str": "stop"}
@@ -48,24 +53,23 @@ VLLM_NAMES = {name: name for name in _FURTHER} | {"ignore_tokenizer_eos": "ignor
 
 
 class SamplingConfig(BaseModel):
-    """All fields are optional. `temperature=0` is greedy; penalties of 0 (and a repetition penalty
-    of 0 or 1) are off; `max_gen_length` is in tokens. `grammar` is Lark text; an output with
-    `choices` is one of them. `logprobs`: give the log probability of each token, and of so many of
-    the most likely ones in its place (see `Logprobs`)."""
+    """All fields are optional. The engine that runs the call fills in `temperature`, `top_p`,
+    `top_k`, `min_p` and `repetition_penalty` if they are null. `grammar` is Lark text. An output
+    with `choices` is one of them. `logprobs`: see `Logprobs`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=1, le=2**31 - 1)
-    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
-    max_gen_length: GenLength = 512
+    temperature: _Temperature | None = Field(default=None, description="0: greedy")
+    top_p: _TopP | None = Field(default=None, description="1: off")
+    top_k: _TopK | None = Field(default=None, description="0: off")
+    min_p: _MinP | None = Field(default=None, description="0: off")
+    max_gen_length: GenLength = Field(default=512, description="in tokens")
     ignore_tokenizer_eos: bool = False
     stop_token_ids: StopIds = ()
     stop_str: _StopString | StopStrings | None = Field(default=None)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=0.0, ge=0.0, le=10.0)
+    repetition_penalty: _RepetitionPenalty | None = Field(default=None, description="0 or 1: off")
     length_penalty: float = Field(default=0.0, ge=-10.0, le=10.0)
     n: int = Field(default=1, ge=1, le=16)
     best_of: int = Field(default=1, ge=1, le=16)
@@ -81,7 +85,12 @@ class SamplingConfig(BaseModel):
     regex: Grammar | None = None
     grammar: Grammar | None = None
     choices: Choices | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    logprobs: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="of each token, and of this number of the most likely tokens in its place",
+    )
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:
@@ -117,7 +126,7 @@ class SamplingConfig(BaseModel):
             self.presence_penalty
             or self.frequency_penalty
             or self.logit_bias
-            or self.repetition_penalty not in (0.0, 1.0)
+            or self.repetition_penalty not in (None, 0.0, 1.0)
         )
 
     @property
@@ -126,9 +135,10 @@ class SamplingConfig(BaseModel):
         return self.is_greedy or self.seed is not None
 
     def needs(self) -> frozenset[str]:
-        """The fields that are set, and not to their defaults."""
+        """The fields that are set, to values with which an engine must do something."""
+        fields = self.__dict__
         given = self.model_fields_set
-        return frozenset([name for name in given if getattr(self, name) != _DEFAULTS[name]])
+        return frozenset([name for name in given if fields[name] not in _NEEDS_NOTHING[name]])
 
     def require_support(self, supported: frozenset[str], server: str) -> None:
         """Raise `UnsupportedField` naming the first field that is set and not in `supported`.
@@ -140,7 +150,66 @@ class SamplingConfig(BaseModel):
                 raise UnsupportedField(f"{server} does not support `{name}` yet", param=name)
 
 
-_DEFAULTS: dict[str, Any] = SamplingConfig().model_dump()
+class ResolvedSampling(SamplingConfig):
+    """A sampling config whose values all count: an engine has filled in those that were None."""
+
+    temperature: _Temperature = 1.0
+    top_p: _TopP = 1.0
+    repetition_penalty: _RepetitionPenalty = 1.0
+
+
+class DefaultSampling(BaseModel):
+    """The values of a model or an engine for the sampling fields that a request leaves None."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    temperature: _Temperature | None = Field(default=None, description="0: greedy")
+    top_p: _TopP | None = Field(default=None, description="1: off")
+    top_k: _TopK | None = Field(default=None, description="0: off")
+    min_p: _MinP | None = Field(default=None, description="0: off")
+    repetition_penalty: _RepetitionPenalty | None = Field(
+        default=None, description="1: off; not for outputs with a grammar"
+    )
+
+    def over(self, other: "DefaultSampling") -> "DefaultSampling":
+        """These values, and those of `other` for the fields that are None here."""
+        return DefaultSampling.model_validate(dict(other) | self.model_dump(exclude_none=True))
+
+    def shown(self) -> str:
+        """The values that have an effect, for people to read."""
+        named = [
+            f"{name} {value:g}"
+            for name, value in self.__dict__.items()
+            if value is not None and (name == "temperature" or value != _NEUTRAL[name])
+        ]
+        return ", ".join(named)
+
+    def resolve(self, config: SamplingConfig) -> ResolvedSampling:
+        """Fill in the fields that `config` leaves None. Penalizing repetition would push an output
+        with a grammar towards wrong text, so that such an output has only the penalty it sets."""
+        fields = config.__dict__.copy()
+        if fields["repetition_penalty"] is None and config.constraint is not None:
+            fields["repetition_penalty"] = 1.0
+        for name, value in self.__dict__.items():
+            if fields[name] is None:
+                fields[name] = _NEUTRAL[name] if value is None else value
+        fields["top_k"] = fields["top_k"] or None
+        return ResolvedSampling.model_construct(**fields)
+
+
+_NEUTRAL: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+NEUTRAL_SAMPLING = DefaultSampling(**_NEUTRAL)
+"""The defaults if neither an engine's config nor its model has any: the model's distribution."""
+_NEEDS_NOTHING: dict[str, tuple[Any, ...]] = {
+    name: (value, _NEUTRAL[name]) if name in _NEUTRAL else (value,)
+    for name, value in SamplingConfig().model_dump().items()
+}
 
 
 class TokenTable(Protocol):

@@ -149,6 +149,7 @@ def engine_view(engine: EngineView) -> EngineStatus:
         hit_tokens=engine.kv.hit,
         recomputed_tokens=engine.kv.recomputed.total(),
         evicted_tokens=engine.kv.evicted,
+        default_sampling=info.default_sampling,
     )
 
 

@@ -110,10 +110,12 @@ def test_ping_sends_no_token_unasked_and_says_what_is_served(core: ThreadingHTTP
     result = parrot("ping", "--core", url(core))
     assert result.returncode == 0, result.stderr
     assert "engines are up\n`parrot top` shows the engines" in result.stdout
-    card = {"id": "embedded", "created": 0}
+    sampling = {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.0}
+    card = {"id": "embedded", "created": 0, "default_sampling": sampling}
     names = {"model_name": "embedded", "tokenizer_name": "embedded"}
     handler.answers["/v1/models"] = (200, {"data": [card], "models": [names]})
-    assert "it serves embedded\n" in parrot("ping", "--core", url(core)).stdout
+    shown = parrot("ping", "--core", url(core)).stdout
+    assert "it serves embedded\nDefault sampling of embedded: temperature 0.2, top_p 0.9\n" in shown
     assert handler.credentials == {None}
 
 

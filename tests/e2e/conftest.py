@@ -8,6 +8,7 @@ import pytest
 from parrot.cluster import Cluster
 from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
+from tests.support.plain_sampling import PLAIN_SAMPLING
 
 # Fast enough for tests, slow enough to act while a completion runs: about 50 tokens a second.
 SLOW_SIM = {"engine_type": "sim", "model": "sim", "instance": {"step_s": 0.02}}
@@ -28,6 +29,7 @@ def embedded_cluster() -> Iterator[Cluster]:
     computed."""
     core = {"global_scheduler": {"reuse_results": False}}
     engine = {"model": "embedded", "dtype": "float32", "instance": {"block_size": 16}}
+    engine |= PLAIN_SAMPLING
     with Cluster(core=core, engines=[engine]) as cluster:
         yield cluster
 

@@ -13,6 +13,7 @@ import transformers
 
 from parrot.cluster import Cluster
 from tests.support.embedded_folder import write_embedded_folder
+from tests.support.plain_sampling import PLAIN_SAMPLING
 
 TEXTS = [
     "A parrot is a bird.",
@@ -32,7 +33,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    engine = {"model": "embedded", "dtype": "float32", "fill_chunk_size": 100}
+    engine = {"model": "embedded", "dtype": "float32", "fill_chunk_size": 100} | PLAIN_SAMPLING
     with Cluster(engines=[engine]) as running:
         yield running
 

@@ -11,13 +11,14 @@ import pytest
 from parrot.cluster import Cluster
 from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
+from tests.support.plain_sampling import PLAIN_SAMPLING
 
 TEXTS = ["A parrot is a bird.", "Budgerigars are small birds.", "x", "The lamp was lit. " * 60]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    engine = {"model": "embedded", "dtype": "float32", "fill_chunk_size": 64}
+    engine = {"model": "embedded", "dtype": "float32", "fill_chunk_size": 64} | PLAIN_SAMPLING
     with Cluster(engines=[engine]) as running:
         yield running
 

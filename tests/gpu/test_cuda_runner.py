@@ -34,7 +34,7 @@ from parrot.protocol.engine_api import (
     StreamChunk,
 )
 from parrot.protocol.errors import OutOfMemory, ParrotError
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL, relative_error
 from tests.support.runner_driver import Context, Driver
@@ -248,7 +248,7 @@ def test_sharing_changes_nothing(make_runner: MakeRunner) -> None:
 
 def test_seeded_sampling_is_the_same_alone_and_in_a_batch(make_runner: MakeRunner) -> None:
     runner = make_runner()
-    sampling = SamplingConfig(temperature=1.5, top_p=0.95)
+    sampling = ResolvedSampling(temperature=1.5, top_p=0.95)
 
     def plan(*seeds: int) -> StepPlan:
         specs = [SampleSpec(seed, sampling, seed, 2) for seed in seeds]

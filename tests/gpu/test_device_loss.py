@@ -19,14 +19,14 @@ from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.checkpoint import load_decoder
 from parrot.engine.core.steps import DeviceLost, SampleSpec, SequenceStep, StepPlan
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 model = load_decoder(open_checkpoint(sys.argv[1]), torch.float32, torch.device("cuda"))
 runner = CudaRunner(model, 64, 64, CudaOptions(max_rows=4))
 runner.warm_up()
 
 def plan(start):
-    spec = SampleSpec(1, SamplingConfig(temperature=0), 0, start + 1)
+    spec = SampleSpec(1, ResolvedSampling(temperature=0), 0, start + 1)
     return StepPlan((SequenceStep(1, [1], start, [0], spec),))
 
 runner.run(plan(0))

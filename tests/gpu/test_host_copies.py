@@ -176,7 +176,7 @@ def test_random_operations(tmp_path: Path) -> None:
             },
         }
     )
-    runner, tokenizer = load_runner(config)
+    runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, CudaRunner)
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
     assert core.host is not None

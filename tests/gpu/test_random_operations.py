@@ -39,7 +39,7 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             "instance": {"num_kv_cache_blocks": NUM_BLOCKS, "block_size": 16, "max_seq_len": 400},
         }
     )
-    runner, tokenizer = load_runner(config)
+    runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, CudaRunner)
     launch, prompts_ahead, penalized_ahead = runner.launch, [], []
 

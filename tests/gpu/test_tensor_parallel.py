@@ -32,7 +32,7 @@ from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_rank, load_runner
 from parrot.engine.runner.ranks import RankProcesses, processes, unit
 from parrot.protocol.engine_api import GenerateRequest
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from parrot.utils.clock import MonotonicClock
 from tests.support import stopped_rank
 from tests.support.processes import children
@@ -79,7 +79,7 @@ def two_ranks(folder: Path, **instance: Any) -> Iterator[tuple[CudaRunner, RankP
     settings = config(folder, 2, **instance)
     processes = RankProcesses(settings)
     try:
-        runner, _ = load_rank(settings, processes)
+        runner = load_rank(settings, processes).runner
         assert isinstance(runner, CudaRunner)
         try:
             yield runner, processes
@@ -100,7 +100,7 @@ def outputs(runner: CudaRunner) -> list[Any]:
     for i, child in enumerate(children):
         child.tokens += [100 + i]
     found.append(driver.generate(children, 8))
-    drawn = SamplingConfig(temperature=1.2, top_p=0.9, seed=3)
+    drawn = ResolvedSampling(temperature=1.2, top_p=0.9, seed=3)
     found.append(driver.generate([driver.context(p) for p in prompts], 8, sampling=drawn))
     return found
 
@@ -112,7 +112,7 @@ def test_tokens_are_those_of_one_gpu(tmp_path: Path, family: str) -> None:
 
 
 def compare_tokens(folder: Path) -> None:
-    alone, _ = load_rank(config(folder, 1), None)
+    alone = load_rank(config(folder, 1), None).runner
     assert isinstance(alone, CudaRunner)
     want = outputs(alone)
     with two_ranks(folder) as (runner, _):
@@ -181,7 +181,7 @@ def compare_host_tier(folder: Path) -> None:
         assert tier.totals.num_stored > world.num_operations // 10
         assert tier.totals.num_brought_back > world.num_operations // 50
         world.check_answers(runner, 40)
-    alone, _ = load_rank(config(folder, 1), None)
+    alone = load_rank(config(folder, 1), None).runner
     world.check_answers(alone, 40)
 
 

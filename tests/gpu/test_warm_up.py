@@ -13,7 +13,7 @@ import triton
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -26,11 +26,11 @@ SIZES = {
     "max_position_embeddings": 16384,
 }
 SAMPLINGS = [
-    SamplingConfig(temperature=0),
-    SamplingConfig(temperature=0.8),
-    SamplingConfig(top_p=0.9),
-    SamplingConfig(top_k=20, min_p=0.1),
-    SamplingConfig(presence_penalty=0.5),
+    ResolvedSampling(temperature=0),
+    ResolvedSampling(temperature=0.8),
+    ResolvedSampling(top_p=0.9),
+    ResolvedSampling(top_k=20, min_p=0.1),
+    ResolvedSampling(presence_penalty=0.5),
 ]
 
 

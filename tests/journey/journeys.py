@@ -40,6 +40,7 @@ from parrot.protocol.transport import App
 from parrot.simulation import SimCluster, run_virtual
 from parrot.simulation.links import DistantTransport, lan
 from parrot.utils.clock import MonotonicClock
+from tests.support.plain_sampling import PLAIN_SAMPLING
 
 _PACKAGE = str(Path(parrot.__file__).parent) + "/"
 _SETTLED_S = 5.0  # of virtual time, in which all that follows a request has happened
@@ -197,6 +198,7 @@ async def engine_journey(profiler: Profiler) -> None:
             "device": "cpu",
             "serve_core": {"host": "localhost", "port": 9000},
             "instance": {"host_kv_gb": 0, "num_kv_cache_blocks": 256},
+            **PLAIN_SAMPLING,
         }
     )
     service = create_service(config)

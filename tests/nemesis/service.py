@@ -16,6 +16,7 @@ from tests.nemesis.database import Database
 from tests.nemesis.history import Account, AnsweredCall
 from tests.nemesis.link import Link
 from tests.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engine
+from tests.support.plain_sampling import PLAIN_SAMPLING
 
 CORES = "serve-core"
 """The lock of the ServeCores, and the name of the first."""
@@ -43,6 +44,7 @@ EMBEDDED: dict[str, Any] = {
     "model": "embedded",
     "served_model_name": "sim",
     "dtype": "float32",
+    **PLAIN_SAMPLING,
     "heartbeat_interval": 0.2,
     "instance": {"block_size": 16, "num_kv_cache_blocks": 1024, "num_threads": 1},
 }

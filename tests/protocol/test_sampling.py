@@ -5,12 +5,19 @@ from pydantic import BaseModel, ValidationError
 
 from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.protocol.sampling import Logprobs, SamplingConfig, WireLogprobs
+from parrot.protocol.sampling import (
+    NEUTRAL_SAMPLING,
+    DefaultSampling,
+    Logprobs,
+    ResolvedSampling,
+    SamplingConfig,
+    WireLogprobs,
+)
 
 
 def test_defaults_are_those_of_the_public_surface() -> None:
     config = SamplingConfig()
-    assert (config.temperature, config.top_p, config.max_gen_length) == (1.0, 1.0, 512)
+    assert config.max_gen_length == 512
     assert config.stop_strings == ()
     assert not config.is_greedy
     assert not config.is_deterministic
@@ -24,7 +31,7 @@ def test_defaults_are_those_of_the_public_surface() -> None:
         ("temperature", float("inf")),
         ("top_p", 0.0),
         ("top_p", 1.1),
-        ("top_k", 0),
+        ("top_k", -1),
         ("max_gen_length", 0),
         ("n", 17),
         ("n", 10**30),
@@ -41,6 +48,42 @@ def test_out_of_bounds_values_are_refused_by_name(field: str, value: object) -> 
     with pytest.raises(ValidationError) as caught:
         SamplingConfig.model_validate({field: value})
     assert caught.value.errors()[0]["loc"][0] == field
+
+
+def test_what_a_request_leaves_unset_comes_from_the_engine_and_then_the_model() -> None:
+    of_model = DefaultSampling(temperature=0.6, top_k=20, repetition_penalty=1.1)
+    of_engine = DefaultSampling(temperature=0.3, min_p=0.0).over(of_model)
+    found = of_engine.resolve(SamplingConfig(top_p=0.5, seed=7, max_gen_length=3))
+    assert (found.temperature, found.top_p, found.top_k) == (0.3, 0.5, 20)
+    assert (found.min_p, found.repetition_penalty) == (0.0, 1.1)
+    assert (found.seed, found.max_gen_length) == (7, 3)
+    off = {"temperature": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+    neutral = of_engine.resolve(SamplingConfig.model_validate(off))
+    assert (neutral.temperature, neutral.top_k, neutral.adjusts_logits) == (1.0, None, False)
+    assert NEUTRAL_SAMPLING.resolve(SamplingConfig()) == ResolvedSampling(min_p=0.0)
+
+
+@pytest.mark.parametrize("constraint", [{"regex": "a+"}, {"json_schema": {}}, {"choices": ["a"]}])
+def test_a_grammar_takes_no_default_repetition_penalty(constraint: dict[str, Any]) -> None:
+    defaults = DefaultSampling(repetition_penalty=1.1)
+    unset = SamplingConfig.model_validate(constraint)
+    assert not defaults.resolve(unset).adjusts_logits
+    own = SamplingConfig.model_validate(constraint | {"repetition_penalty": 1.3})
+    assert defaults.resolve(own).repetition_penalty == 1.3
+
+
+def test_fields_that_are_not_set_are_not_sent() -> None:
+    unset = SamplingConfig.model_validate(dict(SamplingConfig()) | {"max_gen_length": 4})
+    assert unset.model_dump(exclude_defaults=True) == {"max_gen_length": 4}
+    own = SamplingConfig(temperature=1.0, top_p=1.0, repetition_penalty=0.0)
+    sent = {"temperature": 1.0, "top_p": 1.0, "repetition_penalty": 0.0}
+    assert own.model_dump(exclude_defaults=True) == sent
+
+
+def test_turning_a_field_off_needs_nothing_of_an_engine() -> None:
+    off = {"temperature": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert SamplingConfig.model_validate(off).needs() == frozenset()
+    assert SamplingConfig(top_k=3, temperature=0.5).needs() == {"top_k", "temperature"}
 
 
 def test_unknown_fields_are_refused() -> None:

@@ -19,7 +19,7 @@ from parrot.engine.runner.inputs import (
     adjustments_of,
     draw_settings,
 )
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0},
@@ -45,7 +45,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def specs_of(configs: Sequence[SamplingConfig], first: int = 0) -> list[SampleSpec]:
+def specs_of(configs: Sequence[ResolvedSampling], first: int = 0) -> list[SampleSpec]:
     return [SampleSpec(i, c, 2**40 + i, 3 * i + 1) for i, c in enumerate(configs, first)]
 
 
@@ -66,7 +66,7 @@ def penalized(vocab_size: int, length: int, seed: int = 0) -> list[SampleSpec]:
         context = [rng.randrange(used) for _ in range(rng.randint(length // 2, length))]
         context.append(rng.choice([context[-1], rng.randrange(vocab_size)]))
         output = context[-rng.randint(1, length) :]
-        config = SamplingConfig.model_validate(fields)
+        config = ResolvedSampling.model_validate(fields)
         specs.append(SampleSpec(job_id, config, 0, len(context), output, context))
     return specs
 

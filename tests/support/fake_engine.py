@@ -36,7 +36,7 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.engine_client import EngineClient, OnChunk
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.protocol.http import HttpClient
-from parrot.protocol.sampling import Logprobs
+from parrot.protocol.sampling import DefaultSampling, Logprobs
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.ids import new_token
@@ -321,6 +321,7 @@ def fake_engine(
         tasks_capacity=tasks_capacity,
         tokens_capacity=tokens_capacity,
         capabilities=capabilities or Capabilities(),
+        default_sampling=None if text else DefaultSampling(temperature=0.5, top_k=0),
         incarnation=new_token(),
     )
     return FakeEngine(info, payload, script or Script(), ping_error=ping_error)

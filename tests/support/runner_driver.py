@@ -14,9 +14,9 @@ from parrot.engine.core.steps import (
     StepResult,
     StepRunner,
 )
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
-GREEDY = SamplingConfig(temperature=0)
+GREEDY = ResolvedSampling(temperature=0)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Driver:
     def step(
         self,
         work: Sequence[tuple[Context, int]],
-        sampling: SamplingConfig = GREEDY,
+        sampling: ResolvedSampling = GREEDY,
         read: Mapping[int, PoolSpec | ScoreSpec] | None = None,
     ) -> StepResult:
         """Compute the next `count` wanted tokens of each context; those with none left sample.
@@ -98,7 +98,7 @@ class Driver:
         contexts: Sequence[Context],
         num_tokens: int,
         chunk: int | None = None,
-        sampling: SamplingConfig = GREEDY,
+        sampling: ResolvedSampling = GREEDY,
     ) -> list[list[int]]:
         """All together; prompts are computed `chunk` tokens a step."""
         outputs: list[list[int]] = [[] for _ in contexts]

@@ -64,7 +64,7 @@ function Engines({ engines, isOperator }) {
               <td>
                 <EngineState engine={engine} />
               </td>
-              <td>{engine.model}</td>
+              <td title={sampling(engine.default_sampling)}>{engine.model}</td>
               <td class="number">{engine.num_running}</td>
               <td>
                 <Room total={engine.blocks} free={engine.free_blocks} name="KV blocks in use" />
@@ -87,6 +87,13 @@ function Engines({ engines, isOperator }) {
       </table>
     </div>
   );
+}
+
+/** What holds for a request that does not set its own sampling; a foreign server's is not known. */
+function sampling(defaults) {
+  if (!defaults) return undefined;
+  const values = Object.entries(defaults).map(([name, value]) => `${name} ${value}`);
+  return `Default sampling: ${values.join(", ")}`;
 }
 
 function EngineState({ engine }) {

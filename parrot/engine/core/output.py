@@ -19,7 +19,13 @@ from parrot.protocol.engine_api import (
     StreamChunk,
     TokenizerResponse,
 )
-from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.protocol.sampling import (
+    NEUTRAL_SAMPLING,
+    DefaultSampling,
+    Logprobs,
+    ResolvedSampling,
+    SamplingConfig,
+)
 
 if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler
@@ -121,15 +127,20 @@ class StopStrings:
 @dataclass(frozen=True, slots=True)
 class Language:
     """A model's tokenizer, as it travels (`response`) and as it works (`tokenizer`), to which the
-    markup of calls is not special. `grammars`: None if outputs cannot be constrained."""
+    markup of calls is not special. `grammars`: None if outputs cannot be constrained.
+    `default_sampling`: for the fields that a request leaves None."""
 
     response: TokenizerResponse
     tokenizer: Tokenizer
     grammars: "GrammarCompiler | None" = None
+    default_sampling: DefaultSampling = NEUTRAL_SAMPLING
 
     @classmethod
     def of(
-        cls, response: TokenizerResponse, grammars: "GrammarCompiler | None" = None
+        cls,
+        response: TokenizerResponse,
+        grammars: "GrammarCompiler | None" = None,
+        default_sampling: DefaultSampling = NEUTRAL_SAMPLING,
     ) -> "Language":
         text = response.tokenizer_json
         if any(markup in text for markup in _CALL_MARKUP):
@@ -137,7 +148,7 @@ class Language:
             for token in definition.get("added_tokens") or ():
                 token["special"] = token["special"] and token["content"] not in _CALL_MARKUP
             text = json.dumps(definition)
-        return cls(response, Tokenizer.from_str(text), grammars)
+        return cls(response, Tokenizer.from_str(text), grammars, default_sampling)
 
     @property
     def tokenizer_id(self) -> str:
@@ -158,7 +169,7 @@ class Generation:
 
     def __init__(
         self,
-        sampling: SamplingConfig,
+        sampling: ResolvedSampling,
         seed: int,
         language: Language,
         stream: bool,

@@ -118,7 +118,7 @@ class RequestTable:
         if seed is None:
             seed = hash((self._random_seed, request.request_id)) & (2**63 - 1)
         return Generation(
-            request.sampling,
+            self._language.default_sampling.resolve(request.sampling),
             seed,
             self._language,
             request.stream,

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import StepCosts
 from parrot.protocol.errors import ParrotError
-from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.protocol.sampling import Logprobs, ResolvedSampling
 
 SUPPORTED_SAMPLING = frozenset(
     {
@@ -70,7 +70,7 @@ class SampleSpec(NamedTuple):
     `drafts` come behind both lists, as if they had been sampled before: see `sample_specs`."""
 
     job_id: int
-    sampling: SamplingConfig
+    sampling: ResolvedSampling
     seed: int
     position: int
     output_ids: Sequence[int] = ()

@@ -10,13 +10,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.default_sampling import (
+    EMBEDDED_SAMPLING,
+    folder_sampling,
+    gguf_sampling,
+)
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.ggml_blocks import FourBit
 from parrot.engine.models.gguf_file import GGUFFile
@@ -30,10 +35,13 @@ from parrot.engine.models.tokenizers import (
     word_tokenizer,
 )
 from parrot.protocol.engine_api import TokenizerResponse
+from parrot.protocol.sampling import DefaultSampling
 from parrot.utils.config import ConfigError
 from parrot.utils.installation import EMBEDDED_LINE, EMBEDDED_PACKAGE
 
 logger = logging.getLogger(__name__)
+
+R = TypeVar("R", covariant=True)
 
 EMBEDDED = "embedded"
 _DUMMY_STD = 0.02
@@ -41,6 +49,14 @@ _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GIB = 1 << 30
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+class LoadedModel(NamedTuple, Generic[R]):
+    """A runner, and what a model's files say besides."""
+
+    runner: R
+    tokenizer: TokenizerResponse
+    default_sampling: DefaultSampling
 
 
 class TensorSource(Protocol):
@@ -64,6 +80,7 @@ class Checkpoint:
     shapes: Mapping[str, tuple[int, ...]]
     tensors: TensorSource
     read_tokenizer: Callable[[], TokenizerResponse]
+    default_sampling: DefaultSampling
 
     def load_tokenizer(self) -> TokenizerResponse:
         """Raises `ConfigError`."""
@@ -181,13 +198,21 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
     if dummy and model in KNOWN_SHAPES:
         config = KNOWN_SHAPES[model]
         vocab_size = int(config["vocab_size"])
-        return _checkpoint(model, config, None, lambda: word_tokenizer(vocab_size), seed)
+        return _checkpoint(
+            model, config, None, lambda: word_tokenizer(vocab_size), DefaultSampling(), seed
+        )
     path = _locate(model)
     if path.is_file():
         file = GGUFFile(path)
         tensors = None if dummy else file
+        sampling = gguf_sampling(file.metadata, str(path))
         return _checkpoint(
-            str(path), file.config, tensors, lambda: gguf_tokenizer(file.metadata, str(path)), seed
+            str(path),
+            file.config,
+            tensors,
+            lambda: gguf_tokenizer(file.metadata, str(path)),
+            sampling.over(EMBEDDED_SAMPLING) if model == EMBEDDED else sampling,
+            seed,
         )
     config = read_json(path / "config.json")
     if not config:
@@ -197,6 +222,7 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
         config,
         None if dummy else SafetensorsFolder(path),
         lambda: _folder_or_word_tokenizer(path, config, dummy),
+        folder_sampling(path),
         seed,
     )
 
@@ -210,11 +236,18 @@ def open_tokenizer(name: str) -> TokenizerResponse:
         return folder_tokenizer(path, read_json(path / "config.json"))
 
 
+def open_default_sampling(name: str) -> DefaultSampling:
+    """The sampling that a folder or a hub id recommends. Raises `ConfigError`."""
+    with usable(name):
+        return folder_sampling(_locate(name))
+
+
 def _checkpoint(
     source: str,
     config: HFConfig,
     tensors: TensorSource | None,
     load_tokenizer: Callable[[], TokenizerResponse],
+    default_sampling: DefaultSampling,
     seed: int,
 ) -> Checkpoint:
     spec = spec_from_config(config, source)
@@ -224,7 +257,7 @@ def _checkpoint(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{source}: tensor {missing[0]!r} is missing{more}")
-    return Checkpoint(source, config, spec, shapes, tensors, load_tokenizer)
+    return Checkpoint(source, config, spec, shapes, tensors, load_tokenizer, default_sampling)
 
 
 def _folder_or_word_tokenizer(folder: Path, config: HFConfig, dummy: bool) -> TokenizerResponse:

@@ -32,8 +32,8 @@ class LoadMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`extras`: our sampling field -> the server's name of it. `neutral`: sent with each request,
-    since the server would otherwise put its own or the model's defaults in place of ours.
+    """`extras`: our sampling field -> the server's name of it. `off`: the server's name of a
+    field -> the value that turns it off, sent if a request does so against a server's default.
     `is_serial`: the server has one request at a time; a second one cuts the first short, and who
     leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
     schema of `response_format`. `takes_options`: of the model's template, and earlier reasoning.
@@ -42,7 +42,7 @@ class Dialect:
 
     name: str
     extras: Mapping[str, str] = field(default_factory=dict)
-    neutral: Mapping[str, Any] = field(default_factory=dict)
+    off: Mapping[str, Any] = field(default_factory=dict)
     schema_on_completions: bool = False
     schema_in_object: bool = False
     is_serial: bool = False
@@ -59,14 +59,14 @@ class Dialect:
 OPENAI = Dialect("openai", can=frozenset({"messages", "tools", "cached_tokens"}))
 
 _GUIDED = dict.fromkeys(("regex", "grammar", "choices"), "structured_outputs")
-_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _LLAMA_EXTRAS = {"top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repeat_penalty"}
-_LLAMA_NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
+_LLAMA_OFF = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
 
 VLLM = Dialect(
     "vllm",
     {**VLLM_NAMES, **_GUIDED},
-    _NEUTRAL,
+    _OFF,
     schema_on_completions=True,
     takes_options=True,
     can=frozenset({"messages", "tools", "cache_salt", "cached_tokens", "cancellation"}),
@@ -80,7 +80,7 @@ VLLM = Dialect(
 SGLANG = Dialect(
     "sglang",
     {**VLLM_NAMES, "regex": "regex", "choices": "regex"},
-    _NEUTRAL,
+    _OFF,
     schema_on_completions=True,
     takes_options=True,
     can=frozenset({"messages", "tools", "cache_salt", "cached_tokens", "cancellation"}),
@@ -94,7 +94,7 @@ SGLANG = Dialect(
 LLAMA_CPP = Dialect(
     "llama.cpp",
     {**_LLAMA_EXTRAS, "ignore_tokenizer_eos": "ignore_eos"},
-    _LLAMA_NEUTRAL,
+    _LLAMA_OFF,
     takes_options=True,
     can=frozenset({"messages", "tools", "cached_tokens", "cancellation"}),
     load=LoadMetrics(
@@ -106,7 +106,7 @@ LLAMA_CPP = Dialect(
 LLAMA_CPP_PYTHON = Dialect(
     "llama-cpp-python",
     _LLAMA_EXTRAS,
-    _LLAMA_NEUTRAL,
+    _LLAMA_OFF,
     schema_in_object=True,
     is_serial=True,
     can=frozenset({"messages", "cancellation"}),

@@ -72,7 +72,7 @@ class AnswerWriter:
 
 DONE = b"[DONE]"
 
-_SAME_NAMES = {"top_p", "presence_penalty", "frequency_penalty", "seed"}
+_SAME_NAMES = {"temperature", "top_p", "presence_penalty", "frequency_penalty", "seed"}
 _CONVERSATION = frozenset(
     {
         "messages",
@@ -128,9 +128,7 @@ def request_body(
     length_field = target.chat_length_field if is_chat else "max_tokens"
     body: dict[str, Any] = {
         "model": target.model,
-        "temperature": sampling.temperature,
         length_field: sampling.max_gen_length,
-        **dialect.neutral,
         **_sampling_fields(dialect, sampling),
         **logprob_fields(sampling, is_chat=is_chat),
     }
@@ -173,7 +171,8 @@ def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, Any]:
-    """Only what differs from OpenAI's own defaults, for servers and models that know few fields."""
+    """Only what the request sets: the server's defaults hold for the rest, and some servers and
+    models know few fields."""
     fields = sampling.model_dump(include=set(_SAME_NAMES), exclude_defaults=True)
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
@@ -184,6 +183,8 @@ def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, An
     for ours, theirs in dialect.extras.items():
         if value := getattr(sampling, ours):
             fields[theirs] = _extra(ours, theirs, value)
+        elif value is not None and theirs in dialect.off:
+            fields[theirs] = dialect.off[theirs]
     return fields
 
 

@@ -32,7 +32,7 @@ from parrot.engine.core.steps import (
 from parrot.engine.grammar.constraint import Constraint, fill_masks
 from parrot.engine.kernels import sampling_layout as layout
 from parrot.engine.kernels.noise import noise_keys
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 MIN_TEMPERATURE = 1e-6
 """Lower ones count as this one."""
@@ -249,7 +249,7 @@ apply. ADJUSTED: logits are changed before. SCORED: log probabilities are wanted
 class AdjustedTokens:
     """The entries of one job; updating them takes time for new tokens only."""
 
-    def __init__(self, job_id: int, config: SamplingConfig) -> None:
+    def __init__(self, job_id: int, config: ResolvedSampling) -> None:
         self.job_id = job_id
         self.penalties = (
             config.presence_penalty,
@@ -372,7 +372,7 @@ NO_DRAWS = Draws(0, np.empty(0, dtype=np.int32), None, no_masks)
 class _Choice:
     """The bits of a configuration, and its entries for one job once logits are adjusted."""
 
-    sampling: SamplingConfig
+    sampling: ResolvedSampling
     takes: int
     adjusted: AdjustedTokens | None = None
 
@@ -407,7 +407,7 @@ class DrawBuilder:
         scored = _scored(inputs.samples) if choice & SCORED else _NOT_SCORED
         return Draws(choice, settings, adjustments, masks, scored)
 
-    def _choose(self, row: int, config: SamplingConfig) -> _Choice:
+    def _choose(self, row: int, config: ResolvedSampling) -> _Choice:
         """The choice for a row whose configuration has changed."""
         choice = self._choices[row] = _Choice(config, _takes(config))
         self._settings[row] = draw_settings(config)
@@ -429,7 +429,7 @@ def _masks(
     return partial(masks_of, masked_rows(inputs.samples, pending_of), landed)
 
 
-def draw_settings(config: SamplingConfig) -> IntArray:
+def draw_settings(config: ResolvedSampling) -> IntArray:
     """A row of settings, but for the keys."""
     row = np.zeros(layout.NUM_SETTINGS, dtype=np.int32)
     if config.takes_the_largest:
@@ -442,7 +442,7 @@ def draw_settings(config: SamplingConfig) -> IntArray:
     return row
 
 
-def _takes(config: SamplingConfig) -> int:
+def _takes(config: ResolvedSampling) -> int:
     takes = ADJUSTED if config.adjusts_logits else 0
     takes |= SCORED if config.logprobs is not None else 0
     if config.takes_the_largest:

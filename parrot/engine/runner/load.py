@@ -14,6 +14,7 @@ from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
 from parrot.engine.models.checkpoint import (
     Checkpoint,
+    LoadedModel,
     load_decoder,
     open_checkpoint,
     open_tokenizer,
@@ -28,7 +29,6 @@ from parrot.engine.runner.host.copies import available_memory, host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
 from parrot.engine.runner.ranks.group import RankGroup
-from parrot.protocol.engine_api import TokenizerResponse
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ _MIN_HEAD_DIM = 16
 _E4M3 = (8, 9)
 
 
-def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
+def load_runner(config: BuiltinConfig) -> "LoadedModel[ModelRunner | CudaRunner]":
     """Load what the config names; takes seconds to minutes, and raises `ConfigError` for anything
     that cannot be served exactly. With `tensor_parallel`, also starts the processes of the other
     ranks, which end with the runner."""
@@ -50,14 +50,12 @@ def load_runner(config: BuiltinConfig) -> "tuple[ModelRunner | CudaRunner, Token
         return load_rank(config, None)
     processes = RankProcesses(config)
     with processes.starting():
-        runner, tokenizer = load_rank(config, processes)
-    weakref.finalize(runner, processes.close)  # at the interpreter's end, too
-    return runner, tokenizer
+        loaded = load_rank(config, processes)
+    weakref.finalize(loaded.runner, processes.close)  # at the interpreter's end, too
+    return loaded
 
 
-def load_rank(
-    config: BuiltinConfig, seat: Seat | None
-) -> "tuple[ModelRunner | CudaRunner, TokenizerResponse]":
+def load_rank(config: BuiltinConfig, seat: Seat | None) -> "LoadedModel[ModelRunner | CudaRunner]":
     """`seat`: among the ranks; None: there is one."""
     device = rank_device(config, seat)
     instance = config.instance
@@ -101,7 +99,7 @@ def load_rank(
         runner = _make_torch_runner(config, model, both, block_size, unit, is_alone=is_alone)
     report(None)
     _log(runner)
-    return runner, tokenizer
+    return LoadedModel(runner, tokenizer, checkpoint.default_sampling)
 
 
 def blocks_for_all(layout: KVLayout, device: torch.device, group: RankGroup | None) -> int:

@@ -16,7 +16,7 @@ from parrot.engine.kernels.noise import gumbel_noise, noise_keys
 from parrot.engine.runner.inputs import MIN_TEMPERATURE, masked_rows, masks_of
 from parrot.engine.runner.log_probabilities import score_tokens, scores_of
 from parrot.protocol.errors import ModelNumerics, ParrotError
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 # Most of the probability is nearly always in this many tokens; if not, all are sorted.
 _TOP_CANDIDATES = 1024
@@ -163,7 +163,7 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
     return noise.argmax(dim=-1)
 
 
-def _floors(scores: torch.Tensor, configs: Sequence[SamplingConfig]) -> torch.Tensor | None:
+def _floors(scores: torch.Tensor, configs: Sequence[ResolvedSampling]) -> torch.Tensor | None:
     """The least score [rows, 1] that may be sampled; None: any."""
     vocab_size = scores.shape[1]
     found = None

@@ -40,7 +40,7 @@ from parrot.engine.runner.inputs import (
     draw_settings,
 )
 from parrot.engine.runner.log_probabilities import score_tokens
-from parrot.protocol.sampling import MAX_LOGPROBS, SamplingConfig
+from parrot.protocol.sampling import MAX_LOGPROBS, ResolvedSampling
 
 _NUM_NUMBERS = 2**16
 
@@ -108,13 +108,13 @@ class TokenChooser:
 
     def warm_up(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Compile all kernels for `logits` [1, vocab], as they are and adjusted."""
-        row = draw_settings(SamplingConfig(top_k=4, top_p=0.9))
+        row = draw_settings(ResolvedSampling(top_k=4, top_p=0.9))
         for choice in (DRAWN | LIMITED, DRAWN):
             for scores in (logits, logits.float()):
                 (settings,) = self._stage.send([row])
                 self.choose(scores, best_tokens(scores), token_ids, choice, settings, None)
                 self._stage.sent()
-        config = SamplingConfig(presence_penalty=1.0)
+        config = ResolvedSampling(presence_penalty=1.0)
         adjusted = AdjustedRow(0, -1, AdjustedTokens(0, config), SampleSpec(0, config, 0, 0))
         sent = self.send(adjustments_of([adjusted]))
         self.choose(logits, best_tokens(logits), token_ids, 0, settings, sent)

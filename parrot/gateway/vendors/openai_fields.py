@@ -282,7 +282,7 @@ class GenerationFields(CommonFields):
         many likely tokens. Raises `ValidationFailed` naming the field of `SamplingConfig`."""
         given = sampling_fields(
             self,
-            top_k=None if self.top_k in (0, -1) else self.top_k,
+            top_k=0 if self.top_k == -1 else self.top_k,
             max_gen_length=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
             logprobs=logprobs,
             **self._constraint(),

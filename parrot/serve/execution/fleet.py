@@ -348,7 +348,12 @@ class Fleet:
         engines = sorted({engine.info.model: engine for engine in self}.items())
         return ModelsResponse(
             data=[
-                ModelCard(id=name, created=self._known_models[name], max_model_len=engine.max_len)
+                ModelCard(
+                    id=name,
+                    created=self._known_models[name],
+                    max_model_len=engine.max_len,
+                    default_sampling=engine.info.default_sampling,
+                )
                 for name, engine in engines
             ],
             models=[

@@ -8,7 +8,7 @@ from parrot.engine.core import output
 from parrot.engine.core.output import Detokenizer, Generation, Language, StopStrings, decode, untold
 from parrot.engine.sim import BOS_ID, EOS_ID, byte_tokenizer_response
 from parrot.protocol.engine_api import FinishReason
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from tests.support.byte_tokenizer import plain_byte_tokenizer
 
 LANGUAGE = Language.of(byte_tokenizer_response())
@@ -16,7 +16,7 @@ TOKENIZER = LANGUAGE.tokenizer
 
 
 def generation(stream=False, **sampling) -> Generation:
-    return Generation(SamplingConfig(**sampling), 0, LANGUAGE, stream)
+    return Generation(ResolvedSampling(**sampling), 0, LANGUAGE, stream)
 
 
 def feed(out: Generation, data: bytes | list[int]):
@@ -62,7 +62,7 @@ def language_with_a_token_that_ends_inside_a_character() -> tuple[Language, int]
 def test_whole_characters_before_a_broken_one_are_not_lost_at_the_end(stop):
     language, blank_and_byte = language_with_a_token_that_ends_inside_a_character()
     ids = [ord("a"), ord("b"), blank_and_byte]
-    sampling = SamplingConfig(max_gen_length=3, stop_str=stop)
+    sampling = ResolvedSampling(max_gen_length=3, stop_str=stop)
     at_once, streamed = (Generation(sampling, 0, language, stream) for stream in (False, True))
     chunks = feed(streamed, ids)
     feed(at_once, ids)
@@ -77,7 +77,7 @@ def test_text_behind_tokens_of_elsewhere_keeps_its_space() -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
     tokenizer.decoder = decoders.Metaspace()
     response = byte_tokenizer_response().model_copy(update={"tokenizer_json": tokenizer.to_str()})
-    out = Generation(SamplingConfig(max_gen_length=2), 0, Language.of(response), False, None, [0])
+    out = Generation(ResolvedSampling(max_gen_length=2), 0, Language.of(response), False, None, [0])
     feed(out, [1, 2])
     assert out.text() == " world!"
 

@@ -15,12 +15,12 @@ from parrot.engine.config import HuggingFaceConfig
 from parrot.engine.core.steps import BlockCopy, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.huggingface import HuggingFaceRunner, load_runner
 from parrot.protocol.errors import ModelNumerics
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from parrot.utils.config import ConfigError
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
-GREEDY = SamplingConfig(temperature=0)
+GREEDY = ResolvedSampling(temperature=0)
 PROMPTS = [[5, 9, 30, 2, 77], [1], [44, 3, 8, 60, 12, 99, 31, 7, 23], [8, 8]]
 COMMON: dict[str, Any] = {
     "vocab_size": 101,
@@ -170,7 +170,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(kind: str) -> None:
 
 def test_sampling_is_reproducible_and_independent_of_the_batch() -> None:
     runner = make_runner(tiny_model("llama"))
-    config = SamplingConfig(temperature=2.0, top_p=0.9)
+    config = ResolvedSampling(temperature=2.0, top_p=0.9)
 
     def sampled(rows: int) -> list[int]:
         steps = [
@@ -246,7 +246,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(folder: Path) -> None:
             "instance": {"max_cached_tokens": 100, "max_seq_len": 40},
         }
     )
-    runner, tokenizer = load_runner(config)
+    runner, tokenizer, _ = load_runner(config)
     assert runner.info.num_blocks == 7
     assert runner.info.max_seq_len == 40
     assert tokenizer.special_ids.bos == 26

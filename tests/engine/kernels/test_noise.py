@@ -11,7 +11,7 @@ import torch
 from parrot.engine.core.steps import SampleSpec
 from parrot.engine.kernels.noise import gumbel_noise, noise_keys
 from parrot.engine.runner.sampling import sample
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 
 def noise(seed: int, position: int, num_tokens: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def exact_probabilities(logits: np.ndarray, config: SamplingConfig) -> np.ndarray:
+def exact_probabilities(logits: np.ndarray, config: ResolvedSampling) -> np.ndarray:
     """Probabilities by the definitions, in float64, one token after the other, for distinct
     logits."""
     weights = np.exp((logits - logits.max()) / config.temperature)
@@ -88,7 +88,7 @@ def exact_probabilities(logits: np.ndarray, config: SamplingConfig) -> np.ndarra
 
 @pytest.mark.parametrize("fields", CASES, ids=str)
 def test_tokens_have_their_exact_probabilities(fields: dict[str, Any]) -> None:
-    config = SamplingConfig(**fields)
+    config = ResolvedSampling(**fields)
     logits = np.random.default_rng(4).normal(size=60) * 2
     probs = exact_probabilities(logits, config)
     draws = 20_000
@@ -100,7 +100,7 @@ def test_tokens_have_their_exact_probabilities(fields: dict[str, Any]) -> None:
 
 
 def test_a_sequence_of_positions_is_no_sequence_of_seeds() -> None:
-    config = SamplingConfig()
+    config = ResolvedSampling()
     rows = torch.zeros(64, 1000)
     by_position = sample(rows.clone(), [SampleSpec(i, config, 0, i) for i in range(64)]).tokens
     by_seed = sample(rows.clone(), [SampleSpec(i, config, i, 0) for i in range(64)]).tokens

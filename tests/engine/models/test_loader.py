@@ -23,6 +23,7 @@ from parrot.engine.models.checkpoint import (
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tokenizers import gguf_tokenizer, word_tokenizer
+from parrot.protocol.sampling import DefaultSampling
 from parrot.utils.config import ConfigError
 from tests.support.tiny_model import BOS_ID, EOS_ID, TINY_CONFIGS, make_tiny_model
 
@@ -200,6 +201,17 @@ def test_folders_that_cannot_be_used(
 def test_a_path_that_does_not_exist(model: str) -> None:
     with pytest.raises(ConfigError, match="no such folder or file"):
         open_checkpoint(model)
+
+
+def test_a_gguf_file_may_recommend_a_sampling(tmp_path: Path) -> None:
+    def add(tensors: dict[str, np.ndarray[Any, Any]], writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("general.sampling.temp", 0.5)
+        writer.add_uint32("general.sampling.top_k", 20)
+        writer.add_float32("general.sampling.penalty_repeat", 1.25)
+
+    write_gguf(tmp_path / "model.gguf", "llama", add)
+    wanted = DefaultSampling(temperature=0.5, top_k=20, repetition_penalty=1.25)
+    assert open_checkpoint(str(tmp_path / "model.gguf")).default_sampling == wanted
 
 
 def test_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

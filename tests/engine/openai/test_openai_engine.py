@@ -363,14 +363,15 @@ async def test_tenants_share_nothing_in_a_server_that_knows_salts(
     assert (len(first), first.isalnum(), none) == (64, True, None)
 
 
-async def test_a_vllm_server_gets_all_it_knows_and_no_defaults_of_its_own(
-    start: Start, fake: FakeOpenAI
-) -> None:
+async def test_a_vllm_server_gets_what_the_request_sets(start: Start, fake: FakeOpenAI) -> None:
     fake.owned_by, fake.max_model_len = "vllm", 777
     service = await start()
-    await service.generate(ask(1, "a"))
-    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-    assert fake.bodies[0].items() >= neutral.items()
+    off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 0.0}
+    await service.generate(ask(1, "a", **off))
+    neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert fake.bodies[0].items() >= (off | neutral).items()
+    await service.generate(ask(2, "a"))
+    assert fake.bodies[1].keys() == {"model", "prompt", "max_tokens"}
     await service.generate(
         ask(
             1,
@@ -392,8 +393,9 @@ async def test_a_vllm_server_gets_all_it_knows_and_no_defaults_of_its_own(
         "frequency_penalty": 0.25,
         "top_p": 0.5,
     }
-    assert fake.bodies[1].items() >= sent.items()
+    assert fake.bodies[2].items() >= sent.items()
     info = service.engine_info()
+    assert info.default_sampling is None
     assert info.max_seq_len == 777
     assert info.capabilities.server == "vllm"
     assert info.tokenizer_id is None
@@ -533,7 +535,7 @@ async def test_no_server_at_all() -> None:
 
 
 async def test_what_a_server_is_that_was_away_at_the_start(fake: FakeOpenAI) -> None:
-    """Else its own defaults would go on standing in place of Parrot's."""
+    """Its kind says how a field is turned off against the server's defaults."""
     port = free_port("127.0.0.1", set())
     config = OpenAIConfig.model_validate(
         {"model": "gpt-fake", "instance": {"base_url": f"http://127.0.0.1:{port}/v1"}}
@@ -542,7 +544,7 @@ async def test_what_a_server_is_that_was_away_at_the_start(fake: FakeOpenAI) -> 
     await service.start()
     fake.owned_by = "vllm"
     async with serve_app(fake.app(), port):
-        await service.generate(ask(1, "a"))
+        await service.generate(ask(1, "a", top_k=0))
     assert fake.bodies[0]["top_k"] == -1
     await close_checked(service)
 

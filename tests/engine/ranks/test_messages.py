@@ -20,7 +20,7 @@ from parrot.engine.runner.device import StepReads
 from parrot.engine.runner.host.copies import ToldTransfers
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.ranks.steps import RankStep, StepReader, StepWriter
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from tests.support.kernel_cases import SHARE_ALL
 
 SIZE = 4
@@ -40,7 +40,7 @@ def sequence(
     context_id: int, start: int, count: int, *, sampled: bool = True, read: object = None
 ) -> SequenceStep:
     blocks = [0, *range(10 * context_id, 10 * context_id + 8)][: -(-(start + count) // SIZE)]
-    config = SamplingConfig(temperature=0.5, logprobs=2)
+    config = ResolvedSampling(temperature=0.5, logprobs=2)
     spec = SampleSpec(context_id, config, 7, start + count) if sampled else None
     return SequenceStep(context_id, list(range(count)), start, blocks, spec, read)  # type: ignore[arg-type]
 

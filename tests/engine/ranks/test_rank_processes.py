@@ -129,7 +129,7 @@ async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -
 def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
     """What rank 0 waits for ends with it."""
     before = {*children(os.getpid())}
-    runner, _ = load_runner(config(folder, 2))
+    runner = load_runner(config(folder, 2)).runner
     driver = Driver(runner)
     driver.generate([driver.context([1, 2])], 2)
     assert isinstance(runner, ModelRunner)
@@ -155,7 +155,7 @@ def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -
 
 def test_a_transfer_that_fails_on_another_rank_ends_the_unit(folder: Path) -> None:
     layout = KVLayout.of(open_checkpoint(str(folder)).spec, 16, torch.float32)
-    runner, _ = load_runner(config(folder, 2, host_kv_gb=4 * layout.block_bytes / GIB))
+    runner = load_runner(config(folder, 2, host_kv_gb=4 * layout.block_bytes / GIB)).runner
     assert isinstance(runner, ModelRunner)
     driver, told = Driver(runner), threading.Event()
     runner.when_lost(told.set)
@@ -235,7 +235,7 @@ def test_three_processes_make_what_one_does(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", overrides=heads | {"intermediate_size": 96})
     found = []
     for ranks in (1, 3):
-        runner, _ = load_runner(config(folder, ranks))
+        runner = load_runner(config(folder, ranks)).runner
         driver = Driver(runner)
         contexts = [driver.context([*b"one two"]), driver.context([*b"one"])]
         found.append(driver.generate(contexts, 16))

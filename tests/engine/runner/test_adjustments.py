@@ -29,7 +29,7 @@ from parrot.engine.runner.inputs import (
     AdjustedTokens,
     adjustments_of,
 )
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 COUNTED: dict[str, Any] = {"frequency_penalty": 0.5}
 MARKED: dict[str, Any] = {"repetition_penalty": 1.2}
@@ -37,7 +37,7 @@ BIASED: dict[str, Any] = {"logit_bias": {3: -1.5, 400: 2.25}}
 
 
 def spec_of(
-    config: SamplingConfig, output: list[int], context: list[int], resumed: Sequence[int] = ()
+    config: ResolvedSampling, output: list[int], context: list[int], resumed: Sequence[int] = ()
 ) -> SampleSpec:
     return SampleSpec(1, config, 0, len(context), output, context, resumed_ids=resumed)
 
@@ -70,7 +70,7 @@ def expected(spec: SampleSpec) -> dict[int, int]:
 def test_entries_follow_the_output(
     fields: dict[str, Any], prompt: list[int], resumed: list[int], parts: list[list[int]]
 ) -> None:
-    config = SamplingConfig.model_validate(fields)
+    config = ResolvedSampling.model_validate(fields)
     tokens = AdjustedTokens(1, config)
     output: list[int] = []
     for part in parts:
@@ -80,7 +80,7 @@ def test_entries_follow_the_output(
 
 
 def test_biases_are_bits_of_floats() -> None:
-    config = SamplingConfig.model_validate(BIASED | MARKED)
+    config = ResolvedSampling.model_validate(BIASED | MARKED)
     flat = AdjustedTokens(1, config).update(spec_of(config, [], [3, 8]))
     entries = flat.reshape(-1, NUM_FIELDS)
     floats = entries.view(np.float32)[:, BIAS].tolist()
@@ -88,7 +88,7 @@ def test_biases_are_bits_of_floats() -> None:
 
 
 def test_rows_and_their_entries() -> None:
-    configs = [SamplingConfig.model_validate(f) for f in (COUNTED, MARKED, BIASED)]
+    configs = [ResolvedSampling.model_validate(f) for f in (COUNTED, MARKED, BIASED)]
     specs = [spec_of(c, [5, 5], [4, 5, 5]) for c in configs]
     found = adjustments_of(
         [
@@ -110,7 +110,7 @@ def test_rows_and_their_entries() -> None:
 
 
 def test_nothing_is_adjusted_before_the_first_token() -> None:
-    config = SamplingConfig.model_validate(COUNTED)
+    config = ResolvedSampling.model_validate(COUNTED)
     row = AdjustedRow(0, -1, AdjustedTokens(1, config), spec_of(config, [], [1, 2]))
     found = adjustments_of([row])
     assert found.entries.shape == (0, 3)

@@ -14,7 +14,7 @@ from parrot.engine.runner import load as room
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.errors import ModelNumerics
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.runner_driver import GREEDY, Driver
@@ -42,7 +42,7 @@ def runner(folder: Path) -> ModelRunner:
 
 
 def test_what_the_control_half_learns(folder: Path) -> None:
-    runner, tokenizer = load_runner(config(folder, max_seq_len=100))
+    runner, tokenizer, _ = load_runner(config(folder, max_seq_len=100))
     info = runner.info
     assert (info.num_blocks, info.block_size, info.max_seq_len, info.vocab_size) == (
         64,
@@ -153,7 +153,7 @@ def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path, kv: str) -> 
 
 
 def test_seeded_sampling_is_the_same_alone_and_in_a_batch(runner: ModelRunner) -> None:
-    sampling = SamplingConfig(temperature=1.5, top_p=0.95)
+    sampling = ResolvedSampling(temperature=1.5, top_p=0.95)
 
     def plan(*seeds: int) -> StepPlan:
         return StepPlan(

@@ -44,7 +44,7 @@ from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.errors import ModelNumerics
-from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.protocol.sampling import Logprobs, ResolvedSampling
 from parrot.utils.clock import MonotonicClock
 from tests.support.answer import Answer
 from tests.support.byte_tokenizer import plain_byte_tokenizer
@@ -254,7 +254,7 @@ def test_products_of_any_few_rows_are_warm(
     assert seen == warm
 
 
-def core_answers(runner: StepRunner, samplings: list[SamplingConfig]) -> list[GenerateResponse]:
+def core_answers(runner: StepRunner, samplings: list[ResolvedSampling]) -> list[GenerateResponse]:
     """Of requests of different lengths; the last one comes when the others generate."""
     tokenizer = plain_byte_tokenizer(259)
     grammars = GrammarCompiler.of(tokenizer, 259)
@@ -284,7 +284,7 @@ def core_answers(runner: StepRunner, samplings: list[SamplingConfig]) -> list[Ge
     return [a.response for a in answers if isinstance(a.response, GenerateResponse)]
 
 
-def core_outputs(runner: StepRunner, samplings: list[SamplingConfig]) -> list[list[int]]:
+def core_outputs(runner: StepRunner, samplings: list[ResolvedSampling]) -> list[list[int]]:
     return [answer.generated_ids for answer in core_answers(runner, samplings)]
 
 
@@ -332,7 +332,7 @@ def test_steps_launched_ahead_under_the_engine_core(
         return inputs
 
     monkeypatch.setattr(own._inputs, "build", watched)
-    samplings = [SamplingConfig(**fields[i % len(fields)], seed=i) for i in range(3)]
+    samplings = [ResolvedSampling(**fields[i % len(fields)], seed=i) for i in range(3)]
     want = core_outputs(plain, samplings)
     assert core_outputs(own, samplings) == want
     assert [len(output) for output in want] == [3, 4, 5]
@@ -346,9 +346,9 @@ def test_log_probabilities(make_runners: MakeRunners, overlap: bool) -> None:
     plain, own = make_runners("llama")
     own._overlap = overlap
     samplings = [
-        SamplingConfig(temperature=0, logprobs=3, frequency_penalty=2.0, **FEW),
-        SamplingConfig(temperature=0.9, seed=4),
-        SamplingConfig(temperature=1.0, top_p=0.9, seed=5, logprobs=0),
+        ResolvedSampling(temperature=0, logprobs=3, frequency_penalty=2.0, **FEW),
+        ResolvedSampling(temperature=0.9, seed=4),
+        ResolvedSampling(temperature=1.0, top_p=0.9, seed=5, logprobs=0),
     ]
     want, found = core_answers(plain, samplings), core_answers(own, samplings)
     for ours, theirs in zip(found, want, strict=True):
@@ -374,9 +374,11 @@ def test_steps_without_log_probabilities_copy_no_logits(
         return score(logits, tokens, num_top)
 
     monkeypatch.setattr(token_choice, "score_tokens", watched)
-    core_answers(own, [SamplingConfig(temperature=0)] * 2)
+    core_answers(own, [ResolvedSampling(temperature=0)] * 2)
     assert scored == []
-    core_answers(own, [SamplingConfig(temperature=0), SamplingConfig(temperature=0, logprobs=1)])
+    core_answers(
+        own, [ResolvedSampling(temperature=0), ResolvedSampling(temperature=0, logprobs=1)]
+    )
     assert scored == [1] * 4
 
 
@@ -385,7 +387,7 @@ def test_a_step_that_fails_while_its_kernels_are_launched(
 ) -> None:
     """Its successor may have been launched before that is known."""
     plain, own = make_runners("llama")
-    samplings = [SamplingConfig(temperature=0, frequency_penalty=2.0, **FEW)] * 3
+    samplings = [ResolvedSampling(temperature=0, frequency_penalty=2.0, **FEW)] * 3
     want = core_outputs(plain, samplings)
     forward, calls = own.computer._forward, 0
 
@@ -402,11 +404,11 @@ def test_a_step_that_fails_while_its_kernels_are_launched(
 
 
 SAMPLINGS = [
-    SamplingConfig(),
-    SamplingConfig(temperature=0.7, top_p=0.8),
-    SamplingConfig(temperature=0),
-    SamplingConfig(top_k=20, min_p=0.01),
-    SamplingConfig(temperature=1.5, presence_penalty=1.0, logit_bias={7: 2.0}),
+    ResolvedSampling(),
+    ResolvedSampling(temperature=0.7, top_p=0.8),
+    ResolvedSampling(temperature=0),
+    ResolvedSampling(top_k=20, min_p=0.01),
+    ResolvedSampling(temperature=1.5, presence_penalty=1.0, logit_bias={7: 2.0}),
 ]
 
 

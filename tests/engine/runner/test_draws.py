@@ -16,9 +16,9 @@ from parrot.engine.kernels.sampling_layout import (
     TOP_K,
 )
 from parrot.engine.runner.inputs import ADJUSTED, DRAWN, LIMITED, DrawBuilder, Draws, InputBuilder
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
-GREEDY = SamplingConfig(temperature=0)
+GREEDY = ResolvedSampling(temperature=0)
 
 
 class Builder:
@@ -34,7 +34,7 @@ class Builder:
 
 def test_what_it_takes_to_choose_a_token():
     def choice(**changes: object) -> int:
-        sampling = SamplingConfig.model_validate({"temperature": 0, **changes})
+        sampling = ResolvedSampling.model_validate({"temperature": 0, **changes})
         plan = StepPlan((SequenceStep(1, [1], 0, [0], SampleSpec(1, sampling, 0, 1)),))
         draws = Builder().build(plan)
         assert (draws.adjustments is not None) == bool(draws.choice & ADJUSTED)
@@ -49,10 +49,10 @@ def test_what_it_takes_to_choose_a_token():
 
 
 def test_settings_follow_the_samples():
-    drawn, greedy = SamplingConfig(temperature=0.5, top_k=9), SamplingConfig(temperature=0)
+    drawn, greedy = ResolvedSampling(temperature=0.5, top_k=9), ResolvedSampling(temperature=0)
     builder = Builder()
 
-    def settings(*samplings: SamplingConfig | None, start: int = 0, count: int = 1) -> IntArray:
+    def settings(*samplings: ResolvedSampling | None, start: int = 0, count: int = 1) -> IntArray:
         steps = []
         for i, sampling in enumerate(samplings):
             spec = None if sampling is None else SampleSpec(i, sampling, 40 + i, start + count)
@@ -89,8 +89,8 @@ class Adjusted:
 
 def test_adjustments_are_of_the_rows_that_want_them() -> None:
     frequency, both = (
-        SamplingConfig(frequency_penalty=0.5),
-        SamplingConfig(repetition_penalty=1.2, presence_penalty=0.1),
+        ResolvedSampling(frequency_penalty=0.5),
+        ResolvedSampling(repetition_penalty=1.2, presence_penalty=0.1),
     )
     plain = SampleSpec(0, GREEDY, 0, 1)
     output = [5, 6, 5]
@@ -113,7 +113,7 @@ def test_adjustments_are_of_the_rows_that_want_them() -> None:
 
 def test_a_job_does_not_inherit_the_counts_of_another() -> None:
     """Both belong to one context, with the same configuration or another one."""
-    config, other = SamplingConfig(frequency_penalty=0.5), SamplingConfig(frequency_penalty=0.6)
+    config, other = ResolvedSampling(frequency_penalty=0.5), ResolvedSampling(frequency_penalty=0.6)
     step = Adjusted()
     step.step(SampleSpec(1, config, 0, 3, [5, 5], [5, 5]))
     step.step(SampleSpec(2, config, 0, 4, [6, 6, 6], [5, 5, 6, 6, 6]))

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from parrot.engine.core.steps import PENDING, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
-GREEDY = SamplingConfig(temperature=0)
+GREEDY = ResolvedSampling(temperature=0)
 SIZE = 4
 
 

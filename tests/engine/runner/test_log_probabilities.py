@@ -21,7 +21,7 @@ from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.log_probabilities import score_tokens, scores_of
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import GenerateResponse
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from parrot.utils.clock import MonotonicClock
 from tests.support.answer import Answer
 from tests.support.byte_tokenizer import plain_byte_tokenizer
@@ -42,7 +42,7 @@ def test_rows_are_looked_up_in_the_softmax(num_rows: int, num_top: int, seed: in
     logits = 8 * torch.randn(num_rows, 97, generator=generator)
     tokens = torch.randint(97, (num_rows,), generator=generator)
     specs = [
-        SampleSpec(100 + row, SamplingConfig(logprobs=min(num_top, row)), 0, 0)
+        SampleSpec(100 + row, ResolvedSampling(logprobs=min(num_top, row)), 0, 0)
         for row in range(num_rows)
     ]
     found = scores_of(specs, score_tokens(logits, tokens, num_top).numpy())
@@ -60,10 +60,10 @@ def test_nothing_that_chooses_a_token_changes_them() -> None:
     logits = 4 * torch.randn(5, 60, generator=torch.Generator().manual_seed(0))
     want = torch.log_softmax(logits, dim=-1)
     specs = [
-        SampleSpec(i, SamplingConfig(logprobs=2, **fields), i, 9, [3, 5], [1, 3, 5])
+        SampleSpec(i, ResolvedSampling(logprobs=2, **fields), i, 9, [3, 5], [1, 3, 5])
         for i, fields in enumerate(CHANGED)
     ]
-    specs.append(SampleSpec(4, SamplingConfig(), 4, 9))
+    specs.append(SampleSpec(4, ResolvedSampling(), 4, 9))
     result = sample(logits.clone(), specs)
     assert result.scores.keys() == {0, 1, 2, 3}
     for row in range(4):
@@ -77,7 +77,7 @@ def test_nothing_that_chooses_a_token_changes_them() -> None:
 def test_a_row_that_is_not_finite_costs_the_others_nothing() -> None:
     logits = torch.randn(3, 40)
     logits[1, 7] = float("nan")
-    specs = [SampleSpec(i, SamplingConfig(temperature=0, logprobs=1), 0, 0) for i in range(3)]
+    specs = [SampleSpec(i, ResolvedSampling(temperature=0, logprobs=1), 0, 0) for i in range(3)]
     result = sample(logits, specs)
     assert result.errors.keys() == {1}
     assert result.scores[0].ids[0] == result.scores[0].ids[1] == result.tokens[0]
@@ -100,7 +100,7 @@ def test_a_batch_under_the_engine_core(tmp_path: Path, family: str, chunk: int |
         fields: dict[str, Any] = CHANGED[i % len(CHANGED)] | {"max_gen_length": 7, "seed": i}
         if i != 3:
             fields["logprobs"] = i
-        sampling = SamplingConfig(ignore_tokenizer_eos=True, **fields)
+        sampling = ResolvedSampling(ignore_tokenizer_eos=True, **fields)
         pieces = (Piece(i, array("i", prompt)),)
         if i == 5:
             pieces = (Piece(50, array("i", prompt[:9])), Piece(5, array("i", prompt[9:]), 50))

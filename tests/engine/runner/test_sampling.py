@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from parrot.engine.core.steps import SampleSpec
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ModelNumerics
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 
@@ -23,7 +23,7 @@ def spec(job_id: int = 0, **fields: Any) -> SampleSpec:
         for name in ("seed", "position", "output_ids", "context_ids")
         if name in fields
     }
-    return SampleSpec(job_id, SamplingConfig(**fields), **({"seed": 0, "position": 0} | extra))
+    return SampleSpec(job_id, ResolvedSampling(**fields), **({"seed": 0, "position": 0} | extra))
 
 
 def draw(logits: list[float], count: int = 400, **fields: Any) -> Counter[int]:

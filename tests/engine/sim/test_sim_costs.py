@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from parrot.engine.config import SimConfig, SimInstance, load_engine_config
 from parrot.engine.core.steps import SampleSpec, SequenceStep, StepPlan, UniqueKv
 from parrot.engine.sim import SimRunner
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from tests.support.manual_clock import ManualClock
 
 SIZE = 4
@@ -86,7 +86,7 @@ def test_long_prompts_cost_by_the_pairs_of_their_tokens():
 
 def test_a_token_depends_on_the_whole_context_and_on_nothing_else():
     """Sums are carried from step to step; a runner that begins in the middle agrees."""
-    sampling = SamplingConfig()
+    sampling = ResolvedSampling()
 
     def sample(runner: SimRunner, *contexts: tuple[int, bytes]) -> list[int]:
         specs = [

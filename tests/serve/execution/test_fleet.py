@@ -3,6 +3,7 @@
 import pytest
 
 from parrot.protocol.errors import QuotaExceeded
+from parrot.protocol.sampling import DefaultSampling
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.fleet import Fleet
@@ -56,5 +57,6 @@ async def test_models_are_listed_once(fleet: Fleet) -> None:
     models = fleet.models()
     assert [card.id for card in models.data] == ["same"]
     assert models.data[0].max_model_len == 50_000
+    assert models.data[0].default_sampling == DefaultSampling(temperature=0.5, top_k=0)
     assert [model.model_name for model in models.models] == ["same"]
     await fleet.close()

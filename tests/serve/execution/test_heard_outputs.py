@@ -9,7 +9,7 @@ from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import OutputPart, RuntimeInfo
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -112,7 +112,7 @@ async def test_who_streams_it_later_gets_what_was_heard(world: World) -> None:
 async def test_only_what_is_certain_is_kept(
     world: World, told: str, sampling: dict[str, Any], prompt: str
 ) -> None:
-    completion, first = await begun(world, sampling=SamplingConfig(**sampling))
+    completion, first = await begun(world, sampling=ResolvedSampling(**sampling))
     tell(world, first, told)
     second = await goes_on(world, completion, "abcdef"[len(prompt) - 2 :])
     assert second.prompts == [prompt]
@@ -159,7 +159,7 @@ async def test_the_largest_heartbeats_are_taken(num_outputs: int, num_tokens: in
     language = Language.of(byte_tokenizer_response())
     outputs = []
     for number in range(num_outputs):
-        generation = Generation(SamplingConfig(max_gen_length=10**6), 0, language, False)
+        generation = Generation(ResolvedSampling(max_gen_length=10**6), 0, language, False)
         generation.push_all([65] * (num_tokens + 1))
         outputs.append((10**9 + number, generation))
     parts = untold(outputs, {})

@@ -50,7 +50,7 @@ def follow(link: Link) -> NoReturn:
     task = json.loads(link.receive())
     seat = FollowerSeat(link, RankGroup(task["rank"], task["size"]))
     try:
-        runner, _ = load_rank(BuiltinConfig.model_validate(task["config"]), seat)
+        runner = load_rank(BuiltinConfig.model_validate(task["config"]), seat).runner
     except ConfigError as error:
         link.send(json.dumps({"error": str(error)}).encode())
         raise

@@ -15,12 +15,12 @@ from parrot.engine.core.steps import BlockCopy, PoolSpec, SampleSpec, ScoreSpec,
 from parrot.engine.runner.device import StepReads
 from parrot.engine.runner.host.copies import NO_TRANSFERS, ToldTransfers
 from parrot.engine.runner.inputs import StepInputs
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 
 _NUM_PARTS = 28
 _ID_MASK = 2**31 - 1  # far fewer transfers are under way
 _POOL, _SCORE = 0, 1
-_SOME_SAMPLE = SampleSpec(0, SamplingConfig(), 0, 0)
+_SOME_SAMPLE = SampleSpec(0, ResolvedSampling(), 0, 0)
 _NONE: IntArray = np.empty(0, dtype=np.int32)
 
 

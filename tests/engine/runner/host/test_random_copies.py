@@ -64,7 +64,7 @@ def make_core(tmp_path: Path, ranks: int) -> tuple[EngineCore, ModelRunner]:
             },
         }
     )
-    runner, tokenizer = load_runner(config)
+    runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, ModelRunner)
     assert runner.info.num_host_blocks == NUM_HOST_BLOCKS
     return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock()), runner
