@@ -14,11 +14,12 @@
 | Kimi K2 | `<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0...{"at": "sky"}...` |
 
 A reader finds the calls in what models write, each family in its own markup; None for whatever is
-not wholly calls: then it is text. Grammars (llguidance's Lark) make answers whose calls cannot be
-malformed:
+not wholly calls: then it is text.
 
-text <tool_call>\\n{"name": "look", "arguments": {"at": "sky"}}\\n</tool_call>
-     '-trigger-''open'---- object, of the tool's schema --------''close-----'"""
+A model whose template is of no family is told of its tools in words, and its calls have Hermes'
+form: see `described_messages`. A grammar constrains each answer that may call them. Other models
+are constrained where the rules of a request ask for it. Families whose own form is no JSON then
+call in JSON between their own tags."""
 
 import ast
 import json
@@ -26,7 +27,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,21 +37,25 @@ from parrot.gateway.answers import (
     AnswerParser,
     ParsedToolCall,
     PlainParser,
+    Read,
     ReasoningParser,
     TaggedParser,
     WholeParser,
 )
+from parrot.protocol.call_grammar import (
+    CallMarkup,
+    CallRules,
+    Function,
+    call_grammar,
+    loose_grammar,
+)
+from parrot.protocol.described_tools import DESCRIBED
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
-from parrot.protocol.sampling import CONSTRAINTS, MAX_GRAMMAR, SamplingConfig
+from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
 from parrot.serve.prompts.encode import ModelTokenizer
-from parrot.utils.json_schemas import exact_schema
 
 _FREE = dict.fromkeys(CONSTRAINTS)
 
-_MAX_NAME = 100
-
-Function = Mapping[str, Any]
-"""A function as vendors describe it to a model: `name`, `parameters`, which are a JSON schema."""
 _MAX_PYTHON = 2**14  # characters; a longer one is text
 _MAX_DEPTH = 64
 _DECODER = json.JSONDecoder()
@@ -79,97 +84,6 @@ _TAGS = "<tool_call>", "</tool_call>"
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _NAMED, _CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _KIMI_TAGS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-
-
-@dataclass(frozen=True, slots=True)
-class CallMarkup:
-    """How a family of models writes calls. With a `separator`, many calls stand between `open` and
-    `close`; without, each has its own, and `repeats` says whether there may be many. An empty
-    `trigger`: a call is the whole answer. A call is `before`, `label`, the name, `between`,
-    the arguments, `behind`."""
-
-    trigger: str
-    open: str = ""
-    close: str = ""
-    separator: str = ""
-    repeats: bool = False
-    before: str = "{"
-    label: str = '"name": '
-    between: str = ', "arguments": '
-    behind: str = "}"
-    quotes_names: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class CallRules:
-    """The functions that an answer may call. Arguments of functions that are `strict` fit their
-    schemas, and those of others as far as the schemas can be enforced. `must_call`: it is nothing
-    but calls."""
-
-    functions: Sequence[Function]
-    must_call: bool
-    may_call_many: bool
-
-    @property
-    def constrains(self) -> bool:
-        """Whether there are answers that they forbid."""
-        return self.must_call or any(function.get("strict") for function in self.functions)
-
-
-def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> str:
-    """The grammar of answers. `schema`: of the JSON that an answer is if it is no call; None if it
-    may be any text. Raises `InvalidRequest` if it is too long, or a
-    schema cannot be enforced exactly."""
-    many = rules.may_call_many
-    more = f"({_text(markup.separator)} call)*" if markup.separator and many else ""
-    names = " | ".join(f"f{i}" for i in range(len(rules.functions)))
-    lines = [
-        f"body: {_text(markup.open)} call {more} {_text(markup.close)}",
-        f"call: {_text(markup.before)} ({names}) {_text(markup.behind)}",
-        *(_function(i, function, markup) for i, function in enumerate(rules.functions)),
-    ]
-    unit = f"{_text(markup.trigger)} body" if markup.trigger else "body"
-    calls = f'{unit} ("\\n" {unit})*' if markup.repeats and many else unit
-    if rules.must_call:
-        lines.insert(0, f"start: {calls}")
-    elif schema is not None:
-        lines.insert(0, f"start: {calls} | json")
-        lines.append(f"json: {_json(schema, 'the answer', 'response_format')}")
-    elif markup.trigger:
-        calls = "(head body)*" if markup.repeats else "(head body)?"
-        lines[:0] = [f"start: {calls} TEXT", f"head[lazy]: TEXT {_text(markup.trigger)}"]
-        lines.append("TEXT: /(.|\\n)*/")
-    else:
-        lines[:0] = ["start: body | TEXT?"]
-        lines.append("TEXT: /[^{](.|\\n)*/")
-    grammar = "\n".join(lines)
-    if len(grammar.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR:
-        text = f"the schemas of tools whose calls are enforced have more than {MAX_GRAMMAR} bytes"
-        raise InvalidRequest(text, param="tools")
-    return grammar
-
-
-def _function(index: int, function: Function, markup: CallMarkup) -> str:
-    """A rule for the name and the arguments of a call."""
-    given = function.get("parameters")
-    schema: dict[str, Any] = {"type": "object"} | (given if isinstance(given, dict) else {})
-    name = json.dumps(function["name"], ensure_ascii=False)
-    shown = name if markup.quotes_names else function["name"]
-    begin = _text(f"{markup.label}{shown}{markup.between}")
-    lenient = not function.get("strict")
-    return f"f{index}: {begin} {_json(schema, f'tool {name}', 'tools', lenient=lenient)}"
-
-
-def _json(schema: Mapping[str, Any], whose: str, param: str, *, lenient: bool = False) -> str:
-    try:
-        return f"%json {json.dumps(exact_schema(schema, MAX_GRAMMAR, lenient=lenient))}"
-    except ValueError as error:
-        text = f"the schema of {whose[:_MAX_NAME]} cannot be enforced: {error}"
-        raise InvalidRequest(text, param=param) from None
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def read_json(text: str) -> list[ParsedToolCall] | None:
@@ -446,11 +360,16 @@ def _literal(node: ast.expr) -> Any:
 
 class Family(NamedTuple):
     """`marks`: texts that are all in their chat templates. `make_parser` takes the functions that
-    may be called. `markup` None: their calls cannot be enforced."""
+    may be called."""
 
     marks: tuple[str, ...]
     make_parser: Callable[[Sequence[Function]], AnswerParser]
-    markup: CallMarkup | None = None
+    markup: CallMarkup
+
+
+def _or_json(read: Read) -> Read:
+    """Reads a call in the family's own form, or in JSON, as its grammar has it."""
+    return lambda text: read_json(text) if text.lstrip().startswith("{") else read(text)
 
 
 _DEEPSEEK = CallMarkup(
@@ -475,29 +394,39 @@ def _deepseek(functions: Sequence[Function]) -> AnswerParser:
     return TaggedParser(_BEGIN, _END, read_deepseek)
 
 
-def _gemma(begin: str, end: str, quote: str) -> "Family":
+def _gemma(begin: str, end: str, quote: str) -> Family:
     def make_parser(functions: Sequence[Function]) -> AnswerParser:
-        return TaggedParser(begin, end, partial(read_gemma, quote=quote, functions=functions))
+        read = _or_json(partial(read_gemma, quote=quote, functions=functions))
+        return TaggedParser(begin, end, read)
 
-    return Family((begin, quote), make_parser)
+    return Family((begin, quote), make_parser, CallMarkup(begin, close=end, repeats=True))
 
 
+_HERMES = CallMarkup(_TAGS[0], "\n", f"\n{_TAGS[1]}", repeats=True)
+_KIMI = CallMarkup(
+    _KIMI_TAGS[0],
+    close=_KIMI_TAGS[1],
+    separator="\n",
+    before="<|tool_call_begin|>",
+    label="functions.",
+    between=":0<|tool_call_argument_begin|>",
+    behind="<|tool_call_end|>",
+    quotes_names=False,
+)
 _FAMILIES = (
     Family((_NAMED, "```json"), _deepseek, _FENCED),
     Family((_NAMED,), _deepseek, _DEEPSEEK),
     Family(
         ("<tool_call>", "<function="),
-        lambda functions: TaggedParser(*_TAGS, partial(read_coder, functions=functions)),
+        lambda functions: TaggedParser(*_TAGS, _or_json(partial(read_coder, functions=functions))),
+        _HERMES,
     ),
     Family(
         ("<tool_call>", "<arg_key>"),
-        lambda functions: TaggedParser(*_TAGS, partial(read_glm, functions=functions)),
+        lambda functions: TaggedParser(*_TAGS, _or_json(partial(read_glm, functions=functions))),
+        _HERMES,
     ),
-    Family(
-        ("<tool_call>",),
-        lambda functions: TaggedParser(*_TAGS, read_json),
-        CallMarkup("<tool_call>", "\n", "\n</tool_call>", repeats=True),
-    ),
+    Family(("<tool_call>",), lambda functions: TaggedParser(*_TAGS, read_json), _HERMES),
     Family(
         ("[TOOL_CALLS]",),
         # Where the tag is a special token, it is not in the text of an answer.
@@ -507,12 +436,16 @@ _FAMILIES = (
     Family(
         ("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
         lambda functions: TaggedParser(*_KIMI_TAGS, read_kimi),
+        _KIMI,
     ),
     _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
     _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
     Family(
         ("[func_name1(params_name1=params_value1",),
-        lambda functions: WholeParser("[", read_python, PlainParser()),
+        lambda functions: WholeParser(
+            "[", lambda text: read_python(text) or read_json(text), PlainParser()
+        ),
+        CallMarkup("", "[", "]", separator=", "),
     ),
     Family(
         ('"parameters": ',),
@@ -520,22 +453,29 @@ _FAMILIES = (
         CallMarkup("", between=', "parameters": '),
     ),
 )
+_DESCRIBED = Family((), lambda functions: TaggedParser(*_TAGS, read_json), DESCRIBED)
+"""Models that are told of their tools in words."""
 
 
 def tool_family(template: str) -> Family | None:
-    """The family of models with this chat template; None if it shows no tools in a form that is
-    known."""
+    """The family of models with this chat template; None if it shows no tools, or shows them in a
+    form that is not known."""
     if "[ARGS]" in template:  # Mistral's later form, of special tokens that answers do not have
         return None
     families = (f for f in _FAMILIES if all(mark in template for mark in f.marks))
     return next(families, None)
 
 
+def are_described(tokenizer: ModelTokenizer) -> bool:
+    """Whether the model is told of its tools in words, since its chat template shows none."""
+    return tokenizer.chat is not None and tool_family(tokenizer.chat.source) is None
+
+
 def answer_parser(
     tools: Sequence[Mapping[str, Any]], model: str, tokenizer: ModelTokenizer | None
 ) -> Callable[[], AnswerParser]:
-    """Makes parsers of answers that may call the tools. Raises `UnsupportedField` if it is not
-    known how the model calls them."""
+    """Makes parsers of answers that may call the tools. Raises `UnsupportedField` for a model
+    without a chat template."""
     functions = [tool.get("function", {}) for tool in tools]
     return partial(_family(model, tokenizer).make_parser, functions)
 
@@ -548,34 +488,48 @@ def constrained_calls(
 ) -> Sequence[SamplingConfig]:
     """The samplings of answers whose calls obey the rules; what constrains them already is for
     answers that call nothing. Raises `UnsupportedField` and `InvalidRequest`."""
-    return [_constrained(sampling, rules, model, tokenizer) for sampling in samplings]
+    family = _family(model, tokenizer)
+    return [_constrained(sampling, rules, family) for sampling in samplings]
 
 
-def _constrained(
-    sampling: SamplingConfig, rules: CallRules, model: str, tokenizer: ModelTokenizer | None
-) -> SamplingConfig:
-    if not rules.constrains and sampling.json_schema is None:
+def _constrained(sampling: SamplingConfig, rules: CallRules, family: Family) -> SamplingConfig:
+    is_described = family is _DESCRIBED
+    if not (rules.constrains or is_described) and sampling.json_schema is None:
         return sampling
     if sampling.constraint not in (None, "json_schema") and not rules.must_call:
+        if not rules.constrains:
+            return sampling  # an answer in another form is no call
         raise UnsupportedField(
             f"an answer with `{sampling.constraint}` cannot call strict tools", param="tools"
         )
     schema = sampling.json_schema
     if isinstance(schema, str):
         raise UnsupportedField("with tools a schema must be an object", param="response_format")
-    markup = _family(model, tokenizer).markup
-    if markup is None:
-        raise UnsupportedField(f"calls of tools by `{model}` cannot be enforced", param="tools")
-    grammar = call_grammar(markup, rules, schema)
+    try:
+        grammar = call_grammar(family.markup, rules, schema)
+    except InvalidRequest:
+        if rules.constrains or not is_described:
+            raise
+        grammar = loose_grammar(family.markup, rules, schema)
     return sampling.model_copy(update=_FREE | {"grammar": grammar})
 
 
 def _family(model: str, tokenizer: ModelTokenizer | None) -> Family:
-    chat = None if tokenizer is None else tokenizer.chat
-    family = None if chat is None else tool_family(chat.source)
-    if family is None:
-        raise UnsupportedField(f"it is not known how `{model}` calls tools", param="tools")
-    return family
+    if tokenizer is None:
+        raise no_tools(model, "its engines take plain text")
+    if tokenizer.chat is None:
+        raise no_tools(model, "it has no chat template")
+    return tool_family(tokenizer.chat.source) or _DESCRIBED
+
+
+def no_tools(model: str, reason: str) -> UnsupportedField:
+    """The error of a request with tools that the model cannot be given."""
+    text = (
+        f"Model `{model}` does not support tool calling: {reason}. Use a model whose chat template "
+        "has a tool format, such as Qwen3, Llama 3.1 or Mistral, or an engine of type `builtin`. "
+        "See docs/api.md"
+    )
+    return UnsupportedField(text, param="tools")
 
 
 def served_parser(rules: CallRules | None, *, may_reason: bool) -> Callable[[], AnswerParser]:

@@ -43,7 +43,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from parrot.gateway.tool_calls import CallRules
+from parrot.gateway.described_messages import describe
+from parrot.gateway.tool_calls import are_described
+from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.errors import InvalidRequest, PromptTooLong, UnsupportedField
 from parrot.protocol.template import TemplateText, parse_template, placeholder
 from parrot.serve.graph.nodes import (
@@ -445,13 +447,18 @@ def transcript_of(
         return render_transcript(PLAIN_CHAT, prompt)
     if tokenizer.chat is None:
         raise UnsupportedField(f"model `{model}` has no chat template", param="model")
-    special = tokenizer.encoder.special_texts
-    shown = prompt if tokenizer.chat.takes_system_anywhere else with_system_first(prompt)
+    chat, special = tokenizer.chat, tokenizer.encoder.special_texts
+    given, are_as_sent = prompt, True
+    if are_described(tokenizer):
+        tools = options.get("tools", ())
+        given, are_as_sent = describe(prompt, tools, takes_system=chat.takes_system)
+        options = {name: value for name, value in options.items() if name != "tools"}
+    shown = given if chat.takes_system_anywhere else with_system_first(given)
     return render_transcript(
-        tokenizer.chat,
+        chat,
         shown,
         special_texts=special,
-        are_as_sent=len(shown) == len(prompt),
+        are_as_sent=are_as_sent and len(shown) == len(given),
         **options,
     )
 

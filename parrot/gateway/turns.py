@@ -28,7 +28,13 @@ from parrot.gateway.programs import (
     PromptPlace,
     ShownPrompt,
 )
-from parrot.gateway.tool_calls import CallRules, answer_parser, constrained_calls, served_parser
+from parrot.gateway.tool_calls import (
+    answer_parser,
+    are_described,
+    constrained_calls,
+    no_tools,
+    served_parser,
+)
 from parrot.gateway.transcript import (
     Body,
     Message,
@@ -44,6 +50,7 @@ from parrot.gateway.transcript import (
     text_of_tokens,
     transcript_of,
 )
+from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.errors import InvalidRequest, NotFound
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
@@ -280,6 +287,7 @@ class Turns:
         if chain.output is not None and len(request.samplings) > 1:
             raise InvalidRequest("there is one output, but many answers", param="parrot.output")
         tokenizer = self._core.fleet.tokenizer(request.model)
+        self._require_calls(request, tokenizer)
         marked = mark_places(request.prompt, list(chain.inputs))
         rendered = rendered_turn(request, marked.prompt, tokenizer)
         session = self._session_of(request, chain)
@@ -372,17 +380,30 @@ class Turns:
         fleet = self._core.fleet
         return max([e.max_len for e in fleet if e.info.model == model], default=None)
 
+    def _features(self, model: str) -> list[frozenset[str] | None]:
+        """Those of each engine of the model; None: not known."""
+        return [e.info.capabilities.features for e in self._core.fleet if e.info.model == model]
+
     def _takes_messages(self, model: str) -> bool:
         """Whether a server behind an engine of the model renders conversations."""
-        fleet = self._core.fleet
-        able = [e.info.capabilities.features for e in fleet if e.info.model == model]
-        return any("messages" in (features or ()) for features in able)
+        return any("messages" in (features or ()) for features in self._features(model))
+
+    def _require_calls(self, request: TurnRequest, tokenizer: ModelTokenizer | None) -> None:
+        """Raise `UnsupportedField` for tools that only a grammar can make the model call, if no
+        engine of the model has grammars."""
+        if request.calls is None or tokenizer is None or not are_described(tokenizer):
+            return
+        known = self._features(request.model)
+        if not any(features is None or "grammar" in features for features in known):
+            reason = "its chat template has no tool format, and its engines have no grammars"
+            raise no_tools(request.model, reason)
 
     def _rendered(self, request: TurnRequest) -> Rendered:
         tokenizer = self._core.fleet.tokenizer(request.model)
         is_text = tokenizer is None and not isinstance(request.prompt, str)
         if is_text and self._takes_messages(request.model):
             return served_turn(request)
+        self._require_calls(request, tokenizer)
         return rendered_turn(request, request.prompt, tokenizer)
 
     async def count_tokens(

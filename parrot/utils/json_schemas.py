@@ -53,17 +53,22 @@ _SPACES = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000
 _AS_RUST = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
 _ANY = r"[^\n\r\u2028\u2029]"
 _GAP = r"( |\r?\n[ \t]{0,32})"
+_LOOSE: Json = {"whitespace_pattern": _GAP}
+_TIGHT: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PART = re.compile(r"\\.|\(\?[a-zA-Z-]+[:)]|\[\^?|.", re.DOTALL)
 
 
-def exact_schema(schema: Mapping[str, Any], max_values: int, *, lenient: bool = False) -> Json:
+def exact_schema(
+    schema: Mapping[str, Any], max_values: int, *, lenient: bool = False, is_tight: bool = False
+) -> Json:
     """A schema of the same values, or of some of them, from which llguidance makes an exact
-    grammar; if `lenient`, of values that fit as far as it can say. Raises `ValueError` naming the
-    keyword if there is none, and for more than `max_values` values in it."""
+    grammar; if `lenient`, of values that fit as far as it can say. Unless `is_tight`, white space
+    may vary; else it is that of `json.dumps`. Raises `ValueError` naming the keyword if there is
+    none, and for more than `max_values` values in it."""
     check_size(schema, max_values)
     if "x-guidance" in schema:
         raise ValueError("`x-guidance` is not a keyword of schemas")
-    options: Json = {"json_allowed_escapes": 'bfnrt"\\', "whitespace_pattern": _GAP}
+    options: Json = {"json_allowed_escapes": 'bfnrt"\\', **(_TIGHT if is_tight else _LOOSE)}
     if lenient:
         options |= {"lenient": True, "coerce_one_of": True}
         return {**_lenient(schema), "x-guidance": options}

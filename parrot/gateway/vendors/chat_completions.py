@@ -17,7 +17,6 @@ from parrot.gateway.answers import (
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
-from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.turns import Turn, TurnRequest, Turns
 from parrot.gateway.vendors.endpoint import Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import openai_error
@@ -46,6 +45,7 @@ from parrot.gateway.vendors.parts import (
     whole_parts,
 )
 from parrot.protocol.answers import Event, Events
+from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.fields import ForeignId, JsonObject, Label, Text
 from parrot.protocol.public import VarGetResponse

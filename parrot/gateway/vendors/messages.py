@@ -19,7 +19,6 @@ from parrot.gateway.answers import (
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
-from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.turns import Turn, TurnRequest, Turns
 from parrot.gateway.vendors.endpoint import Bounded, Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import anthropic_error
@@ -36,6 +35,7 @@ from parrot.gateway.vendors.openai_fields import (
 )
 from parrot.gateway.vendors.parts import AnswerEnd, Likelihoods, Part, read_all, stream_parts
 from parrot.protocol.answers import Event, Events
+from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.fields import ForeignId, JsonObject, Label, Name

@@ -11,10 +11,10 @@ from pydantic import (
     Tag,
 )
 
-from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.transcript import MAX_PLACES
 from parrot.gateway.turns import Turn, TurnChain
 from parrot.gateway.vendors.endpoint import Bounded, Caller, Wire, require_shallow
+from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.fields import (

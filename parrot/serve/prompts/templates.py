@@ -382,12 +382,20 @@ class ModelTemplate:
         return content not in self.render([_message("user", content)])
 
     @cached_property
+    def takes_system(self) -> bool:
+        """The template shows a system message before all others."""
+        return self._shows("system", "user")
+
+    @cached_property
     def takes_system_anywhere(self) -> bool:
         """The template shows system messages wherever they stand, as messages of their own."""
+        return all(self._shows(*roles) for roles in _SYSTEM_SOMEWHERE)
+
+    def _shows(self, *roles: str) -> bool:
+        """Whether the template shows each message of a conversation once, in order."""
+        marks = [sentinel() for _ in roles]
         try:
-            for roles in _SYSTEM_SOMEWHERE:
-                marks = [sentinel() for _ in roles]
-                _split(self.render(list(map(_message, roles, marks))), marks)
+            _split(self.render(list(map(_message, roles, marks))), marks)
         except InvalidRequest:
             return False
         return True

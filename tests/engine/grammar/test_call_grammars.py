@@ -9,13 +9,15 @@ import pytest
 
 from parrot.engine.grammar.constraint import Constraint
 from parrot.gateway.answers import read_answer
-from parrot.gateway.tool_calls import CallRules, Family, call_grammar, tool_family
+from parrot.gateway.tool_calls import Family, tool_family
+from parrot.protocol.call_grammar import CallMarkup, CallRules, call_grammar, loose_grammar
+from parrot.protocol.described_tools import DESCRIBED, call_text
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
 from tests.engine.grammar.test_grammar_compiler import COMPILER, EOS, TOKENIZER
 from tests.support.masks import allowed
 
-HERMES, MISTRAL, LLAMA, DEEPSEEK, DEEPSEEK_FENCED = (
+FAMILIES = HERMES, MISTRAL, LLAMA, *_ = [
     tool_family(mark)
     for mark in (
         "<tool_call>",
@@ -23,9 +25,14 @@ HERMES, MISTRAL, LLAMA, DEEPSEEK, DEEPSEEK_FENCED = (
         '"parameters": ',
         "<｜tool▁sep｜>",
         "<｜tool▁sep｜> ```json",
+        "<tool_call> <function=",
+        "<tool_call> <arg_key>",
+        "<|tool_calls_section_begin|> <|tool_call_argument_begin|>",
+        "<start_function_call> <escape>",
+        '<|tool_call> <|"|>',
+        "[func_name1(params_name1=params_value1",
     )
-)
-FAMILIES = [HERMES, MISTRAL, LLAMA, DEEPSEEK, DEEPSEEK_FENCED]
+]
 LOOK = {
     "name": "look",
     "parameters": {
@@ -40,8 +47,9 @@ WAIT = {"name": 'wait "now"', "parameters": {"properties": {"s": {"uniqueItems":
 NO_PARAMETERS = {"name": "stop"}
 
 
-def constraint_of(family: Family, rules: CallRules, schema: Any = None) -> Constraint:
-    grammar = call_grammar(family.markup, rules, schema)
+def constraint_of(family: Family | CallMarkup, rules: CallRules, schema: Any = None) -> Constraint:
+    markup = family if isinstance(family, CallMarkup) else family.markup
+    grammar = call_grammar(markup, rules, schema)
     constraint = asyncio.run(COMPILER.constraint(SamplingConfig(grammar=grammar)))
     assert constraint is not None
     return constraint
@@ -106,7 +114,7 @@ def test_an_answer_that_may_call_what_is_strict(family: Family) -> None:
     if family.markup.trigger:
         assert accepts(constraint_of(family, rules), f"I look.\n{call}")
         assert not accepts(constraint_of(family, rules), f"I look.\n{wrong}")
-    if family is HERMES:
+    if family.markup.repeats:
         assert accepts(constraint_of(family, rules), f"I look.\n{call}\n{call}\nSo.")
 
 
@@ -147,3 +155,44 @@ def test_too_many_tools_are_refused() -> None:
     with pytest.raises(InvalidRequest) as caught:
         call_grammar(HERMES.markup, rules)
     assert caught.value.param == "tools"
+
+
+DESCRIBED_RULES = CallRules(
+    [LOOK | {"strict": False}, {"name": "say", "parameters": {"properties": {"text": {}}}}],
+    must_call=False,
+    may_call_many=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_right"),
+    [
+        ("", True),
+        ("I see.", True),
+        (call_text("look", {"at": "sky", "far": True}), True),
+        (f"I look.\n{call_text('look', {'at': 'sky'})}", True),
+        (f"{call_text('look', {'at': 'sky'})}\n{call_text('say', {'text': [1, 2.5]})}", True),
+        (call_text("say", {"text": 'a "b"\n\\ \x7f süß'}), True),
+        (call_text("say", {"more": 1}), False),
+        (call_text("look", {"at": "sea"}), False),
+        (call_text("see", {}), False),
+        (call_text("look", {"at": "sky"}).replace(": ", ":"), False),
+        (f"{call_text('look', {'at': 'sky'})}\nSo.", False),
+        ("I <tool_call> so", False),
+    ],
+)
+def test_an_answer_of_a_model_that_is_told_of_tools(text: str, is_right: bool) -> None:
+    """A call has one form, in which the next prompt shows it, and only calls follow it."""
+    constraint = constraint_of(DESCRIBED, DESCRIBED_RULES)
+    assert accepts(constraint, text) is is_right
+
+
+def test_arguments_that_may_be_any_object() -> None:
+    grammar = loose_grammar(DESCRIBED, DESCRIBED_RULES)
+    for text, is_right in (
+        (f"I look.\n{call_text('look', {'any': [1, {'a': None}]})}", True),
+        (call_text("see", {}), False),
+    ):
+        constraint = asyncio.run(COMPILER.constraint(SamplingConfig(grammar=grammar)))
+        assert constraint is not None
+        assert accepts(constraint, text) is is_right

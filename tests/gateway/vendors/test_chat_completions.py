@@ -360,11 +360,6 @@ class TestTools:
         assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_a_model_without_tools_says_so(site: Site) -> None:
-    status, answer = await site.send(PATH, body(user("Hi"), tools=[TestTools.TOOL]))
-    assert (status, answer["error"]["param"]) == (400, "tools")
-
-
 class TestPrefix:
     """A header says whether a program's prompts share what was sent before."""
 

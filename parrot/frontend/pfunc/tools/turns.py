@@ -5,8 +5,7 @@
     {"name": "weather", "arguments": {"city": "Oslo"}}      a call
     </tool_call>
 
-That is the form of Hermes, Qwen and others; models without any follow it as well, since a grammar
-lets calls have no other form."""
+The form is that of `parrot.protocol.described_tools`."""
 
 import json
 import re
@@ -15,22 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from parrot.frontend.pfunc.tools.tool import Tool, shortened
+from parrot.protocol.call_grammar import CallRules, call_grammar
+from parrot.protocol.described_tools import CLOSE, DESCRIBED, OPEN, described, results_text
 from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.sampling import MAX_GRAMMAR
-from parrot.utils.json_schemas import exact_schema
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{_OPEN}(.*?)(?:{_CLOSE}|\Z)", re.DOTALL)
-_EXPLAINED = """
-You can call functions. They are, with the JSON schemas of their arguments:
-<tools>
-{tools}
-</tools>
-To call one, answer with its name and its arguments as JSON, between these tags:
-<tool_call>
-{{"name": "...", "arguments": {{...}}}}
-</tool_call>
-You are then told the result. When you know enough, answer in words."""
+_CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +34,14 @@ class ToolCall:
 
 def system_message(system: str, tools: Sequence[Tool[..., Any]]) -> str:
     """The instructions, and what the model is told of its tools."""
-    if not tools:
-        return system
-    lines = "\n".join(json.dumps(tool.json_schema, ensure_ascii=False) for tool in tools)
-    return (system + "\n" + _EXPLAINED.format(tools=lines)).strip()
+    return described(system, [tool.json_schema for tool in tools]) if tools else system
 
 
 def turn_grammar(tools: Sequence[Tool[..., Any]], *, must_call: bool) -> str:
     """The grammar (Lark) of answers, whose calls fit the schemas as far as they can be enforced.
     Raises `InvalidRequest` if it is too long."""
-    names = " | ".join(f"f{i}" for i in range(len(tools)))
-    opening, closing = json.dumps('\n{"name": '), json.dumps("}\n" + _CLOSE)
-    lines = [f"call: {opening} ({names}) {closing}"]
-    for i, tool in enumerate(tools):
-        schema = exact_schema(tool.parameters, MAX_GRAMMAR, lenient=True)
-        begin = json.dumps(f'"{tool.name}", "arguments": ')
-        lines.append(f"f{i}: {begin} %json {json.dumps(schema)}")
-    if must_call:
-        lines.insert(0, f'start: "{_OPEN}" call')
-    else:
-        lines.insert(0, "start: (head call)* TEXT")
-        lines += [f'head[lazy]: TEXT "{_OPEN}"', r"TEXT: /(.|\n)*/"]
-    grammar = "\n".join(lines)
-    if len(grammar.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR:
-        raise InvalidRequest(f"the schemas of the tools have more than {MAX_GRAMMAR} bytes")
-    return grammar
+    functions = [{"name": tool.name, "parameters": tool.parameters} for tool in tools]
+    return call_grammar(DESCRIBED, CallRules(functions, must_call, may_call_many=not must_call))
 
 
 def read_calls(text: str, max_calls: int) -> list[ToolCall]:
@@ -90,7 +61,7 @@ def results_message(calls: Sequence[ToolCall], max_chars: int) -> str:
     results = [call.result for call in calls]
     if sum(map(len, results)) > max_chars:
         results = [shortened(result, max_chars // len(results)) for result in results]
-    return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+    return results_text(results)
 
 
 class Words:
@@ -106,7 +77,7 @@ class Words:
         self._held += piece
         words = ""
         while True:
-            mark = _CLOSE if self._is_call else _OPEN
+            mark = CLOSE if self._is_call else OPEN
             before, found, after = self._held.partition(mark)
             if not found:
                 break
@@ -133,7 +104,7 @@ def _read_call(text: str) -> ToolCall:
     text = text.strip()
     try:
         call, end = json.JSONDecoder().raw_decode(text)
-        if not _CLOSE.startswith(text[end:].strip()):  # which is where it may have been cut
+        if not CLOSE.startswith(text[end:].strip()):  # which is where it may have been cut
             raise ValueError(f"more follows: {text[end:][:80]!r}")
     except (ValueError, RecursionError) as error:
         return _unreadable(f"it is not JSON, or was cut: {error}")

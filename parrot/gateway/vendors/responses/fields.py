@@ -17,7 +17,6 @@ from pydantic import (
 )
 
 from parrot.gateway.answers import reasoning_options
-from parrot.gateway.tool_calls import CallRules
 from parrot.gateway.vendors.endpoint import Bounded, VendorAnswer, Wire, check_sizes
 from parrot.gateway.vendors.endpoint import Item as ListItem
 from parrot.gateway.vendors.openai_fields import (
@@ -35,6 +34,7 @@ from parrot.gateway.vendors.openai_fields import (
     shown,
     text_of,
 )
+from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.endpoint import parse_payload
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.fields import (
