@@ -304,7 +304,7 @@ class ChatCompletions:
         except ParrotError as error:
             if not any(stream.has_begun for stream in streams):
                 raise
-            yield [(None, openai_error(error)[1]), (None, "[DONE]")]
+            yield [(None, openai_error(error, prompt="messages")[1]), (None, "[DONE]")]
 
 
 class _Stream:

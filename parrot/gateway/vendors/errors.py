@@ -14,6 +14,7 @@ from parrot.protocol.errors import (
     PromptTooLong,
     QuotaExceeded,
 )
+from parrot.serve.prompts.encode import CountedPromptTooLong
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
 _CODES: tuple[tuple[type[ParrotError], str], ...] = (
@@ -39,20 +40,47 @@ _KINDS = {
 }
 
 
-def openai_error(error: ParrotError, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """The status and the body. OpenAI has no 422: what is wrong with a request is always a 400."""
+def openai_error(
+    error: ParrotError, request_id: str = "", *, prompt: str = "prompt"
+) -> tuple[int, dict[str, Any]]:
+    """The status and the body. OpenAI has no 422: what is wrong with a request is always a 400.
+    `prompt`: the field that holds the prompt."""
     status = 400 if error.status == 422 else error.status
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     code = next((code for cls, code in _CODES if isinstance(error, cls)), error.type)
     if isinstance(error, NotFound):
         code = _NOT_FOUND.get(error.param or "", code)
-    fields = {"message": error.message, "type": kind, "param": error.param, "code": code}
+    param = prompt if isinstance(error, PromptTooLong) and not error.param else error.param
+    message = openai_message(error, prompt)
+    fields = {"message": message, "type": kind, "param": param, "code": code}
     return status, {"error": fields}
+
+
+def openai_message(error: ParrotError, prompt: str) -> str:
+    """OpenAI's words for a prompt that is too long, which clients parse; else the error's own."""
+    if not isinstance(error, CountedPromptTooLong):
+        return error.message
+    return (
+        f"This model's maximum context length is {error.limit} tokens. However, your {prompt} "
+        f"resulted in {_count(error)}. Please reduce the length of the {prompt}."
+    )
+
+
+def _anthropic_message(error: ParrotError) -> str:
+    """The same in Anthropic's words."""
+    if isinstance(error, CountedPromptTooLong):
+        return f"prompt is too long: {_count(error)} > {error.limit - 1} maximum"
+    is_long = isinstance(error, PromptTooLong)
+    return f"prompt is too long: {error.message}" if is_long else error.message
+
+
+def _count(error: CountedPromptTooLong) -> str:
+    return f"{'' if error.are_all else 'at least '}{error.num_tokens} tokens"
 
 
 def anthropic_error(error: ParrotError, request_id: str = "") -> tuple[int, dict[str, Any]]:
     """The status and the body. Anthropic has no 422: a bad request is always a 400."""
     status = 400 if error.status == 422 else error.status
     kind = _KINDS.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    fields = {"type": kind, "message": error.message}
+    fields = {"type": kind, "message": _anthropic_message(error)}
     return status, {"type": "error", "error": fields, "request_id": request_id or None}

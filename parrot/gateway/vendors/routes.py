@@ -1,6 +1,7 @@
 """Which endpoint of which vendor answers which path."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -76,9 +77,17 @@ def vendor_endpoints(core: ServeCore, turns: Turns) -> list[Endpoint]:
         ),
     )
     return [
-        *(VendorEndpoint(core, openai_error, offer) for offer in _openai_offers(core, turns)),
+        *(
+            VendorEndpoint(core, partial(openai_error, prompt=_prompt_of(offer.path)), offer)
+            for offer in _openai_offers(core, turns)
+        ),
         *(VendorEndpoint(core, anthropic_error, offer) for offer in of_anthropic),
     ]
+
+
+def _prompt_of(path: str) -> str:
+    """The field that holds the prompt."""
+    return "messages" if path == "/v1/chat/completions" else "prompt"
 
 
 def _openai_offers(core: ServeCore, turns: Turns) -> Sequence[Offer]:
@@ -168,6 +177,6 @@ def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
         ),
     )
     return [
-        VendorEndpoint(core, openai_error, create),
+        VendorEndpoint(core, partial(openai_error, prompt="input"), create),
         *(VendorEndpoint(core, openai_error, offer, wait=Wait.PUBLISHED) for offer in others),
     ]

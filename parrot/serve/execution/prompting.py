@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
-from parrot.protocol.errors import InvalidRequest, PromptTooLong
+from parrot.protocol.errors import InvalidRequest
 from parrot.serve.contexts.index import Boundary, LedgerContext, Owner
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.execution.run import Attempt, Run
 from parrot.serve.graph.nodes import given_name
-from parrot.serve.prompts.encode import Units, join
+from parrot.serve.prompts.encode import CountedPromptTooLong, Units, join
 
 
 def public_len(engine: Engine, prompt: Units) -> int:
@@ -140,7 +140,7 @@ class _Prompt:
             is_cut = room > limit - length and not attempt.is_longest
             if prompt_len >= limit or is_cut:
                 message = f"the prompt has {prompt_len} tokens; the limit is {limit - 1}"
-                raise PromptTooLong(message)
+                raise CountedPromptTooLong(message, prompt_len, limit)
             room = min(room, limit - length)
         room = max(0, room)
         if room and room != attempt.sampling.max_gen_length:

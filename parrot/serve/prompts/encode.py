@@ -385,7 +385,19 @@ def require_chars(num_chars: int, tokenizer: ModelTokenizer | None, limit: int) 
     longest = _LONGEST_UNKNOWN if tokenizer is None else tokenizer.encoder.longest_token
     if num_chars >= limit * longest * _MAX_COMPOSED:
         message = f"the prompt has {num_chars} characters; the limit is {limit - 1} tokens"
-        raise PromptTooLong(message)
+        num_tokens = num_chars // (longest * _MAX_COMPOSED)
+        raise CountedPromptTooLong(message, num_tokens, limit, are_all=False)
+
+
+class CountedPromptTooLong(PromptTooLong):
+    """The prompt has `num_tokens`, or at least that many unless they `are_all`. `limit`: of the
+    model's whole sequence, whose last token is generated."""
+
+    def __init__(self, message: str, num_tokens: int, limit: int, *, are_all: bool = True) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+        self.limit = limit
+        self.are_all = are_all
 
 
 def _require_tokens_of(tokenizer: ModelTokenizer | None, segment: Segment) -> None:
@@ -405,8 +417,9 @@ class _Room:
         """The same ids. Raises `PromptTooLong`."""
         self._num_taken += len(ids)
         if self._num_taken >= self._limit:
-            message = f"the prompt has {self._num_taken} tokens or more"
-            raise PromptTooLong(f"{message}; the limit is {self._limit - 1}")
+            message = f"the prompt has at least {self._num_taken} tokens"
+            message += f"; the limit is {self._limit - 1}"
+            raise CountedPromptTooLong(message, self._num_taken, self._limit, are_all=False)
         return ids
 
 

@@ -20,6 +20,7 @@ import orjson
 
 from parrot.gateway.answers import ParsedToolCall, ReasoningDelta, TextDelta, WholeAnswer
 from parrot.gateway.turns import Turn
+from parrot.gateway.vendors.errors import openai_message
 from parrot.gateway.vendors.logprobs import Entry
 from parrot.gateway.vendors.openai_fields import Json
 from parrot.gateway.vendors.parts import AnswerEnd, Likelihoods, Part
@@ -196,7 +197,10 @@ class ResponseWriter:
             yield self._event("error", code="cancelled", message=error.message, param=None)
         else:
             self.response["status"] = "failed"
-            self.response["error"] = {"code": _code(error), "message": error.message}
+            self.response["error"] = {
+                "code": _code(error),
+                "message": openai_message(error, "input"),
+            }
             yield self._state("response.failed")
 
     def _message(self, content: list[Json], status: str) -> Json:
