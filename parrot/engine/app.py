@@ -123,7 +123,7 @@ class Fence:
         if named := request.headers.get(CORE_HEADER):
             self.admit(CoreIdentity.parse(named))
         if request.headers.get(REGISTRATION_HEADER, self.registration) != self.registration:
-            raise StaleCore("this engine has registered anew since, or is about to")
+            raise StaleCore("this engine has registered again, or is about to")
 
     def admit(self, asking: CoreIdentity) -> None:
         """Raise `StaleCore` if it is not obeyed."""
@@ -137,7 +137,7 @@ class Fence:
         """Raise `StaleCore` if the engine has begun to register again since that `era`, and
         `Cancelled` if a later attempt of the call has come."""
         if era != self.era:
-            raise StaleCore("this engine has registered anew since the request came")
+            raise StaleCore("this engine has registered again since the request arrived")
         if not request.attempt:
             return
         call = request.session_id, request.task_id

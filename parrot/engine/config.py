@@ -26,9 +26,11 @@ class RegisteredConfig(ConfigModel):
     """The keys of an engine that have to do with whom it works for."""
 
     tasks_capacity: PositiveInt = Field(
-        256, description="Completions that ServeCore may place here at once."
+        256,
+        description="Maximum number of calls that ServeCore places on this engine at the same "
+        "time.",
     )
-    heartbeat_interval: float = Field(3.0, gt=0.0, description="In seconds.")
+    heartbeat_interval: float = Field(3.0, gt=0.0, description="Seconds between two heartbeats.")
     serve_core: ServeCoreAddress = ServeCoreAddress()
     standby_cores: tuple[ServeCoreAddress, ...] = Field(
         (),
@@ -80,43 +82,45 @@ class SchedulerConfig(ConfigModel):
     """Limits of one step. `max_total_tokens` bounds the context tokens of a step's sequences (null:
     only the KV pool does); one sequence alone may always run."""
 
-    max_batch_size: PositiveInt = Field(256, description="Sequences in one step.")
-    max_num_batched_tokens: PositiveInt = Field(2048, description="Tokens computed in one step.")
+    max_batch_size: PositiveInt = Field(256, description="Maximum number of sequences in one step.")
+    max_num_batched_tokens: PositiveInt = Field(
+        2048, description="Maximum number of tokens that one step computes."
+    )
     max_total_tokens: PositiveInt | None = None
     mixed_fill_tokens: PositiveInt = Field(
         512,
-        description="Prompt tokens of a step in which requests of a higher priority generate: "
-        "enough to keep a GPU busy, few enough that those go on.",
+        description="Maximum number of prompt tokens in a step in which requests of a higher "
+        "priority generate. A larger value finishes prompts sooner and delays output tokens.",
     )
     policy: Literal["priority", "fcfs"] = Field(
         "priority",
-        description="By ServeCore's priorities, among equals by what is to be computed, aged; or "
-        "by arrival.",
+        description="Order of waiting jobs. `priority`: by ServeCore's priority, then by the "
+        "work left and age. `fcfs`: by arrival.",
     )
 
     prefix_caching: bool = Field(
         True,
-        description="Let contexts share the KV of a common beginning that no fork tells of, also "
-        "that of freed contexts while nobody else needs its memory.",
+        description="Share the KV cache of equal prefixes without an explicit fork, including "
+        "that of freed contexts while memory is available.",
     )
 
     max_draft_tokens: int = Field(
         32,
         ge=0,
         le=64,
-        description="Tokens of an output's draft in one step, at most; 0: nothing is drafted. Only "
-        "engines of type builtin draft.",
+        description="Maximum number of draft tokens in one step for one output. 0: no "
+        "speculative decoding. Only `builtin` engines draft.",
     )
 
     background_share: float = Field(
         0.2,
         ge=0.0,
         le=1.0,
-        description="How much longer background fills may make the steps of jobs that generate, "
-        "on average, at most: each says how much it may.",
+        description="By how much background fills may lengthen the steps of jobs that generate, "
+        "on average; 0.2 means 20%.",
     )
     background_chunk_size: PositiveInt = Field(
-        256, description="Tokens of background fills in a step that has nothing else to do."
+        256, description="Number of background prompt tokens in a step without other work."
     )
 
     @field_validator("policy", mode="before")
@@ -140,9 +144,9 @@ class BuiltinInstance(ConfigModel):
     host_kv_gb: float | None = Field(
         None,
         ge=0.0,
-        description="GiB of the host's memory for KV that leaves the device and comes back by "
-        "copy, in all processes that the model is divided among together; 0: none. null: none on "
-        "CPUs; else half of what is free, at most 32, and at most four times the devices' KV.",
+        description="GiB of CPU memory for KV cache that leaves the GPU, for all processes of "
+        "the engine together. 0: none. null: none on CPUs; otherwise half of the free memory, "
+        "at most 32 GiB and at most four times the KV cache of the GPUs.",
     )
     block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
     attn_func: Literal["auto", "torch", "triton"] = "auto"
@@ -154,8 +158,8 @@ class BuiltinInstance(ConfigModel):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
-        description="Processes of this host that the model is divided among, each with a GPU of "
-        "its own, those from `device` on.",
+        description="Number of GPUs of this machine for one model, starting with `device`. Each "
+        "has its own process.",
     )
 
     @model_validator(mode="before")
@@ -185,18 +189,19 @@ class OpenAIInstance(ConfigModel):
     azure_endpoint: str | None = None
     max_seq_len: PositiveInt = 4096
     server: Literal["openai", "vllm", "sglang", "llama.cpp", "llama-cpp-python"] | None = Field(
-        None, description="Whose server it is; null: as its list of models says."
+        None, description="Type of the server. null: detected from its list of models."
     )
     features: dict[str, bool] = Field(
         {},
-        description="What it can do or cannot: fields of a sampling config, and `messages`, "
+        description="Overrides of what the server supports: sampling fields, and `messages`, "
         "`tools`, `cache_salt`, `cached_tokens`, `cancellation`, `priority`.",
     )
     kept_tokens: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="Tokens of KV that it keeps of prompts that are over, those used last."
+        None, description="Size of the server's prefix cache in tokens, if it does not report it."
     )
     kept_prompts: PositiveInt | None = Field(
-        None, description="Prompts that it keeps the KV of, those used last."
+        None,
+        description="Number of prompts in the server's prefix cache, if it does not report it.",
     )
 
     @field_validator("features")
@@ -228,19 +233,27 @@ class SimInstance(ConfigModel):
     num_kv_cache_blocks: PositiveInt = 8192
     block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)
     max_seq_len: PositiveInt = 32768
-    step_s: Seconds = Field(4.5e-3, description="Of every step: above all to read the weights.")
-    sequence_s: Seconds = Field(1.5e-5, description="Per sequence.")
-    context_token_s: Seconds = Field(3e-8, description="Per token whose KV is read.")
-    prefill_token_s: Seconds = Field(2.5e-5, description="Per prompt token that is computed.")
-    prefill_pair_s: Seconds = Field(
-        0.0, description="Per prompt token and token before it: long prompts are quadratic."
+    step_s: Seconds = Field(
+        4.5e-3,
+        description="Constant time of a step. On a GPU this is mostly the time to read the "
+        "weights.",
     )
-    num_host_kv_blocks: int = Field(0, ge=0, description="Blocks that the host holds besides.")
+    sequence_s: Seconds = Field(1.5e-5, description="Time for each sequence.")
+    context_token_s: Seconds = Field(3e-8, description="Time for each token whose KV is read.")
+    prefill_token_s: Seconds = Field(
+        2.5e-5, description="Time for each prompt token that is computed."
+    )
+    prefill_pair_s: Seconds = Field(
+        0.0,
+        description="Time for each pair of a prompt token and a token before it. Long prompts "
+        "are quadratic.",
+    )
+    num_host_kv_blocks: int = Field(0, ge=0, description="Number of KV blocks in CPU memory.")
     host_token_s: Seconds = Field(
-        2.6e-6, description="Per token whose KV is copied to the host or back: both ways at once."
+        2.6e-6, description="Time to copy the KV of one token to CPU memory or back."
     )
     shared_prefix: bool = Field(
-        True, description="KV that sequences of a step share is read once, not once for each."
+        True, description="Read KV that sequences of a step share only once."
     )
 
 
@@ -254,42 +267,57 @@ class EngineConfig(RegisteredConfig):
     served_model_name: str = Field(
         "",
         max_length=256,
-        description="What clients call it; engines of one name are alike.",
+        description="Model name that clients use. Engines with the same name are "
+        "interchangeable. Empty: as `model`.",
     )
-    tokenizer: str = Field("", description="Where its tokenizer is, if not with the model.")
+    tokenizer: str = Field(
+        "", description="Location of the tokenizer, if it is not with the model."
+    )
     host: str = Field("localhost", description="Address to bind.")
     port: int = Field(9001, ge=1, le=65535)
-    engine_name: Label = Field("", description="Unique in the cluster.")
-    random_seed: int = Field(0, ge=0, lt=2**63, description="Of outputs that give none.")
+    engine_name: Label = Field(
+        "",
+        description="Unique name in the cluster. Empty: made from model and port, so that a "
+        "restarted engine has the same name.",
+    )
+    random_seed: int = Field(
+        0, ge=0, lt=2**63, description="Seed of outputs whose request gives none."
+    )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
     )
     fill_chunk_size: PositiveInt | None = Field(
-        None, description="Prompt tokens of one job in one step, at most."
+        None,
+        description="Maximum number of prompt tokens of one job in one step. null: as many as "
+        "the step may have.",
     )
     tokens_capacity: PositiveInt | None = Field(
-        None, description="Tokens of KV that ServeCore may use here."
+        None,
+        description="Number of KV tokens that ServeCore may use here. null: the size of the KV "
+        "cache.",
     )
     drain_timeout: float = Field(
         0.0,
         ge=0.0,
         le=86400.0,
-        description="After SIGTERM the engine gets no more calls, and goes on with those that it "
-        "has for so long; then they run elsewhere. A second signal ends it at once.",
+        description="Seconds that the engine finishes its calls after SIGTERM, without "
+        "accepting new ones. The rest moves to other engines. A second signal ends the engine "
+        "at once.",
     )
     cluster_token: Secret | None = Field(
         None,
         repr=False,
-        description="Shared with ServeCore. Needed beyond loopback; null on loopback: that of a "
-        "file in `state_dir`, or none if it serves alone (`--without_core`).",
+        description="Secret shared with ServeCore. Required beyond loopback. null on loopback: "
+        "the token of the file in `state_dir`, or none for an engine without ServeCore "
+        "(`--without_core`).",
     )
     insecure: bool = Field(
-        False, description="As ServeCore's: start without `cluster_token`, and ask nobody for one."
+        False, description="As in ServeCore: start without `cluster_token`, and require none."
     )
-    allowed_hosts: HostNames = Field((), description="As ServeCore's.")
-    state_dir: str | None = Field(None, min_length=1, description="As ServeCore's.")
-    otlp_endpoint: str | None = Field(None, min_length=1, description="As ServeCore's.")
+    allowed_hosts: HostNames = Field((), description="As in ServeCore.")
+    state_dir: str | None = Field(None, min_length=1, description="As in ServeCore.")
+    otlp_endpoint: str | None = Field(None, min_length=1, description="As in ServeCore.")
     scheduler: SchedulerConfig = SchedulerConfig()
     connections: ConnectionLimits = ConnectionLimits()
 

@@ -90,7 +90,7 @@ class Heartbeat:
         state = self._service.state()
         if state is ServiceState.LOST:
             name = self._service.engine_info().engine_name
-            raise DeviceLost(f"engine {name} can serve nothing any more")
+            raise DeviceLost(f"engine {name} can no longer serve: its device is lost")
         return state is ServiceState.CLOSED
 
     async def close(self) -> None:
@@ -170,7 +170,7 @@ class Heartbeat:
                 logger.warning("ServeCore has not answered for %g s: all work ends", terms.lease_s)
                 return
             if answer.state == "unknown":
-                logger.warning("ServeCore does not know engine %d any more", engine_id)
+                logger.warning("ServeCore no longer knows engine %d", engine_id)
                 return
 
     async def _before(self, when: float | None, work: Coroutine[Any, Any, T]) -> T | None:

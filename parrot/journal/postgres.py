@@ -159,7 +159,7 @@ class Lease:
         try:
             self._keep(taken)
         except Exception as error:
-            logger.exception("the journal's lease is not renewed any more")
+            logger.exception("the journal's lease is no longer renewed")
             self.lose()
             self._tell(partial(_settle, taken, error))
 

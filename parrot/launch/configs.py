@@ -215,7 +215,7 @@ def refuse_inventory(path: Path, payload: Mapping[str, Any]) -> None:
     """Raises `InventoryError` for the contents of an inventory of machines."""
     if "hosts" in payload:
         raise InventoryError(
-            f"{path}: an inventory of machines (`hosts`) cannot be launched by ssh any more; "
+            f"{path}: `hosts`: servers on other machines can no longer be launched by ssh; "
             "docs/deployment.md says how servers run on several machines: Ray, Kubernetes, Slurm, "
             "Compose or systemd"
         )

@@ -94,7 +94,7 @@ def server_options(description: str, log_filename: str) -> argparse.ArgumentPars
         "--insecure",
         action="store_true",
         default=None,
-        help="start without a cluster token: whoever can connect is let in",
+        help="start without a cluster token: anyone who can connect has access",
     )
     parser.add_argument("--log_dir", help="also write the log to a file in this folder")
     parser.add_argument("--log_filename", default=log_filename)

@@ -113,7 +113,7 @@ def rules(routes: Iterable[BaseRoute]) -> Iterator[Rule]:
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 yield Rule(method, route.path, route.access)
         else:
-            raise TypeError(f"nobody says who may use {route}")
+            raise TypeError(f"{route} has no access rule")
 
 
 class BodyRules(NamedTuple):

@@ -291,7 +291,9 @@ class TokenUsage(Answer):
 class VarGetResponse(Answer):
     content: str
     finish_reason: Literal["stop", "length"] | None = Field(
-        None, description="`length`: cut at `max_gen_length`, or for want of room; null: given."
+        None,
+        description="`length`: cut at `max_gen_length` or because the KV cache was full. null: a "
+        "text that was set.",
     )
     stop_string: str | None = Field(None, description="of `stop_str`, the one that ended the text")
     usage: TokenUsage | None = Field(None, description="null: the text was not generated")

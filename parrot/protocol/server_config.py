@@ -31,7 +31,7 @@ def _no_placeholder(secret: str) -> str:
     """Raises `ValueError` for what the sample configurations have in the place of a secret."""
     if secret.startswith(_PLACEHOLDER):
         raise ValueError(
-            "is the sample's, which everybody knows: put a secret of your own, as of "
+            "is the placeholder of the sample: set your own secret, such as the output of "
             "`openssl rand -hex 32`"
         )
     return secret
@@ -45,21 +45,23 @@ class ConnectionLimits(ConfigModel):
     or 503 (but for `answer_idle_timeout`), and the connection closed."""
 
     head_timeout: _Seconds = Field(
-        20.0, description="For a request's head, the first since the connection is there."
+        20.0,
+        description="Time for the header of a request, from the start of the connection for the "
+        "first one.",
     )
-    body_idle_timeout: _Seconds = Field(30.0, description="Between two pieces of a body.")
-    body_timeout: _Seconds = Field(300.0, description="For a whole body.")
+    body_idle_timeout: _Seconds = Field(30.0, description="Time between two chunks of a body.")
+    body_timeout: _Seconds = Field(300.0, description="Time for a whole body.")
     answer_idle_timeout: _Seconds = Field(
         300.0,
-        description="For a client to take some of an answer while the system's buffers are full "
-        "(about 1 MB of it); then the connection is cut.",
+        description="Time for a client to read some of the answer while the buffers of the "
+        "system are full (about 1 MB). The connection is then closed.",
     )
-    max_header_bytes: _Count = Field(65_536, description="Bytes of a head.")
-    max_connections: _Count = Field(8192, description="Connections that are open at once.")
+    max_header_bytes: _Count = Field(65_536, description="Size of a header in bytes.")
+    max_connections: _Count = Field(8192, description="Number of open connections.")
     max_body_memory: _Count = Field(
         2**29,
-        description="Bytes of all bodies that are being read or handed on to another shard, less "
-        "the first 64 KiB of each; a request beyond gets 503.",
+        description="Bytes of all bodies that are being read or forwarded, without the first 64 "
+        "KiB of each. Requests beyond it get 503.",
     )
 
 
@@ -83,13 +85,13 @@ def settled_token(
             raise ConfigError(
                 f"`api_keys` are missing: {host} can be reached from other machines. Set some in "
                 f"ServeCore's config or environment ({_KEYS_VARIABLE}), or `insecure` "
-                "(--insecure) to let in whoever connects"
+                "(--insecure) to allow everyone who can connect"
             )
         return token
     if has_api_keys:
         raise ConfigError(
-            "`api_keys` need `cluster_token`: else whoever can connect may register an engine, "
-            "which is sent every tenant's prompts"
+            "`api_keys` need `cluster_token`: without it, anyone who can connect could register an "
+            "engine and receive the prompts of all tenants"
         )
     if insecure:
         return None
@@ -98,7 +100,7 @@ def settled_token(
         raise ConfigError(
             f"`cluster_token` is missing: {host} can be reached from other machines. Set it in the "
             f"config or environment (PARROT_{server}__CLUSTER_TOKEN), and `api_keys` on ServeCore "
-            f"({_KEYS_VARIABLE}), or `insecure` (--insecure) to let in whoever connects"
+            f"({_KEYS_VARIABLE}), or `insecure` (--insecure) to allow everyone who can connect"
         )
     return None if is_alone else kept_token(state_dir)
 
@@ -143,7 +145,7 @@ def _read(path: Path) -> str:
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
         facts = os.fstat(file.fileno())
         if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
-            raise ConfigError(f"{path}: must belong to you, and be readable by nobody else")
+            raise ConfigError(f"{path}: must belong to you and have mode 600")
         token = file.read(_MAX_LEN).strip()
     if not token:
         raise ConfigError(f"{path}: is empty; remove it")

@@ -25,12 +25,13 @@ class ShardsConfig(ConfigModel):
     """Several ServeCores that share sessions out among them, by their ids. Each has engines and a
     journal of its own, and hands on requests for what another has (docs/reliability.md)."""
 
-    index: int = Field(ge=0, lt=64, description="Which of `cores` this one is.")
+    index: int = Field(ge=0, lt=64, description="Position of this ServeCore in `cores`.")
     cores: tuple[str, ...] = Field(
         min_length=2,
         max_length=64,
         strict=False,
-        description="The addresses of all, as `http://HOST:PORT`, in the same order everywhere.",
+        description="Addresses of all shards as `http://HOST:PORT`, in the same order on every "
+        "shard.",
     )
 
     @field_validator("cores")
@@ -60,53 +61,57 @@ class GlobalSchedulerConfig(ConfigModel):
     """Which application-level features the global scheduler uses."""
 
     app_fifo: bool = Field(
-        True, description="Order applications. Else calls are ordered singly, whatever the policy."
+        True, description="Order whole applications. false: order single calls, for every policy."
     )
     graph_group: bool = Field(
-        True, description="Deal out together the queued calls that feed the same consumer."
+        True, description="Place queued calls that feed the same call as a group."
     )
     ctx_group: bool = Field(True, description="Place calls that share a prefix together.")
-    ctx_aware: bool = Field(True, description="Weigh cached prefixes when choosing an engine.")
+    ctx_aware: bool = Field(True, description="Consider cached prefixes when choosing an engine.")
     kv_eviction: KvEviction = Field(
         "next_use",
-        description="Which context goes when an engine is full: the one whose predicted next use "
-        "is farthest, or the least recently used.",
+        description="Which context a full engine evicts first: the one with the latest "
+        "predicted next use (`next_use`), or the least recently used (`lru`).",
     )
     eager_fill: bool = Field(
         True,
-        description="Compute the known beginning of a prompt while the call waits for its other "
-        "inputs, with what ready work leaves over.",
+        description="Compute the known prefix of a prompt while the call waits for its other "
+        "inputs, with capacity that ready calls do not need.",
     )
     policy: OrderName = Field(
         "critical_path",
-        description="Which application goes first: the one with the least predicted work left "
-        "(aged, with deadlines, the longest path first in it, and no more at once than pays), or "
-        "none (by the calls' arrival).",
+        description="Which application goes first. `critical_path`: the one with the least "
+        "predicted work left; age and deadlines count. `fcfs`: calls by arrival.",
     )
     placement: PlacementName = Field(
         "predicted",
-        description="Which engine runs a call: the one with the least predicted seconds to it and "
-        "to the calls there.",
+        description="Which engine runs a call. `predicted`: the engine where the call and its "
+        "effect on other calls cost the fewest predicted seconds.",
     )
     reuse_results: bool = Field(
         True,
-        description="Run identical deterministic calls once: greedy or seeded, inside a tenant.",
+        description="Run identical deterministic calls of one tenant once. Deterministic means "
+        "greedy or seeded.",
     )
     reuse_cache_size: int = Field(
-        64 * 2**20, ge=0, le=2**40, description="Bytes of results kept; 0: only calls in flight."
+        64 * 2**20,
+        ge=0,
+        le=2**40,
+        description="Bytes of results that are kept for reuse. 0: only calls that run at the "
+        "same time share a result.",
     )
-    reuse_timeout: Seconds = Field(3600.0, description="A result is kept for so long at most.")
+    reuse_timeout: Seconds = Field(3600.0, description="Maximum age of a result for reuse.")
     tenant_step_growth: float | None = Field(
         0.25,
         ge=0.0,
         le=1000.0,
-        description="By what part another tenant of the same weight that crowds an engine may "
-        "lengthen the steps of a call that somebody waits for. null: by any.",
+        description="By how much another tenant of equal weight may lengthen the steps of an "
+        "interactive call; 0.25 means 25%. null: no limit.",
     )
     max_queue_size: Count = Field(
         1024,
-        description="With so many tasks queued, new calls and reads that need work get 503, if "
-        "their tenant has its share: a part of this, by the weights of those with queued tasks.",
+        description="Number of queued tasks at which new calls get 503. A tenant below its "
+        "weighted share of this number is still accepted.",
     )
 
     @field_validator("policy", "placement", mode="before")
@@ -127,15 +132,13 @@ class SessionQuota(ConfigModel):
     holder: ClassVar[str] = "the session"
     key: ClassVar[str] = "session_quota"
 
-    calls: Count = Field(
-        65_536, description="Calls, which are kept until the session ends, with idempotency keys."
-    )
+    calls: Count = Field(65_536, description="Calls. They count until the session ends.")
     variables: Count = Field(262_144, description="Variables.")
     text_bytes: Count = Field(
-        2**28, description="Bytes of its templates, native functions, output grammars and values."
+        2**28, description="Bytes of templates, native functions, output grammars and values."
     )
     native_ms: Count = Field(
-        3_600_000, description="Milliseconds that its native functions run, all together."
+        3_600_000, description="Total run time of native functions, in milliseconds."
     )
 
 
@@ -150,7 +153,10 @@ class TenantQuota(ConfigModel):
     variables: int = Field(2**22, ge=1, le=2**40, description="Variables.")
     text_bytes: int = Field(2**32, ge=1, le=2**40, description="Bytes of text.")
     native_ms: int = Field(
-        2**40, ge=1, le=2**40, description="Milliseconds of native functions of live sessions."
+        2**40,
+        ge=1,
+        le=2**40,
+        description="Run time of native functions in live sessions, in milliseconds.",
     )
 
 
@@ -158,7 +164,7 @@ class TokenPrices(ConfigModel):
     """The prices of a million tokens of a model, in whatever currency."""
 
     input: Price = Field(0.0, description="Prompt tokens that are computed.")
-    cached: Price = Field(0.0, description="Prompt tokens whose KV is there already.")
+    cached: Price = Field(0.0, description="Prompt tokens found in a KV cache.")
     output: Price = Field(0.0, description="Output tokens.")
 
 
@@ -167,97 +173,105 @@ class CoreConfig(ConfigModel):
 
     host: str = Field("localhost", min_length=1, description="Address to bind.")
     port: int = Field(9000, ge=0, le=65535, description="0: any free port.")
-    max_sessions_num: Count = Field(2048, description="Live sessions; beyond it 429.")
-    max_engines_num: Count = Field(2048, description="Registered engines; beyond it 429.")
+    max_sessions_num: Count = Field(
+        2048, description="Maximum number of live sessions. More get 429."
+    )
+    max_engines_num: Count = Field(
+        2048, description="Maximum number of registered engines. More get 429."
+    )
     session_life_span: Seconds = Field(
-        600.0, description="A session ends after this long without activity or an open read."
+        600.0,
+        description="A session ends this long after its last request. Running calls, and open "
+        "reads with a timeout, keep it alive.",
     )
     engine_heartbeat_timeout: Seconds = Field(
-        30.0, description="An engine that is silent for this long is lost: its calls run elsewhere."
+        30.0,
+        description="An engine without a heartbeat for this long is lost, and its calls move to "
+        "other engines.",
     )
     no_engine_timeout: Seconds | None = Field(
         None,
-        description="A call fails when no engine has served its models for this long, since it "
-        "came and since the last such engine was lost; null: `engine_heartbeat_timeout`.",
+        description="A call fails when no engine has served its model for this long. null: "
+        "`engine_heartbeat_timeout`.",
     )
     constant_prefix_var_timeout: Seconds = Field(
-        600.0, description="An unused constant-prefix context is freed after this long."
+        600.0, description="An unused context of a constant prefix is freed after this long."
     )
     api_keys: tuple[Secret, ...] = Field(
         (),
         repr=False,
-        description="If any, sessions, the endpoints of OpenAI and Anthropic, and the lists of "
-        "models and routes need one of them (docs/security.md). Needed beyond loopback, if "
-        "there is no `keys_file`.",
+        description="API keys. With any, clients must send one (docs/security.md). A `host` "
+        "beyond loopback needs `api_keys` or a `keys_file`.",
     )
     keys_file: str | None = Field(
         None,
         min_length=1,
-        description="File of more keys, JSON or YAML: their digests, scopes and limits "
-        "(docs/security.md). It is read again when it has changed.",
+        description="JSON or YAML file with digests, scopes and limits of API keys "
+        "(docs/security.md). Changes are read while the server runs.",
     )
     public_prefixes: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (),
         max_length=16,
-        description="Files of texts with which prompts or system messages of many tenants begin, "
-        "UTF-8, 1 MiB each at most. KV of them is shared by all (docs/security.md).",
+        description="Text files with common prompt prefixes, UTF-8, at most 1 MiB each. All "
+        "tenants share their KV cache (docs/security.md).",
     )
     cluster_token: Secret | None = Field(
         None,
         repr=False,
-        description="Engines must present it, and are sent it. Needed with `api_keys`, and beyond "
-        "loopback; null on loopback: that of a file in `state_dir`.",
+        description="Secret shared by ServeCore and engines. Required with `api_keys`, and "
+        "beyond loopback. null on loopback: the token of the file in `state_dir`.",
     )
     insecure: bool = Field(
         False,
-        description="Start without `cluster_token` or `api_keys` also where others can connect, "
-        "and ask nobody for what is not set: whoever connects may use the service and, as an "
-        "engine, read its prompts.",
+        description="Start without `cluster_token` or `api_keys` even if other machines can "
+        "connect. Anyone who can connect can use the service, and can register an engine that "
+        "reads prompts.",
     )
     allowed_hosts: HostNames = Field(
         (),
-        description="Names under which proxies and other machines reach this server, besides `host`"
-        " and this machine's name; addresses always do. `*`: any, also those of web pages.",
+        description="Host names under which proxies and other machines reach this server, in "
+        "addition to `host` and the name of this machine. IP addresses are always allowed. `*`: "
+        "any name, also that of a web page.",
     )
     state_dir: str | None = Field(
         None,
         min_length=1,
-        description="Folder of the file `cluster_token`, which is made at the first start, for "
-        "this user's eyes only; null: `$XDG_STATE_HOME/parrot` or `~/.local/state/parrot`.",
+        description="Folder of the file `cluster_token`, which the first start creates with "
+        "mode 600. null: `$XDG_STATE_HOME/parrot` or `~/.local/state/parrot`.",
     )
     model_aliases: dict[str, str] = Field(
         {},
         max_length=1024,
-        description="Other names of models in the APIs of OpenAI and Anthropic, for clients that "
-        "have the names built in: from such a name to that of a model that engines serve.",
+        description="Other names for served models in the OpenAI and Anthropic APIs, for "
+        "clients with built-in model names.",
     )
     cors_origins: tuple[Annotated[str, Field(min_length=1, max_length=1024)], ...] = Field(
         (),
-        description="Origins (`https://app.example`) whose pages in a browser may call this API; "
-        "`*` is every page.",
+        description="Origins (`https://app.example`) whose web pages may call this API. `*`: "
+        "every page.",
     )
     page: bool = Field(
         True,
-        description="Show sessions, engines and values under `/ui/` to whoever has the page's key "
-        "or, of their own sessions, an API key.",
+        description="Serve the web page under `/ui/`. Visitors need the key of the page, or an "
+        "API key for their own sessions.",
     )
     global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
     connections: ConnectionLimits = ConnectionLimits()
     session_quota: SessionQuota = SessionQuota()
     tenant_quota: TenantQuota = TenantQuota()
     max_body_size: Count = Field(
-        32 * 2**20, description="Bytes of one request's body; beyond it 413."
+        32 * 2**20, description="Maximum size of a request body in bytes. Larger ones get 413."
     )
     responses_size: int = Field(
         2**28,
         ge=0,
         le=2**40,
-        description="Bytes of `/v1/responses` that are kept, to be asked for and continued.",
+        description="Bytes of stored responses of `/v1/responses`. The oldest are deleted first.",
     )
     prefix_repair: PrefixDiagnosis = Field(
         "report",
-        description="Of programs that resend their history: say where a prompt left the one before "
-        "it (`report`), or compare nothing (`off`).",
+        description="`report`: the header `x-parrot-prefix` tells clients that resend their "
+        "history where a prompt left the previous one. `off`: no comparison.",
     )
     prices: dict[str, TokenPrices] = Field(
         {},
@@ -269,21 +283,24 @@ class CoreConfig(ConfigModel):
         20,
         ge=1,
         le=1000,
-        description="Functions, and applications, that have series of their own in metrics: those "
-        "that are used most. The others are `other`.",
+        description="Number of functions, and of applications, with metrics of their own. The "
+        "most used ones are chosen; the others are counted as `other`.",
     )
     native_workers: int = Field(
         3,
         ge=1,
         le=64,
-        description="Native functions that may run at once, a process each; one session's all but "
-        "one of these.",
+        description="Native functions that run at the same time, each in its own process. One "
+        "session can use all except one.",
     )
     native_timeout: float = Field(
-        60.0, gt=0, le=60, description="Seconds that a native function may ask for, at most."
+        60.0,
+        gt=0,
+        le=60,
+        description="Longest run time that a native function may request, in seconds.",
     )
     native_memory_mb: int = Field(
-        64, ge=1, le=65536, description="Memory one native function may use, in MiB."
+        64, ge=1, le=65536, description="Memory limit of one native function, in MiB."
     )
     journal: str | None = Field(
         None,
@@ -297,40 +314,45 @@ class CoreConfig(ConfigModel):
         2**32,
         ge=2**20,
         le=2**46,
-        description="Bytes of the journal; when it is full, what would be written gets 507.",
+        description="Maximum size of the journal in bytes. When it is full, changes get 507.",
     )
     journal_timeout: Seconds = Field(
         10.0,
-        description="What waits for the journal's disk for longer gets 507, until the disk has "
-        "caught up.",
+        description="Longest wait for the disk of the journal. After that, changes get 507 "
+        "until the disk has caught up.",
     )
-    shards: ShardsConfig | None = Field(None, description="Null: this ServeCore is the only one.")
+    shards: ShardsConfig | None = Field(
+        None,
+        description="Several ServeCores that divide the sessions among them. null: this "
+        "ServeCore is the only one.",
+    )
     trace_path: str | None = Field(
         None,
         min_length=1,
-        description="If set, what programs ask is recorded in this file, for `parrot simulate`.",
+        description="File that records the requests of programs, for `parrot simulate`. null: "
+        "no recording.",
     )
     audit_path: str | None = Field(
         None,
         min_length=1,
-        description="If set, what operators do (drains, ended sessions, cancelled calls), who is "
-        "let into the page, engines that join, changed keys and failed authentications are added "
-        "to this file, a line of JSON each.",
+        description="File that receives one JSON line for each action of an operator, sign-in "
+        "to the page, engine that joins, changed key and failed authentication. null: no audit "
+        "log.",
     )
     otlp_endpoint: str | None = Field(
         None,
         min_length=1,
-        description="If set, traces go to this address by OTLP over HTTP, for example "
-        "`http://localhost:4318/v1/traces` (docs/monitoring.md). Needs the extra `otel`.",
+        description="Address that receives traces by OTLP over HTTP, such as "
+        "`http://localhost:4318/v1/traces` (docs/monitoring.md). Needs the extra `otel`. null: "
+        "no traces.",
     )
     otlp_sample_ratio: float | None = Field(
         None,
         ge=0,
         le=1,
         allow_inf_nan=False,
-        description="The share of traces that are sent, chosen by their ids; what has a caller's "
-        "span above it is sent if that is. null: as `OTEL_TRACES_SAMPLER` says in the environment, "
-        "else all.",
+        description="Share of traces that are sent, 0 to 1. Calls inside a caller's span follow "
+        "the caller's decision. null: `OTEL_TRACES_SAMPLER` decides; by default all are sent.",
     )
 
     @field_validator("prefix_repair", mode="before")
@@ -338,8 +360,8 @@ class CoreConfig(ConfigModel):
     def _edits_no_prompts(cls, value: object) -> object:
         if value == "on":
             raise ValueError(
-                "prompts are not edited any more: with `report` the header `x-parrot-prefix` says "
-                "what differs with each request, which its program has to leave out"
+                "prompts are no longer edited. With `report`, the header `x-parrot-prefix` says "
+                "which part changes with each request; move that part to the end of the prompt"
             )
         return value
 

@@ -492,12 +492,12 @@ def _admin_endpoints(core: ServeCore) -> list[Endpoint]:
             taking(DrainRequest, drain),
             "Give an engine no more calls, or calls again",
         ),
-        endpoint("DELETE", "/v1/admin/session/{session_id}", end, "End anybody's session"),
+        endpoint("DELETE", "/v1/admin/session/{session_id}", end, "End a session of any tenant"),
         endpoint(
             "DELETE",
             "/v1/admin/session/{session_id}/request/{request_id}",
             cancel,
-            "Cancel a call of anybody's session",
+            "Cancel a call in a session of any tenant",
         ),
     ]
 

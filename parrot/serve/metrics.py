@@ -76,7 +76,7 @@ _CALL_COUNTERS: Counters = {
         "direction",
     ),
     "retries": ("Further attempts of completions.", ""),
-    "evicted_tokens": ("Tokens of their contexts that were freed for want of room.", ""),
+    "evicted_tokens": ("Tokens of their contexts that were evicted.", ""),
     "cost": ("Price of the tokens, by `prices`.", ""),
 }
 _ENGINE_COUNTERS: Counters = {

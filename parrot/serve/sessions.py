@@ -451,7 +451,7 @@ class SessionRegistry:
         `InsufficientStorage` if it cannot be written down, and `AuthenticationFailed` for a tenant
         whose key was removed since it asked."""
         if not self._tenant_table.is_served(tenant):
-            raise AuthenticationFailed(f"{tenant} has no key for sessions any more")
+            raise AuthenticationFailed(f"{tenant} no longer has a key for sessions")
         if self.journal is not None:
             self.journal.require_room()
             self.numbers.reserve(self.journal)
@@ -504,7 +504,7 @@ class SessionRegistry:
             account.own = table.get(tenant).limits.amounts
         for session in self:
             if not table.is_served(session.tenant) and session.id in self._sessions:
-                self._expire(session, "has ended: its tenant has no key for it any more")
+                self._expire(session, "has ended: its tenant no longer has a key for sessions")
                 yield
 
     def _account(self, tenant: str) -> Quota:

@@ -34,7 +34,7 @@ async def serve(config: CoreConfig) -> None:
     config = config.model_copy(update={"cluster_token": token})
     if not is_loopback(config.host) and not config.needs_keys:
         logger.warning(
-            "binding %s without api_keys: whoever reaches this address may use the service",
+            "binding %s without api_keys: anyone who reaches this address can use the service",
             config.host,
         )
     if config.journal is not None and is_address(config.journal):

@@ -121,7 +121,7 @@ def test_a_token_that_others_can_read(tmp_path: Path) -> None:
     assert not wrong(list(check_token(str(tmp_path / "own"))))
     (tmp_path / "own" / "cluster_token").chmod(0o644)
     (finding,) = wrong(list(check_token(str(tmp_path / "own"))))
-    assert "readable by nobody else" in finding.what
+    assert "must belong to you and have mode 600" in finding.what
 
 
 def findings(tmp_path: Path, text: str, **environ: str) -> list[Finding]:
@@ -172,5 +172,5 @@ def test_a_port_that_is_taken_and_secrets_that_are_not_kept(tmp_path: Path) -> N
 def test_an_inventory_of_machines_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "lab.yaml", "hosts: [{address: 10.0.0.1, core: {}}]")
     (finding,) = wrong(list(check_configs([path], {})))
-    assert "cannot be launched by ssh any more; docs/deployment.md says" in finding.what
+    assert "can no longer be launched by ssh; docs/deployment.md says" in finding.what
     assert finding == wrong(list(check_configs([path, path], {})))[0]

@@ -110,9 +110,9 @@ def test_the_first_of_many_makes_the_token(tmp_path: Path) -> None:
 def test_a_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     kept_token(str(tmp_path))
     (tmp_path / "cluster_token").chmod(mode)
-    with pytest.raises(ConfigError, match="readable by nobody else"):
+    with pytest.raises(ConfigError, match="must belong to you and have mode 600"):
         kept_token(str(tmp_path))
-    with pytest.raises(ClusterError, match="readable by nobody else"):
+    with pytest.raises(ClusterError, match="must belong to you and have mode 600"):
         Cluster({"state_dir": str(tmp_path)})
 
 

@@ -326,7 +326,7 @@ class BlockPool:
         assert not any(block in keyed for block in self._free), "a published block is lost"
         self.found_free.check_integrity()
         blank = [block for block, group in enumerate(self._owners) if group is None]
-        assert blank == sorted(self._free), "a blank block is somebody's"
+        assert blank == sorted(self._free), "a blank block is in use"
 
     def count_owners(self) -> Counter[tuple[ShareGroup, bool]]:
         """Count each group's blocks: those in use (True), and free ones that are not blank."""

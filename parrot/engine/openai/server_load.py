@@ -100,7 +100,7 @@ class LoadWatch:
         except ParrotError as error:
             self._num_failures += 1
             if self._num_failures == _MAX_FAILURES and self.latest is not None:
-                logger.warning("the server's load is not known any more: %s", error.message)
+                logger.warning("the load of the server is no longer known: %s", error.message)
                 self._set(None)
             return
         self._num_failures = 0

@@ -107,4 +107,4 @@ class Visitors:
         scope = Scope.USER if visitor.tenant else Scope.ADMIN
         is_same = self._tenants.digest_of(tenant_id) == visitor.key
         if tenant is None or not is_same or scope not in tenant.scopes:
-            raise AuthenticationFailed("the key that was shown is not valid any more")
+            raise AuthenticationFailed("the key of this sign-in is no longer valid; sign in again")

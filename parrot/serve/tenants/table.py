@@ -41,23 +41,24 @@ class TenantLimits(ConfigModel):
     sessions: Limit | None = Field(None, description="Live sessions.")
     calls_in_flight: Limit | None = Field(
         None,
-        description="Calls that are queued or running. With so many, nothing is accepted that sets "
-        "work going; what a read sets going is not cut, however many calls that are.",
+        description="Queued and running calls. At the limit, requests that start work are "
+        "rejected. Calls that an accepted read starts are not.",
     )
     variables: Limit | None = Field(
         None, description="Variables of its live sessions; null: `tenant_quota.variables`."
     )
     text_bytes: Limit | None = Field(
-        None, description="Bytes of text that these keep; null: `tenant_quota.text_bytes`."
+        None, description="Bytes of text in its live sessions. null: `tenant_quota.text_bytes`."
     )
     tokens_per_minute: Limit | None = Field(
         None,
-        description="Prompt and output tokens of its calls, cached ones included. As many may come "
-        "at once; a call is charged what it is expected to have when it is queued, and what it had "
-        "when it ends. Results that an identical call made cost nothing.",
+        description="Prompt and output tokens of its calls, including cached ones. The budget "
+        "of one minute may be used at once. A call is charged its expected tokens when it is "
+        "queued, and its actual tokens when it finishes. Reused results are free.",
     )
     requests_per_minute: Limit | None = Field(
-        None, description="Requests that may set work going. As many may come at once."
+        None,
+        description="Requests that may start work. The budget of one minute may be used at once.",
     )
 
     @property
@@ -122,7 +123,7 @@ class KeyEntry(ConfigModel):
     share_group: _Name | None = Field(
         None,
         description="Tenants with the same name here share what is cached of prompts and results, "
-        "so each may learn what the others sent; null: it shares with nobody.",
+        "so each may learn what the others sent. null: no sharing.",
     )
     limits: TenantLimits = Field(TenantLimits(), description="What the tenant may have.")
 
