@@ -89,7 +89,7 @@ def semantic_function(
     Raises `ValueError` at decoration for: a return annotation but None and `P.Returns`, no
     docstring, a placeholder that is no parameter and no output, an output that is first, adjacent
     to another, filled twice or nowhere; `TypeError` for unknown metadata (see
-    docs/python.md for what there is)."""
+    docs/python_api.md for what there is)."""
     if inspect.isfunction(formatter):  # a decorator without parentheses
         return semantic_function()(formatter)
     mutators: list[FuncMutator] = []
