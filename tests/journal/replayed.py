@@ -79,6 +79,7 @@ def _session(session: Session) -> dict[str, Any]:
             for task in tasks
             if isinstance(task, Completion) and task.is_held and not task.is_finished
         },
+        "read": {task.id for task in tasks if task.asked},
     }
 
 
