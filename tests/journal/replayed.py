@@ -54,6 +54,16 @@ def state_of(core: ServeCore) -> dict[int, Any]:
     return {session.id: _session(session) for session in core.sessions}
 
 
+def asked_calls(core: ServeCore) -> dict[int, set[int]]:
+    """By session: the tasks that have a reader, directly or through other tasks."""
+    return {
+        session.id: {
+            task.id for call in session.graph.calls.values() for task in call.tasks if task.asked
+        }
+        for session in core.sessions
+    }
+
+
 def _session(session: Session) -> dict[str, Any]:
     graph = session.graph
     tasks = [task for call in graph.calls.values() for task in call.tasks]
@@ -79,7 +89,6 @@ def _session(session: Session) -> dict[str, Any]:
             for task in tasks
             if isinstance(task, Completion) and task.is_held and not task.is_finished
         },
-        "read": {task.id for task in tasks if task.asked},
     }
 
 
