@@ -52,6 +52,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 # The classes that the decorators return have no name in `P`, but programs call their methods.
 MADE = {"semantic_function": SemanticFunction, "native_function": PyNativeFunction}
+# Instances of one class, which cannot have docstrings of their own.
+VALUES = {
+    "standard_formatter": "The default formatter. It removes the indentation of the docstring and "
+    "joins its lines to one line.",
+    "allowing_newline": "A formatter that removes the indentation and keeps the lines.",
+}
 # Methods that only the front end calls.
 INTERNAL = {"attach", "settle", "live_session", "registered_id", "session", "with_template"}
 INTERNAL |= {
@@ -98,7 +104,7 @@ def entry(name: str, value: Any) -> Iterator[str]:
     elif isinstance(value, type):
         yield from class_entry(name, value)
     else:
-        yield f"A value: {text_of(type(value))}\n"
+        yield VALUES.get(name, text_of(type(value))) + "\n"
 
 
 def class_entry(name: str, cls: type) -> Iterator[str]:

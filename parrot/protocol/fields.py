@@ -34,8 +34,8 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)
 
 
 class PerformanceCriteria(StrEnum):
-    """`LATENCY`: this value soon. `THROUGHPUT`: many such values cheaply. `TTFT`: its first token
-    soon. `TPOT`: its tokens at a steady, fast pace."""
+    """The goal of a read. `LATENCY`: the whole value soon. `THROUGHPUT`: many values at low cost.
+    `TTFT`: short time to the first token. `TPOT`: short time per output token."""
 
     LATENCY = "latency"
     THROUGHPUT = "throughput"

@@ -44,27 +44,20 @@ if TYPE_CHECKING:
 else:
 
     class Input:
-        """Annotates an input: text, or a variable."""
+        """Marks a parameter as an input. Its argument is a value or a variable."""
 
     class Returns:
-        """`-> P.Returns[T]`: the function has one output, of the type `T`, whose place is the
-        placeholder that is no parameter. `T` is `str`, a `Literal` of texts, or what pydantic knows
-        as JSON: a model class, `int`, `list[Person]`. `P.Returns[tuple[A, B]]`: two outputs, in
-        the order of their places. `Annotated[P.Returns[T], P.Output(...)]`: with options. Type
-        checkers know the parameters of such a function and the types of its outputs."""
+        """`-> P.Returns[T]` gives a function one output of the type `T`, at the placeholder that
+        is not a parameter. `T` is `str`, a `Literal` of strings, or a JSON type of pydantic, such
+        as a model class or `list[int]`. `P.Returns[tuple[A, B]]` gives it two outputs.
+        `Annotated[P.Returns[T], P.Output(...)]` adds options."""
 
         def __class_getitem__(cls, kind: Any) -> Returned:
             return Returned(kind)
 
 
 class Output:
-    """Annotates an output. `P.Output` is `P.Output(P.SamplingConfig())`.
-
-    At most one of the others says which texts it may be: JSON of a schema, a match of a regular
-    expression or of a Lark grammar, one of some choices. Reading an output whose schema is that of
-    a type, such as a pydantic model class or `list[int]`, gives an object of that type.
-    `logprobs`: its variable tells how likely its tokens were, and so many of the likeliest in their
-    places."""
+    """Marks a parameter as an output. `P.Output` equals `P.Output(P.SamplingConfig())`."""
 
     def __init__(
         self,
@@ -76,7 +69,11 @@ class Output:
         choices: Sequence[str] | None = None,
         logprobs: int | None = None,
     ) -> None:
-        """Raises `TypeError`, or `ValueError` for more than one constraint."""
+        """At most one of `json_schema`, `regex`, `grammar` (Lark) and `choices` restricts the
+        output. If `json_schema` is a type, such as a pydantic model class or `list[int]`, `get`
+        returns an object of this type. `logprobs`: number of most likely tokens whose log
+        probabilities are returned for each position. Raises `ValueError` for two constraints, and
+        `TypeError` for a type that has no JSON schema."""
         if sampling_config is not None and not isinstance(sampling_config, SamplingConfig):
             raise TypeError("P.Output takes a P.SamplingConfig")
         self.model: Any = None

@@ -55,7 +55,8 @@ class BasicFunction(Signature, Generic[Given, Result]):
         return self.invoke(*args, **kwargs)
 
     def invoke(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        """Submit a call; waits for ServeCore to accept it, not for it to run."""
+        """Submit a call and return its outputs. Waits until ServeCore has accepted the call, but
+        not until the call has run."""
         call = self.call_type(self, args, kwargs)
         session = call.session
         if session is None:
@@ -63,7 +64,7 @@ class BasicFunction(Signature, Generic[Given, Result]):
         return session.loop.run(self._submit(session, call, _batch_of(session)))
 
     async def ainvoke(self, /, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        """Submit a call without holding up the event loop: many may be on their way at once."""
+        """`invoke` for async code: the event loop continues while the call is submitted."""
         call = self.call_type(self, args, kwargs)
         session = call.session
         if session is None:
@@ -105,8 +106,8 @@ class SemanticFunction(BasicFunction[Given, Result], SemanticDefinition):
         attempt_timeout: float | None = None,
         **metadata: Any,
     ) -> Self:
-        """A copy with other options of `@P.semantic_function`; None leaves one as it is. To call a
-        function once with other options: `f.with_options(retries=2)(...)`."""
+        """A copy of the function with other options of `@P.semantic_function`. None keeps an
+        option. `f.with_options(retries=2)(...)` changes the options of one call."""
         if "remove_pure_fill" in metadata:
             raise TypeError("`remove_pure_fill` is of a function's definition")
         parsed = parse_metadata(SemanticFuncMetadata, metadata)
@@ -124,19 +125,19 @@ class SemanticFunction(BasicFunction[Given, Result], SemanticDefinition):
     def invoke_statefully(
         self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
     ) -> Result:
-        """Call, and keep the whole context (prompt and outputs): the next call of
-        `context_successor` in this session continues it, as if its prompt stood right behind.
+        """Submit a call and keep its context (prompt and outputs). The next call of
+        `context_successor` in this session continues the context: its prompt follows directly.
 
-        Text after the last output, or of a function without outputs, comes before the successor's.
-        Calls of `invoke` and of `invoke_statefully` both continue a context that was kept for their
-        function; only the latter keep theirs."""
+        The kept context includes text after the last output. Both `invoke` and `invoke_statefully`
+        continue a context that was kept for the function. Only `invoke_statefully` keeps a new
+        one."""
         session, submitting = self._stateful(SemanticCall(self, args, kwargs), context_successor)
         return session.loop.run(submitting)
 
     async def ainvoke_statefully(
         self, /, context_successor: "SemanticFunction", *args: Any, **kwargs: Any
     ) -> Result:
-        """The same as `invoke_statefully` for async code."""
+        """`invoke_statefully` for async code."""
         session, submitting = self._stateful(SemanticCall(self, args, kwargs), context_successor)
         return await session.loop.arun(submitting)
 

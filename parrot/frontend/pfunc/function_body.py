@@ -19,8 +19,8 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class ParamType(Enum):
-    """The role of a parameter: `INPUT_LOC` and `OUTPUT_LOC` as `P.Input` and `P.Output` say, or
-    `INPUT_PYOBJ`, a Python object whose `str()` is inserted."""
+    """The role of a parameter. `INPUT_LOC` is `P.Input`, `OUTPUT_LOC` is `P.Output`, and
+    `INPUT_PYOBJ` is a Python object whose `str()` is inserted."""
 
     INPUT_LOC = 0
     OUTPUT_LOC = 1
@@ -29,9 +29,9 @@ class ParamType(Enum):
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a function. An output without `sampling_config` has the default one; a
-    parameter without `default` must be given in every call. `model`: what reading an output gives
-    an object of, instead of its text."""
+    """A parameter of a function. An output without `sampling_config` uses `P.SamplingConfig()`.
+    An input without `default` is required in every call. `model` is the type of the object that
+    `get` returns for an output; None: `get` returns the text."""
 
     name: str
     typ: ParamType
@@ -53,12 +53,12 @@ class Parameter:
 
     @property
     def is_output(self) -> bool:
-        """Whether a call generates it."""
+        """Whether the parameter is an output."""
         return self.typ is ParamType.OUTPUT_LOC
 
     @property
     def is_required(self) -> bool:
-        """Whether each call must give it."""
+        """Whether every call needs an argument for the parameter."""
         return not self.is_output and self.default is inspect.Parameter.empty
 
 

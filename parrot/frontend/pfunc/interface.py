@@ -78,18 +78,14 @@ def semantic_function(
     attempt_timeout: float | None = None,
     **metadata: Any,
 ) -> Any:
-    """Make a semantic function of a `def` whose docstring is a prompt with `{{placeholders}}`.
-    Without options, `@P.semantic_function` works without parentheses.
+    """Make a semantic function from a `def` whose docstring is a prompt with `{{placeholders}}`.
+    Without options, `@P.semantic_function` needs no parentheses. docs/python_api.md explains all
+    options in "Function options".
 
-    `retries`: how often a call that fails, or whose output is no value of its type, is tried again;
-    with `feed_back` it then goes on behind such an output, told what was wrong. `fallback`: the
-    function that is called when all attempts have failed. `attempt_timeout`: the seconds of an
-    attempt that is not the last of all.
-
-    Raises `ValueError` at decoration for: a return annotation but None and `P.Returns`, no
-    docstring, a placeholder that is no parameter and no output, an output that is first, adjacent
-    to another, filled twice or nowhere; `TypeError` for unknown metadata (see
-    docs/python_api.md for what there is)."""
+    Raises `ValueError` at decoration if the function has no docstring, or a return type other than
+    None and `P.Returns`. The same error is raised for an unknown placeholder, and for an output
+    that is the first part of the prompt, follows another output directly, has two places or has no
+    place. Raises `TypeError` for an unknown option."""
     if inspect.isfunction(formatter):  # a decorator without parentheses
         return semantic_function()(formatter)
     mutators: list[FuncMutator] = []
@@ -126,10 +122,12 @@ def native_function(
     output_criteria: Criteria | None = None,
     on_demand: bool | None = None,
 ) -> Callable[[Callable[..., Any]], PyNativeFunction]:
-    """Make a native function of a `def` that takes strings and sets its outputs: `out.set(text)`.
+    """Make a native function from a `def` that takes strings and sets its outputs with
+    `out.set(text)`.
 
-    ServeCore runs it in a sandbox, within `timeout` seconds. Raises `ValueError` at decoration for
-    code that cannot run there: a lambda, `async`, no source text, names from outside itself."""
+    ServeCore runs the function in a sandbox, for at most `timeout` seconds. Raises `ValueError` at
+    decoration for code that cannot run there: a lambda, an `async def`, code without source text,
+    or names from outside the function."""
     if not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be seconds, not {timeout!r}: write `@P.native_function()`")
     options = {"timeout": timeout, "output_criteria": output_criteria, "on_demand": on_demand}
@@ -146,8 +144,9 @@ def native_function(
 
 
 def variable(name: str | None = None, content: str | None = None) -> SemanticVariable:
-    """A variable that the program sets, now (`content`) or later, or that a call is to produce.
-    Registered with the current session; outside any, with the one that first uses it."""
+    """Create a variable. The program sets its value now (`content`) or later, or passes the
+    variable to a call as an output. The variable belongs to the current session. Outside a
+    session, it belongs to the session that uses it first."""
     var = SemanticVariable(name, None if content is None else str(content))
     if (session := current_session.get()) is not None:
         from parrot.frontend.pfunc.batch import batch_of  # asyncio: it is there with a session

@@ -41,12 +41,13 @@ def first_k(
     timeout: Limit = None,
     deadline: Limit = None,
 ) -> list[SemanticVariable[V]]:
-    """Wait until `k` of the variables are ready: those, in the order in which they were. The others
-    lose this reader, so what nobody else wants of them stops within one engine step.
+    """Wait until `k` of the variables are ready. Returns these, in the order in which they became
+    ready. The read of the other variables ends: engines stop their calls within one step, unless
+    they have another reader.
 
-    A failed variable counts for nothing. When too many have failed for `k` to be left, their error
-    is raised at once. `ValueError`: `k` is not in 1 ... len(variables), or a variable is given
-    twice. `timeout` and `deadline` are those of `SemanticVariable.get`."""
+    Failed variables are skipped. If fewer than `k` variables can become ready, their error is
+    raised at once. Raises `ValueError` if `k` is not in 1 ... len(variables), or if a variable is
+    given twice. `timeout` and `deadline` work as in `SemanticVariable.get`."""
     session, pending, ready = _race(variables, k)
     if session is None:
         return ready
@@ -61,7 +62,7 @@ async def afirst_k(
     timeout: Limit = None,
     deadline: Limit = None,
 ) -> list[SemanticVariable[V]]:
-    """The same as `first_k` for async code. Cancelling withdraws the read."""
+    """`first_k` for async code. Cancelling withdraws the read."""
     session, pending, ready = _race(variables, k)
     if session is None:
         return ready
@@ -75,7 +76,7 @@ def any_of(
     timeout: Limit = None,
     deadline: Limit = None,
 ) -> SemanticVariable[V]:
-    """The first of the variables to be ready: see `first_k`."""
+    """Wait for the first variable that is ready and return it. Works as `first_k` with `k=1`."""
     return first_k(variables, 1, criteria, timeout, deadline)[0]
 
 
@@ -85,7 +86,7 @@ async def aany_of(
     timeout: Limit = None,
     deadline: Limit = None,
 ) -> SemanticVariable[V]:
-    """The same as `any_of` for async code. Cancelling withdraws the read."""
+    """`any_of` for async code. Cancelling withdraws the read."""
     return (await afirst_k(variables, 1, criteria, timeout, deadline))[0]
 
 
@@ -144,13 +145,13 @@ def gather(
     progress: Progress = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """Wait for all of the variables: their values, in order. An item may also be the tuple of the
-    outputs of a call. When one fails, its error is raised at once, and the other reads are
-    withdrawn; with `return_exceptions`, the errors stand in the places of values.
+    """Wait for all variables and return their values, in order. For the tuple of a call with
+    several outputs, the value is a tuple. The first failure raises its error at once and withdraws
+    the other reads. With `return_exceptions`, the list contains errors in place of values.
 
-    `progress`: True, or a label, shows a bar, on a terminal and in a notebook only. A function
-    `progress(num_done, num_variables)` is called whenever one more is there, from the thread that
-    waits. `timeout` and `deadline` are those of `SemanticVariable.get`, for each of them."""
+    `progress`: True, or a label, shows a bar in a terminal or a notebook. A function receives the
+    number of finished variables and the number of all variables, in the thread that waits.
+    `timeout` and `deadline` work as in `SemanticVariable.get`, for each variable."""
     reads = _gathering(variables, criteria, timeout, deadline, progress, return_exceptions)
     for _ in reads:
         pass
@@ -212,7 +213,7 @@ async def agather(
     progress: Progress = None,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """The same as `gather` for async code. Cancelling withdraws the reads."""
+    """`gather` for async code. Cancelling withdraws the reads."""
     reads = _gathering(variables, criteria, timeout, deadline, progress, return_exceptions)
     async with aclosing(aiter(reads)) as completed:
         async for _ in completed:
@@ -227,10 +228,10 @@ def as_completed(
     deadline: Limit = None,
     progress: Progress = None,
 ) -> Iterator[SemanticVariable[V]]:
-    """Each of the variables as soon as it is ready or failed: its `get` gives the value or raises
-    the error. All are wanted from the first step of the loop on; leaving it early withdraws the
-    reads of the others. Raises `TimedOut` when `timeout` has passed, and `ValueError` if a variable
-    is given twice. `progress` is that of `gather`, and counts failed ones too."""
+    """Yield each variable when it is ready or has failed. Its `get` returns the value or raises
+    the error. The first step of the loop starts all reads. Leaving the loop early withdraws the
+    remaining reads. Raises `TimedOut` after `timeout` seconds, and `ValueError` if a variable is
+    given twice. `progress` works as in `gather` and counts failed variables too."""
     options = read_options(criteria, timeout, deadline)
     return iter(_Reads(_distinct(variables), options, progress, raised=TimedOut))
 
@@ -242,8 +243,7 @@ def aas_completed(
     deadline: Limit = None,
     progress: Progress = None,
 ) -> AsyncIterator[SemanticVariable[V]]:
-    """The same as `as_completed` for async code. To withdraw the reads at a certain moment, close
-    the iterator."""
+    """`as_completed` for async code. `aclose` on the iterator withdraws the reads at once."""
     options = read_options(criteria, timeout, deadline)
     return aiter(_Reads(_distinct(variables), options, progress, raised=TimedOut))
 

@@ -43,12 +43,10 @@ current_session = CurrentSession()
 
 
 class SemanticVariable(Generic[Value]):
-    """Write-once text. A read makes ServeCore produce it, and everything it needs; a value that was
-    read once is kept here. It may be used from any thread and any event loop.
-
-    All reads raise the error with which its producer failed (parrot.protocol.errors), `TimedOut`
-    after `timeout` seconds, `SessionGone` once its session has ended. `deadline`: in how many
-    seconds the value is wanted, for the service to order its work by; the read goes on after it."""
+    """Text that is written once. A read starts the call that produces the text, and all calls that
+    this call needs. Reads raise the error of a failed call, `TimedOut` after `timeout` seconds, and
+    `SessionGone` after the end of the session. `deadline`: seconds from now until the reader wants
+    the value. Any thread and any event loop may read a variable."""
 
     __slots__ = (
         "_content",
@@ -73,7 +71,7 @@ class SemanticVariable(Generic[Value]):
         self.name = name if name is not None else f"var_{secrets.token_hex(4)}"
         self._content = content
         self.model = model
-        """The type of what `get` makes of its text, which is JSON; None: `get` gives the text."""
+        """The type that `get` parses the JSON text into. None: `get` returns the text."""
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
@@ -114,12 +112,12 @@ class SemanticVariable(Generic[Value]):
 
     @property
     def id(self) -> str | None:
-        """Its id in ServeCore; None while it is not registered there."""
+        """The id in ServeCore. None: not registered yet."""
         return self._id
 
     @property
     def content(self) -> str | None:
-        """The value as far as this program knows; None before the first read. Never waits."""
+        """The text, without waiting. None until the program has read or set it."""
         return self._content
 
     @property
@@ -134,12 +132,12 @@ class SemanticVariable(Generic[Value]):
 
     @property
     def is_registered(self) -> bool:
-        """Whether a session of ServeCore knows it."""
+        """Whether the variable has an id in ServeCore."""
         return self._id is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether `content` is known here."""
+        """Whether the program has the text already."""
         return self._content is not None
 
     def attach(self, session: "Session", by: "str | PendingRequest") -> None:
@@ -156,7 +154,7 @@ class SemanticVariable(Generic[Value]):
         self._content = value.content
 
     def set(self, content: str) -> None:
-        """Give it its value. Raises `AlreadySet` if it has one or a call produces it."""
+        """Set the value. Raises `AlreadySet` if the variable has a value, or a call produces it."""
         if not isinstance(content, str):
             raise TypeError(f"a variable takes a str, not {type(content).__name__}")
         if self._content is not None:
@@ -168,8 +166,9 @@ class SemanticVariable(Generic[Value]):
     def get(
         self, criteria: Criteria = _THROUGHPUT, timeout: Limit = None, deadline: Limit = None
     ) -> Value:
-        """Wait for the value: its text, or an object of its type. Raises `ValidationFailed` for
-        a text that is no such object, say since it was cut; `content` is the text even then."""
+        """Wait for the value and return it: the text, or an object of the output's type. Raises
+        `ValidationFailed` if the text is not valid for the type, for example because it was cut.
+        `content` has the text in this case too."""
         if self._content is None:
             session = self.live_session()
             options = read_options(criteria, timeout, deadline, blocked=True)
@@ -207,7 +206,7 @@ class SemanticVariable(Generic[Value]):
     def stream(
         self, criteria: Criteria = _LATENCY, timeout: Limit = None, deadline: Limit = None
     ) -> Iterator[str]:
-        """The value in pieces as it is generated, from its beginning. Leaving the loop early
+        """Yield the text in chunks while it is generated, from its start. Leaving the loop early
         withdraws the read."""
         if self._content is not None:
             yield from (self._content,) if self._content else ()
@@ -219,8 +218,7 @@ class SemanticVariable(Generic[Value]):
     async def astream(
         self, criteria: Criteria = _LATENCY, timeout: Limit = None, deadline: Limit = None
     ) -> AsyncIterator[str]:
-        """The same as `stream` for async code. To withdraw the read at a certain moment, close the
-        iterator (`aclose`)."""
+        """`stream` for async code. `aclose` on the iterator withdraws the read at once."""
         if self._content is not None:
             if self._content:
                 yield self._content
@@ -233,15 +231,15 @@ class SemanticVariable(Generic[Value]):
                 yield piece
 
     def cancel(self) -> None:
-        """Stop producing it; all its readers, here and elsewhere, get `Cancelled`. Does nothing to
-        a value that is there."""
+        """Cancel the work for this variable. All its readers get `Cancelled`. Has no effect if
+        the value exists already."""
         if self._session is not None:
             self._session.loop.run(cancel(self._session, self))
         else:
             self._is_cancelled = self._content is None
 
     def live_session(self) -> "Session":
-        """Where to read it. Raises `InvalidRequest` if nobody will produce it."""
+        """The session to read it from. Raises `InvalidRequest` if it belongs to no session."""
         if self._is_cancelled:
             raise Cancelled(f"variable `{self.name}` was cancelled")
         if self._session is None:

@@ -33,9 +33,9 @@ _DEFAULT_URL = "http://localhost:9000"
 
 
 class VirtualMachine:
-    """Holds at most one session at a time, which all scopes that are open share, from whatever
-    thread: the first to open makes it, the last to close ends it. A new scope later is a new
-    session."""
+    """A connection to ServeCore, with at most one session at a time. The first scope that opens
+    starts the session, all open scopes in all threads share it, and the last scope that closes
+    ends it. A later scope starts a new session."""
 
     def __init__(
         self,
@@ -46,13 +46,16 @@ class VirtualMachine:
         app: str | None = None,
         restart_timeout_s: float | None = None,
     ) -> None:
-        """Nothing is sent yet. `core_http_addr`: with commas between, those of a ServeCore and of
-        its standbys; None: what `PARROT_URL` says, or http://localhost:9000. `api_key` None: what
-        `PARROT_KEY` says, if it is set. `mode="debug"` logs every call. `on_demand`: only a reader
-        makes a call run, unless its function says otherwise. `app`: the program's name, on the
-        page, in metrics and traces. `restart_timeout_s`: for so long calls and reads wait for a
-        ServeCore that does not answer, and goes on with the session when it is there again (one
-        with a journal); None: three attempts."""
+        """Sends nothing yet. `core_http_addr`: the address of ServeCore, or the addresses of
+        ServeCore and its standbys with commas between them. None: the environment variable
+        `PARROT_URL`, or http://localhost:9000. `api_key` None: the environment variable
+        `PARROT_KEY`, if it is set.
+
+        `mode="debug"` logs every call. `on_demand`: a call runs only for a reader, unless its
+        function has another setting. `app`: the name of the program on the web page, in metrics
+        and in traces. `restart_timeout_s`: seconds for which calls and reads wait while ServeCore
+        restarts; needs a journal. None: three attempts. Raises `ValueError` for an address without
+        `http://` or `https://`."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
         # The address that OpenAI's clients are given is one of the same server.
@@ -78,21 +81,21 @@ class VirtualMachine:
 
     @property
     def session_registered(self) -> bool:
-        """Whether a scope is open, and so a session."""
+        """Whether a session is open."""
         return self._session is not None
 
     @property
     def session_id(self) -> int | None:
-        """The id of the session, while there is one."""
+        """The id of the open session. None: no session is open."""
         return None if self._session is None else self._session.session_id
 
     def register_session(self) -> None:
-        """Open a scope by hand, without making it current; each needs its `unregister_session`."""
+        """Open a scope without making it the current one. Close it with `unregister_session`."""
         self._enter()
 
     def unregister_session(self) -> None:
-        """Close a scope. The last one ends the session: what still runs in it is cancelled. Does
-        nothing when none is open."""
+        """Close a scope. Closing the last scope ends the session and cancels its running calls.
+        Has no effect if no scope is open."""
         with self._lock:
             self._num_scopes = max(self._num_scopes - 1, 0)
             ended = self._session if self._num_scopes == 0 else None
@@ -102,8 +105,8 @@ class VirtualMachine:
             ended.close()
 
     def set_global_env(self) -> None:
-        """Open a scope and make its session that of the process, in all its threads, until
-        `unset_global_env`. Where another scope is open, that one counts."""
+        """Open a scope for all threads of the process, until `unset_global_env`. A scope that is
+        opened with `running_scope` takes precedence."""
         current_session.of_process = self._enter()
 
     def unset_global_env(self) -> None:
@@ -113,9 +116,10 @@ class VirtualMachine:
 
     @contextmanager
     def running_scope(self, timeit: bool = False, report: bool = False) -> Iterator[None]:
-        """Calls inside go to this machine's session. Exceptions pass through; the session ends
-        either way. `stat_run_time` is the time inside, in seconds; `timeit` also logs it. `report`:
-        say at the end, on stderr, what each function cost."""
+        """A block whose calls go to the session of this machine. The session ends with the block,
+        also after an exception, which passes through. `stat_run_time` is then the duration of the
+        block, in seconds. `timeit` logs the duration. `report` prints the cost of each function to
+        stderr."""
         token = current_session.of_context.set(self._enter())
         start = time.perf_counter()
         try:
@@ -136,8 +140,9 @@ class VirtualMachine:
         args: Sequence[Any] = (),
         report: bool = False,
     ) -> float:
-        """Run a program, a function or a coroutine function, in a scope; returns its seconds.
-        Raises `RuntimeError` for a coroutine function where an event loop runs already."""
+        """Run a function, coroutine function or coroutine in a scope and return the duration in
+        seconds. `timeit` and `report` work as in `running_scope`. Raises `RuntimeError` for a
+        coroutine if the thread already has a running event loop."""
         import asyncio
 
         try:
@@ -160,7 +165,8 @@ class VirtualMachine:
         trials: int = 20,
         args: Sequence[Any] = (),
     ) -> float:
-        """The mean seconds of `trials` runs, each in a session of its own, after `warmups`."""
+        """Run the program `warmups + trials` times, each time in a new session. Returns the mean
+        duration of the last `trials` runs, in seconds."""
         if trials < 1:
             raise ValueError("trials must be at least 1")
         for _ in range(warmups):
@@ -175,8 +181,8 @@ class VirtualMachine:
         try_register: bool = True,
         **metadata: Any,
     ) -> SemanticFunction:
-        """A semantic function made of values; the body is taken as it is, without a formatter.
-        Raises `TypeError` for `params` that are not a list of `P.Parameter`."""
+        """Make a semantic function from a prompt in a string. No formatter changes the prompt.
+        Raises `TypeError` if `params` is not a list of `P.Parameter`."""
         if not isinstance(params, Sequence) or not all(isinstance(p, Parameter) for p in params):
             raise TypeError(
                 "`params` of define_function is a list of P.Parameter, such as "
@@ -186,9 +192,8 @@ class VirtualMachine:
         return SemanticFunction(name, params, func_body, try_register, **metadata)
 
     def import_function(self, function_name: str, module_path: str) -> BasicFunction:
-        """The function `function_name` of the module `a.b.c`.
-
-        Raises `ImportError` if there is none, `ValueError` if it is no function of Parrot."""
+        """Import a module such as `a.b.c` and return its function. Raises `ImportError` if the
+        module has no such name, and `ValueError` if the name is not a function of Parrot."""
         module = importlib.import_module(module_path)
         func = getattr(module, function_name, None)
         if func is None:
@@ -200,8 +205,7 @@ class VirtualMachine:
         return func
 
     def batch(self) -> "Batch":
-        """`with vm.batch():` or `async with`: what is called in the block is sent at its end, in
-        one request."""
+        """A block, with `with` or `async with`, whose calls are sent in one request at its end."""
         from parrot.frontend.pfunc.batch import Batch
 
         return Batch(self._live_session())
@@ -209,8 +213,8 @@ class VirtualMachine:
     def map(
         self, func: BasicFunction[..., Result], items: Iterable[Any], /, **constants: Any
     ) -> list[Result]:
-        """Call the function once with each of the items, in one request: what the calls return, in
-        order. An item is the first input that is not among the `constants`."""
+        """Call the function once for each item, in one request. Returns the results of the calls,
+        in order. The item is the argument of the first input that is not in `constants`."""
         name = _mapped_input(func, constants)
         with self.batch():
             return [func.invoke(**{name: item}, **constants) for item in items]
@@ -218,14 +222,14 @@ class VirtualMachine:
     async def amap(
         self, func: BasicFunction[..., Result], items: Iterable[Any], /, **constants: Any
     ) -> list[Result]:
-        """The same as `map` for async code."""
+        """`map` for async code."""
         name = _mapped_input(func, constants)
         async with self.batch():
             return [await func.ainvoke(**{name: item}, **constants) for item in items]
 
     def session_info(self) -> "SessionInfo":
-        """The session's variables, calls (with engine, tokens and times) and graph so far, which
-        notebooks show as a table."""
+        """The variables, calls (engine, tokens, times) and graph of the session. Notebooks show
+        the result as a table."""
         from parrot.frontend.pfunc.display.shown import ShownSession
 
         session = self._live_session()

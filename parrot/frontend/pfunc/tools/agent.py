@@ -29,16 +29,13 @@ _MAX_RESULTS = 100_000  # characters of a turn, unless a tool of the agent may s
 
 
 class MaxTurnsExceeded(CallFailed):
-    """An agent called tools in all the turns that it had."""
+    """The agent called tools in each of its `max_turns` turns, and gave no answer."""
 
 
 class Agent:
-    """A model with tools. A run of it is a chat in the program's session: each turn continues the
-    context of the one before, so nothing is computed twice.
-
-    The model calls a tool, or several; the program runs them, and the next turn tells the model
-    their results, or the errors that they raised. What it says without calling any is the
-    answer."""
+    """A model with tools. In each turn the model calls tools, or gives the answer. The program
+    runs the tools, and the next turn tells the model their results or errors. Each turn continues
+    the context of the previous turn."""
 
     def __init__(
         self,
@@ -53,10 +50,11 @@ class Agent:
         sampling_config: SamplingConfig | None = None,
         name: str = "agent",
     ) -> None:
-        """`system`: instructions, which the tools' descriptions follow. `max_turns` of the model;
-        `max_calls` of tools in each; `must_call`: the first turn is a call. `enforce_calls`: calls
-        must be well-formed, which the engine must support (`grammar`). Raises `TypeError` or
-        `ValueError`."""
+        """`system`: instructions; the descriptions of the tools follow them. `max_turns`: turns of
+        the model. `max_calls`: tool calls in one turn. `must_call`: the first turn must call a
+        tool. `enforce_calls`: a grammar allows only well-formed calls; the engine must support
+        `grammar`. Raises `TypeError` for a tool that is not a `P.Tool`, and `ValueError` for
+        numbers below 1 or options that exclude each other."""
         for tool in tools:
             if not isinstance(tool, Tool):
                 raise TypeError(f"{tool!r} is no tool: make it one, with @P.tool")
@@ -82,15 +80,14 @@ class Agent:
             self._first_sampling = self._enforcing(must_call=must_call)
 
     def run(self, message: Any, after: "AgentRun | None" = None) -> "AgentRun":
-        """Answer a message; returns the run when it has ended. See `stream`."""
+        """Answer a message and return the finished run. `after` continues a chat: see `stream`."""
         run = self.stream(message, after)
         for _ in run:
             pass
         return run
 
     async def arun(self, message: Any, after: "AgentRun | None" = None) -> "AgentRun":
-        """The same as `run` for async code. Tools of a turn run side by side, plain functions in
-        threads."""
+        """`run` for async code. The tools of a turn run in parallel, plain functions in threads."""
         run = self.stream(message, after)
         async with aclosing(aiter(run)) as pieces:
             async for _ in pieces:
@@ -98,8 +95,9 @@ class Agent:
         return run
 
     def stream(self, message: Any, after: "AgentRun | None" = None) -> "AgentRun":
-        """A run that begins when it is iterated, by `for` or `async for`: over the pieces of what
-        the model says. `after`: the last run of a chat in this session, which goes on."""
+        """A run that starts when it is iterated with `for` or `async for`. It yields the text of
+        the model in chunks. `after`: the last run of a chat in this session, to continue the
+        chat."""
         return AgentRun(self, message, after)
 
     def turns(self) -> tuple[SemanticFunction, SemanticFunction]:
@@ -122,11 +120,9 @@ class Agent:
 
 
 class AgentRun:
-    """A run of an agent: iterate it once for the pieces of what the model says, also before it
-    calls tools. Raises `MaxTurnsExceeded`, and what reads raise.
-
-    Then `text` is the answer, which `str(run)` gives too, `calls` the calls of tools with their
-    results, and `num_turns` the number of the model's turns."""
+    """A run of an agent. Iterate it once to get the text of the model in chunks. Afterwards `text`
+    is the answer (also `str(run)`), `calls` has the tool calls and their results, and `num_turns`
+    is the number of turns. Iterating raises `MaxTurnsExceeded` and the errors of reads."""
 
     def __init__(self, agent: Agent, message: Any, after: "AgentRun | None") -> None:
         self.text = ""

@@ -29,7 +29,7 @@ _SPHINX = re.compile(r"^\s*:(param|return|returns|raises|rtype|type)\b[^:]*?(\w*
 
 
 class Tool(Generic[Given, Result]):
-    """A function that a model may call; calling it is calling the function."""
+    """A function that a model may call. The program can call it too, like the function."""
 
     def __init__(
         self,
@@ -40,10 +40,7 @@ class Tool(Generic[Given, Result]):
         max_chars: int = _MAX_CHARS,
         timeout: float = _TIMEOUT,
     ) -> None:
-        """The function's docstring describes it and its parameters (`Args:`, or `:param x:`).
-        `max_chars`: what the model is shown of a result. `timeout`: seconds after which async code
-        goes on without the function. Raises `ValueError` for a function that a model cannot call,
-        and `TypeError` for a parameter that cannot be said in JSON."""
+        """See `P.tool`."""
         update_wrapper(self, pyfunc)
         self.pyfunc = pyfunc
         self.name = name or str(getattr(pyfunc, "__name__", ""))
@@ -83,13 +80,13 @@ class Tool(Generic[Given, Result]):
 
     @property
     def json_schema(self) -> dict[str, Any]:
-        """Its description for models, in the form that OpenAI's API has for functions."""
+        """The description that the model receives, in the format of OpenAI's API."""
         about = {"name": self.name, "description": self.description}
         return {"type": "function", "function": about | {"parameters": self.parameters}}
 
     def run(self, arguments: Mapping[str, Any]) -> str:
-        """Check the arguments, call the function, and make a text of what it returns. Raises
-        pydantic's `ValidationError`, and what the function raises."""
+        """Check the arguments, call the function and return its result as text. Raises pydantic's
+        `ValidationError` for wrong arguments, and the errors of the function."""
         if self.is_async:
             raise TypeError(
                 f"tool `{self.name}` is async: use `arun`, `async for`, or a plain `def`"
@@ -97,8 +94,9 @@ class Tool(Generic[Given, Result]):
         return self._text_of(self._call(arguments))
 
     async def arun(self, arguments: Mapping[str, Any]) -> str:
-        """The same for async code: a plain function runs in a thread. Raises `TimeoutError` after
-        `timeout` seconds: an async function is cancelled, a plain one goes on unheard."""
+        """`run` for async code. A plain function runs in a thread. Raises `TimeoutError` after
+        `timeout` seconds. An async function is then cancelled. A plain function continues, and its
+        result is dropped."""
         called = self._call(arguments) if self.is_async else None
         try:
             async with asyncio.timeout(self.timeout) as limit:
@@ -142,14 +140,13 @@ def tool(
     max_chars: int = _MAX_CHARS,
     timeout: float = _TIMEOUT,
 ) -> Any:
-    """Make a tool of a function: `@P.tool`, or `@P.tool(name=...)`. A model is told its name, its
-    parameters, with the types and defaults that the signature gives them, and what its docstring
-    says of it and of them (`Args:` or `:param x:`). It may be async.
+    """Make a tool from a function, with `@P.tool` or `@P.tool(name=...)`. The model sees the name,
+    the parameters with their types and defaults, and the docstring. Descriptions of parameters can
+    be in an `Args:` section or in `:param x:` lines. The function may be async.
 
-    `max_chars`: how much of a result the model is shown. `timeout`: after so many seconds the model
-    is told that there is no result, in async code; else a function takes as long as it takes.
-    Raises `ValueError` for a function that a model cannot call, and `TypeError` for a parameter
-    that JSON cannot say."""
+    `max_chars`: number of characters of a result that the model sees. `timeout`: in async code,
+    seconds after which the model is told that there is no result. Raises `ValueError` for a
+    function that a model cannot call, and `TypeError` for a parameter without a JSON type."""
 
     def decorate(function: Callable[..., Any]) -> Tool[..., Any]:
         return Tool(

@@ -23,8 +23,8 @@ _CALL = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model made. `result`: what the model was told. `error`: what the tool raised,
-    or why it could not be called."""
+    """A tool call of a model. `result`: the text that the model received. `error`: the exception
+    of the tool, or the reason why the tool was not called. None: the call succeeded."""
 
     name: str
     arguments: Mapping[str, Any]

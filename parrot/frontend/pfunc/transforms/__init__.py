@@ -15,7 +15,7 @@ class FuncMutator(ABC):
 
 
 class Sequential(FuncMutator):
-    """Several transforms, one after the other."""
+    """Applies several transforms, one after the other."""
 
     def __init__(self, mutators: Sequence[FuncMutator]) -> None:
         self._mutators = tuple(mutators)

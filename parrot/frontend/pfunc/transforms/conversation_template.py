@@ -17,7 +17,7 @@ class SeparatorStyle(IntEnum):
 
 
 class ConversationTemplate(FuncMutator):
-    """A chat format that is written into the template, for models known to use it.
+    """A fixed chat format that becomes part of the prompt. Use it for models with this format.
 
     With roles ["USER", "ASSISTANT"], sep " " and sep2 "</s>", "Say {{a}} Now {{b}}" becomes
     "SYSTEM USER: Say ASSISTANT: {{a}}</s>USER: Now ASSISTANT: {{b}}</s>"."""
@@ -52,14 +52,15 @@ class ConversationTemplate(FuncMutator):
 
 
 class ChatTemplate(FuncMutator):
-    """Leaves the text alone and asks ServeCore to apply the chat template of the serving model.
-    `system_message`: None leaves it to the model's template, which may have one of its own."""
+    """Lets ServeCore apply the chat template of the serving model; the text does not change.
+    `with_system("...")` adds a system message. Without it, the template may add a message of its
+    own."""
 
     def __init__(self, system_message: str | None = None) -> None:
         self.system_message = system_message
 
     def with_system(self, system_message: str) -> "ChatTemplate":
-        """The same template for chats that begin with this message of the role `system`."""
+        """A copy of the template with a system message."""
         return ChatTemplate(system_message)
 
     def transform(self, func: SemanticFunction) -> SemanticFunction:
