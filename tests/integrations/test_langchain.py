@@ -33,11 +33,12 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
+from tests.docs.pages import blocks_of
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import FakeEngine, Script, fake_engine, register
 
 DOCS = [{"text": f"text {i}"} for i in range(5)]
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "integrations.md").read_text("utf-8")
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 
 
 class CountingApp:
@@ -205,8 +206,10 @@ def test_a_message_is_looked_at_by_many_threads(
 def page(url: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """What the page's programs define, for this service, and what they have `printed`."""
     names: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        exec(compile(code.replace("http://localhost:9000", url), "page", "exec"), names)
+    programs = [b.code for b in blocks_of(PAGE) if b.language == "python" and b.is_run]
+    for code in programs:
+        if "langchain" in code or "langgraph" in code:
+            exec(compile(code.replace("http://localhost:9000", url), "page", "exec"), names)
     return names | {"printed": capsys.readouterr().out}
 
 

@@ -1,4 +1,4 @@
-"""LangChain on Parrot: chains whose calls are one graph in ServeCore, see docs/integrations.md."""
+"""LangChain on Parrot: chains whose calls are one graph in ServeCore, see docs/clients.md."""
 
 from parrot.integrations.langchain.chat_model import ChatParrot
 from parrot.integrations.langchain.messages import LazyAIMessage, LazyHumanMessage, fetch
