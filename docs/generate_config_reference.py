@@ -132,7 +132,7 @@ Each server takes a key from the first of these places that sets it:
    `PARROT_ENGINE__SCHEDULER__MAX_BATCH_SIZE=64`: the names of sections and keys in capitals, with
    two underscores between. Text stands as it is, all else as JSON, as in
    `PARROT_CORE__API_KEYS='["a", "b"]'`;
-3. its file, `--config_path FILE`: one object, as JSON or, if its name ends with `.yaml` or `.yml`,
+3. its file, `--config-path FILE`: one object, as JSON or, if its name ends with `.yaml` or `.yml`,
    as YAML, where plain words are text (`prefix_repair: off`) but for `true`, `false` and `null`;
 4. its default.
 
@@ -486,7 +486,8 @@ def _option(parameter: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    """In one line of a table. Rich markup escapes `[` with a backslash."""
+    return " ".join(text.split()).replace("\\[", "[").replace("|", "\\|")
 
 
 def pages() -> dict[Path, str]:

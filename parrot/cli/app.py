@@ -24,7 +24,7 @@ app = typer.Typer(
     no_args_is_help=True,
     context_settings={"token_normalize_func": _with_hyphens},
     pretty_exceptions_enable=False,
-    help="Parrot serves LLM applications: programs of calls joined by semantic variables.",
+    help="Run and inspect Parrot, an inference server for LLM applications.",
 )
 
 
@@ -48,36 +48,36 @@ def options(
     """Options of the command itself."""
 
 
-config = typer.Typer(no_args_is_help=True, help="Settings of servers.")
+config = typer.Typer(no_args_is_help=True, help="Show configuration settings.")
 app.add_typer(config, name="config")
 app.add_typer(keys, name="keys")
 
-CoreOption = Annotated[
-    str, typer.Option("--core", envvar="PARROT_URL", help="Address of ServeCore.")
-]
+CoreOption = Annotated[str, typer.Option("--core", envvar="PARROT_URL", help="Server URL.")]
 CoreConfigOption = Annotated[
     Path | None,
-    typer.Option("--config_path", help="ServeCore's config file, if it has its own token."),
+    typer.Option("--config-path", help="Config file of ServeCore, for its cluster token."),
 ]
 ApiKeyOption = Annotated[
     str | None,
-    typer.Option("--api_key", envvar="PARROT_KEY", help="If ServeCore has api_keys: one of them."),
+    typer.Option("--api-key", envvar="PARROT_KEY", help="API key, if the server has keys."),
 ]
-LogDirOption = Annotated[Path, typer.Option("--log_dir", help="Where each process writes its log.")]
+LogDirOption = Annotated[
+    Path, typer.Option("--log-dir", help="Folder for the log of each process.")
+]
 ReadyTimeoutOption = Annotated[
-    float, typer.Option("--ready_timeout", help="Seconds to wait for the model to load.")
+    float, typer.Option("--ready-timeout", help="Seconds to wait for the model to load.")
 ]
 
 
 @app.command(context_settings=_PASS_ON)
 def serve(context: typer.Context) -> None:
-    """Run ServeCore. Options: parrot serve --help."""
+    """Run ServeCore from a config file. `parrot serve --help` lists the options."""
     _run_server("parrot.server.http_server", "parrot serve", context.args)
 
 
 @app.command(context_settings=_PASS_ON)
 def engine(context: typer.Context) -> None:
-    """Run one engine. Options: parrot engine --help."""
+    """Run one engine from a config file. `parrot engine --help` lists the options."""
     _run_server("parrot.engine.http_server", "parrot engine", context.args)
 
 
@@ -115,7 +115,7 @@ def up(
         ),
     ] = None,
     core_config: Annotated[
-        Path | None, typer.Option("--core_config", help="Config file of ServeCore.")
+        Path | None, typer.Option("--core-config", help="Config file of ServeCore.")
     ] = None,
     insecure: Annotated[
         bool,
@@ -150,15 +150,15 @@ def up(
 def config_show(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A config of ServeCore or of an engine; default: without a file."),
+        typer.Argument(help="Config file of ServeCore or of an engine. \\[default: none]"),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="As the servers' own option.")] = None,
-    port: Annotated[int | None, typer.Option(help="As the servers' own option.")] = None,
+    host: Annotated[str | None, typer.Option(help="As the option of the server.")] = None,
+    port: Annotated[int | None, typer.Option(help="As the option of the server.")] = None,
     only_set: Annotated[
-        bool, typer.Option("--only_set", help="Leave out what has its default.")
+        bool, typer.Option("--only-set", help="Hide settings that have their default.")
     ] = False,
 ) -> None:
-    """Show all settings with their values, and where each comes from."""
+    """Show every setting with its value and its source."""
     from parrot.cli.config_show import show_config
 
     given = {"host": host, "port": port}
@@ -169,22 +169,22 @@ def config_show(
 def launch(
     configs: Annotated[
         list[Path] | None,
-        typer.Argument(help="Config files of a core and engines, or a launch file."),
+        typer.Argument(help="Config files of ServeCore and engines, or a launch file."),
     ] = None,
     log_dir: LogDirOption = Path("logs"),
     ready_timeout: ReadyTimeoutOption = 1800.0,
-    ray: Annotated[bool, typer.Option("--ray", help="Run them on a Ray cluster.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Run the servers on a Ray cluster.")] = False,
     address: Annotated[
-        str, typer.Option(help="With --ray: of the cluster, auto or ray://HOST:PORT.")
+        str, typer.Option(help="With --ray: address of the cluster, auto or ray://HOST:PORT.")
     ] = "auto",
-    name: Annotated[str, typer.Option(help="With --ray: of the service.")] = "parrot",
+    name: Annotated[str, typer.Option(help="With --ray: name of the service.")] = "parrot",
     detach: Annotated[
-        bool, typer.Option("--detach", help="With --ray: leave when all is ready.")
+        bool, typer.Option("--detach", help="With --ray: exit when all servers are ready.")
     ] = False,
-    stop: Annotated[bool, typer.Option("--stop", help="With --ray: end what runs there.")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="With --ray: stop the service.")] = False,
 ) -> None:
-    """Run ServeCore and engines here or on Ray, until Ctrl-C. Engines that die are started
-    again."""
+    """Run ServeCore and engines from config files, until Ctrl-C. Engines that die are
+    restarted."""
     from parrot.cli import launch as launchers
 
     paths = configs or []
@@ -209,12 +209,10 @@ def run(
     core: CoreOption = DEFAULT_CORE,
     embedded: Annotated[
         bool,
-        typer.Option(
-            "--embedded", help="If no ServeCore answers, start one with the embedded model."
-        ),
+        typer.Option("--embedded", help="Start a server with the included model if none answers."),
     ] = False,
 ) -> None:
-    """Run a program, with its own arguments, against a ServeCore."""
+    """Run a Python program with its arguments against a server."""
     from parrot.cli.run import run_program
 
     run_program(program, context.args, core, embedded)
@@ -222,7 +220,7 @@ def run(
 
 @app.command()
 def ping(core: CoreOption = DEFAULT_CORE, config_path: CoreConfigOption = None) -> None:
-    """Show whether ServeCore is up and what it serves and, with its config, its engines."""
+    """Show whether a server answers, and its models. With --config-path, also its engines."""
     from parrot.cli.run import show_health
 
     show_health(core, config_path)
@@ -233,7 +231,7 @@ def page(
     core: CoreOption = DEFAULT_CORE,
     config_path: CoreConfigOption = None,
 ) -> None:
-    """Print the address of the page that shows a running ServeCore, with the key to it."""
+    """Print the address of the web page of a server, with a key to sign in."""
     from parrot.cli.run import show_page_address
 
     show_page_address(core, config_path)
@@ -246,8 +244,8 @@ def chat(
         typer.Argument(help="Ask one question and exit. Without it, start a chat."),
     ] = None,
     core: CoreOption = DEFAULT_CORE,
-    model: Annotated[str | None, typer.Option(help="Default: the first that is served.")] = None,
-    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model. \\[default: the first]")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     api_key: ApiKeyOption = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Maximum number of tokens per answer.")
@@ -257,7 +255,7 @@ def chat(
         typer.Option(min=0.0, max=2.0, help="Sampling temperature. \\[default: the model's]"),
     ] = None,
 ) -> None:
-    """Talk to a model that is served, by the API of OpenAI."""
+    """Talk to a model, through the OpenAI-compatible API."""
     from parrot.cli.chat import chat as talk
 
     talk(core, model, question, system, api_key, max_tokens, temperature)
@@ -268,9 +266,9 @@ def top(
     core: CoreOption = DEFAULT_CORE,
     config_path: CoreConfigOption = None,
     api_key: ApiKeyOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Print what is there, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
 ) -> None:
-    """Show engines and applications of a running ServeCore as they change, until Ctrl-C."""
+    """Show engines and applications of a server, live. Press q to quit."""
     from parrot.cli.top import top as watch
 
     watch(core, config_path, api_key, once)
@@ -279,17 +277,20 @@ def top(
 @app.command()
 def trace(
     session: Annotated[
-        str | None, typer.Argument(help="Its id, or last; default: list those that there are.")
+        str | None, typer.Argument(help="Session id, or `last`. Without it, list the sessions.")
     ] = None,
     core: CoreOption = DEFAULT_CORE,
     config_path: CoreConfigOption = None,
     api_key: ApiKeyOption = None,
     file: Annotated[
-        Path | None, typer.Option(help="Take it out of what ServeCore wrote to its trace_path.")
+        Path | None,
+        typer.Option(help="Read the session from a recorded trace file (`trace_path`)."),
     ] = None,
-    output_dir: Annotated[Path, typer.Option("--output_dir", help="Where the files go.")] = Path(),
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", help="Folder for the files.")
+    ] = Path(),
 ) -> None:
-    """Write what a session did and when: for Perfetto or Chrome, and as a picture of its graph."""
+    """Export a session as a Perfetto trace and an SVG graph."""
     from parrot.cli.trace import trace as write_trace
 
     write_trace(session, core, config_path, api_key, file, output_dir)
@@ -316,7 +317,7 @@ def bench(
     timeout: to_bench.Timeout = 600.0,
     output: to_bench.Output = None,
 ) -> None:
-    """Measure a running service, and compare it with any server of OpenAI's API."""
+    """Measure a server, and compare it with another OpenAI-compatible server."""
     from parrot.cli.bench.command import BenchOptions
     from parrot.cli.bench.command import bench as measure
 
@@ -345,10 +346,10 @@ def bench(
 @app.command()
 def doctor(
     configs: Annotated[
-        list[Path] | None, typer.Argument(help="Config files, as parrot launch takes them.")
+        list[Path] | None, typer.Argument(help="Config files to check as well.")
     ] = None,
 ) -> None:
-    """Say what is wrong with this machine, or with configs on it, and what to do about it."""
+    """Find problems of this machine and of config files, with a fix for each."""
     from parrot.cli.doctor import doctor as examine
 
     examine(configs or [])
@@ -357,19 +358,17 @@ def doctor(
 @app.command()
 def demo(
     file: Annotated[
-        Path | None, typer.Argument(help="A UTF-8 text; default: one about bees.")
+        Path | None, typer.Argument(help="UTF-8 text file. \\[default: a text about bees]")
     ] = None,
     max_parts: Annotated[
         int,
-        typer.Option(
-            "--max_parts", help="Summarize at most so many parts of the text; 0: all of it."
-        ),
+        typer.Option("--max-parts", help="Maximum number of parts of the text. 0: all parts."),
     ] = 6,
     output_dir: Annotated[
-        Path, typer.Option("--output_dir", help="Where the pictures of the graph go.")
+        Path, typer.Option("--output-dir", help="Folder for the pictures of the graph.")
     ] = Path("demo_output"),
 ) -> None:
-    """Summarize a text by map and reduce on this machine, and show what happens."""
+    """Summarize a text with a map-reduce on this machine, and show what happens."""
     from parrot.cli.demo.command import run_demo
 
     run_demo(file, max_parts, output_dir)
@@ -377,31 +376,34 @@ def demo(
 
 @app.command()
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="A file that ServeCore wrote to its trace_path.")],
-    policy: Annotated[str | None, typer.Option(help="The global scheduler's policy.")] = None,
-    engines: Annotated[int | None, typer.Option(help="How many; default as recorded.")] = None,
+    trace: Annotated[Path, typer.Argument(help="Trace file of a ServeCore (`trace_path`).")],
+    policy: Annotated[str | None, typer.Option(help="Policy of the global scheduler.")] = None,
+    engines: Annotated[
+        int | None, typer.Option(help="Number of engines. \\[default: as recorded]")
+    ] = None,
     kv_tokens: Annotated[
         int | None,
-        typer.Option("--kv_tokens", help="Tokens of KV of each engine; default what they had."),
+        typer.Option("--kv-tokens", help="KV tokens of each engine. \\[default: as recorded]"),
     ] = None,
     engine_config: Annotated[
         Path | None,
-        typer.Option("--engine_config", help="Costs of a step: sample_configs/engine/sim_*.json."),
+        typer.Option("--engine-config", help="Step costs: sample_configs/engine/sim_*.json."),
     ] = None,
     core_config: Annotated[
-        Path | None, typer.Option("--core_config", help="Its global_scheduler is taken.")
+        Path | None,
+        typer.Option("--core-config", help="ServeCore config to take `global_scheduler` from."),
     ] = None,
     against: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY=VALUE,...",
-            help="Replay again with these changed: engines, kv_tokens, engine_config, or a key of "
-            "the global scheduler. May be given several times.",
+            help="Replay again with these changes: engines, kv_tokens, engine_config, or a key of "
+            "the global scheduler. Can be repeated.",
         ),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
-    """Replay a recorded trace on virtual time, and show what other settings would change."""
+    """Replay a recorded trace in virtual time with other settings, and compare."""
     from parrot.cli.simulate import simulate as run_simulation
 
     settings = {

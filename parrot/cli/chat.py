@@ -191,5 +191,5 @@ def _chosen(server: RemoteServer, model: str | None) -> str:
 
 def _with_advice(error: RequestFailed) -> str:
     if error.status == 401:
-        return f"{error}. Give one of its `api_keys`: --api_key, or PARROT_KEY in the environment"
+        return f"{error}. Give one of its `api_keys`: --api-key, or PARROT_KEY in the environment"
     return str(error)

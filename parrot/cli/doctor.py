@@ -213,7 +213,7 @@ def check_room() -> Iterator[Finding]:
     if disk < _LOW_DISK:
         yield Finding("note", f"{disk / 2**20:.0f} MiB of disk are free", "make room for logs")
     if not os.access(Path.cwd(), os.W_OK):
-        yield Finding("note", f"{Path.cwd()} cannot be written", "give --log_dir a folder that can")
+        yield Finding("note", f"{Path.cwd()} cannot be written", "give --log-dir a folder that can")
 
 
 def _free_memory() -> int | None:

@@ -6,12 +6,12 @@ from typing import Annotated, Any
 import orjson
 import typer
 
-keys = typer.Typer(no_args_is_help=True, help="The file of API keys, ServeCore's `keys_file`.")
+keys = typer.Typer(no_args_is_help=True, help="Manage the file of API keys (`keys_file`).")
 
 FileOption = Annotated[
-    Path, typer.Option("--file", envvar="PARROT_KEYS_FILE", help="The file, JSON or YAML.")
+    Path, typer.Option("--file", envvar="PARROT_KEYS_FILE", help="Key file, JSON or YAML.")
 ]
-IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The tenant's name.")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Name of the tenant.")]
 
 
 @keys.command("add")
@@ -19,18 +19,22 @@ def add(
     tenant: IdArgument,
     file: FileOption,
     scope: Annotated[
-        list[str] | None, typer.Option(help="user (default), admin or metrics; several times.")
+        list[str] | None, typer.Option(help="user (default), admin or metrics. Can be repeated.")
     ] = None,
-    weight: Annotated[float | None, typer.Option(help="Its share beside other tenants'.")] = None,
+    weight: Annotated[
+        float | None, typer.Option(help="Share relative to other tenants. \\[default: 1]")
+    ] = None,
     share_group: Annotated[
-        str | None, typer.Option("--share_group", help="With whom it shares what is cached.")
+        str | None, typer.Option("--share-group", help="Tenants with the same group share caches.")
     ] = None,
     limit: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=NUMBER", help="As tokens_per_minute=100000; several times."),
+        typer.Option(
+            metavar="NAME=NUMBER", help="A limit such as tokens_per_minute=100000. Can be repeated."
+        ),
     ] = None,
 ) -> None:
-    """Make a key and show it, this once: the file keeps its digest only."""
+    """Create a key and print it once. The file stores its digest only."""
     from parrot.cli.console import ERR, fail
     from parrot.serve.tenants.keys_file import add_key
     from parrot.utils.config import ConfigError
@@ -41,13 +45,13 @@ def add(
         key = add_key(file, {"id": tenant, **fields, "limits": _limits(limit or [])})
     except ConfigError as error:
         fail(str(error))
-    ERR.print(f"The key of {tenant}. It is shown this once: {file} has only its digest.")
+    ERR.print(f"The key of {tenant}, printed only once: {file} stores its digest.")
     typer.echo(key)
 
 
 @keys.command("list")
 def list_keys(file: FileOption) -> None:
-    """Show the tenants, and what they may do and have."""
+    """List tenants with their scopes and limits."""
     from rich.table import Table
 
     from parrot.cli.console import OUT, fail
@@ -69,7 +73,7 @@ def list_keys(file: FileOption) -> None:
 
 @keys.command("remove")
 def remove(tenant: IdArgument, file: FileOption) -> None:
-    """Remove a key. A ServeCore that runs refuses it within seconds, and ends its sessions."""
+    """Remove a key. A running server rejects it within 2 s and ends its sessions."""
     from parrot.cli.console import fail
     from parrot.serve.tenants.keys_file import remove_key
     from parrot.utils.config import ConfigError

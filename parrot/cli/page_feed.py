@@ -78,8 +78,8 @@ class RemoteServer:
             answer = connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed(
-                f"nobody answers at {self._address}: {error}. `parrot up MODEL` starts a server; "
-                "--core names another address"
+                f"Cannot connect to {self._address}: {error}. Start a server with "
+                "`parrot up MODEL`, or pass --core."
             ) from None
         if answer.status >= HTTPStatus.BAD_REQUEST:
             raise RequestFailed(_reason(answer.read(_MAX_BODY), answer.status), answer.status)
@@ -109,7 +109,7 @@ class PageFeed:
             return
         if api_key is None and config_path is None and not is_loopback(host):
             # This user's own token is for servers of this machine.
-            raise RequestFailed(f"{core} asks for a key: --api_key, or its config by --config_path")
+            raise RequestFailed(f"{core} asks for a key: --api-key, or its config by --config-path")
         self._enter(page_key(operator_token(config_path)) if api_key is None else api_key)
 
     def rows(self, view: str) -> Iterator[Rows]:
@@ -150,7 +150,7 @@ class PageFeed:
         except RequestFailed as error:
             raise RequestFailed(
                 f"{error}. The key is made of the cluster token: give ServeCore's config file "
-                "(--config_path) or an API key (--api_key)",
+                "(--config-path) or an API key (--api-key)",
                 error.status,
             ) from None
         self._server.headers["Cookie"] = headers.get("Set-Cookie", "").partition(";")[0]

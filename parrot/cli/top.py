@@ -1,8 +1,14 @@
 """`parrot top`: engines and applications as they run."""
 
+import os
+import signal
 import sys
+import termios
+import threading
 import time
-from collections.abc import Iterable
+import tty
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +25,43 @@ _FRAME_LINES = 12  # of a screen, that are not sessions
 
 
 def top(core: str, config_path: Path | None, api_key: str | None, once: bool) -> None:
-    """Show until Ctrl-C; once, if nobody sits at a terminal. Ends by `SystemExit` when ServeCore
-    is not there, or refuses."""
+    """Show until q or Ctrl-C, or once without a terminal. Raises `SystemExit` if ServeCore does not
+    answer or refuses."""
     try:
         feed = PageFeed(core, config_path, api_key)
         if once or not OUT.is_terminal:
             OUT.print(screen(feed.now("overview"), None))
             return
-        with Live(console=OUT, auto_refresh=False, screen=True) as live:
+        with _q_interrupts(), Live(console=OUT, auto_refresh=False, screen=True) as live:
             for rows in feed.rows("overview"):
                 live.update(screen(rows, OUT.size.height), refresh=True)
     except (RequestFailed, ConfigError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         sys.exit(0)
+
+
+@contextmanager
+def _q_interrupts() -> Iterator[None]:
+    """The key q has the effect of Ctrl-C."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+
+    def read_keys() -> None:
+        while key := os.read(keyboard, 1):
+            if key in b"qQ":
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    threading.Thread(target=read_keys, daemon=True).start()
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 def screen(rows: Rows, height: int | None) -> Group:
@@ -53,7 +82,8 @@ def screen(rows: Rows, height: int | None) -> Group:
 
 
 def _engine_table(engines: Iterable[Row]) -> Table:
-    table = Table("engine", "state", "model", *_right("running", "KV tokens", "KV used", "step ms"))
+    numbers = _right("running", "KV tokens", "KV used", "step ms")
+    table = _table("engine", "state", "model", *numbers)
     for row in engines:
         used, room = row.get("used_tokens", 0), row.get("tokens_capacity", 0)
         table.add_row(
@@ -71,7 +101,7 @@ def _engine_table(engines: Iterable[Row]) -> Table:
 def _session_table(sessions: Iterable[Row]) -> Table:
     names = ("run", "done", "failed", "prompt", "cached", "output")
     name, began = Column("session", no_wrap=True), Column("since", no_wrap=True)
-    table = Table(name, "application", began, *_right(*names))
+    table = _table(name, "application", began, *_right(*names))
     for row in sessions:
         prompt = row.get("prompt_tokens", 0)
         failed = row.get("failed", 0)
@@ -87,6 +117,11 @@ def _session_table(sessions: Iterable[Row]) -> Table:
             str(row.get("output_tokens", 0)),
         )
     return table
+
+
+def _table(*columns: Column | str) -> Table:
+    """Without borders, so that all columns fit 80 characters."""
+    return Table(*columns, box=None, padding=(0, 1, 0, 0))
 
 
 def _state(engine: Row) -> str:

@@ -151,7 +151,7 @@ def trace(
     except (RequestFailed, ConfigError) as error:
         fail(str(error))
     except OSError as error:
-        fail(f"{output_dir}: {error.strerror}; --output_dir names another folder")
+        fail(f"{output_dir}: {error.strerror}; --output-dir names another folder")
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -179,7 +179,7 @@ def _engine_file(path: Path) -> dict[str, Any]:
     if "engine_type" not in config:
         raise ConfigError(
             f"{path}: no engine's config, which has `engine_type`; "
-            "`parrot launch` takes launch files, --core_config a ServeCore's"
+            "`parrot launch` takes launch files, --core-config a ServeCore's"
         )
     return config
 

@@ -255,7 +255,7 @@ class Cluster:
             open_private(path, is_new=False).close()
         except OSError as error:
             raise ClusterError(
-                f"{path}: {error.strerror}; choose another folder for logs (--log_dir)"
+                f"{path}: {error.strerror}; choose another folder for logs (--log-dir)"
             ) from None
         process.start(self.configs[name])
 

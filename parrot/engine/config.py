@@ -310,7 +310,7 @@ class EngineConfig(RegisteredConfig):
         repr=False,
         description="Secret shared with ServeCore. Required beyond loopback. null on loopback: "
         "the token of the file in `state_dir`, or none for an engine without ServeCore "
-        "(`--without_core`).",
+        "(`--without-core`).",
     )
     insecure: bool = Field(
         False, description="As in ServeCore: start without `cluster_token`, and require none."

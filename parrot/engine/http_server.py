@@ -89,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     gc.set_threshold(*_COLLECTED_EVERY)
     options = server_options("Run one Parrot engine.", "engine_server.log")
-    options.add_argument("--engine_name", help="name to register, instead of the config's")
-    options.add_argument("--device", help="auto, cpu, cuda or cuda:N, instead of the config's")
+    options.add_argument("--engine-name", help="name to register; replaces the config's")
+    options.add_argument("--device", help="auto, cpu, cuda or cuda:N; replaces the config's")
     options.add_argument(
-        "--without_core", action="store_true", help="serve alone, do not register with ServeCore"
+        "--without-core", action="store_true", help="serve alone, without ServeCore"
     )
     args = options.parse_args(argv)
     try:

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from enum import Enum
 from pathlib import Path
@@ -85,25 +86,38 @@ class AppServer(uvicorn.Server):
             await super().shutdown(sockets)
 
 
+class _Options(argparse.ArgumentParser):
+    """Options are spelled with hyphens. Older scripts may spell them with underscores."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args([_with_hyphens(arg) for arg in given], namespace)
+
+
+def _with_hyphens(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
 def server_options(description: str, log_filename: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--config_path", help="JSON or YAML config file")
-    parser.add_argument("--host", help="address to bind, instead of the config's")
-    parser.add_argument("--port", type=int, help="port to bind, instead of the config's")
+    parser = _Options(description=description)
+    parser.add_argument("--config-path", help="JSON or YAML config file")
+    parser.add_argument("--host", help="address to bind; replaces the config's")
+    parser.add_argument("--port", type=int, help="port to bind; replaces the config's")
     parser.add_argument(
         "--insecure",
         action="store_true",
         default=None,
         help="start without a cluster token: anyone who can connect has access",
     )
-    parser.add_argument("--log_dir", help="also write the log to a file in this folder")
-    parser.add_argument("--log_filename", default=log_filename)
-    parser.add_argument("--release_mode", action="store_true", help="log warnings and errors only")
+    parser.add_argument("--log-dir", help="also write the log to a file in this folder")
+    parser.add_argument("--log-filename", default=log_filename, help="name of this file")
+    parser.add_argument("--release-mode", action="store_true", help="log warnings and errors only")
     parser.add_argument(
-        "--log_format", choices=("text", "json"), default="text", help="of each line of the log"
+        "--log-format", choices=("text", "json"), default="text", help="format of a log line"
     )
     parser.add_argument(
-        "--log_calls", action="store_true", help="log how each session and each call ended, too"
+        "--log-calls", action="store_true", help="log the end of each session and each call"
     )
     return parser
 

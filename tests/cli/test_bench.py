@@ -268,7 +268,7 @@ def test_servers_that_are_none_of_openais_are_told(tmp_path: Path) -> None:
     for fake, advice in (
         (FakeOpenAI(models=()), "serves no model as yet"),
         (FakeOpenAI(models_status=404), "Its address usually ends in /v1"),
-        (FakeOpenAI(models_status=401), "--api_key, or PARROT_KEY"),
+        (FakeOpenAI(models_status=401), "--api-key, or PARROT_KEY"),
         (FakeOpenAI(faults=[Fault(404, {"error": {"message": "no"}})] * 2), "--chat"),
     ):
         with running_in_thread(fake.app()) as url:
@@ -278,7 +278,7 @@ def test_servers_that_are_none_of_openais_are_told(tmp_path: Path) -> None:
 def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
     with Cluster({"api_keys": ["k1"], "cluster_token": "t"}, [SIM]) as cluster:
         args = ("bench", cluster.core_url, "--workload", "map_reduce", "--num_requests", "1")
-        assert "--api_key, or PARROT_KEY" in failed(*args)
+        assert "--api-key, or PARROT_KEY" in failed(*args)
         assert parrot(*args, PARROT_KEY="k1").returncode == 0
 
 

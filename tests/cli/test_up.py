@@ -250,7 +250,7 @@ def test_config_show(tmp_path: Path) -> None:
         (["up", "sim", "--core_config", "none.yaml"], "none.yaml: cannot be read"),
         (["up", "sim", "--host", "0.0.0.0", "--port", "0"], "(--insecure)"),
         (["up", "sim", "--host", "none.invalid"], "`host` must be a name or an address of this"),
-        (["up", "sim", "--log_dir", "/proc/none", "--port", "0"], "(--log_dir)"),
+        (["up", "sim", "--log_dir", "/proc/none", "--port", "0"], "(--log-dir)"),
         (["launch", "none.json"], "none.json: cannot be read"),
         (["config", "show", "none.json"], "none.json: cannot be read"),
         (["config", "shows"], "Did you mean 'show'?"),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import termios
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ def test_a_question_and_a_conversation(cluster: Cluster) -> None:
     assert many.returncode == 0, many.stderr
     listing = parrot("trace", "last", "--core", cluster.core_url, "--output_dir", os.devnull)
     assert listing.returncode == 1
-    assert "--output_dir names another folder" in listing.stderr
+    assert "--output-dir names another folder" in listing.stderr
 
 
 def test_top_prints_what_there_is(cluster: Cluster) -> None:
@@ -73,6 +74,23 @@ def test_top_prints_what_there_is(cluster: Cluster) -> None:
     assert "engines: 1" in result.stdout
     assert "simulated" in result.stdout
     assert "jokes" in result.stdout
+
+
+def test_q_leaves_top_and_all_columns_fit(cluster: Cluster) -> None:
+    controller, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    command = [sys.executable, "-m", "parrot.cli", "top", "--core", cluster.core_url]
+    environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    shown = b""
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, env=environ) as process:
+        while b"output" not in shown:  # the last column
+            shown += os.read(controller, 4096)
+        os.write(controller, b"q")
+        assert process.wait(30) == 0
+    os.close(terminal)
+    os.close(controller)
+    for head in (b"application", b"failed", b"prompt", b"cached"):
+        assert head in shown
 
 
 def test_top_shows_which_engines_drain(cluster: Cluster) -> None:
@@ -123,13 +141,13 @@ def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
     assert "--model may be simulated" in failed("chat", "x", "--model", "m", *core)
     for command in (("chat", "x"), ("top",), ("trace",)):
         said = failed(*command, *nobody)
-        assert "nobody answers at" in said
+        assert "Cannot connect to" in said
         assert "`parrot up" in said
     other = tmp_path / "core.json"
     other.write_text('{"cluster_token": "another"}')
     for command in ("top", "trace"):
         said = failed(command, *core, "--config_path", str(other))
-        assert "give ServeCore's config file (--config_path) or an API key" in said
+        assert "give ServeCore's config file (--config-path) or an API key" in said
         assert "cannot be read" in failed(command, *core, "--config_path", str(tmp_path / "no"))
     assert "`parrot trace` lists those" in failed("trace", "12", *core)
     assert "cannot be read" in failed("trace", "--file", str(tmp_path / "none"))
@@ -139,10 +157,10 @@ def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
 def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
     with Cluster({"api_keys": ["k1"], "cluster_token": "t"}, [SIM]) as cluster:
         core = ("--core", cluster.core_url)
-        assert "--api_key, or PARROT_KEY" in failed("chat", "x", *core)
+        assert "--api-key, or PARROT_KEY" in failed("chat", "x", *core)
         assert parrot("chat", "x", *core, "--max_tokens", "2", PARROT_KEY="k1").returncode == 0
         assert parrot("top", *core, "--api_key", "k1").returncode == 0
-        assert "--api_key" in failed("top", *core, "--api_key", "k2")
+        assert "--api-key" in failed("top", *core, "--api_key", "k2")
         operator = parrot("trace", *core, PARROT_CORE__CLUSTER_TOKEN="t")
         assert "`parrot trace SESSION`" in operator.stdout, operator.stderr
 

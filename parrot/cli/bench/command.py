@@ -98,8 +98,8 @@ def _addresses(url: str, options: BenchOptions) -> list[Address]:
     for given in (url, *options.against):
         if urlsplit(given).scheme not in ("http", "https") or not urlsplit(given).netloc:
             raise ValueError(f"not an http address: {given}; one is http://localhost:9000")
-    own = ("--api_key, or PARROT_KEY in the environment", "--model")
-    theirs = ("--against_api_key, or PARROT_AGAINST_KEY in the environment", "--against_model")
+    own = ("--api-key, or PARROT_KEY in the environment", "--model")
+    theirs = ("--against-api-key, or PARROT_AGAINST_KEY in the environment", "--against-model")
     first = Address(url, options.api_key, options.model, *own)
     key, model = options.against_api_key, options.against_model
     return [first, *(Address(given, key, model, *theirs) for given in options.against)]
