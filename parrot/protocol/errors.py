@@ -31,8 +31,8 @@
     |   |-- NoEngine              503  no live engine can serve the model
     |   |-- OutOfMemory           503  no KV room now; may work later
     |   `-- Standby               503  another ServeCore serves, and this one waits to take over
-    |-- TimedOut                  504  the read's timeout or deadline passed
-    `-- InsufficientStorage       507  the journal cannot be written, so nothing was done
+    |-- TimedOut                  504  the read's timeout passed
+    `-- InsufficientStorage       507  the journal cannot be written; the work may have been done
 
 The same classes are raised by servers, travel as `{"error": {"type", "message", "param"?}}`, and
 are raised again by the clients.

@@ -50,11 +50,11 @@ class Answer(BaseModel):
 
 class SessionCreateRequest(Payload):
     api_key: Credential | None = None
-    apps: list[Text] | None = Field(None, max_length=256)
-    on_demand: bool = Field(
-        False, description="Calls run when they are read, unless they say else."
+    apps: list[Text] | None = Field(
+        None, max_length=256, description="Names that the web page shows."
     )
-    traceparent: Traceparent | None = Field(None, description="W3C: the caller's span.")
+    on_demand: bool = Field(False, description="Default of `on_demand` for the session's calls.")
+    traceparent: Traceparent | None = Field(None, description="The caller's span (W3C).")
 
 
 class SessionCreateResponse(Answer):
@@ -70,8 +70,8 @@ class SessionScoped(Payload):
 
 
 class CallParameter(Payload):
-    """A placeholder's binding. An input has exactly one of `var_id` and `value`; an output may name
-    an unset variable in `var_id`."""
+    """The variable or text of a placeholder. An input has exactly one of `var_id` and `value`. An
+    output may name an unset variable in `var_id`."""
 
     names: ClassVar[tuple[str, ...]] = ("var_id",)  # the fields that name a variable
 
@@ -101,9 +101,11 @@ class CallParameter(Payload):
 class CallFields(Payload):
     """Fields of calls of both kinds, besides their parameters."""
 
-    output_criteria: PerformanceCriteria | None = None
+    output_criteria: PerformanceCriteria | None = Field(
+        None, description="Run at once, as if the last output was read with these criteria."
+    )
     on_demand: bool | None = Field(
-        None, description="Whether only a reader makes it run; null: as the session says."
+        None, description="Run only when an output is needed. null: as the session's `on_demand`."
     )
 
 
@@ -115,23 +117,26 @@ class CallScope(SessionScoped):
 
 
 class SemanticFields(CallFields):
-    template: Text
-    func_name: Label | None = None
-    models: list[Name] = Field([], max_length=64)
-    model_type: Literal["token_id", "text"] = "token_id"
-    remove_pure_fill: bool = True
-    cache_prefix: bool = True
-    fuse_fill: bool = False
-    chat: bool = Field(
-        False, description="Render the template as a chat with the serving model's chat template."
+    template: Text = Field(description="The prompt. `{{name}}` is a parameter.")
+    func_name: Label | None = Field(None, description="A name for the web page and for metrics.")
+    models: list[Name] = Field(
+        [], max_length=64, description="Models that may serve the call. Empty: any model."
     )
-    system: Text | None = Field(None, description="System message of a chat that begins here.")
+    model_type: Literal["token_id", "text"] = Field("token_id", description="Has no effect.")
+    remove_pure_fill: bool = Field(True, description="Drop the text after the last output.")
+    cache_prefix: bool = Field(
+        True, description="Other calls may reuse the KV cache of the constant prefix."
+    )
+    fuse_fill: bool = Field(False, description="Has no effect.")
+    chat: bool = Field(False, description="Apply the chat template of the model.")
+    system: Text | None = Field(None, description="System message of a new chat.")
     reuse: bool = Field(
         True,
-        description="Greedy or seeded, it may take the result of an identical call of its tenant.",
+        description="A greedy or seeded call may take the result of an identical call of its "
+        "tenant.",
     )
     successor_of: Id | None = Field(
-        None, description="request_id of an earlier call whose whole context this call continues."
+        None, description="request_id of an earlier call. This call continues its context."
     )
 
 
@@ -141,8 +146,10 @@ class SemanticCallRequest(SemanticFields, CallScope):
 
 class NativeFields(CallFields):
     func_name: Name
-    func_source: str = Field(max_length=65536)
-    timeout: float = Field(1.0, gt=0, le=60, allow_inf_nan=False)
+    func_source: str = Field(max_length=65536, description="Python source of one `def`.")
+    timeout: float = Field(
+        1.0, gt=0, le=60, allow_inf_nan=False, description="Seconds that the function may run."
+    )
 
 
 class NativeCallRequest(NativeFields, CallScope):
@@ -162,22 +169,22 @@ class CallResponse(Answer):
 
 
 class GraphVariable(Payload):
-    """A new variable, for which `name` stands in the request."""
+    """A new variable. Other parts of the request refer to it by `name`."""
 
     name: Name
     content: Text | None = None
-    var_name: Name | None = Field(None, description="what the session calls it; null: its `name`")
+    var_name: Name | None = Field(None, description="Its name in the session. null: `name`.")
 
 
 class GraphParameter(CallParameter):
-    """A placeholder's binding. An input has exactly one of `var_id`, `var` and `value`, an output
-    at most one of the first two."""
+    """The variable or text of a placeholder. An input has exactly one of `var_id`, `var` and
+    `value`. An output has at most one of `var_id` and `var`."""
 
     names: ClassVar = ("var_id", "var")
 
     var: Name | None = Field(
         None,
-        description="name of a declared variable, or of an output; an output may declare it",
+        description="Name of a variable of this request. The `var` of an output declares it.",
     )
 
 
@@ -206,14 +213,14 @@ GraphCall = Annotated[
 
 
 class GraphRequest(Payload):
-    """It has one of `session_id` and `session`. `session_auth` may come as a Bearer token, and so
-    may the `api_key` of `session`."""
+    """A request has either `session_id` or `session`. `session_auth` or the `api_key` of `session`
+    may be the Bearer token instead."""
 
     session_id: Id | None = None
     session_auth: Credential | None = None
-    session: SessionCreateRequest | None = Field(None, description="begin a session for the graph")
+    session: SessionCreateRequest | None = Field(None, description="A new session for the graph.")
     variables: list[GraphVariable] = Field([], max_length=MAX_VARIABLES)
-    calls: list[GraphCall] = Field([], max_length=MAX_CALLS, description="in any order")
+    calls: list[GraphCall] = Field([], max_length=MAX_CALLS, description="In any order.")
     idempotency_key: Name | None = None
 
     @model_validator(mode="before")
@@ -249,9 +256,9 @@ class GraphRequest(Payload):
 
 class GraphResponse(BaseModel):
     session_id: int
-    session_auth: str | None = Field(None, description="of a session that began with the graph")
-    variables: dict[str, str] = Field(description="var_id by the name that the request gave")
-    calls: list[CallResponse] = Field(description="in the order of the request")
+    session_auth: str | None = Field(None, description="Of a new session.")
+    variables: dict[str, str] = Field(description="var_ids by name.")
+    calls: list[CallResponse] = Field(description="In the order of the request.")
 
 
 class VarCreateRequest(SessionScoped):
@@ -270,8 +277,12 @@ class VarSetRequest(SessionScoped):
 class ReadLimits(SessionScoped):
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     timeout: Timeout | None = Field(None, description="Seconds until the read fails.")
-    deadline: Timeout | None = Field(None, description="In how many seconds: it only orders work.")
-    blocked: bool = Field(False, description="The program only waits: start its other calls, too.")
+    deadline: Timeout | None = Field(
+        None, description="Seconds until the value is wanted. It only changes priorities."
+    )
+    blocked: bool = Field(
+        False, description="The program waits for this read only: start its other calls at once."
+    )
 
 
 class VarGetRequest(ReadLimits):
@@ -279,13 +290,13 @@ class VarGetRequest(ReadLimits):
 
 
 class TokenUsage(Answer):
-    """Tokens of the one run that generated a text."""
+    """Tokens of the run that generated a text."""
 
     prompt_tokens: int
-    cached_tokens: int = Field(description="of the prompt's: they were in memory already")
+    cached_tokens: int = Field(description="Prompt tokens that were in the KV cache.")
     output_tokens: int
-    drafted_tokens: int = Field(0, description="of which steps verified several at once")
-    accepted_tokens: int = Field(0, description="of the drafted: they became output")
+    drafted_tokens: int = Field(0, description="Tokens that speculative decoding proposed.")
+    accepted_tokens: int = Field(0, description="Proposed tokens that became output.")
 
 
 class VarGetResponse(Answer):
@@ -295,18 +306,18 @@ class VarGetResponse(Answer):
         description="`length`: cut at `max_gen_length` or because the KV cache was full. null: a "
         "text that was set.",
     )
-    stop_string: str | None = Field(None, description="of `stop_str`, the one that ended the text")
-    usage: TokenUsage | None = Field(None, description="null: the text was not generated")
+    stop_string: str | None = Field(None, description="The stop string that ended the text.")
+    usage: TokenUsage | None = Field(None, description="null: the text was set, not generated.")
     logprobs: list[TokenLogprob] | None = Field(
-        None, description="of the text's tokens, if the output's `sampling_config` asks for them"
+        None, description="Present if the output's `sampling_config` has `logprobs`."
     )
 
 
 class FirstVarsRequest(ReadLimits):
     var_ids: list[Label] = Field(
-        min_length=1, max_length=MAX_PARAMETERS, description="all different"
+        min_length=1, max_length=MAX_PARAMETERS, description="Without duplicates."
     )
-    k: int = Field(1, ge=1, le=MAX_PARAMETERS, description="at most as many as there are variables")
+    k: int = Field(1, ge=1, le=MAX_PARAMETERS, description="At most the number of variables.")
     criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
 
     @model_validator(mode="after")
@@ -323,14 +334,14 @@ class VarValue(VarGetResponse):
 
 
 class FirstVarsResponse(Answer):
-    values: list[VarValue] = Field(description="`k` of them, in the order in which they were ready")
+    values: list[VarValue] = Field(description="`k` values, in the order in which they were ready.")
 
 
 class VarInfo(Answer):
     var_id: str
     var_name: str
     state: Literal["empty", "ready", "failed"]
-    producer: int | None = Field(description="request_id of the producing call")
+    producer: int | None = Field(description="request_id of the call that produces it.")
     consumers: list[int]
     error: dict[str, Any] | None = None
 
@@ -344,29 +355,29 @@ class EmptyResponse(Answer):
 
 
 class CompletionInfo(Answer):
-    """One row of the executed graph. Times are seconds since the session began; `null`: not yet."""
+    """A call of the session. Times are seconds since the session began. null: not yet."""
 
     kind: Literal["semantic", "native"] = "semantic"
     request_id: int
     func_name: str
-    remark: str | None = Field(None, description="where and why its prompt left a cached prefix")
-    output: str = Field(description="name of the output variable")
+    remark: str | None = Field(None, description="Where and why the prompt left a cached prefix.")
+    output: str = Field(description="Name of the output variable.")
     output_var_id: str
-    outputs: list[str] = Field([], description="var_ids (a native call's may be many)")
+    outputs: list[str] = Field([], description="var_ids. A native call can have several.")
     state: str
     criteria: str | None = None
-    depth: int | None = None
+    depth: int | None = Field(None, description="Calls between this one and the output read.")
     task_group: str | None = None
     engine: str | None = None
     model: str | None = None
     attempts: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
-    recomputed_tokens: int = Field(0, description="of the computed: some context had them once")
+    recomputed_tokens: int = Field(0, description="Computed tokens that had been cached before.")
     output_tokens: int = 0
-    decode_s: float | None = Field(None, description="seconds from its first token to its last")
-    finish_reason: str | None = Field(None, description="`stop` or `length`, once it has ended")
-    reused: bool = Field(False, description="took an identical call's result: nothing was computed")
+    decode_s: float | None = Field(None, description="Seconds from the first token to the last.")
+    finish_reason: str | None = Field(None, description="`stop` or `length`.")
+    reused: bool = Field(False, description="The result of an identical call was used.")
     submitted_s: float | None = None
     activated_s: float | None = None
     ready_s: float | None = None
@@ -375,13 +386,13 @@ class CompletionInfo(Answer):
 
 
 class GraphEdge(Answer):
-    source: str = Field(description="output_var_id of the producing completion or native call")
-    target: str = Field(description="output_var_id of the consumer")
+    source: str = Field(description="output_var_id of the producing call.")
+    target: str = Field(description="output_var_id of the consuming call.")
     variable: str
 
 
 class FunctionCosts(TokenUsage):
-    """The completions of one function that have ended; `cost`: by ServeCore's `prices`."""
+    """The finished completions of one function. `cost` follows `prices` of the configuration."""
 
     func_name: str
     calls: int
@@ -401,28 +412,32 @@ class SessionInfo(Answer):
 
 
 class SessionCounts(Answer):
-    """The sums over the calls of a session until now."""
+    """Sums over the calls of a session."""
 
-    turns: int = Field(description="requests that made calls")
-    calls: int = Field(description="completions and native functions")
+    turns: int = Field(description="Requests that submitted calls.")
+    calls: int = Field(description="Completions and native functions.")
     done: int
     failed: int
     cancelled: int
-    running: int = Field(description="or queued")
-    models: list[str] = Field(description="that ran them")
+    running: int = Field(description="Running or queued.")
+    models: list[str] = Field(description="Models that ran calls.")
     prompt_tokens: int
-    cached_tokens: int = Field(description="of the prompts', those whose KV was there")
+    cached_tokens: int = Field(description="Prompt tokens that were in the KV cache.")
     output_tokens: int
-    prefix_breaks: int = Field(description="turns whose prompt left the one before it")
+    prefix_breaks: int = Field(description="Prompts that lost the prefix of the one before.")
 
 
 class SessionSummary(SessionCounts):
     session_id: int
-    kind: Literal["program", "conversation"] = Field(description="the latter by a vendor's API")
+    kind: Literal["program", "conversation"] = Field(
+        description="`conversation`: the session of an OpenAI or Anthropic client."
+    )
     apps: list[str]
     age_s: float
     expires_in_s: float
-    cached_share: float | None = Field(description="of the prompt tokens; null: there are none")
+    cached_share: float | None = Field(
+        description="Cached share of the prompt tokens. null: there are none."
+    )
 
 
 class SessionListRequest(BaseModel):
@@ -430,7 +445,7 @@ class SessionListRequest(BaseModel):
 
     api_key: Credential | None = None
     limit: int = Field(100, ge=1, le=1000)
-    before: Id | None = Field(None, description="only sessions that began before this one: its id")
+    before: Id | None = Field(None, description="Only sessions older than this session_id.")
 
 
 class SessionListResponse(Answer):
@@ -441,16 +456,16 @@ class SessionListResponse(Answer):
 
 
 class ModelCard(Answer):
-    """A model, with the fields that OpenAI's and Anthropic's clients read. `created`: when it was
-    first served here, in Unix time."""
+    """A model, with the fields that OpenAI's and Anthropic's clients read. `created` is the Unix
+    time at which an engine first served it."""
 
     id: str
     object: Literal["model"] = "model"
     created: int = 0
     owned_by: str = "parrot"
-    max_model_len: int | None = Field(None, description="tokens of prompt and output together")
+    max_model_len: int | None = Field(None, description="Tokens of prompt and output together.")
     default_sampling: DefaultSampling | None = Field(
-        None, description="for the fields that a request does not set; null: its server's"
+        None, description="Values of fields that requests leave null. null: unknown."
     )
     type: Literal["model"] = "model"
 
@@ -484,7 +499,7 @@ class ModelsResponse(Answer):
 
 
 class EngineStatus(Answer):
-    """A live engine as ServeCore sees it; one that is lost is forgotten."""
+    """An engine that is registered and alive."""
 
     engine_id: int
     engine_name: str
@@ -492,28 +507,29 @@ class EngineStatus(Answer):
     model: str
     host: str
     port: int
-    num_running: int = Field(0, description="completions placed there now")
-    tasks_capacity: int = Field(0, description="completions that may be placed there at once")
-    needed_tokens: int = Field(0, description="tokens of KV that these need, room for outputs too")
-    num_queued: int = Field(0, description="queued completions that could run there")
-    used_tokens: int = Field(0, description="tokens of KV in contexts there")
-    tokens_capacity: int = 0
-    hit_tokens: int = Field(0, description="prompt tokens that a context had")
-    recomputed_tokens: int = Field(0, description="those computed though a context had them once")
-    evicted_tokens: int = Field(0, description="tokens of contexts that were freed to make room")
+    num_running: int = Field(0, description="Running completions.")
+    tasks_capacity: int = Field(0, description="Maximum number of running completions.")
+    needed_tokens: int = Field(0, description="KV tokens that the running completions need.")
+    num_queued: int = Field(0, description="Queued completions that this engine could run.")
+    used_tokens: int = Field(0, description="KV tokens in use, with cached contexts.")
+    tokens_capacity: int = Field(0, description="Size of the KV cache, in tokens.")
+    hit_tokens: int = Field(0, description="Prompt tokens that were in the KV cache.")
+    recomputed_tokens: int = Field(0, description="Computed tokens that had been cached before.")
+    evicted_tokens: int = Field(0, description="Tokens of evicted contexts.")
     default_sampling: DefaultSampling | None = Field(
-        None, description="for the fields that a request does not set; null: its server's"
+        None, description="Values of fields that requests leave null. null: unknown."
     )
 
 
 class DrainRequest(BaseModel):
-    """`is_wanted`: no more calls for the engine; false: calls again."""
+    """`is_wanted`: true stops new calls for the engine, false allows them again."""
 
     is_wanted: bool
 
 
 class ReadyResponse(Answer):
-    """Answer of `/ready` if an engine is registered. Without the cluster token all is null."""
+    """Answer of `/ready` if an engine is registered. Without the cluster token, all values are
+    null."""
 
     num_queued: int | None
     engines: list[EngineStatus] | None
@@ -526,5 +542,5 @@ class StreamDelta(Answer):
 
 
 class StreamDone(VarGetResponse):
-    """Data of the final SSE event `done`: the whole value. The other final event is `error`, whose
-    data is an error payload."""
+    """Data of the last event, `done`: the whole value. A stream that fails ends with `error`
+    instead, whose data is an error payload."""

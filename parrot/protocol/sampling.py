@@ -44,6 +44,11 @@ _TopK = Annotated[int, Field(ge=0, le=2**31 - 1)]
 _MinP = Annotated[float, Field(ge=0.0, le=1.0)]
 _RepetitionPenalty = Annotated[float, Field(ge=0.0, le=10.0)]
 
+_TEMPERATURE = "Randomness. 0 is greedy."
+_TOP_P = "Sample from the most likely tokens with this total probability. 1 is off."
+_TOP_K = "Sample from this number of most likely tokens. 0 is off."
+_MIN_P = "Minimum probability, relative to the most likely token. 0 is off."
+
 _SAME = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
 OPENAI_NAMES = {name: name for name in _SAME} | {"stop_str": "stop"}
 """By our names of fields: those that OpenAI's APIs have for them."""
@@ -53,43 +58,65 @@ VLLM_NAMES = {name: name for name in _FURTHER} | {"ignore_tokenizer_eos": "ignor
 
 
 class SamplingConfig(BaseModel):
-    """All fields are optional. The engine that runs the call fills in `temperature`, `top_p`,
-    `top_k`, `min_p` and `repetition_penalty` if they are null. `grammar` is Lark text. An output
-    with `choices` is one of them. `logprobs`: see `Logprobs`."""
+    """How an output is generated. All fields are optional. The engine fills in `temperature`,
+    `top_p`, `top_k`, `min_p` and `repetition_penalty` if they are null. At most one of
+    `json_schema`, `regex`, `grammar` and `choices` is set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    temperature: _Temperature | None = Field(default=None, description="0: greedy")
-    top_p: _TopP | None = Field(default=None, description="1: off")
-    top_k: _TopK | None = Field(default=None, description="0: off")
-    min_p: _MinP | None = Field(default=None, description="0: off")
-    max_gen_length: GenLength = Field(default=512, description="in tokens")
-    ignore_tokenizer_eos: bool = False
-    stop_token_ids: StopIds = ()
-    stop_str: _StopString | StopStrings | None = Field(default=None)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: _RepetitionPenalty | None = Field(default=None, description="0 or 1: off")
-    length_penalty: float = Field(default=0.0, ge=-10.0, le=10.0)
-    n: int = Field(default=1, ge=1, le=16)
-    best_of: int = Field(default=1, ge=1, le=16)
-    logit_bias: LogitBias | None = None
+    temperature: _Temperature | None = Field(default=None, description=_TEMPERATURE)
+    top_p: _TopP | None = Field(default=None, description=_TOP_P)
+    top_k: _TopK | None = Field(default=None, description=_TOP_K)
+    min_p: _MinP | None = Field(default=None, description=_MIN_P)
+    max_gen_length: GenLength = Field(
+        default=512, description="Maximum length of the output, in tokens."
+    )
+    ignore_tokenizer_eos: bool = Field(
+        default=False, description="Continue after the model's end token."
+    )
+    stop_token_ids: StopIds = Field(default=(), description="Tokens that end the output.")
+    stop_str: _StopString | StopStrings | None = Field(
+        default=None, description="Up to 16 strings that end the output."
+    )
+    presence_penalty: float = Field(
+        default=0.0, ge=-2.0, le=2.0, description="Penalty for tokens that the output contains."
+    )
+    frequency_penalty: float = Field(
+        default=0.0, ge=-2.0, le=2.0, description="The same, for each occurrence."
+    )
+    repetition_penalty: _RepetitionPenalty | None = Field(
+        default=None, description="Factor against tokens of prompt and output. 0 or 1 is off."
+    )
+    length_penalty: float = Field(
+        default=0.0, ge=-10.0, le=10.0, description="Only the default is supported."
+    )
+    n: int = Field(default=1, ge=1, le=16, description="Only the default is supported.")
+    best_of: int = Field(default=1, ge=1, le=16, description="Only the default is supported.")
+    logit_bias: LogitBias | None = Field(
+        default=None, description="Values from -100 to 100 to add to logits, by token id."
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
         lt=2**63,
-        description="the same random numbers; surely the same text only in float32: in bfloat16 "
-        "and float16 equal calls may differ (docs/engines.md)",
+        description="Fixes the random numbers. In bfloat16 and float16 the text may still differ.",
     )
-    json_schema: JsonObject | Text | None = None
-    regex: Grammar | None = None
-    grammar: Grammar | None = None
-    choices: Choices | None = None
+    json_schema: JsonObject | Text | None = Field(
+        default=None, description="The output is JSON of this schema."
+    )
+    regex: Grammar | None = Field(
+        default=None, description="The output matches this regular expression."
+    )
+    grammar: Grammar | None = Field(
+        default=None, description="The output follows this Lark grammar."
+    )
+    choices: Choices | None = Field(default=None, description="The output is one of these texts.")
     logprobs: int | None = Field(
         default=None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="of each token, and of this number of the most likely tokens in its place",
+        description="Return log probabilities of each token and of this number of most likely "
+        "tokens.",
     )
 
     @model_validator(mode="after")
@@ -163,12 +190,14 @@ class DefaultSampling(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    temperature: _Temperature | None = Field(default=None, description="0: greedy")
-    top_p: _TopP | None = Field(default=None, description="1: off")
-    top_k: _TopK | None = Field(default=None, description="0: off")
-    min_p: _MinP | None = Field(default=None, description="0: off")
+    temperature: _Temperature | None = Field(default=None, description=_TEMPERATURE)
+    top_p: _TopP | None = Field(default=None, description=_TOP_P)
+    top_k: _TopK | None = Field(default=None, description=_TOP_K)
+    min_p: _MinP | None = Field(default=None, description=_MIN_P)
     repetition_penalty: _RepetitionPenalty | None = Field(
-        default=None, description="1: off; not for outputs with a grammar"
+        default=None,
+        description="Factor against tokens of prompt and output. 1 is off. Not for outputs with a "
+        "grammar.",
     )
 
     def over(self, other: "DefaultSampling") -> "DefaultSampling":
@@ -375,9 +404,9 @@ WireLogprobs = Annotated[
 
 
 class LikelyToken(BaseModel):
-    """A token, and the natural logarithm of the model's own probability of it."""
+    """A token and the natural logarithm of its probability."""
 
-    token: str = Field(description="its text; U+FFFD for a part of a character")
+    token: str = Field(description="Its text. A part of a character is U+FFFD.")
     logprob: float
     bytes: list[int]
 
@@ -386,5 +415,5 @@ class TokenLogprob(LikelyToken):
     """A token of an output."""
 
     top_logprobs: list[LikelyToken] = Field(
-        description="the most likely tokens in its place, the most likely first"
+        description="The most likely tokens at this position, the most likely first."
     )
