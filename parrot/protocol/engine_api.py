@@ -57,55 +57,55 @@ class FillPiece(InternalPayload):
 
     The first use of `context_id` forks it from its parent: it then begins with the parent's first
     `parent_len` tokens (characters on text engines; null: all of the parent's). A fork shares the
-    parent's KV; it waits until the parent has computed that much."""
+    parent's KV. It waits until the parent has computed these tokens."""
 
     context_id: ContextId
     parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=2**53)
     parent_len: Amount | None = None
     token_ids: TokenIds | None = None
     text: BodyText | None = None
-    public_len: Amount = Field(0, description="of a new root's first tokens: all salts share them")
+    public_len: Amount = Field(0, description="first tokens of a new root that all salts share")
 
 
 class JobRequest(InternalPayload):
-    """Ids for logs and cancellation, and the place in the engine's queue (lower runs first)."""
+    """Ids for logs and cancellation, and the position in the engine's queue (lower runs first)."""
 
     session_id: Id = 0
     task_id: Id = 0
-    attempt: Amount = Field(0, description="of the task, in all engines; 0: it has none")
+    attempt: Amount = Field(0, description="of the task, over all engines; 0: not counted")
     priority: int = Field(0, ge=-(2**31), lt=2**31)
-    cache_salt: str = Field("", max_length=1024, description="whose contexts and KV it may use")
-    tenant: Label = Field("", description="who shares the engine with others")
-    weight: float = Field(1.0, ge=1e-6, le=1e9, description="of the tenant, beside others")
-    step_growth: Quantity | None = Field(None, description="part that others may add to steps")
-    traceparent: Label = Field("", description="W3C: the span above; empty: none")
+    cache_salt: str = Field("", max_length=1024, description="KV is shared within a salt")
+    tenant: Label = Field("", description="tenant of the call")
+    weight: float = Field(1.0, ge=1e-6, le=1e9, description="weight of the tenant")
+    step_growth: Quantity | None = Field(None, description="growth of its steps by others")
+    traceparent: Label = Field("", description="W3C trace context of the parent span; empty: none")
 
 
 class FillRequest(JobRequest, FillPiece):
-    """`background`: nobody waits for it yet. It gets what other work leaves over, and fails with
-    `out_of_memory` if it would need memory that is in use. As soon as a request continues or forks
-    its context, it is work like any other."""
+    """A `background` fill has no waiting client. It uses idle capacity, and fails with
+    `out_of_memory` if it needs memory that is in use. When a request continues or forks its
+    context, it becomes a normal fill."""
 
     background: bool = False
     background_share: float = Field(
-        0.02, ge=0, le=1, description="how much longer it may make steps of others, on average"
+        0.02, ge=0, le=1, description="fraction by which it may lengthen steps of other jobs"
     )
-    end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
+    end_flag: bool = Field(False, description="last job of its task; engines may ignore this hint")
 
 
 class FillResponse(InternalPayload):
     filled_len: int = Field(description="tokens (characters on text engines) appended")
-    cached_tokens: int = Field(0, description="tokens whose KV was already there")
+    cached_tokens: int = Field(0, description="tokens whose KV was cached")
     computed_tokens: int = Field(0, description="tokens whose KV this request computed")
 
 
 class DraftSources(InternalPayload):
     """Text that an output may repeat. An engine that drafts verifies several of its tokens in one
-    step; what it generates is the same with any sources, and without."""
+    step. Drafts do not change the output."""
 
     model_config = ConfigDict(frozen=True)
 
-    in_context: bool = Field(True, description="the context that is generated on")
+    in_context: bool = Field(True, description="draft from the context itself")
     texts: Annotated[tuple[TokenIds, ...], Field(max_length=MAX_DRAFT_TEXTS)] = Field(
         (), description="other texts, of 131,072 tokens together at most"
     )
@@ -118,31 +118,31 @@ class DraftSources(InternalPayload):
 
 
 class GenerateRequest(JobRequest):
-    """Generate on a context. `fills` run first, in order, as if sent to /fill: one exchange for a
-    whole completion. A piece without a `context_id` is for the request's context. The piece that
-    creates a context decides on its parent; a later one, and the request, may only repeat it."""
+    """Generate on a context. `fills` run first, in order, as if sent to /fill. A piece without a
+    `context_id` belongs to the request's context. The piece that creates a context sets its parent.
+    Later pieces and the request may only repeat the parent."""
 
     context_id: ContextId
     parent_context_id: int = Field(NO_PARENT, ge=NO_PARENT, le=2**53)
     parent_len: Amount | None = None
-    end_flag: bool = Field(False, description="last job of its task; a hint, free to ignore")
+    end_flag: bool = Field(False, description="last job of its task; engines may ignore this hint")
     fills: list[FillPiece] = Field([], max_length=4096)
     sampling_config: SamplingConfig = SamplingConfig()
     resumed_ids: TokenIds = Field(
         [],
-        description="the last tokens of the context, if an output began with them elsewhere: its "
-        "text, its grammar and its penalties go on behind them",
+        description="last tokens of the context that another engine has generated: text, grammar "
+        "and penalties continue after them",
     )
     conversation: JsonObject | None = Field(
         None,
-        description="OpenAI's, for servers that render it in place of the context's text; calls of "
-        "tools come as text: `<tool_call>` JSON `</tool_call>`",
+        description="messages in OpenAI's format, for servers that apply a chat template; tool "
+        "calls are returned as text: `<tool_call>` JSON `</tool_call>`",
     )
     drafts: DraftSources | None = Field(
-        None, description="where the engine may look for what comes next; null: in the context"
+        None, description="sources of draft tokens; null: the context"
     )
     channel: str = Field(
-        "", max_length=64, description="where /generate sends what it has, if that is open"
+        "", max_length=64, description="open channel that receives the output of /generate"
     )
 
     @model_validator(mode="before")
@@ -160,21 +160,23 @@ class GenerateRequest(JobRequest):
 
 
 class Usage(InternalPayload):
-    """Tokens and seconds that a request took, and (`steps`; zero: unknown) the work of the engine
-    from its first step to its last."""
+    """Tokens and seconds of a request. `steps` and the fields after it count the engine's work from
+    the request's first step to its last (0: unknown)."""
 
-    cached_tokens: Amount = Field(0, description="prompt tokens whose KV was already there")
-    host_tokens: Amount = Field(0, description="of these, brought back from the host")
+    cached_tokens: Amount = Field(0, description="prompt tokens whose KV was cached")
+    host_tokens: Amount = Field(0, description="of these, copied back from CPU memory")
     computed_tokens: Amount = Field(0, description="prompt tokens computed for this request")
     output_tokens: Amount = 0
-    drafted_tokens: Amount = Field(0, description="verified by steps that computed several at once")
-    accepted_tokens: Amount = Field(0, description="of these, that became output tokens")
+    drafted_tokens: Amount = Field(0, description="draft tokens that steps verified")
+    accepted_tokens: Amount = Field(0, description="draft tokens that became output")
     queue_s: Quantity = 0.0
     prefill_s: Quantity = 0.0
     decode_s: Quantity = 0.0
     steps: Amount = 0
-    step_sequences: Amount = Field(0, description="of these steps, added up")
-    step_prompt_tokens: Amount = Field(0, description="computed by these steps, for any request")
+    step_sequences: Amount = Field(0, description="sequences of these steps, added up")
+    step_prompt_tokens: Amount = Field(
+        0, description="prompt tokens of these steps, of all requests"
+    )
 
 
 class FinishReason(StrEnum):
@@ -183,46 +185,43 @@ class FinishReason(StrEnum):
 
 
 class GenerateResponse(InternalPayload):
-    """`generated_ids` are all the tokens that are now in the context, including the stop token;
-    `generated_text` ends before it. Text engines give no ids."""
+    """`generated_ids` are all generated tokens in the context, including the stop token.
+    `generated_text` ends before the stop token. Text engines return no ids."""
 
     generated_text: str
     generated_ids: TokenIds
     finish_reason: FinishReason
-    stop_string: str | None = Field(None, description="the one that ended the text, if one did")
+    stop_string: str | None = Field(None, description="stop string that ended the text")
     usage: Usage
-    logprobs: WireLogprobs | None = Field(
-        None, description="of all of `generated_ids`, if they were asked for"
-    )
+    logprobs: WireLogprobs | None = Field(None, description="of all `generated_ids`, if requested")
 
 
 PoolingKind = Literal["mean", "last"]
 
 
 class EmbedRequest(JobRequest):
-    """Ask for an embedding of each input: its tokens (or text, which the engine tokenizes as it
-    does that of a fill). Nothing of it is kept."""
+    """Compute an embedding of each input, given as tokens or text. The engine keeps no KV of it."""
 
     inputs: list[TokenIds | BodyText] = Field(min_length=1, max_length=4096)
 
 
 class EmbedResponse(InternalPayload):
-    """`embeddings`: in the order of the inputs, of length 1: base64 of little-endian float32."""
+    """`embeddings`: in the order of the inputs, normalized: base64 of little-endian float32."""
 
     embeddings: list[str]
     prompt_tokens: int = Field(0, description="of all inputs")
 
 
 class ScoreRequest(EmbedRequest):
-    """Ask how likely the tokens of each input are, each behind those before it, and for `num_top`
-    of the most likely ones in its place. Nothing of it is kept."""
+    """Compute the log probability of each input token after the tokens before it, and of the
+    `num_top` most likely tokens in its place. The engine keeps no KV of it."""
 
     num_top: int = Field(0, ge=0, le=MAX_LOGPROBS)
 
 
 class ScoreResponse(InternalPayload):
-    """`logprobs`: a row for each token of an input, in the order of the inputs. Nothing is before
-    an input's first token: its row has the number 0, and no likely ones."""
+    """`logprobs`: a row for each token of an input, in the order of the inputs. The row of an
+    input's first token has the value 0 and no likely tokens."""
 
     logprobs: list[WireLogprobs]
     prompt_tokens: int = Field(0, description="of all inputs")
@@ -234,36 +233,35 @@ class StreamChunk(InternalPayload):
 
     ids: TokenIds
     text: str
-    logprobs: WireLogprobs | None = Field(None, description="of `ids`, if they were asked for")
+    logprobs: WireLogprobs | None = Field(None, description="of `ids`, if requested")
 
 
 class FollowRequest(InternalPayload):
-    """Ask for the output that a /generate makes on this context, from its first token on. It is
-    waited for if it has not begun."""
+    """Stream the output that a /generate produces on this context, from its first token. The stream
+    waits if the output has not begun."""
 
     context_id: ContextId
 
 
 class FollowResponse(InternalPayload):
-    """The output has ended; the answer of /generate says how."""
+    """The output has finished; the response of /generate says how."""
 
 
 class ChannelRequest(InternalPayload):
-    """Open a channel, on which the pieces of all outputs come whose requests name it: one stream
-    and, for a step of the engine, one event, however many outputs there are. Its first event is
-    `open`."""
+    """Open a channel: one stream for the output chunks of all requests that name the channel. Each
+    step of the engine sends one event for all outputs. The first event is `open`."""
 
     channel: str = Field(min_length=1, max_length=64)
 
 
 class ContextChunk(StreamChunk):
-    """A piece of the output on this context."""
+    """A chunk of the output on this context."""
 
     context_id: ContextId
 
 
 class ChannelChunks(InternalPayload):
-    """An SSE event named `chunks` of /channel: what has come since the last, in order."""
+    """An SSE event named `chunks` of /channel: all chunks since the previous event, in order."""
 
     chunks: list[ContextChunk]
 
@@ -284,19 +282,19 @@ class FreeContextResponse(InternalPayload):
 
 
 class StepCosts(InternalPayload):
-    """Seconds that an engine's step takes: the sum over what is in it. The defaults
-    are those of a model of 7 to 8 billion parameters on a current GPU."""
+    """Seconds of an engine's step, as a sum of the following costs. The defaults are
+    those of a model with 7 to 8 billion parameters on a current GPU."""
 
     model_config = ConfigDict(frozen=True)
 
     step_s: float = Field(
-        4.3e-3, gt=0.0, le=1e9, description="each step, above all to read the weights"
+        4.3e-3, gt=0.0, le=1e9, description="each step, mostly reading the weights"
     )
     sequence_s: Quantity = Field(3e-5, description="each sequence of the step")
-    token_s: Quantity = Field(4e-8, description="each token read, shared ones once")
+    token_s: Quantity = Field(4e-8, description="each token of KV read; shared KV counts once")
     prefill_s: Quantity = Field(2.2e-5, description="each prompt token computed")
     host_token_s: Quantity = Field(
-        0.0, description="each token whose KV comes back from the host; 0: not known"
+        0.0, description="each token of KV copied back from CPU memory; 0: unknown"
     )
 
     def decode_step_s(self, num_sequences: float, num_tokens: float) -> float:
@@ -305,17 +303,17 @@ class StepCosts(InternalPayload):
 
 
 class HostTierInfo(InternalPayload):
-    """KV that an engine keeps on its host. Bytes and failures are counted from its start."""
+    """KV that an engine keeps in CPU memory. Bytes and failures count from the engine's start."""
 
     num_max_blocks: Amount
-    num_free_blocks: Amount = Field(description="blank ones; KV gives way in the others")
-    stored_bytes: Amount = Field(0, description="copied to the host")
-    returned_bytes: Amount = Field(0, description="copied back")
+    num_free_blocks: Amount = Field(description="empty blocks")
+    stored_bytes: Amount = Field(0, description="copied to CPU memory")
+    returned_bytes: Amount = Field(0, description="copied back to the GPU")
     failed_transfers: Amount = 0
 
 
 class PromptTokens(InternalPayload):
-    """Tokens of the prompts of all requests that have ended well, by where their KV was found."""
+    """Prompt tokens of all finished requests, by the place where their KV was found."""
 
     device: Amount = 0
     host: Amount = 0
@@ -329,38 +327,36 @@ within a salt only, tells how many tokens it had, stops when told to, heeds prio
 
 
 class Capabilities(InternalPayload):
-    """Abilities of an engine, or of the server behind it, and the KV of prompts that this keeps."""
+    """Features of an engine or its foreign server, and the size of that server's prefix cache."""
 
     model_config = ConfigDict(frozen=True)
 
-    server: Path = Field(
-        "", description="name and version of the server behind it, if there is one"
-    )
+    server: Path = Field("", description="name and version of the foreign server, if any")
     features: frozenset[Label] | None = Field(
         None,
         max_length=256,
         description="fields of the sampling config, `messages`, `tools`, `cache_salt`, "
-        "`cached_tokens`, `cancellation`, `priority`; null: not known",
+        "`cached_tokens`, `cancellation`, `priority`; null: unknown",
     )
-    kept_tokens: Amount | None = Field(None, description="of KV, by the server; null: not known")
-    kept_prompts: Positive | None = Field(None, description="with KV, at once; null: any number")
+    kept_tokens: Amount | None = Field(None, description="tokens in that cache; null: unknown")
+    kept_prompts: Positive | None = Field(None, description="prompts in that cache; null: no limit")
 
 
 class ServerLoad(InternalPayload):
-    """Load of the server behind an engine, as that tells it. Others may use it too."""
+    """Load of a foreign server, as it reports it. Other clients may use the server."""
 
     model_config = ConfigDict(frozen=True)
 
-    num_running: Amount = Field(0, description="requests of all clients that it computes")
-    num_waiting: Amount = Field(0, description="requests of all clients that wait there")
-    num_others: Amount = Field(0, description="of these, those that the engine did not send")
-    kv_usage: float | None = Field(None, ge=0, le=1, description="used part of its KV cache")
-    other_tokens: Amount = Field(0, description="others' part of that, by their requests")
+    num_running: Amount = Field(0, description="running requests of all clients")
+    num_waiting: Amount = Field(0, description="waiting requests of all clients")
+    num_others: Amount = Field(0, description="running and waiting requests of other clients")
+    kv_usage: float | None = Field(None, ge=0, le=1, description="used fraction of its KV cache")
+    other_tokens: Amount = Field(0, description="estimated KV tokens of other clients")
 
 
 class OutputPart(BaseModel):
-    """Tokens of the output on this context, from number `start` on: their ids as 32-bit numbers,
-    little-endian, in base64."""
+    """Tokens of the output on this context, from index `start`: their ids as 32-bit little-endian
+    numbers in base64."""
 
     model_config = ConfigDict(extra="ignore", defer_build=True)
 
@@ -398,33 +394,33 @@ class RuntimeInfo(InternalPayload):
     num_running_jobs: Amount = 0
     num_total_jobs: Amount = 0
     cache_mem: Quantity = 0.0
-    kv_dtype: Label = Field("", description="type of the KV pool's numbers; empty: not known")
+    kv_dtype: Label = Field("", description="number type of the KV cache; empty: unknown")
     model_mem: Quantity = 0.0
     recent_average_latency: Quantity = 0.0
     num_steps: Amount | None = Field(
         None,
-        description="if they stand still while it has work, it is lost; null: not counted",
+        description="an engine with work whose count does not change is lost; null: not counted",
     )
-    costs: StepCosts | None = Field(None, description="as measured; null: not known")
-    capabilities: Capabilities | None = Field(None, description="null: as it registered")
+    costs: StepCosts | None = Field(None, description="as measured; null: unknown")
+    capabilities: Capabilities | None = Field(None, description="null: as registered")
     host_tier: HostTierInfo | None = None
-    server_load: ServerLoad | None = Field(None, description="null: not told, or too old")
+    server_load: ServerLoad | None = Field(None, description="null: not reported, or too old")
     num_ranks: Positive = Field(
-        1, description="processes that the model is divided among; memory is that of one"
+        1, description="processes that share the model; memory is per process"
     )
     prompt_tokens: PromptTokens = PromptTokens()
     outputs: list[OutputPart] = Field(
-        [], max_length=65536, description="what is new of those that are not streamed"
+        [], max_length=65536, description="new tokens of outputs that are not streamed"
     )
 
 
 class PingResponse(InternalPayload):
     runtime_info: RuntimeInfo
-    incarnation: str = Field("", description="that of the engine's registration")
+    incarnation: str = Field("", description="as registered")
 
 
 class SpecialIds(InternalPayload):
-    """`add_bos`: the model wants `bos` once, before the first token of a prompt."""
+    """`add_bos`: a prompt begins with `bos`."""
 
     bos: int | None = None
     eos: list[int] = Field([], max_length=4096)
@@ -446,7 +442,7 @@ class EngineInfo(InternalPayload):
     engine_type: EngineType
     engine_name: Name
     model: Path
-    device: Label = Field("", description="what runs the model; empty: not known")
+    device: Label = Field("", description="name of the device; empty: unknown")
     tokenizer: Path = ""
     tokenizer_id: Label | None = None
     host: Path
@@ -454,21 +450,21 @@ class EngineInfo(InternalPayload):
     max_seq_len: Positive
     tasks_capacity: Positive = 256
     tokens_capacity: Positive = Field(description="tokens of KV the engine can hold")
-    host_tokens_capacity: Amount = Field(0, description="tokens of KV, on its host besides")
+    host_tokens_capacity: Amount = Field(0, description="further tokens of KV in CPU memory")
     block_size: Positive = 1
-    costs: StepCosts | None = Field(None, description="of its steps so far; null: not known")
+    costs: StepCosts | None = Field(None, description="measured costs of its steps; null: unknown")
     capabilities: Capabilities = Capabilities()
     default_sampling: DefaultSampling | None = Field(
-        None, description="for what a request does not set; null: its server's, not known"
+        None, description="for fields that a request does not set; null: unknown"
     )
     incarnation: str = Field(
         "",
         max_length=256,
-        description="a secret of this start of the engine, which lets it register again while "
-        "ServeCore believes it to be there; others of its name and address get 409 till it is lost",
+        description="random id of this start of the engine; while it is registered, another engine "
+        "with its name and address gets 409",
     )
     registration: str = Field(
-        "", max_length=99, pattern=r"^[\w-]*$", description="requests repeat its name"
+        "", max_length=99, pattern=r"^[\w-]*$", description="ServeCore repeats it in a header"
     )
 
 
@@ -487,9 +483,9 @@ class RegisterRequest(InternalPayload):
 
 class RegisterResponse(InternalPayload):
     engine_id: int
-    core: str = Field("", description="this start of ServeCore; each heartbeat repeats it")
-    epoch: int = Field(0, description="greater than that of any ServeCore that was here before")
-    lease_s: float | None = Field(None, gt=0, description="without an answer all work ends so soon")
+    core: str = Field("", description="id of this start of ServeCore; heartbeats repeat it")
+    epoch: int = Field(0, description="greater than the epoch of all earlier ServeCores")
+    lease_s: float | None = Field(None, gt=0, description="all work ends after this silence")
 
 
 class HeartbeatRequest(InternalPayload):
@@ -500,18 +496,18 @@ class HeartbeatRequest(InternalPayload):
 
 
 class LeaveRequest(InternalPayload):
-    """An engine is about to end."""
+    """An engine is about to stop."""
 
     engine_id: Id
     core: Label = Field("", description="as registered")
-    timeout_s: float = Field(ge=0, le=86400, description="for the calls that it has")
+    timeout_s: float = Field(ge=0, le=86400, description="maximum wait for its running calls")
 
 
 class LeaveResponse(InternalPayload):
-    num_calls: int = Field(ge=0, description="that had not ended, and run elsewhere")
+    num_calls: int = Field(ge=0, description="unfinished calls that move to other engines")
 
 
 class HeartbeatResponse(InternalPayload):
-    """`unknown`: ServeCore restarted or gave the engine up; register again."""
+    """`unknown`: ServeCore restarted, or it considers the engine lost. Register again."""
 
     state: Literal["ok", "unknown"] = "ok"
