@@ -1,5 +1,5 @@
-"""List the functions of each journey. `--write` renews docs/internals/journey.md. `--json` prints
-the lists for tests, from a process in which nothing else has run."""
+"""List the functions of each journey. `--write` renews the list in docs/internals/architecture.md.
+`--json` prints the lists for tests, from a process in which nothing else has run."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
-"""docs/internals/journey.md: the path of a call, step by step, and the classes with state on it.
+"""The section "Request path" of docs/internals/architecture.md: steps and classes with state.
 
-The steps and why they are there stand in steps.toml; the order, and what is passed beside them, is
-what the profiler saw. `python -m tests.journey --write` renews the page."""
+steps.toml has the steps and their purposes. The profiler measures their order and the classes
+between them. `python -m tests.journey --write` renews the section."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.journey.journeys import Passed
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "internals" / "journey.md"
+PAGE = ROOT / "docs" / "internals" / "architecture.md"
 _STEPS = Path(__file__).with_name("steps.toml")
 _BEGIN, _END = "<!-- steps -->\n", "<!-- end -->\n"
 

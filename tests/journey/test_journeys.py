@@ -63,4 +63,4 @@ def test_few_public_attributes_are_methods_of_other_objects(measured: Any) -> No
 
 def test_the_page_shows_the_way_as_it_is(measured: Any) -> None:
     """Else: python -m tests.journey --write"""
-    assert (ROOT / "docs" / "internals" / "journey.md").read_text() == measured["page"]
+    assert (ROOT / "docs" / "internals" / "architecture.md").read_text() == measured["page"]
