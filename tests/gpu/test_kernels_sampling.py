@@ -10,7 +10,7 @@ import torch
 
 from parrot.engine.kernels.sampling import best_tokens, draw_tokens
 from parrot.engine.runner.sampling import sample
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from tests.support.draws import (
     SETTINGS,
     adjusted,
@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_cpu(
     """Few tokens differ: where two sums of score and noise, or a sum of weights and its limit, are
     a rounding apart."""
     logits = normal(ROWS, vocab_size, dtype)
-    specs = specs_of([SamplingConfig.model_validate(fields)] * ROWS)
+    specs = specs_of([ResolvedSampling.model_validate(fields)] * ROWS)
     outputs = []
     for _ in range(2):
         on_device = logits.cuda()

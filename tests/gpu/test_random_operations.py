@@ -18,7 +18,7 @@ from parrot.engine.core.steps import PENDING, LaunchedStep, StepPlan
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from parrot.utils.clock import MonotonicClock
-from tests.support.random_world import PENALIZED, World
+from tests.support.random_world import World
 from tests.support.tiny_model import make_tiny_model
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
@@ -48,7 +48,7 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             prompts_ahead.append(plan.num_tokens)
         for sequence in plan.sequences:
             spec = sequence.sample
-            if spec and spec.sampling is PENALIZED and sequence.token_ids[-1] == PENDING:
+            if spec and spec.sampling.adjusts_logits and sequence.token_ids[-1] == PENDING:
                 penalized_ahead.append(spec.job_id)
         return launch(plan, previous)
 

@@ -12,7 +12,7 @@ import torch
 from parrot.engine.kernels import sampling_kernels
 from parrot.engine.kernels.sampling import best_tokens, draw_tokens, mask_logits
 from parrot.engine.runner.sampling import sample
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from tests.support.draws import (
     SETTINGS,
     adjusted,
@@ -82,7 +82,7 @@ def test_a_row_with_a_number_that_is_not_finite(bad: float) -> None:
     tokens = best_tokens(logits)
     want = logits.argmax(dim=-1).tolist()
     assert tokens.tolist() == [want[0], -1, -1, want[3]]
-    settings = settings_of(specs_of([SamplingConfig(top_p=0.9)] * 4))
+    settings = settings_of(specs_of([ResolvedSampling(top_p=0.9)] * 4))
     draw_tokens(logits, tokens, settings, limited=True)
     assert (tokens >= 0).tolist() == [True, False, False, True]
 
@@ -90,7 +90,7 @@ def test_a_row_with_a_number_that_is_not_finite(bad: float) -> None:
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_tokens_are_those_of_the_cpu(fields: dict[str, Any]) -> None:
     logits = normal(4, 4100)
-    specs = specs_of([SamplingConfig.model_validate(fields)] * 4)
+    specs = specs_of([ResolvedSampling.model_validate(fields)] * 4)
     tokens = best_tokens(logits)
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     want = sample(logits.clone(), specs).tokens
@@ -110,7 +110,7 @@ def test_only_tokens_with_a_bit_are_chosen(vocab_size: int, fields: dict[str, An
     hidden[2] = float("nan")
     mask_logits(logits, rows, words)
     tokens = best_tokens(logits)
-    specs = specs_of([SamplingConfig.model_validate(fields)] * 5)
+    specs = specs_of([ResolvedSampling.model_validate(fields)] * 5)
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     want = sample(hidden, specs)
     assert tokens.tolist() == [want.tokens.get(spec.job_id, -1) for spec in specs]
@@ -120,14 +120,14 @@ def test_only_tokens_with_a_bit_are_chosen(vocab_size: int, fields: dict[str, An
 
 def test_equal_logits_are_kept_together() -> None:
     logits = normal(5, 600).round()
-    specs = specs_of([SamplingConfig(top_k=20, top_p=0.95)] * 5)
+    specs = specs_of([ResolvedSampling(top_k=20, top_p=0.95)] * 5)
     tokens = best_tokens(logits)
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     assert tokens.tolist() == [*sample(logits.clone(), specs).tokens.values()]
 
 
 def test_rows_of_all_kinds_do_not_influence_each_other() -> None:
-    configs = [SamplingConfig.model_validate(fields) for fields in SETTINGS]
+    configs = [ResolvedSampling.model_validate(fields) for fields in SETTINGS]
     logits, specs = normal(len(configs), 37), specs_of(configs)
     together = best_tokens(logits)
     draw_tokens(logits, together, settings_of(specs), limited=True)
@@ -142,7 +142,7 @@ def test_rows_of_all_kinds_do_not_influence_each_other() -> None:
 
 def test_few_tokens_are_left_of_a_flat_row() -> None:
     logits = torch.linspace(0.0, 1e-3, 5000).repeat(4, 1)
-    specs = specs_of([SamplingConfig(top_k=3)] * 4)
+    specs = specs_of([ResolvedSampling(top_k=3)] * 4)
     tokens = best_tokens(logits)
     draw_tokens(logits, tokens, settings_of(specs), limited=True)
     assert set(tokens.tolist()) <= {4997, 4998, 4999}
