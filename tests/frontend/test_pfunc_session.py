@@ -144,14 +144,14 @@ def test_synchronous_reads_say_that_the_program_is_blocked(
 
 
 def test_calls_carry_what_the_function_says(vm: P.VirtualMachine, serve: FakeServe) -> None:
-    @P.semantic_function(models=["m"], cache_prefix=False, conversation_template=P.chat_template)
+    @P.semantic_function(models=["tiny"], cache_prefix=False, conversation_template=P.chat_template)
     def f(y: P.Output(P.SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"]))):
         """x {{y}}"""
 
     with vm.running_scope():
         f()
     (call,) = serve.calls
-    assert (call.models, call.cache_prefix, call.chat) == (["m"], False, True)
+    assert (call.models, call.cache_prefix, call.chat) == (["tiny"], False, True)
     config = call.parameters[0].sampling_config
     assert config == P.SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"])
 
