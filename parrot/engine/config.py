@@ -79,8 +79,8 @@ _POOLING: Any = Field(
 
 
 class SchedulerConfig(ConfigModel):
-    """Limits of one step. `max_total_tokens` bounds the context tokens of a step's sequences (null:
-    only the KV pool does); one sequence alone may always run."""
+    """Limits of one step. `max_total_tokens` limits the context tokens of all sequences in a step;
+    null: no limit except the KV cache. One sequence alone may always run."""
 
     max_batch_size: PositiveInt = Field(256, description="Maximum number of sequences in one step.")
     max_num_batched_tokens: PositiveInt = Field(
@@ -227,8 +227,8 @@ class HuggingFaceInstance(ConfigModel):
 
 
 class SimInstance(ConfigModel):
-    """The cost of each part of a step; a step's time is their sum. The defaults resemble an 8B
-    model on one large GPU; sample_configs/engine/sim_*.json are fitted to what was measured."""
+    """Simulated time of each part of a step. The defaults resemble an 8B model on one large GPU.
+    sample_configs/engine/sim_*.json have measured values."""
 
     num_kv_cache_blocks: PositiveInt = 8192
     block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)

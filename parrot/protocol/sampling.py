@@ -186,7 +186,7 @@ class ResolvedSampling(SamplingConfig):
 
 
 class DefaultSampling(BaseModel):
-    """The values of a model or an engine for the sampling fields that a request leaves None."""
+    """Values for the sampling fields that a request does not set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

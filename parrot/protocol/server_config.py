@@ -41,8 +41,8 @@ Secret = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_no
 
 
 class ConnectionLimits(ConfigModel):
-    """Limits of one connection, and of all together. Who exceeds one is answered with 408, 431
-    or 503 (but for `answer_idle_timeout`), and the connection closed."""
+    """Limits of one connection and of all connections. A connection beyond a limit gets 408, 431 or
+    503 and is closed. After `answer_idle_timeout` it is closed without an answer."""
 
     head_timeout: _Seconds = Field(
         20.0,

@@ -58,7 +58,7 @@ class ShardsConfig(ConfigModel):
 
 
 class GlobalSchedulerConfig(ConfigModel):
-    """Which application-level features the global scheduler uses."""
+    """The application-level features of the global scheduler."""
 
     app_fifo: bool = Field(
         True, description="Order whole applications. false: order single calls, for every policy."
@@ -126,8 +126,7 @@ class GlobalSchedulerConfig(ConfigModel):
 
 
 class SessionQuota(ConfigModel):
-    """Limits of what one session may keep. The request that would exceed one gets 429, and nothing
-    is lost."""
+    """Limits of one session. A request beyond a limit gets 429 and changes nothing."""
 
     holder: ClassVar[str] = "the session"
     key: ClassVar[str] = "session_quota"
@@ -143,8 +142,8 @@ class SessionQuota(ConfigModel):
 
 
 class TenantQuota(ConfigModel):
-    """Limits of what all sessions of a tenant (one of `api_keys`, or all without) keep together.
-    Where `api_keys` is empty, whoever makes up a key is a tenant."""
+    """Limits of all sessions of one tenant together. Without `api_keys`, each key that a client
+    makes up is a tenant."""
 
     holder: ClassVar[str] = "the tenant"
     key: ClassVar[str] = "tenant_quota"
@@ -161,7 +160,7 @@ class TenantQuota(ConfigModel):
 
 
 class TokenPrices(ConfigModel):
-    """The prices of a million tokens of a model, in whatever currency."""
+    """Prices of a million tokens of a model, in any currency."""
 
     input: Price = Field(0.0, description="Prompt tokens that are computed.")
     cached: Price = Field(0.0, description="Prompt tokens found in a KV cache.")
@@ -169,7 +168,7 @@ class TokenPrices(ConfigModel):
 
 
 class CoreConfig(ConfigModel):
-    """Everything that can be set of a ServeCore process. Durations are in seconds."""
+    """The configuration of a ServeCore process. Durations are in seconds."""
 
     host: str = Field("localhost", min_length=1, description="Address to bind.")
     port: int = Field(9000, ge=0, le=65535, description="0: any free port.")

@@ -23,8 +23,8 @@ async def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
         url = str(site.http._base_url).rstrip("/")
         code = f"{client}\n{program}\nclient.close()\n"
         code = code.replace("http://localhost:9000", url).replace("embedded", MODEL)
-        scope = {"texts": ["one", "two"]}
+        scope: dict[str, object] = {}
         await asyncio.to_thread(exec, compile(code, "api.md", "exec"), scope)
     printed = capsys.readouterr().out
-    assert printed.startswith("[Join these summaries: [Summarize: one")
+    assert printed.startswith("[Join these summaries: [Summarize: Birds have wings")
     assert len(engine.requests) == 3

@@ -17,34 +17,39 @@ MAX_ENGINES = 1024
 
 
 class Scaling(ConfigModel):
-    """When a pool gets an engine more, and when one less. Durations are in seconds."""
+    """When a pool of engines grows and shrinks. Durations are in seconds."""
 
-    min_engines: int = Field(1, ge=1, le=MAX_ENGINES, description="There are always as many.")
+    min_engines: int = Field(
+        1, ge=1, le=MAX_ENGINES, description="The pool never has fewer engines."
+    )
     max_engines: int | None = Field(
-        None, ge=1, le=MAX_ENGINES, description="null: as `min_engines`; nothing is scaled."
+        None,
+        ge=1,
+        le=MAX_ENGINES,
+        description="The pool never has more engines. null: as `min_engines`, without scaling.",
     )
     queue_per_engine: float = Field(
         8.0,
         gt=0,
         le=1e6,
-        description="One engine more for as many calls that wait, on average over `window`.",
+        description="Add an engine for every this many waiting calls, averaged over `window`.",
     )
     high_use: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="One more if the pool is as full, on average over `window`: by the KV that "
-        "its calls need or by their number, whichever is more.",
+        description="Add an engine when the average use over `window` reaches this share. Use is "
+        "the KV memory that calls need or their number, whichever share is larger.",
     )
     low_use: float = Field(
         0.5,
         ge=0,
         lt=1,
-        description="One less if without it the pool had never been fuller over `idle_window`, "
-        "and nothing had waited.",
+        description="Remove an engine if the others would have stayed below this use over the "
+        "whole `idle_window`, and no call waited.",
     )
-    window: float = Field(30.0, ge=10, le=86400)
-    idle_window: float = Field(300.0, ge=10, le=86400)
+    window: float = Field(30.0, ge=10, le=86400, description="Time to decide on growth.")
+    idle_window: float = Field(300.0, ge=10, le=86400, description="Time to decide on shrinking.")
 
     @model_validator(mode="after")
     def _is_in_order(self) -> "Scaling":
@@ -180,12 +185,12 @@ class ServerPlace(ConfigModel):
 
 
 class EnginePlace(ServerPlace):
-    """The needs of each engine of a pool, and their number."""
+    """Resources of each engine of this entry, and the number of engines."""
 
     num_gpus: Amount | None = Field(
         None,
-        description="null: as many as `instance.tensor_parallel`; none for devices without, and "
-        "for engines that run no model themselves.",
+        description="GPUs of one engine. null: `instance.tensor_parallel`, and 0 for engines "
+        "without a GPU.",
     )
     scaling: Scaling = Scaling()
 

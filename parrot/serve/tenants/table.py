@@ -35,8 +35,8 @@ class Scope(StrEnum):
 
 
 class TenantLimits(ConfigModel):
-    """The limits of one tenant; null: as much as the server's config allows each. The request that
-    would exceed one gets 429, and nothing is lost."""
+    """Limits of one tenant. null: as `tenant_quota`. A request beyond a limit gets 429 and changes
+    nothing."""
 
     sessions: Limit | None = Field(None, description="Live sessions.")
     calls_in_flight: Limit | None = Field(
@@ -102,7 +102,7 @@ _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
 
 
 class KeyEntry(ConfigModel):
-    """One key, and the tenant whose it is. `parrot keys` adds and removes them."""
+    """One API key and its tenant. `parrot keys` adds and removes entries."""
 
     id: _Name = Field(description="The tenant's name, as logs, metrics and the page show it.")
     sha256: str = Field(
