@@ -91,11 +91,7 @@ async def test_a_model_in_a_path_or_of_a_call_is_one_too(site: Site) -> None:
             "parameters": [{"name": "out", "is_output": True}],
         }
         status, said = await site.send("/v1/semantic_call", scope | call)
-        assert status == 200, said  # it may be served later
-        var_id = said["param_info"][0]["var_id"]
-        read = scope | {"timeout": "0.01"}
-        async with site.http.get(f"/v1/semantic_var/{var_id}", params=read) as answer:
-            assert answer.status == 504, await answer.text()
+        assert status in (400, 404), said
     assert not site.engine.requests
 
 

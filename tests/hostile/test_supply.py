@@ -52,13 +52,13 @@ def pinned(path: Path, python: str, platform: str) -> dict[str, str]:
 
 def test_placeholders_are_refused_by_name() -> None:
     path = ROOT / "sample_configs" / "core" / "multi_tenant.json"
-    with pytest.raises(ConfigError, match=r"`api_keys.0`.*put a secret of your own") as caught:
+    with pytest.raises(ConfigError, match=r"`api_keys.0`.*set your own secret") as caught:
         load_config(CoreConfig, path)
     assert "`cluster_token`" in str(caught.value)
     payload = orjson.loads(path.read_bytes())
     payload |= {"api_keys": ["a", "b"], "cluster_token": "c"}
     assert parse_config(CoreConfig, payload, "x").host == "0.0.0.0"
-    with pytest.raises(ConfigError, match="put a secret of your own"):
+    with pytest.raises(ConfigError, match="set your own secret"):
         parse_config(SimConfig, {"engine_type": "sim", "cluster_token": "replace-me-x"}, "x")
 
 

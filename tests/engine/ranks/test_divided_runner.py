@@ -22,7 +22,7 @@ from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit, _Task
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import ResolvedSampling
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.rank_threads import PATIENCE, start_rank
 from tests.support.runner_driver import Driver
@@ -103,10 +103,10 @@ def outputs(runner: ModelRunner) -> Outcome:
         child.tokens += [100 + i]
     found.append(driver.generate(children, 6))
     for sampling in (
-        SamplingConfig(temperature=1.3, seed=5),
-        SamplingConfig(temperature=0.9, top_p=0.8, top_k=40),
-        SamplingConfig(temperature=1.0, presence_penalty=1.5, repetition_penalty=1.3),
-        SamplingConfig(temperature=0.0, logit_bias={17: 3.0, 258: -100.0}),
+        ResolvedSampling(temperature=1.3, seed=5),
+        ResolvedSampling(temperature=0.9, top_p=0.8, top_k=40),
+        ResolvedSampling(temperature=1.0, presence_penalty=1.5, repetition_penalty=1.3),
+        ResolvedSampling(temperature=0.0, logit_bias={17: 3.0, 258: -100.0}),
     ):
         found.append(driver.generate([driver.context(p) for p in prompts], 5, sampling=sampling))
     return found
@@ -137,11 +137,11 @@ def test_logits_are_gathered_only_where_more_than_the_largest_is_wanted(
 
     monkeypatch.setattr(RankGroup, "all_gather", gather)
     wanted = [
-        SamplingConfig(temperature=0.0),
-        SamplingConfig(temperature=0.0, logprobs=1),
-        SamplingConfig(temperature=0.0, frequency_penalty=1.0),
-        SamplingConfig(temperature=1.0),
-        SamplingConfig(temperature=1.0, top_k=1),
+        ResolvedSampling(temperature=0.0),
+        ResolvedSampling(temperature=0.0, logprobs=1),
+        ResolvedSampling(temperature=0.0, frequency_penalty=1.0),
+        ResolvedSampling(temperature=1.0),
+        ResolvedSampling(temperature=1.0, top_k=1),
     ]
     checkpoint = checkpoint_of("llama")
     share = checkpoint.spec.vocab_size // 2 + checkpoint.spec.vocab_size % 2
@@ -156,7 +156,7 @@ def test_log_probabilities_and_states_are_those_of_one_rank(
     checkpoint_of: Callable[[str], Checkpoint],
 ) -> None:
     checkpoint = checkpoint_of("llama")
-    scored = SamplingConfig(temperature=0.7, logprobs=5, seed=3)
+    scored = ResolvedSampling(temperature=0.7, logprobs=5, seed=3)
 
     def read(runner: ModelRunner) -> Outcome:
         driver = Driver(runner)

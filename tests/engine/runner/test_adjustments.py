@@ -50,7 +50,7 @@ def counts_of(entries: IntArray) -> dict[int, int]:
 def expected(spec: SampleSpec) -> dict[int, int]:
     config = spec.sampling
     counts = dict.fromkeys(config.logit_bias or {}, -1)
-    if config.repetition_penalty:
+    if config.repetition_penalty not in (0.0, 1.0):
         counts |= dict.fromkeys(spec.context_ids, 0)
     if config.presence_penalty or config.frequency_penalty:
         counts |= Counter([*spec.resumed_ids, *spec.output_ids])

@@ -460,7 +460,8 @@ def test_every_field_of_sampling_is_part_of_the_key():
 
 
 def test_defaults_that_are_given_make_no_other_key():
-    assert key_of(top_p=1.0, stop_str=None) == key_of()
+    assert key_of(presence_penalty=0.0, stop_str=None) == key_of()
+    assert key_of(top_p=1.0) != key_of()  # unset: the default of the model
     assert key_of(logit_bias={5: 1.0}) != key_of(logit_bias={5: 2.0})
     assert key_of(stop_str=("a", "b")) != key_of(stop_str=("ab",))
 
