@@ -1,0 +1,57 @@
+"""Docs and messages use plain English: a short list of constructions is banned from them.
+
+CONTRIBUTING.md has the rules of writing. Messages are all strings in `parrot/` except docstrings:
+errors, help texts, descriptions of config keys, log lines."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *sorted(ROOT.glob("*.md"))]
+BANNED = re.compile(
+    r"\b(?:whoever|whom|nobody|somebody|anybody|anew|likewise|by and by|for ever|any more"
+    r"|but for|for want of|had better|so many|so lately|that of which|of which there"
+    r"|those who|who (?:is|has|waits|asks|reads|comes|goes|may|knows|runs|holds)"
+    r"|what (?:is|was|has|it|its|runs) (?:there|gone|kept|computed|known))\b",
+    re.IGNORECASE,
+)
+
+
+def prose(page: Path) -> str:
+    """The page without blocks of code and without quotations."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r'"[^"\n]*"|`[^`\n]*`', "", text)
+
+
+def messages(file: Path) -> Iterator[str]:
+    """The strings of a module that are no docstrings."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if is_text and id(node) not in docstrings:
+            yield node.value
+
+
+def test_the_list_finds_what_it_bans() -> None:
+    assert BANNED.search("Whoever reads it waits.")
+    assert not BANNED.search("Readers block until the value is set.")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_is_in_plain_english(page: Path) -> None:
+    assert BANNED.findall(prose(page)) == []
+
+
+def test_messages_are_in_plain_english() -> None:
+    found = [
+        (str(file.relative_to(ROOT)), match[0])
+        for file in sorted((ROOT / "parrot").rglob("*.py"))
+        for text in messages(file)
+        for match in BANNED.finditer(text)
+    ]
+    assert found == []
