@@ -19,6 +19,13 @@ FETCHED = re.compile(
 )
 
 
+ENVIRONMENT = {
+    "NO_MKDOCS_2_WARNING": "1",
+    "PARROT_SITE_URL": "https://docs.example",
+    "PARROT_REPO_URL": "https://code.example/parrot",
+}
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material", reason="the extra `docs` is not installed")
@@ -26,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        env=os.environ | ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=100,
@@ -50,6 +57,13 @@ def test_a_link_out_of_the_docs_leads_to_the_copy(site: Path) -> None:
 
 def test_an_old_address_leads_to_the_new_page(site: Path) -> None:
     assert 'url=internals/scheduling.html"' in (site / "scheduling.html").read_text()
+
+
+def test_pages_have_a_version_an_edit_link_and_a_place_in_llms_txt(site: Path) -> None:
+    page = (site / "concepts.html").read_text()
+    assert re.search(r"Parrot \d+\.\d+\.\d+", page)
+    assert 'href="https://code.example/parrot/edit/main/docs/concepts.md"' in page
+    assert "- [Concepts](https://docs.example/concepts.html)" in (site / "llms.txt").read_text()
 
 
 def test_tables_show_no_escapes(site: Path) -> None:
