@@ -4,6 +4,7 @@ long its head may be."""
 
 import argparse
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -21,6 +22,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from parrot.protocol.server_config import ConnectionLimits
 from parrot.utils.logs import CALLS, JsonFormatter, LogFile, TextFormatter
+
+logger = logging.getLogger(__name__)
 
 # Idle connections must be closed by their clients (aiohttp's do it after 15 s, uvicorn's default
 # is 5): a request that is sent while the server closes is lost, and a POST is not sent again.
@@ -66,6 +69,18 @@ class AppServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._signals: list[int] = []
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        host, port = self.config.host, self.config.port
+        if _is_taken(host, port):
+            logger.error(
+                "port %d of %s is in use: `parrot ping` says whether a server answers there; "
+                "--port takes another",
+                port,
+                host,
+            )
+            sys.exit(1)
+        await super().startup(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Do as uvicorn does, but exit with status 0 after a clean end, not by the signal."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
@@ -97,6 +112,15 @@ class _Options(argparse.ArgumentParser):
 def _with_hyphens(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _is_taken(host: str, port: int) -> bool:
+    """Every other obstacle is found by the server itself when it binds."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
 
 
 def server_options(description: str, log_filename: str) -> argparse.ArgumentParser:

@@ -212,6 +212,17 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert "--port takes another" in result.stderr
 
 
+def test_a_server_of_its_own_says_that_its_port_is_taken() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = parrot("serve", "--host", "127.0.0.1", "--port", str(port))
+    assert result.returncode == 1
+    assert f"port {port} of 127.0.0.1 is in use" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def test_config_show(tmp_path: Path) -> None:
     path = tmp_path / "core.yaml"
     path.write_text(
