@@ -57,7 +57,12 @@ from parrot.protocol.public import (
     ReadLimits,
     VarGetResponse,
 )
-from parrot.protocol.sampling import Logprobs, SamplingConfig
+from parrot.protocol.sampling import (
+    NEUTRAL_SAMPLING,
+    DefaultSampling,
+    Logprobs,
+    SamplingConfig,
+)
 from parrot.serve.core import ServeCore
 from parrot.serve.events import PromptAdded
 from parrot.serve.graph.build import Prompt
@@ -374,6 +379,13 @@ class Turns:
                 session.graph.activation.add_reader(
                     Reader(completion.output, chain.criteria, deadline)
                 )
+
+    def default_sampling(self, model: str) -> DefaultSampling:
+        """The values of an engine of the model for the sampling fields that a request leaves None;
+        the neutral ones if none of its engines tells any."""
+        name = self._aliases.get(model, model)
+        told = [e.info.default_sampling for e in self._core.fleet if e.info.model == name]
+        return next(filter(None, told), NEUTRAL_SAMPLING)
 
     def _longest(self, model: str) -> int | None:
         """Tokens of the longest sequence that an engine of the model takes; None: there is none."""

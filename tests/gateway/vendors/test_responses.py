@@ -103,6 +103,20 @@ async def test_a_response(site: Site) -> None:
     assert await get(site, response["id"]) == response
 
 
+@pytest.mark.parametrize("is_text", [True, False])
+async def test_a_response_has_numbers_for_its_sampling(is_text: bool) -> None:
+    """Those of the engine, which may tell none; clients expect numbers."""
+    config = CoreConfig.model_validate({"model_aliases": {"other": MODEL}})
+    async with serve(config, fake_engine("e0", model=MODEL, text=is_text)) as site:
+        for model in (MODEL, "other"):
+            told = await site.post(PATH, body("Hi") | {"model": model})
+            assert told["temperature"] == (1.0 if is_text else 0.5)
+            assert told["top_p"] == 1.0
+        told = await site.post(PATH, body("Hi", temperature=0, top_p=0.3))
+        assert (told["temperature"], told["top_p"]) == (0, 0.3)
+    assert site.engine.requests[0].sampling_config.temperature is None
+
+
 async def test_a_length_that_is_wanted_whatever_the_model_says(site: Site) -> None:
     """As vLLM takes it, and its benchmark sends it."""
     await site.post(PATH, body("Go on.", ignore_eos=True, max_output_tokens=7))

@@ -46,7 +46,7 @@ from parrot.protocol.fields import (
     PerformanceCriteria,
     Text,
 )
-from parrot.protocol.sampling import GenLength, SamplingConfig
+from parrot.protocol.sampling import GenLength, ResolvedSampling, SamplingConfig
 
 MAX_ITEMS = 4096
 _KINDS = ("message", "function_call", "function_call_output", "item_reference", "reasoning")
@@ -379,7 +379,7 @@ class ResponseRequest(CommonFields):
             raise InvalidRequest("two tools have the same name", param="tools")
         return [] if self.tool_choice == "none" else list(map(_function, tools))
 
-    def frame(self, response_id: str, sampling: SamplingConfig) -> Json:
+    def frame(self, response_id: str, sampling: ResolvedSampling) -> Json:
         """The response before anything of it is there."""
         text = None if self.text is None else self.text.format
         effort = None if self.reasoning is None else self.reasoning.effort

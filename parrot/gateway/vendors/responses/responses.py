@@ -77,7 +77,8 @@ class Responses:
         asked = Asked(request, program_of(request, caller), caller.traceparent)
         turn, parser = self._submit(asked, record)
         caller.tell(turn)
-        frame = request.frame(record.id, request.sampling()) | chained(request, [turn])
+        sampling = self._turns.default_sampling(request.model).resolve(request.sampling())
+        frame = request.frame(record.id, sampling) | chained(request, [turn])
         if request.is_deferred:
             return orjson.dumps(frame)
         if request.background:
