@@ -449,7 +449,7 @@ def transcript_of(
         raise UnsupportedField(f"model `{model}` has no chat template", param="model")
     chat, special = tokenizer.chat, tokenizer.encoder.special_texts
     given, are_as_sent = prompt, True
-    if are_described(tokenizer):
+    if _has_tools(prompt, options) and are_described(tokenizer):
         tools = options.get("tools", ())
         given, are_as_sent = describe(prompt, tools, takes_system=chat.takes_system)
         options = {name: value for name, value in options.items() if name != "tools"}
@@ -460,6 +460,13 @@ def transcript_of(
         special_texts=special,
         are_as_sent=are_as_sent and len(shown) == len(given),
         **options,
+    )
+
+
+def _has_tools(messages: Sequence[Message], options: Mapping[str, Any]) -> bool:
+    """Whether the conversation has tools, calls or their results."""
+    return "tools" in options or any(
+        m.get("tool_calls") or m.get("role") == "tool" for m in messages
     )
 
 

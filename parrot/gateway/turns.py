@@ -292,7 +292,8 @@ class Turns:
         if chain.output is not None and len(request.samplings) > 1:
             raise InvalidRequest("there is one output, but many answers", param="parrot.output")
         tokenizer = self._core.fleet.tokenizer(request.model)
-        self._require_calls(request, tokenizer)
+        if request.calls is not None and tokenizer is not None:
+            self._require_calls(request.model, tokenizer)
         marked = mark_places(request.prompt, list(chain.inputs))
         rendered = rendered_turn(request, marked.prompt, tokenizer)
         session = self._session_of(request, chain)
@@ -400,22 +401,23 @@ class Turns:
         """Whether a server behind an engine of the model renders conversations."""
         return any("messages" in (features or ()) for features in self._features(model))
 
-    def _require_calls(self, request: TurnRequest, tokenizer: ModelTokenizer | None) -> None:
+    def _require_calls(self, model: str, tokenizer: ModelTokenizer) -> None:
         """Raise `UnsupportedField` for tools that only a grammar can make the model call, if no
         engine of the model has grammars."""
-        if request.calls is None or tokenizer is None or not are_described(tokenizer):
+        if not are_described(tokenizer):
             return
-        known = self._features(request.model)
+        known = self._features(model)
         if not any(features is None or "grammar" in features for features in known):
             reason = "its chat template has no tool format, and its engines have no grammars"
-            raise no_tools(request.model, reason)
+            raise no_tools(model, reason)
 
     def _rendered(self, request: TurnRequest) -> Rendered:
         tokenizer = self._core.fleet.tokenizer(request.model)
         is_text = tokenizer is None and not isinstance(request.prompt, str)
         if is_text and self._takes_messages(request.model):
             return served_turn(request)
-        self._require_calls(request, tokenizer)
+        if request.calls is not None and tokenizer is not None:
+            self._require_calls(request.model, tokenizer)
         return rendered_turn(request, request.prompt, tokenizer)
 
     async def count_tokens(

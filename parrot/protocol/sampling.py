@@ -129,7 +129,10 @@ class SamplingConfig(BaseModel):
     @property
     def constraint(self) -> str | None:
         """The name of the field that constrains the output, if one does."""
-        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
+        for name in CONSTRAINTS:
+            if getattr(self, name) is not None:
+                return name
+        return None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -217,7 +220,8 @@ class DefaultSampling(BaseModel):
         """Fill in the fields that `config` leaves None. Penalizing repetition would push an output
         with a grammar towards wrong text, so that such an output has only the penalty it sets."""
         fields = config.__dict__.copy()
-        if fields["repetition_penalty"] is None and config.constraint is not None:
+        penalizes = self.repetition_penalty not in (None, 1.0)
+        if penalizes and fields["repetition_penalty"] is None and config.constraint is not None:
             fields["repetition_penalty"] = 1.0
         for name, value in self.__dict__.items():
             if fields[name] is None:

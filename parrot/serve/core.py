@@ -224,7 +224,7 @@ class ServeCore:
             self.tasks.check_native(request)
         if (answer := session.graph.answered(request, CallResponse)) is not None:
             return answer
-        if isinstance(request, SemanticCallRequest):
+        if isinstance(request, SemanticCallRequest) and request.models:
             self.fleet.require_known(request.models)
         self.tasks.require_room(session.tenant)
         response = session.apply(AddCall(request))

@@ -71,7 +71,8 @@ class Reads:
             return variable.result()
         with self._open(session, options) as read:
             read.want(variable)
-            self._wake_if_blocked(session, options)
+            if options.blocked:
+                self._wake_held(session)
             async with time_limit(self._timers, read.end, lambda: self._late(variable, options)):
                 return await variable.wait()
 
@@ -110,7 +111,8 @@ class Reads:
             deltas = variable.stream()
             with self._open(session, options) as read:
                 read.want(variable, as_stream=True)
-                self._wake_if_blocked(session, options)
+                if options.blocked:
+                    self._wake_held(session)
                 if read.end is None:
                     async for text in deltas:
                         yield text
@@ -145,7 +147,8 @@ class Reads:
             try:
                 for variable in sorted(variables, key=_settled_at):
                     race.enter(variable)
-                self._wake_if_blocked(session, request)
+                if request.blocked:
+                    self._wake_held(session)
                 async with time_limit(
                     self._timers, read.end, lambda: self._late_race(race, request)
                 ):
@@ -180,10 +183,10 @@ class Reads:
         finally:
             self._events.emit(ReadEnded, session, read_id, failure)
 
-    def _wake_if_blocked(self, session: Session, options: ReadLimits) -> None:
-        """Start what the program holds, after what it reads: its blocked thread sends no read that
-        would say how else to run it."""
-        if options.blocked and session.graph.activation.wake():
+    def _wake_held(self, session: Session) -> None:
+        """Start what a blocked program holds, after what it reads: its blocked thread sends no read
+        that would say how else to run it."""
+        if session.graph.activation.wake():
             self.wake_soon(session)
 
     def _wake(self, session: Session) -> None:
