@@ -33,6 +33,7 @@ from parrot.engine import config as engine_config
 from parrot.engine.app import ReorderBuffer
 from parrot.engine.app import create_app as engine_app
 from parrot.engine.core.steps import SUPPORTED_SAMPLING
+from parrot.engine.http_server import engine_options
 from parrot.engine.metrics import EngineMetrics
 from parrot.engine.openai.dialects import DIALECTS
 from parrot.engine.sim import SimService
@@ -42,6 +43,7 @@ from parrot.gateway.vendors.messages import MessagesRequest
 from parrot.gateway.vendors.responses.fields import ResponseRequest
 from parrot.launch.on_ray import pools as on_ray
 from parrot.protocol import engine_api, public, sampling
+from parrot.protocol.app_server import server_options
 from parrot.protocol.endpoint import Access, rules
 from parrot.protocol.sampling import CONSTRAINTS, DefaultSampling
 from parrot.protocol.server_config import ConnectionLimits
@@ -472,7 +474,15 @@ def commands_sections() -> str:
     return "\n".join(found)
 
 
+_SERVERS = {"serve": server_options("", ""), "engine": engine_options()}
+
+
 def _command_section(name: str, command: Any) -> str:
+    if name in _SERVERS:
+        actions = [one for one in _SERVERS[name]._actions if one.dest != "help"]
+        options = [[f"`{one.option_strings[0]}`", _one_line(one.help or "")] for one in actions]
+        table = _plain_table(["option", ""], options)
+        return f"## parrot {name}\n\n{_one_line(command.help)}\n\n{table}"
     shown = [one for one in command.params if one.name != "help" and not one.hidden]
     rows = [[_option(one), _one_line(one.help or "")] for one in shown]
     head = f"## parrot {name}\n\n{_one_line(command.help)}\n"

@@ -50,6 +50,15 @@ def agents() -> str:
     return _with_source(heads, rows, "agents_side_by_side_h200")
 
 
+def shared_prompts() -> str:
+    found = load(f"{_SIDE_BY_SIDE}.json")
+    sides = (("Parrot", "parrot_7b"), ("vLLM with cascade attention", "vllm_7b_cascade"))
+    rows: list[list[Cell]] = [
+        [name, f"{found[key]['roots4_b64_ms_per_step']:.1f} ms"] for name, key in sides
+    ]
+    return _with_source(["engine", "one decode step"], rows, _SIDE_BY_SIDE)
+
+
 def decode_steps() -> str:
     ours = {row["case"]: row for row in load("engine_gpu_llama-3.1-8b_http.json")["rows"]}
     found = load(f"{_SIDE_BY_SIDE}.json")

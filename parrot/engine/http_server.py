@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from parrot.engine.app import ReorderBuffer, create_app
@@ -85,16 +86,20 @@ async def run_engine(
         await heartbeat.run()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.set_threshold(*_COLLECTED_EVERY)
+def engine_options() -> ArgumentParser:
     options = server_options("Run one Parrot engine.", "engine_server.log")
     options.add_argument("--engine-name", help="name to register; replaces the config's")
     options.add_argument("--device", help="auto, cpu, cuda or cuda:N; replaces the config's")
     options.add_argument(
         "--without-core", action="store_true", help="serve alone, without ServeCore"
     )
-    args = options.parse_args(argv)
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.set_threshold(*_COLLECTED_EVERY)
+    args = engine_options().parse_args(argv)
     try:
         given = given_options(args, "host", "port", "engine_name", "device", "insecure")
         settings = engine_settings(args.config_path, given, os.environ)
