@@ -77,7 +77,7 @@ def test_auto_is_text_or_a_call(embedded_cluster: Cluster) -> None:
 
 
 def test_langgraphs_react_agent(embedded_cluster: Cluster) -> None:
-    langchain_openai = pytest.importorskip("langchain_openai")
+    langchain_openai = pytest.importorskip("langchain_openai", reason="needs a vendor's client")
     from langchain_core.tools import tool
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode
@@ -115,7 +115,7 @@ def test_langgraphs_react_agent(embedded_cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("api", ["chat_completions", "responses"])
 async def test_openais_agents(embedded_cluster: Cluster, api: str) -> None:
-    agents = pytest.importorskip("agents")
+    agents = pytest.importorskip("agents", reason="needs a vendor's client")
     asked: list[str] = []
 
     def weather(city: str) -> str:
@@ -146,7 +146,7 @@ async def test_openais_agents(embedded_cluster: Cluster, api: str) -> None:
 
 
 def test_anthropics_client(embedded_cluster: Cluster) -> None:
-    anthropic = pytest.importorskip("anthropic")
+    anthropic = pytest.importorskip("anthropic", reason="needs a vendor's client")
     client = anthropic.Anthropic(base_url=embedded_cluster.core_url, api_key="any", max_retries=0)
     tool = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
     asked = {"role": "user", "content": ASKED}
