@@ -115,11 +115,14 @@ def _with_hyphens(argument: str) -> str:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """Every other obstacle is found by the server itself when it binds."""
-    try:
-        socket.create_server((host, port)).close()
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
+    """Every other obstacle is found by the server itself when it binds. The socket does not listen:
+    a client that connects now would lose its connection."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
     return False
 
 
