@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 from mkdocs.structure.nav import Navigation, Section
 from mkdocs.structure.pages import Page
 
 _REPO_URL = os.environ.get("PARROT_REPO_URL")
 _SITE_URL = os.environ.get("PARROT_SITE_URL")
 _CONTACT = os.environ.get("PARROT_CONTACT")
-_pages: list[str] = []
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -30,18 +30,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
-def on_nav(nav: Navigation, config: MkDocsConfig, files: Any) -> None:
-    _pages[:] = _lines(nav.items)
-
-
-def on_post_build(config: MkDocsConfig) -> None:
-    """Write llms.txt (https://llmstxt.org): the pages, for programs that read documentation."""
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
+    """Add llms.txt (https://llmstxt.org): the pages, for programs that read documentation."""
     if _SITE_URL is None:
         return
     head = [f"# {config.site_name}", f"> {config.site_description}"]
     contact = [f"Contact: {_CONTACT}"] if _CONTACT is not None else []
-    text = "\n\n".join([*head, *contact, "\n".join(_pages)]) + "\n"
-    (Path(config.site_dir) / "llms.txt").write_text(text)
+    text = "\n\n".join([*head, *contact, "\n".join(_lines(nav.items))]) + "\n"
+    files.append(File.generated(config, "llms.txt", content=text))
 
 
 def _lines(items: list[Any]) -> Iterator[str]:

@@ -3,9 +3,10 @@
 import http.client
 import json
 import random
-import socket
 from contextlib import closing
 from typing import Any
+
+from parrot.utils.server_socket import server_socket
 
 # Below the ranges from which Linux (32768) and macOS (49152) take ports for outgoing connections,
 # so that no client socket grabs a port between our test and the server's bind.
@@ -26,9 +27,8 @@ def free_port(host: str, taken: set[int], first: int = _FIRST) -> int:
 
 def is_free(host: str, port: int) -> bool:
     """True if a server could listen on `host`:`port` now."""
-    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe, address = server_socket(host, port)
+    with probe:
         try:
             probe.bind(address)
             probe.listen(1)

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from parrot.protocol.server_config import ConnectionLimits
 from parrot.utils.logs import CALLS, JsonFormatter, LogFile, TextFormatter
+from parrot.utils.server_socket import server_socket
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +118,12 @@ def _with_hyphens(argument: str) -> str:
 def _is_taken(host: str, port: int) -> bool:
     """Every other obstacle is found by the server itself when it binds. The socket does not listen:
     a client that connects now would lose its connection."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            return error.errno == errno.EADDRINUSE
+    try:
+        probe, address = server_socket(host, port)
+        with probe:
+            probe.bind(address)
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
     return False
 
 
