@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.closure import closure_lines
-from tests.support.syntax import parsed
+from tests.support.syntax import num_code_lines, parsed
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for top in ("parrot", "benchmark") for path in (ROOT / top).rglob("*.py"))
@@ -124,6 +124,11 @@ def test_what_is_within_the_limits_is_not_found(source: str) -> None:
     assert not list(alarms("x.py", source))
 
 
+def test_lines_of_code_are_counted_without_explanations() -> None:
+    source = '"""A module."""\n\n# A reason.\nx = """\na"""  # And another.\n'
+    assert num_code_lines(source) == 2
+
+
 def test_no_public_class_name_stands_twice() -> None:
     """But for those that PFunc exports, which programs know."""
     files = defaultdict(list)
@@ -141,7 +146,7 @@ def test_no_public_class_name_stands_twice() -> None:
 
 @pytest.mark.parametrize("part", LIMITS["closures"])
 def test_how_much_a_part_needs_to_be_understood(part: str) -> None:
-    """Lines of the part and of all that it imports, in function bodies, too."""
+    """Comments and docstrings do not count: a part with more explanations is no larger."""
     assert closure_lines(part) <= LIMITS["closures"][part]
 
 

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.support.syntax import parsed
+from tests.support.syntax import num_code_lines, parsed
 
 ROOT = Path(__file__).parents[2]
 
 
 def closure_lines(part: str) -> int:
-    """Lines of all modules of the package that the module or package `part` reaches by imports.
-
-    Imports in function bodies count, those for type checkers alone do not."""
+    """Lines of code of all modules of the package that the module or package `part` reaches by
+    imports. Imports in function bodies count. Imports for type checkers alone do not."""
     pending = [file for file in _files() if file == part or file.startswith(part + ".")]
     assert pending, part
     reached = set(pending)
@@ -21,7 +20,7 @@ def closure_lines(part: str) -> int:
         for module in _imports(pending.pop()) - reached:
             reached.add(module)
             pending.append(module)
-    return sum(len(_files()[module].read_text().splitlines()) for module in reached)
+    return sum(num_code_lines(_files()[module].read_text()) for module in reached)
 
 
 @cache

@@ -2,6 +2,8 @@
 
 import ast
 import gc
+import io
+import tokenize
 
 
 def parsed(source: str) -> ast.Module:
@@ -15,3 +17,28 @@ def parsed(source: str) -> ast.Module:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def num_code_lines(source: str) -> int:
+    """Lines of a source except blank lines, comments and docstrings."""
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in _NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(parsed(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+_NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
