@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from parrot.protocol.app_server import AppServer, run_server, server_options
 from parrot.protocol.server_config import ConnectionLimits
+from tests.support.root_logger import unchanged_root_logger
 
 
 async def start(app: FastAPI, end_requests: asyncio.Event) -> tuple[AppServer, asyncio.Task[None]]:
@@ -72,13 +73,6 @@ def test_logs_go_to_the_given_file(tmp_path: Path) -> None:
         logging.getLogger("parrot.test").info("hello file")
 
     args = server_options("A test.", "x.log").parse_args(["--log_dir", str(tmp_path / "new")])
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    try:
+    with unchanged_root_logger():
         run_server(args, serve())
-        assert "INFO parrot.test: hello file" in (tmp_path / "new" / "x.log").read_text()
-    finally:
-        for handler in root.handlers:
-            if handler not in handlers:
-                handler.close()
-        root.handlers, root.level = handlers, level
+    assert "INFO parrot.test: hello file" in (tmp_path / "new" / "x.log").read_text()

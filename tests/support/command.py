@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from parrot.cli.app import app
 from parrot.cli.console import ERR, OUT
+from tests.support.root_logger import unchanged_root_logger
 
 _WIDTH = 160
 
@@ -23,6 +24,7 @@ def parrot(*args: str, stdin: str = "", **env: str) -> Result:
     """Raises what the command raises but `SystemExit`. `env`: added to the environment."""
     env = {"COLUMNS": str(_WIDTH), **env}
     with (
+        unchanged_root_logger(),
         patch.object(OUT, "_width", _WIDTH),
         patch.object(ERR, "_width", _WIDTH),
         patch.object(sys, "argv", [*sys.argv]),  # whose first the servers' commands replace

@@ -1,0 +1,20 @@
+"""Keeps the root logger as it is, for tests that start a server in their own process."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def unchanged_root_logger() -> Iterator[None]:
+    """Restore the handlers and the level of the root logger at the end. A handler that stays would
+    write to the stderr of a test that has ended, and `logging` reports such failures on stderr."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        for handler in root.handlers:
+            if handler not in handlers:
+                handler.close()
+        root.handlers, root.level = handlers, level
