@@ -1,1 +1,1 @@
-"""Frameworks of others on Parrot, each with an extra of its own."""
+"""Integrations with other frameworks. Each has its own optional dependency (pip extra)."""

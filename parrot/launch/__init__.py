@@ -1,4 +1,5 @@
-"""Servers on several machines: which there are (`configs`, `plan`), apart from where they run.
+"""Planning of servers for several machines. `configs` decides which servers run. A launcher, such
+as `on_ray`, decides where they run.
 
-A launcher reads a launch file, plans the servers, finds a place for each, and starts there what the
-plan says: a module, which gets its config through a pipe, since that holds the secrets."""
+A launcher reads a launch file, plans the servers, chooses a machine for each, and starts the
+server's module there. The config goes through a pipe because it contains secrets."""

@@ -1,13 +1,14 @@
-"""Config files for `parrot launch`: which is what, and which port each server gets.
+"""Config files for `parrot launch`: their kinds, and the port of each server.
 
-A file is a launch file when it has `engines`, an engine's config when it has `engine_type`, else a
-core's. A launch file names configs, relative to itself, and may override keys of each:
+A file with `engines` is a launch file. A file with a key of `_OF_ENGINES_ALONE` is an engine's
+config. Any other file is ServeCore's config. A launch file contains paths of configs, relative to
+its own folder, and may override their keys:
 
     {"core": "../core/localhost.json",
      "engines": [{"config": "../engine/vicuna_7b.json", "port": 9001, "device": "cuda:0"}, ...]}
 
-An entry's keys of `LAUNCHERS` say where it runs, to the launcher of that name alone. For a launcher
-of several machines a `ClusterPlan` has the servers, before it is known where they run.
+An entry's key such as `ray` (see `LAUNCHERS`) holds placement options for the launcher of that
+name. A `ClusterPlan` lists the servers for such a launcher, before their machines are known.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,19 +33,21 @@ EVERYWHERE = "0.0.0.0"
 CORE_NAME = "core"
 CORE_PORT, FIRST_ENGINE_PORT = 9000, 9001
 DRAIN_S = 120.0
-"""How long engines may finish their calls before they stop, if their config does not say."""
+"""Default `drain_timeout`, in seconds: how long a stopping engine may finish its calls."""
 _MODULES: dict[Kind, str] = {
     "core": "parrot.server.http_server",
     "engine": "parrot.engine.http_server",
 }
-_END_S = 15.0  # from the end of a drain to that of the process
+_END_S = 15.0  # Seconds that a process may take to exit after its drain.
+# Any of these keys marks a config as an engine's.
 _OF_ENGINES_ALONE = ("engine_type", "model", "instance", "engine_name", "device")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server to run. `config` is all that it needs but its place; it holds secrets."""
+    """A server to run. `config` is complete except for addresses (see `placed`), and contains
+    secrets."""
 
     name: str
     kind: Kind
@@ -57,18 +60,18 @@ class Server:
 
     @property
     def stop_s(self) -> float:
-        """Seconds from SIGTERM after which it may be killed."""
+        """Seconds after SIGTERM when the process may be killed."""
         return float(self.config.get("drain_timeout", 0.0)) + _END_S
 
     @property
     def token(self) -> str | None:
-        """The cluster token, which `/ready` and `/metrics` of it want."""
+        """The cluster token, which `/ready` and `/metrics` of this server require."""
         token: str | None = self.config.get("cluster_token")
         return token
 
     def placed(self, port: int, core: tuple[str, int] | None = None) -> dict[str, Any]:
-        """Its whole config in a place: the port to bind, and ServeCore's host and port as seen
-        from there (engines only)."""
+        """The complete config: with the port to bind and, for engines, ServeCore's host and port
+        as seen from the engine's machine."""
         where: dict[str, Any] = {"port": port}
         if core is not None and self.kind == "engine":
             where["serve_core"] = {"host": core[0], "port": core[1]}
@@ -77,17 +80,18 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """ServeCore and its engines, which share a cluster token."""
+    """ServeCore and its engines. All have the same cluster token."""
 
     core: Server
     engines: tuple[Server, ...]
 
 
 def plan(core: ServerConfig, engines: Sequence[ServerConfig]) -> ClusterPlan:
-    """The servers of checked configs, to run on several machines: bound to every interface unless
-    a config names an address, with one cluster token (a new one if ServeCore's config has none)
-    and engine names of their own (`engine-0`, ... by default). Raises `ConfigError` if a server
-    would refuse to start."""
+    """The servers of checked configs, for several machines.
+
+    Servers bind all interfaces unless a config has a non-loopback address. They share one cluster
+    token, which is generated if ServeCore's config has none. Engine names are unique (default:
+    `engine-0`, ...). Raises `ConfigError` if a server would refuse to start."""
     server = _core_server(core)
     names = {server.name}
     servers = []
@@ -114,14 +118,14 @@ def _core_server(core: ServerConfig) -> Server:
 
 
 def engine_server(core: ServerConfig, engine: ServerConfig, name: str) -> Server:
-    """An engine of the ServeCore with this planned config."""
+    """An engine for the ServeCore whose planned config is `core`."""
     shared = {key: core[key] for key in ("cluster_token", "insecure") if core.get(key) is not None}
     own = {"host": _reachable(engine), "engine_name": name}
     return Server(name, "engine", {"drain_timeout": DRAIN_S, **engine, **own, **shared})
 
 
 def _reachable(config: ServerConfig) -> str:
-    """The address to bind: loopback would keep other machines out."""
+    """The address to bind. Loopback becomes all interfaces, so that other machines can connect."""
     host = str(config.get("host", EVERYWHERE))
     return EVERYWHERE if host in _LOOPBACK else host
 
@@ -131,24 +135,25 @@ LAUNCHERS = ("ray",)
 
 
 class InventoryError(ConfigError):
-    """A file is an inventory of machines, which `parrot launch` once started by ssh."""
+    """The file is an inventory of machines, which earlier versions of `parrot launch` started by
+    ssh."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A server of a launch file: its config, checked, `where` that stands, and what its key for a
-    launcher says."""
+    """A server of a launch file."""
 
-    where: str
+    where: str  # The place of the entry for error messages: path and key.
     is_engine: bool
     config: Config
-    place: Config
+    place: Config  # The entry's placement options for the current launcher.
 
 
 def read_configs(paths: Sequence[Path], environ: Mapping[str, str]) -> tuple[Config, list[Config]]:
-    """The core's config (default: all defaults) and the engines', checked, each with a port; what
-    `environ` says is in all of them. Raises `ConfigError` that names the place and what is wrong
-    there."""
+    """The checked configs of ServeCore and of the engines, each with a port.
+
+    Settings from `environ` are part of all configs. Without a ServeCore config in `paths`, its
+    defaults apply. Raises `ConfigError` with the path, the key and the reason."""
     core, engines = read_entries(paths, environ)
     configs = core.config, [engine.config for engine in engines]
     _give_ports(*configs)
@@ -158,8 +163,8 @@ def read_configs(paths: Sequence[Path], environ: Mapping[str, str]) -> tuple[Con
 def read_entries(
     paths: Sequence[Path], environ: Mapping[str, str], launcher: str | None = None
 ) -> tuple[Entry, list[Entry]]:
-    """The core and the engines, with what the keys named `launcher` say. Raises as
-    `read_configs`."""
+    """The checked entries of ServeCore and of the engines, with the placement options of
+    `launcher`. Raises the errors of `read_configs`."""
     entries = [entry for path in paths for entry in _checked_entries(path, environ, launcher)]
     cores = [entry for entry in entries if not entry.is_engine]
     engines = [entry for entry in entries if entry.is_engine]
@@ -178,7 +183,7 @@ def read_entries(
 
 
 def is_engine_config(payload: Mapping[str, Any]) -> bool:
-    """Whether the keys are an engine's, also if `engine_type` is mistyped or missing."""
+    """Whether a config is an engine's. `engine_type` may be mistyped or missing."""
     if any(key in payload for key in _OF_ENGINES_ALONE):
         return True
     return bool(get_close_matches("engine_type", map(str, payload), 1, cutoff=0.85))
@@ -198,21 +203,21 @@ def _checked_entries(path: Path, environ: Mapping[str, str], launcher: str | Non
 
 
 def core_config(config: Config, where: str, environ: Mapping[str, str]) -> Config:
-    """A ServeCore's config with what the environment says; raises `ConfigError`."""
+    """ServeCore's config merged with settings from the environment. Raises `ConfigError`."""
     settings = core_settings(layer(config, where), {}, environ)
     parse_config(CoreConfig, settings.payload, settings.blamed)
     return settings.payload
 
 
 def engine_config(config: Config, where: str, environ: Mapping[str, str]) -> Config:
-    """An engine's config with what the environment says; raises `ConfigError`."""
+    """An engine's config merged with settings from the environment. Raises `ConfigError`."""
     settings = engine_settings(layer(config, where), {}, environ)
     parse_engine_config(settings.payload, settings.blamed)
     return settings.payload
 
 
 def refuse_inventory(path: Path, payload: Mapping[str, Any]) -> None:
-    """Raises `InventoryError` for the contents of an inventory of machines."""
+    """Raises `InventoryError` if the payload is an inventory of machines."""
     if "hosts" in payload:
         raise InventoryError(
             f"{path}: `hosts`: servers on other machines can no longer be launched by ssh; "
@@ -222,7 +227,7 @@ def refuse_inventory(path: Path, payload: Mapping[str, Any]) -> None:
 
 
 def _entries_in(path: Path, launcher: str | None) -> Iterator[Entry]:
-    """The servers that a file has, not yet checked."""
+    """The servers of a file, unchecked."""
     payload = read_config_object(path)
     refuse_inventory(path, payload)
     if "engines" not in payload:
@@ -239,7 +244,8 @@ def _entries_in(path: Path, launcher: str | None) -> Iterator[Entry]:
 
 
 def _resolve(path: Path, key: str, entry: object, launcher: str | None) -> Entry:
-    """An entry is a path, or an object that overrides keys of the config it may name."""
+    """The entry of one server. It is written as the path of a config, or as an object with keys
+    that override those of its optional `config` file."""
     if isinstance(entry, str):
         entry = {"config": entry}
     if not isinstance(entry, Mapping):
@@ -261,15 +267,16 @@ def _resolve(path: Path, key: str, entry: object, launcher: str | None) -> Entry
 
 
 def check_tokens(core: Mapping[str, Any], engines: Sequence[Mapping[str, Any]]) -> None:
-    """An engine without a token gets ServeCore's; with another it could never register."""
+    """Raises `ConfigError` if an engine's token differs from ServeCore's, since the engine could
+    not register. An engine without a token gets ServeCore's later."""
     for engine in engines:
         if engine.get("cluster_token") not in (None, core.get("cluster_token")):
             raise ConfigError("`cluster_token` of an engine differs from its ServeCore's")
 
 
 def _give_ports(core: Config, engines: list[Config]) -> None:
-    """The usual ports, in order, where a config names none. Engines of one config file that is
-    given several times get ports of their own, too."""
+    """Assign default ports, in order, to configs without a port. If two engines have the same
+    port, for example from the same file, the later one gets the next free port."""
     core.setdefault("port", CORE_PORT)
     taken = {core["port"]}
     for engine in engines:

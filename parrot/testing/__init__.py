@@ -1,2 +1,2 @@
-"""Processes that return what they computed, for tests of programs written for the original Parrot.
-Nothing that serves imports it; this project's own fakes are in tests/support."""
+"""Helper processes for tests of programs that were written for the original Parrot.
+No server imports this package. The fakes of this project's own tests are in tests/support."""

@@ -1,4 +1,4 @@
-"""Run functions in processes of their own, at once, and collect what they return."""
+"""Run functions in parallel, each in its own process, and collect their results."""
 
 import multiprocessing
 import traceback
@@ -8,7 +8,8 @@ from typing import Any
 
 
 class MultiProcessManager:
-    """Add functions, `run_all`, then read `data`: {0: ..., 1: ...} in order of adding."""
+    """Call `add_proc` for each function, then `run_all`. `data` holds the results: the key is
+    the position in which the function was added, from 0."""
 
     def __init__(self) -> None:
         self.data: dict[int, Any] = {}
@@ -19,8 +20,8 @@ class MultiProcessManager:
         self._jobs.append((target, tuple(args)))
 
     def run_all(self) -> None:
-        """Run what was added, all at once, and wait for all. Raises `RuntimeError` with the
-        traceback of the first that failed, after the others have ended."""
+        """Run all added functions in parallel and wait until all processes exit. Then raises
+        `RuntimeError` with the traceback of the first failure, if there is one."""
         running = [_start(target, args) for target, args in self._jobs]
         failures = []
         for number, (process, receiver) in enumerate(running):
@@ -34,7 +35,7 @@ class MultiProcessManager:
             raise RuntimeError(failures[0])
 
     def reset(self) -> None:
-        """Forget the functions and what they returned."""
+        """Remove all functions and results."""
         self.data = {}
         self._jobs = []
 
@@ -52,7 +53,7 @@ def _start(
 def _run(sender: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         sender.send((target(*args), None))
-    except BaseException:  # noqa: BLE001 - whatever it was, the parent is told
+    except BaseException:  # noqa: BLE001 - the parent reports any failure
         sender.send((None, traceback.format_exc()))
 
 

@@ -1,4 +1,4 @@
-"""LangChain on Parrot: chains whose calls are one graph in ServeCore, see docs/clients.md."""
+"""LangChain on Parrot: all calls of a chain form one graph in ServeCore. See docs/clients.md."""
 
 from parrot.integrations.langchain.chat_model import ChatParrot
 from parrot.integrations.langchain.messages import LazyAIMessage, LazyHumanMessage, fetch

@@ -1,4 +1,4 @@
-"""LangChain's chat model over semantic variables."""
+"""A LangChain chat model whose answers are semantic variables."""
 
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,16 +40,17 @@ _OWN_NAMES = {"max_tokens": "max_gen_length", "stop": "stop_str"}
 
 
 class ChatParrot(BaseChatModel):
-    """A chat model of the current session (`P.VirtualMachine.running_scope`): `invoke`, and what is
-    made of it (`batch`, `map`, chains), submits a call and gives a message whose text is fetched
-    when it is looked at. A prompt made of such messages refers to their variables.
+    """A chat model of the current session (`P.VirtualMachine.running_scope`).
 
-    Streams, and calls that somebody observes (callbacks, tracing, a cache), wait for their text. A
-    prompt is a system message, which may be missing, and human ones. Options of a call beside
-    `stop` are those fields and the fields of `P.SamplingConfig`."""
+    `invoke`, `batch`, `map` and chains submit a call and return a lazy message: its text is fetched
+    on first access. A prompt that contains lazy messages refers to their variables. Streams wait
+    for the text, and so do calls with callbacks, tracing or a cache.
+
+    A prompt is an optional system message and at least one human message. A call accepts `stop`,
+    the fields of this class and the fields of `P.SamplingConfig` as options."""
 
     model: str | None = None
-    """Its name; None: any that the service has."""
+    """The model's name. None: any model of the service."""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
@@ -72,8 +73,8 @@ class ChatParrot(BaseChatModel):
         stop: list[str] | None = None,
         **kwargs: Any,
     ) -> AIMessage:
-        """Waits for ServeCore to accept the call, not for it to run; inside `vm.batch()` for
-        nothing."""
+        """Submit a call and return when ServeCore has accepted it, before it runs. Inside
+        `vm.batch()` it returns at once."""
         if self._is_observed(config):
             return super().invoke(input, config, stop=stop, **kwargs)
         messages = self._convert_input(input).to_messages()
@@ -87,7 +88,7 @@ class ChatParrot(BaseChatModel):
         stop: list[str] | None = None,
         **kwargs: Any,
     ) -> AIMessage:
-        """The same; in async code, get the text by `await message.aget()` or `fetch`."""
+        """As `invoke`. In async code, get the text with `await message.aget()` or `fetch`."""
         if self._is_observed(config):
             return await super().ainvoke(input, config, stop=stop, **kwargs)
         messages = self._convert_input(input).to_messages()
@@ -146,7 +147,8 @@ class ChatParrot(BaseChatModel):
         yield _last_chunk(variable)
 
     def _is_observed(self, config: RunnableConfig | None) -> bool:
-        """Whether somebody else is to see the text of the call."""
+        """Whether a rate limiter, a cache or a callback takes part in the call. Then LangChain's
+        own `invoke` runs, which waits for the text."""
         if self.rate_limiter is not None or self.cache:
             return True
         if self.cache is None and get_llm_cache() is not None:
@@ -195,7 +197,7 @@ class ChatParrot(BaseChatModel):
 
 
 def _prompt(messages: Sequence[BaseMessage]) -> tuple[str | None, list[Part]]:
-    """The system message, and the parts of the human ones."""
+    """The system message, and the parts of all human messages."""
     system = None
     if messages and isinstance(messages[0], SystemMessage):
         system = str(messages[0].text)
@@ -218,8 +220,8 @@ def _prompt(messages: Sequence[BaseMessage]) -> tuple[str | None, list[Part]]:
 
 
 def _template(parts: Sequence[Part]) -> tuple[str, dict[str, str | SemanticVariable]]:
-    """A semantic function's template, and the values of its inputs. Text that looks like a
-    placeholder becomes a value, and is none."""
+    """A semantic function's template, and the values of its inputs. Text that contains a
+    placeholder is passed as a value, so the placeholder stays plain text."""
     template = ""
     values: dict[str, str | SemanticVariable] = {}
     for part in parts:
@@ -252,6 +254,6 @@ def _chunk(text: str) -> ChatGenerationChunk:
 
 
 def _last_chunk(variable: SemanticVariable) -> ChatGenerationChunk:
-    """The facts that are known at the end."""
+    """The last chunk of a stream: finish reason and token usage, without text."""
     fields = answer_fields(variable) | {"content": ""}
     return ChatGenerationChunk(message=AIMessageChunk(**fields))

@@ -1,9 +1,10 @@
-"""Messages whose text is fetched when it is looked at.
+"""LangChain messages whose text is fetched on first access.
 
-    LazyHumanMessage  Constant("Combine: ")  variable  Constant(" and ")  "a text"
+    LazyHumanMessage  FixedMessage("Combine: ")  variable  FixedMessage(" and ")  "a text"
     LazyAIMessage     variable
 
-Until then a message is its parts, and who makes a prompt of it refers to the variables."""
+Before that access a message is a list of parts. A prompt that contains the message refers to its
+variables and does not wait for their values."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from parrot.protocol.public import TokenUsage
 
 @dataclass(frozen=True, slots=True)
 class FixedMessage:
-    """Text of a prompt's template, which many prompts begin with."""
+    """Constant text from a prompt template. Many prompts share it as a prefix."""
 
     text: str
 
@@ -32,7 +33,7 @@ Part = FixedMessage | str | SemanticVariable
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A message's content. Copies of the message share it, and a pickled one has none."""
+    """The content of a message. Copies of the message share it. A pickled message loses it."""
 
     of: tuple[Part, ...]
 
@@ -42,7 +43,7 @@ class Parts:
 
     @property
     def text(self) -> str:
-        """The message once all variables are ready."""
+        """The text of the message. All variables must be ready."""
         return "".join(map(_text, self.of))
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -53,9 +54,9 @@ class Parts:
 
 
 class LazyMessage(BaseMessage):
-    """A message whose values are fetched when its fields of `fetched_fields` are looked at, or it
-    is compared, copied, dumped or printed. Looking raises the error with which a call failed, every
-    time. One that is made from `content`, as any message is, has nothing to fetch."""
+    """A message that fetches its values when a field of `fetched_fields` is read, or when it is
+    compared, copied, dumped or printed. If the call failed, each of these raises the call's error.
+    A message that is created with `content` has nothing to fetch."""
 
     fetched_fields: ClassVar[frozenset[str]] = frozenset({"content"})
 
@@ -71,12 +72,12 @@ class LazyMessage(BaseMessage):
 
     @property
     def parts(self) -> Parts | None:
-        """Its source. None: text that is known, and no more."""
+        """The parts of the message. None if the message was created from plain text."""
         return self._parts
 
     async def aget(self) -> Self:
-        """The message, once what it is made of is there. Looking at it without that holds an event
-        loop up."""
+        """Wait for the message's values and return the message. In async code, reading a field
+        without this call blocks the event loop."""
         if not self._is_fetched and self._parts is not None:
             await agather(self._parts.variables)
             self._fetch()
@@ -92,7 +93,7 @@ class LazyMessage(BaseMessage):
         self._is_fetched = True
 
     def _fields(self, parts: Parts) -> dict[str, Any]:
-        """The fetched fields. All variables are ready."""
+        """The values of the fetched fields. All variables must be ready."""
         return {"content": parts.text}
 
     def __getattribute__(self, name: str) -> Any:
@@ -103,7 +104,7 @@ class LazyMessage(BaseMessage):
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Naming a message, or giving it an id, is not looking at it."""
+        """Setting other fields, such as `name` or `id`, does not fetch the text."""
         cls = type(self)
         if name in cls.model_fields and name not in cls.fetched_fields:
             object.__getattribute__(self, "__dict__")[name] = value
@@ -112,7 +113,7 @@ class LazyMessage(BaseMessage):
             super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        """Shows what is known: debuggers and logs wait for nothing."""
+        """Show the parts without fetching: a debugger or a log line must not block."""
         if self._is_fetched:
             return super().__repr__()
         assert self._parts is not None
@@ -120,7 +121,7 @@ class LazyMessage(BaseMessage):
 
     @classmethod
     def lc_id(cls) -> list[str]:
-        """Dumped, it is a message of LangChain."""
+        """LangChain's id of the base class: a dumped message loads as a plain LangChain message."""
         return [*cls.get_lc_namespace(), cls.__name__.removeprefix("Lazy")]
 
 
@@ -129,7 +130,7 @@ class LazyHumanMessage(LazyMessage, HumanMessage):
 
 
 class LazyAIMessage(LazyMessage, AIMessage):
-    """The answer of a call."""
+    """The output of a call."""
 
     fetched_fields = frozenset({"content", "response_metadata", "usage_metadata"})
 
@@ -137,7 +138,7 @@ class LazyAIMessage(LazyMessage, AIMessage):
 
     @property
     def variable(self) -> SemanticVariable | None:
-        """The answer, for semantic functions and other calls."""
+        """The output as a semantic variable, to pass to semantic functions and other calls."""
         return None if self._parts is None else self._parts.variables[0]
 
     def _fields(self, parts: Parts) -> dict[str, Any]:
@@ -145,7 +146,7 @@ class LazyAIMessage(LazyMessage, AIMessage):
 
 
 def answer_fields(variable: SemanticVariable) -> dict[str, Any]:
-    """The fields of the AI message that a ready variable is."""
+    """The fields of an AI message with the value of a ready variable."""
     return {
         "content": variable.content,
         "response_metadata": {"finish_reason": variable.finish_reason},
@@ -163,7 +164,7 @@ def _usage(usage: TokenUsage) -> UsageMetadata:
 
 
 def parts_of(message: BaseMessage) -> tuple[Part, ...]:
-    """Raises `InvalidRequest` for what is not text."""
+    """The parts of any message. Raises `InvalidRequest` for content other than text."""
     if isinstance(message, LazyMessage) and message.parts is not None:
         return message.parts.of
     blocks = [message.content] if isinstance(message.content, str) else message.content
@@ -173,8 +174,8 @@ def parts_of(message: BaseMessage) -> tuple[Part, ...]:
 
 
 def values_of(value: Any, separator: str) -> Iterator[Part]:
-    """A value of a prompt: a message's text, a variable, a list of these, or any object's text.
-    Nothing is fetched."""
+    """The parts of a prompt's value: a message, a variable, a list of these, or any other object,
+    which is formatted as text. Fetches nothing."""
     if isinstance(value, SemanticVariable):
         yield value
     elif isinstance(value, BaseMessage):
@@ -209,7 +210,7 @@ async def _afetched(given: Any) -> Any:
 
 
 def _open_variables(given: Any) -> list[SemanticVariable]:
-    """The variables that a message, or those of a list, wait for."""
+    """The variables of a message, or of all messages of a list."""
     items = given if isinstance(given, list) else [given]
     parts = [item.parts for item in items if isinstance(item, LazyMessage)]
     return [variable for part in parts if part is not None for variable in part.variables]
@@ -226,5 +227,5 @@ def _plain(given: Any) -> Any:
 
 
 fetch: Runnable[Any, Any] = RunnableLambda(_fetched, _afetched, name="fetch")
-"""Waits for a message, or for a list of them, and gives LangChain's own; also in async code without
-holding the event loop up. Anything else passes through."""
+"""A runnable that waits for a message or a list of messages and returns plain LangChain messages.
+In async code it does not block the event loop. Other values pass through unchanged."""

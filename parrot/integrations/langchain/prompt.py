@@ -1,8 +1,8 @@
-"""A chat prompt whose values may be there later.
+"""A chat prompt whose values may become available later.
 
-LangChain's prompts are text at once, for which every value must be known. Here the template is
-formatted with marks that nobody can guess in the place of the values, and split at them at once: no
-mark is ever seen outside."""
+LangChain formats a prompt to text at once, so it needs the text of every value. `LazyPrompt`
+formats the template with a random mark for each value, then splits the text at the marks. The
+128-bit marks cannot occur in user text and never leave this module."""
 
 import re
 import secrets
@@ -27,11 +27,11 @@ from parrot.protocol.errors import InvalidRequest
 
 
 class LazyPrompt(RunnableSerializable[Any, PromptValue]):
-    """Formats `template` with messages and variables as values, of which it waits for none. A list
-    of them is joined with `separator`.
+    """Formats `template` with messages and variables as values and waits for none of them. The
+    items of a list value are joined with `separator`.
 
-    Takes templates of text in f-string format, system's and human, and `MessagesPlaceholder`, whose
-    messages pass through. Raises `ValueError` for others."""
+    The template may have system and human texts in f-string format, and `MessagesPlaceholder`,
+    whose messages pass through unchanged. Raises `ValueError` for other templates."""
 
     template: ChatPromptTemplate
     separator: str = "\n\n"
@@ -108,7 +108,7 @@ class LazyPrompt(RunnableSerializable[Any, PromptValue]):
 
 
 class _Marks:
-    """The marks of one prompt."""
+    """The marks of one prompt, which share a random nonce."""
 
     def __init__(self) -> None:
         self._nonce = secrets.token_hex(16)
@@ -119,7 +119,7 @@ class _Marks:
         return self._marks[-1]
 
     def split(self, message: BaseMessage) -> "Iterator[str | _Mark]":
-        """Text, a mark, text, ..., text."""
+        """The message's text split at its marks: text, mark, text, ..., text."""
         if isinstance(message, LazyHumanMessage):
             return
         pieces = re.split(rf"{self._nonce}\.([0-9]+)\.", str(message.content))
@@ -128,8 +128,8 @@ class _Marks:
 
 
 class _Mark:
-    """The values that a template is formatted with. Only a plain `{name}` stays open; a format, as
-    in `{price:.2f}`, and a conversion, as in `{name!r}`, are those of the value."""
+    """Stands for a value while a template is formatted. A plain `{name}` yields the mark. A format
+    such as `{price:.2f}` or a conversion such as `{name!r}` applies to the value itself."""
 
     def __init__(self, value: Any, text: str) -> None:
         self.value = value

@@ -1,5 +1,5 @@
 """Servers on a Ray cluster: `parrot launch --ray`.
 
-Ray places actors, keeps their resources and starts them again elsewhere when their node dies. An
-actor owns one server's process (`actor`) and nothing else of Parrot runs in Ray's workers. The
-`Supervisor` says which servers there are to be, and `RayRuntime` is all that knows Ray."""
+Ray places actors, reserves their resources, and restarts them on another node when their node
+dies. Each actor owns the process of one server (`actor`). No other code of Parrot runs in Ray's
+workers. The `Supervisor` decides which servers run, and `RayRuntime` starts them with Ray."""

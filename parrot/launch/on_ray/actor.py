@@ -1,4 +1,4 @@
-"""A server's process on the node where Ray put its actor."""
+"""The process of one server, on the node where Ray placed its actor."""
 
 import os
 import shutil
@@ -15,37 +15,35 @@ from parrot.launch.configs import CORE_PORT, EVERYWHERE, Server
 
 Address = tuple[str, int]
 
-_FIRST_PORT = 20_000  # Ray has those from 10002 on for its workers
-_FORWARDED_BYTES = 2**16  # of a log, at once
+_FIRST_PORT = 20_000  # First port to try. Ray's workers use ports from 10002.
+_FORWARDED_BYTES = 2**16  # Bytes of log that one `follow` forwards at most. It skips older ones.
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """A server as its actor sees it. `ready` is ServeCore's answer to `/ready`, if it gives one,
-    with the HTTP status; `is_over`: somebody has ended it."""
+    """The state of a server, as its actor reports it."""
 
     address: Address | None
     num_deaths: int
     last_death: str
-    ready: tuple[int, Any] | None = None
-    is_over: bool = False
+    ready: tuple[int, Any] | None = None  # HTTP status and body of ServeCore's `/ready`.
+    is_over: bool = False  # `stop` was called.
 
 
 class ServerActor:
-    """Runs one server as a child process, again whenever it has ended, and forwards its log to
-    Ray's.
+    """Runs one server as a child process, restarts it when it exits, and forwards its log to Ray.
 
-    It does nothing by itself: whoever supervises it calls `follow` every few seconds. So it begins
-    anew on another node, where Ray starts it again, as it did on the first."""
+    All work happens in `follow`, which the supervisor calls at each tick. If Ray restarts the actor
+    on another node, the next `follow` starts the server there."""
 
     def __init__(
         self, server: Server, own_address: str | None = None, *, hides_gpus: bool = False
     ) -> None:
-        """`own_address`: of this node, if not as Ray says. `hides_gpus`: Ray leaves those visible
-        that an actor has no claim to."""
+        """`own_address`: this node's address (default: Ray's). `hides_gpus`: hide all GPUs from
+        the server, because Ray shows all GPUs to an actor that reserves none."""
         self._server = server
         self._own_address = own_address or _node_address()
-        self._folder = Path(tempfile.mkdtemp(prefix="parrot-"))  # for this user alone
+        self._folder = Path(tempfile.mkdtemp(prefix="parrot-"))  # Only this user can read it.
         env = {"CUDA_VISIBLE_DEVICES": ""} if hides_gpus else {}
         self._process = ServerProcess(
             server.name,
@@ -64,13 +62,15 @@ class ServerActor:
         self._restarts = Restarts()
 
     def __repr__(self) -> str:
-        """Ray writes it before each forwarded line."""
+        """Ray prints this name before each forwarded log line."""
         return self._server.name
 
     def follow(self, core: Address | None) -> ServerStatus:
-        """See that the server runs, an engine as one of the ServeCore at this address, and tell
-        how it is. An engine whose ServeCore is elsewhere now is started again: what it computed was
-        for the one that is gone. None: nobody knows yet; an engine that runs goes on."""
+        """Start the server unless it runs, and return its status.
+
+        `core` is ServeCore's address. If it changed, a running engine restarts, because its state
+        belongs to the previous ServeCore. None: the address is unknown; a running engine keeps
+        running, and a stopped engine does not start."""
         if self._has_started and not self._process.is_alive:
             self._note_death()
         is_engine = self._server.kind == "engine"
@@ -84,11 +84,12 @@ class ServerActor:
         return self._status()
 
     def stop_s(self) -> float:
-        """Seconds that ending takes at most."""
+        """Upper bound for the duration of `stop`, in seconds."""
         return self._server.stop_s
 
     def stop(self) -> None:
-        """Let the server end its calls, as its config says, and end it; return when it is gone."""
+        """Drain the server for at most its `drain_timeout`, then stop it. Returns when its process
+        has exited."""
         if self._has_started:
             self._process.stop(self._server.stop_s)
         self._has_started, self._is_over = False, True
@@ -102,7 +103,8 @@ class ServerActor:
         self._has_started = True
 
     def _free_port(self) -> int:
-        """The config's, where it must be found: ServeCore's. Engines tell theirs."""
+        """ServeCore uses its configured port, where clients expect it. An engine reports its port
+        when it registers, so it takes another port if the configured one is in use."""
         wanted = self._server.config.get("port")
         if self._server.kind == "core":
             return wanted or CORE_PORT

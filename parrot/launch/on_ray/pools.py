@@ -1,5 +1,5 @@
-"""Which servers are to run on Ray, what each takes of a node, and how many engines a pool should
-have, from what is measured. Nothing here asks or waits."""
+"""The servers to run on Ray, the node resources of each, and the number of engines of a pool as a
+function of its load. Pure computation without I/O."""
 
 import math
 from collections import deque
@@ -66,15 +66,15 @@ class Scaling(ConfigModel):
 
 @dataclass(frozen=True, slots=True)
 class PoolLoad:
-    """A pool at one time. `use` is the part of its engines that is taken, of 1."""
+    """The load of a pool at one time."""
 
-    num_serving: int
-    num_queued: float
-    use: float
+    num_serving: int  # Engines.
+    num_queued: float  # Calls that wait for an engine.
+    use: float  # Used share of the pool's capacity, from 0 to 1.
 
 
 def measured(engines: Iterable[EngineStatus]) -> PoolLoad:
-    """The load of a pool whose serving engines these are."""
+    """The load of a pool with these serving engines."""
     serving = list(engines)
     return PoolLoad(
         len(serving),
@@ -87,12 +87,11 @@ def measured(engines: Iterable[EngineStatus]) -> PoolLoad:
 
 
 class Autoscaler:
-    """Decides how many engines there should be, from the loads since the last change.
+    """Decides how many engines a pool should have, from the loads since the last change.
 
-    An engine is added only after a whole `window` in which all those wanted were serving, so while
-    one starts nothing more is asked for; one is taken away only after a whole `idle_window`. A load
-    that cannot be measured begins both anew. Since `low_use` is judged by what the pool would be
-    without the engine, taking it away never makes the pool full enough to bring it back."""
+    The pool grows only after a whole `window` in which all wanted engines served, and shrinks only
+    after a whole `idle_window`. An unknown load restarts both windows. `low_use` applies to the
+    pool without the removed engine, so a removal never causes the pool to grow again."""
 
     def __init__(self, config: Scaling) -> None:
         self._config = config
@@ -101,14 +100,14 @@ class Autoscaler:
         self._loads: deque[tuple[float, PoolLoad]] = deque()
 
     def observe(self, now: float, load: PoolLoad | None) -> int:
-        """The wanted number of engines after this load (None: not known) at the time `now`, which
-        must never decrease."""
+        """The wanted number of engines after this load (None: unknown). `now`, in seconds, must
+        never decrease."""
         if load is None:
             self._forget()
             return self.wanted
         config = self._config
         if self._loads and now - self._loads[-1][0] > config.window:
-            self._forget()  # what was in between is not known
+            self._forget()  # The loads since the last observation are unknown.
         if self._since is None:
             self._since = now
         self._loads.append((now, load))
@@ -123,7 +122,7 @@ class Autoscaler:
         return self.wanted
 
     def adopt(self, num_engines: int) -> None:
-        """Go on from as many engines as there are already."""
+        """Continue with the number of engines that already run."""
         self.wanted = min(max(num_engines, self._config.min_engines), self._config.most)
         self._forget()
 
@@ -132,7 +131,7 @@ class Autoscaler:
         self._loads.clear()
 
     def _window(self, now: float, window_s: float) -> list[PoolLoad]:
-        """The loads of the window; none if it is not over yet."""
+        """The loads of the last `window_s` seconds. Empty until the observations cover them."""
         if self._since is None or self._since > now - window_s:
             return []
         return [load for at, load in self._loads if at >= now - window_s]
@@ -156,8 +155,8 @@ class Autoscaler:
 
 
 def spared(names: Sequence[str], serving: dict[str, EngineStatus], num_engines: int) -> list[str]:
-    """The engines to take away so that `num_engines` of `names` remain: those that do not serve,
-    then those with the fewest calls, of these the last."""
+    """The engines to remove so that `num_engines` of `names` remain. Engines that do not serve go
+    first, then engines with the fewest running calls, then later names."""
 
     def worth(item: tuple[int, str]) -> tuple[bool, int, int]:
         number, name = item
@@ -176,7 +175,7 @@ Amount = Annotated[float, Field(ge=0, le=1e6)]
 
 
 class ServerPlace(ConfigModel):
-    """The needs of a server, which its node gives."""
+    """Node resources of a server."""
 
     num_cpus: Amount = 1.0
     resources: dict[str, Amount] = Field(
@@ -185,7 +184,7 @@ class ServerPlace(ConfigModel):
 
 
 class EnginePlace(ServerPlace):
-    """Resources of each engine of this entry, and the number of engines."""
+    """Node resources of each engine of an entry, and the number of engines."""
 
     num_gpus: Amount | None = Field(
         None,
@@ -210,7 +209,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Engines of one config; `engine` is named as the pool."""
+    """Engines with the same config. `engine` is their template and has the pool's name."""
 
     engine: Server
     needs: Needs
@@ -221,13 +220,13 @@ class Pool:
         return self.engine.name
 
     def names(self) -> list[str]:
-        """The names of all engines that there may be."""
+        """The names of all engines that the pool may have."""
         if self.scaling.most == 1:
             return [self.name]
         return [f"{self.name}-{number}" for number in range(self.scaling.most)]
 
     def server(self, name: str) -> Server:
-        """The engine of this name."""
+        """The engine with this name."""
         return replace(self.engine, name=name, config={**self.engine.config, "engine_name": name})
 
 
@@ -239,7 +238,7 @@ class RayPlan:
 
 
 def ray_plan(core: Entry, engines: Sequence[Entry]) -> RayPlan:
-    """The servers of a launch file and their needs. Raises `ConfigError`."""
+    """The servers of a launch file and their node resources. Raises `ConfigError`."""
     planned = plan(core.config, [engine.config for engine in engines])
     pools = []
     for entry, server in zip(engines, planned.engines, strict=True):
@@ -255,7 +254,8 @@ def ray_plan(core: Entry, engines: Sequence[Entry]) -> RayPlan:
 
 
 def _num_gpus(entry: Entry, place: EnginePlace) -> float:
-    """GPUs of one engine. Ray says which: a config that names one is refused."""
+    """Number of GPUs of one engine. Raises `ConfigError` for a config with a GPU index, because
+    Ray assigns the GPUs."""
     device = entry.config.get("device", "auto")
     if device.startswith("cuda:"):
         raise ConfigError(f"{entry.where}: `device`: Ray chooses; say `cuda`, not {device!r}")

@@ -1,4 +1,4 @@
-"""All that is done with Ray itself."""
+"""Calls to Ray: actors, placement groups and their names."""
 
 import time
 from collections.abc import Collection
@@ -19,29 +19,29 @@ from parrot.launch.configs import Server
 from parrot.launch.on_ray.actor import Address, ServerActor, ServerStatus
 from parrot.launch.on_ray.pools import Needs
 
-_END_MARGIN_S = 30.0
-_GET_S = 10.0  # for what is there already
+_END_MARGIN_S = 30.0  # Seconds beyond a server's own stop time after which its actor is killed.
+_GET_S = 10.0  # Seconds to fetch a result that Ray reports as ready.
 
 
 @dataclass(slots=True)
 class _Remote:
-    """An actor, and what it was asked last and has not answered."""
+    """An actor and its last request."""
 
     server: Server
     needs: Needs
     actor: Any
     group: PlacementGroup | None
-    asked: Any = None
+    asked: Any = None  # Ray's reference to the pending answer.
     has_answered: bool = False
-    problem: str = ""
-    ends_by: float | None = None
+    problem: str = ""  # The actor's last error.
+    ends_by: float | None = None  # Monotonic time when the actor is killed. None: not retired.
 
 
 class RayRuntime:
-    """Runs each server in an actor of its own, which is started again elsewhere when its node dies.
+    """Runs each server in its own actor. Ray restarts the actor on another node when its node dies.
 
-    An engine with several GPUs has a placement group, so that they are on one node, and stay its
-    own while it starts again there. `is_detached`: servers outlive whoever has started them."""
+    An engine with several GPUs has a placement group: all its GPUs are on one node and remain
+    reserved while it restarts. With `is_detached`, servers outlive the process that starts them."""
 
     def __init__(self, namespace: str, *, is_detached: bool) -> None:
         self._namespace = namespace
@@ -60,7 +60,7 @@ class RayRuntime:
 
     def retire(self, name: str) -> None:
         remote = self._remotes[name]
-        if not remote.has_answered:  # so nothing runs there
+        if not remote.has_answered:  # The actor has never started its server.
             self._remove(name)
             return
         remote.asked = remote.actor.stop.remote()
@@ -101,7 +101,7 @@ class RayRuntime:
                 remote.actor = self._actor(remote.server, remote.needs, remote.group)
         else:
             remote.has_answered = True
-        if remote.ends_by is not None:  # it has stopped, or its node is gone
+        if remote.ends_by is not None:  # The server has stopped, or its node has died.
             self._remove(name)
             return None
         return status
@@ -128,7 +128,7 @@ class RayRuntime:
         full_name = f"{self._namespace}/{name}"
         try:
             return get_placement_group(full_name)
-        except ValueError:  # there is none
+        except ValueError:  # No such group exists.
             amounts = {"CPU": needs.num_cpus, "GPU": needs.num_gpus, **needs.resources}
             bundle = {kind: amount for kind, amount in amounts.items() if amount}
             return placement_group(
@@ -143,7 +143,7 @@ class RayRuntime:
 
 
 def existing_servers(namespace: str) -> list[str]:
-    """The names of the actors that there are in a namespace."""
+    """The names of all actors in a namespace."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in actors if actor["namespace"] == namespace]
 

@@ -1,4 +1,4 @@
-"""A service on a Ray cluster: begun here, or left there and ended later, whatever of it is left."""
+"""A service on a Ray cluster: start it for this process, start it detached, or stop it."""
 
 import os
 import threading
@@ -20,17 +20,17 @@ from parrot.launch.on_ray.runtime import RayRuntime, existing_groups, existing_s
 from parrot.launch.on_ray.supervisor import Supervisor
 
 SUPERVISOR = "supervisor"
-ANSWER_S = 60.0  # what asking a supervisor may take
-_PLACED_S = 20.0  # for a server's actor to answer, if it has a place
-_MARGIN_S = 30.0  # beyond the time that a server may take to end
-_FOLLOWS_S = 15.0  # for a launcher that waits elsewhere to notice that its servers have ended
-_PAUSE_S = 0.25
+ANSWER_S = 60.0  # Timeout, in seconds, for an answer of the supervisor.
+_PLACED_S = 20.0  # Timeout, in seconds, for an answer of an actor that may not be placed yet.
+_MARGIN_S = 30.0  # Seconds added to a server's own stop time.
+_FOLLOWS_S = 15.0  # Seconds for a launcher process to notice that its servers were stopped.
+_PAUSE_S = 0.25  # Seconds between two looks at the list of actors.
 
 
 def end_service(namespace: str) -> list[str]:
-    """End all that a launch has begun in this namespace, after its calls: also what nobody
-    supervises any more. Returns the names of what there was. Raises `ClusterError` if there was
-    nothing, or something is left."""
+    """Drain and stop all servers of a namespace, with or without a supervisor. Returns their names.
+
+    Raises `ClusterError` if the namespace is empty or an actor remains."""
     found = existing_servers(namespace)
     groups = existing_groups(namespace)
     if not (found or groups):
@@ -47,19 +47,19 @@ def end_service(namespace: str) -> list[str]:
 
 
 def _ask_supervisor(namespace: str) -> None:
-    """Let the supervisor end its servers, and see to it that it is gone itself."""
+    """Tell the supervisor to stop its servers, then kill the supervisor's actor."""
     try:
         actor = ray.get_actor(SUPERVISOR, namespace)
-    except ValueError:  # it has gone
+    except ValueError:  # The supervisor has exited.
         return
-    with suppress(RayError):  # it has ended, or died while it ended the others
+    with suppress(RayError):  # The supervisor exited, or died while it stopped its servers.
         patience_s = ray.get(actor.stop_s.remote(), timeout=ANSWER_S)
         ray.get(actor.stop.remote(), timeout=patience_s + ANSWER_S)
     ray.kill(actor, no_restart=True)
 
 
 def _end_servers(names: Sequence[str], namespace: str) -> None:
-    """End servers without their supervisor, engines first."""
+    """Stop servers that have no supervisor, engines first."""
     engines = [name for name in names if name != CORE_NAME]
     for group in (engines, [name for name in names if name == CORE_NAME]):
         _ask_to_stop(_actors(group, namespace))
@@ -68,7 +68,8 @@ def _end_servers(names: Sequence[str], namespace: str) -> None:
 
 
 def _ask_to_stop(actors: Sequence[Any]) -> None:
-    """Return when the servers of all actors that have a place have ended, or their time is over."""
+    """Stop the servers of all actors that Ray has placed. Returns when they have stopped, or after
+    the longest of their stop times."""
     if not actors:
         return
     asked = {actor.stop_s.remote(): actor for actor in actors}
@@ -85,13 +86,13 @@ def _ask_to_stop(actors: Sequence[Any]) -> None:
 def _actors(names: Sequence[str], namespace: str) -> list[Any]:
     found = []
     for name in names:
-        with suppress(ValueError):  # it has gone
+        with suppress(ValueError):  # The actor has exited.
             found.append(ray.get_actor(name, namespace))
     return found
 
 
 def _still_there(namespace: str, timeout_s: float) -> list[str]:
-    """The servers that are there after the timeout; none as soon as none is."""
+    """The actors that still exist after the timeout. Returns at once when none exists."""
     deadline = time.monotonic() + timeout_s
     while (left := existing_servers(namespace)) and time.monotonic() < deadline:
         time.sleep(_PAUSE_S)
@@ -100,8 +101,8 @@ def _still_there(namespace: str, timeout_s: float) -> list[str]:
 
 @contextmanager
 def connected(address: str, name: str) -> Iterator[str]:
-    """Enter with the namespace of the service of this name on a Ray cluster. Raises
-    `ClusterError`."""
+    """Connect to a Ray cluster. The context's value is the Ray namespace of the service `name`.
+    Raises `ClusterError`."""
     namespace = f"parrot-{name}"
     try:
         ray.init(address=address, namespace=namespace, logging_level="WARNING")
@@ -125,8 +126,8 @@ def serving(
     tell: Callable[[str], None],
     hurried: threading.Event,
 ) -> Iterator[Supervisor]:
-    """Enter when all servers are ready; leaving ends all, once `hurried` is set without waiting for
-    their calls. Raises `ClusterError`."""
+    """Start all servers, enter when they are ready, and stop them on exit. Once `hurried` is set,
+    the exit does not wait for running calls. Raises `ClusterError`."""
     _refuse_second(namespace)
     runtime = RayRuntime(namespace, is_detached=False)
     supervisor = Supervisor(plan, runtime, tell, threading.Event().wait)
@@ -139,8 +140,8 @@ def serving(
 
 
 def launch_detached(plan: RayPlan, namespace: str, ready_timeout_s: float) -> str:
-    """Start a service that stays when this process ends; returns ServeCore's address when all is
-    ready. Raises `ClusterError`, after all has been ended again."""
+    """Start a service that outlives this process. Returns ServeCore's URL when all servers are
+    ready. On failure it stops all servers and raises `ClusterError`."""
     _refuse_second(namespace)
     kind = ray.remote(_DetachedSupervisor).options(
         name=SUPERVISOR,
@@ -169,8 +170,8 @@ def _refuse_second(namespace: str) -> None:
 
 
 class _DetachedSupervisor:
-    """Supervises in an actor. Started again, it takes over the servers that are there; when all has
-    ended it is not started again."""
+    """Runs the supervisor in an actor. After a restart by Ray it takes over the existing servers.
+    When all servers have stopped, the actor exits without a restart."""
 
     def __init__(self, plan: RayPlan, namespace: str, ready_timeout_s: float) -> None:
         self._ready_timeout_s = ready_timeout_s
@@ -183,11 +184,12 @@ class _DetachedSupervisor:
         self._thread.start()
 
     def stop_s(self) -> float:
-        """Seconds that ending takes at most."""
+        """Upper bound for the duration of `stop`, in seconds."""
         return self._supervisor.stop_s
 
     def begun(self) -> tuple[str | None, str]:
-        """ServeCore's address when all is ready, or why it is not; then all has been ended."""
+        """Wait for the start. Returns ServeCore's URL and an empty string, or, after all servers
+        were stopped, the error message as second item."""
         problem = self._begun.result()
         return self._supervisor.core_url, problem
 
@@ -213,7 +215,7 @@ class _DetachedSupervisor:
             os._exit(1)
         if problem:
             self._begun.set_result(problem)
-            self._is_over.wait(ANSWER_S)  # for the launcher, if it is still there, to hear it
+            self._is_over.wait(ANSWER_S)  # The launcher needs time to read the problem.
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -1,4 +1,4 @@
-"""Which servers there are to be, and seeing to it that there are."""
+"""Decides which servers run, and starts and stops them."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -11,43 +11,43 @@ from parrot.launch.on_ray.actor import Address, ServerStatus
 from parrot.launch.on_ray.pools import Autoscaler, Needs, Pool, RayPlan, measured, spared
 from parrot.protocol.public import EngineStatus, ReadyResponse
 
-TICK_S = 2.0
-_STARTING_S = 0.25
-_MARGIN_S = 60.0  # what ending a server may take beyond its own time
+TICK_S = 2.0  # Seconds between two ticks, and timeout of a poll of all servers.
+_STARTING_S = 0.25  # Seconds between two ticks while the service starts.
+_MARGIN_S = 60.0  # Seconds beyond a server's own stop time until `stop` gives up.
 
 
 class Runtime(Protocol):
-    """Where servers run. No method waits for longer than it is told."""
+    """Starts and stops servers. No method blocks for longer than its timeout."""
 
     @property
     def names(self) -> Collection[str]:
-        """The servers that were started and are not gone, those that end included."""
+        """The servers that were started and have not been removed, including stopping ones."""
         ...
 
     def start(self, server: Server, needs: Needs) -> None:
-        """Find a place for a server, however long that takes, and run it there; or take over the
-        one of this name that runs already."""
+        """Run a server as soon as a node has the resources, or take over the running server of
+        this name. Returns at once."""
         ...
 
     def retire(self, name: str) -> None:
-        """Begin to end a server; its name stays until it is gone."""
+        """Begin to stop a server. Its name stays in `names` until it has stopped."""
         ...
 
     def poll(self, core: Address | None, timeout_s: float) -> dict[str, ServerStatus]:
-        """Tell all servers where ServeCore is; returns what those say that answer in time."""
+        """Send ServeCore's address to all servers. Returns the status of each server that answers
+        within `timeout_s`."""
         ...
 
     def problem(self, name: str) -> str:
-        """Why a server does not run yet, as far as that is known."""
+        """Why a server does not run yet."""
         ...
 
 
 class Supervisor:
-    """Starts ServeCore and the least number of engines of each pool, adds and takes away engines by
-    their load, and tells them where ServeCore is when that has moved.
+    """Starts ServeCore and the minimum number of engines of each pool, scales the pools by load,
+    and reports a new address of ServeCore to the engines.
 
-    All is decided anew at each `tick` from what the servers say, so nothing need be remembered
-    over a restart of this one."""
+    Each tick decides from the servers' current status, so a restarted supervisor needs no state."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Supervisor:
         wait: Callable[[float], bool],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait` returns after as many seconds, or earlier and True: then `run` is to return."""
+        """`wait(seconds)` sleeps and returns False, or returns True early to make `run` return."""
         self._plan = plan
         self._runtime = runtime
         self._tell = tell
@@ -72,23 +72,23 @@ class Supervisor:
 
     @property
     def stop_s(self) -> float:
-        """Seconds that `stop` takes at most."""
+        """Upper bound for the duration of `stop`, in seconds."""
         engines = max(pool.engine.stop_s for pool in self._plan.pools)
         return engines + self._plan.core.stop_s + 2 * _MARGIN_S
 
     @property
     def core_url(self) -> str | None:
-        """ServeCore's address; None while it never answered."""
+        """ServeCore's URL. None before ServeCore has reported its address."""
         return None if self._core is None else f"http://{self._core[0]}:{self._core[1]}"
 
     @property
     def serving(self) -> Mapping[str, EngineStatus]:
-        """The engines that ServeCore knew at the last tick, by name."""
+        """The engines that were registered with ServeCore at the last tick, by name."""
         return self._serving
 
     @property
     def missing(self) -> list[str]:
-        """The names of wanted servers that do not serve."""
+        """The names of servers that were started but do not serve yet."""
         core = self._plan.core.name
         wanted = [name for pool in self._plan.pools for name in self._present(pool)]
         missing = [name for name in wanted if name not in self._serving]
@@ -98,8 +98,8 @@ class Supervisor:
     # Life
 
     def start(self, existing: Collection[str] = ()) -> None:
-        """Start what there is not: `existing` are the names of servers that an earlier supervisor
-        has started."""
+        """Start all missing servers. `existing` are the names of servers that an earlier
+        supervisor started; they are taken over."""
         self._runtime.start(self._plan.core, self._plan.core_needs)
         for pool in self._plan.pools:
             there = [name for name in pool.names() if name in existing]
@@ -109,9 +109,10 @@ class Supervisor:
             self._fit(pool)
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return when all that was started serves, or `wait` says that it is over. Raises
-        `ClusterError` as soon as a server has ended twice by itself or was ended from elsewhere, or
-        after the timeout."""
+        """Return when all started servers serve, or when `wait` returns True.
+
+        Raises `ClusterError` when a server has crashed twice, when another process stops the
+        service, or after the timeout."""
         deadline = self._now() + timeout_s
         while self._tick() or self.missing:
             if self._was_ended:
@@ -126,8 +127,7 @@ class Supervisor:
                 return
 
     def run(self) -> None:
-        """Keep the service as it is to be, until `wait` says that it is over, or somebody ends its
-        servers from elsewhere."""
+        """Tick every 2 s until `wait` returns True, or another process stops the servers."""
         while not self._wait(TICK_S):
             self._tick()
             if self._was_ended:
@@ -135,8 +135,9 @@ class Supervisor:
                 return
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """End all servers, engines first and after their calls; returns when all are gone or, once
-        it is hurried, when all were asked to end: those left end with this process's actors."""
+        """Drain and stop all servers, engines first. Returns when all have stopped. Once
+        `is_hurried` returns True, it returns when all were told to stop; the remaining servers end
+        with the actors of this process."""
         core = self._plan.core
         engines = [name for name in self._runtime.names if name != core.name]
         waits_s = [pool.engine.stop_s for pool in self._plan.pools]
@@ -157,11 +158,11 @@ class Supervisor:
 
     @property
     def _was_ended(self) -> bool:
-        """Whether somebody else ends the service."""
+        """Whether another process stops the service."""
         return any(status.is_over for status in self._statuses.values())
 
     def _tick(self) -> bool:
-        """See how all is, and begin to change what is not as it is to be; whether it began to."""
+        """Poll all servers and start or stop engines as needed. Returns whether it did."""
         self._statuses = self._runtime.poll(self._core, TICK_S)
         self._leaving &= set(self._runtime.names)
         self._note_deaths()
@@ -188,7 +189,8 @@ class Supervisor:
         self._core = status.address
 
     def _ready(self) -> ReadyResponse | None:
-        """ServeCore's answer; one without engines if it has none yet."""
+        """ServeCore's last answer to `/ready`. None if ServeCore did not answer. Without engines
+        if ServeCore is not ready."""
         status = self._statuses.get(self._plan.core.name)
         if status is None or status.ready is None:
             return None
@@ -198,7 +200,7 @@ class Supervisor:
         return ReadyResponse.model_validate(answer)
 
     def _scale(self, pool: Pool) -> bool:
-        """Fit the pool to its load; whether that changed anything."""
+        """Scale the pool to its load. Returns whether engines were started or stopped."""
         serving = [self._serving[name] for name in self._present(pool) if name in self._serving]
         scaler = self._scalers[pool.name]
         before = scaler.wanted
@@ -208,7 +210,7 @@ class Supervisor:
         return self._fit(pool)
 
     def _fit(self, pool: Pool) -> bool:
-        """Start or end as many engines as are wanted; whether it did."""
+        """Start or stop engines until the pool has the wanted number. Returns whether it did."""
         wanted = self._scalers[pool.name].wanted
         present = self._present(pool)
         free = [name for name in pool.names() if name not in self._runtime.names]
@@ -226,7 +228,7 @@ class Supervisor:
         self._runtime.retire(name)
 
     def _present(self, pool: Pool) -> list[str]:
-        """The names of its engines, but for those that end."""
+        """The names of the pool's engines, without those that are stopping."""
         there = set(self._runtime.names) - self._leaving
         return [name for name in pool.names() if name in there]
 
