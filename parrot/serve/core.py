@@ -392,7 +392,7 @@ class ServeCore:
         self.shut_down()
         await self.tasks.close()
         await self._timers.close()
-        kv = self.dispatcher.kv_log.total
+        kv = self.dispatcher.kv_stats.total
         self.events.emit(CoreClosed, kv.hit, kv.recomputed.total(), kv.evicted)
 
     def _require_open(self) -> None:

@@ -249,7 +249,7 @@ def _dispatcher_families(dispatcher: Dispatcher) -> Iterable[Metric]:
     queued = dispatcher.num_queued
     yield gauge("parrot_num_requests_waiting", "Completions queued.", {(): queued})
     yield from _engine_families(dispatcher.fleet.views())
-    yield from _kv_families(dispatcher.kv_log.total)
+    yield from _kv_families(dispatcher.kv_stats.total)
     yield counter(
         "parrot_eager_fill_tokens",
         "Prompt tokens computed while their calls waited for inputs, and what became of them.",

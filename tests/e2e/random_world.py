@@ -113,7 +113,7 @@ class World:
         as long as others were forked from them."""
         ledger = self.core.dispatcher._ledger
         for engine in self.engines:
-            account = ledger._accounts[engine.engine_id]
+            account = ledger._memories[engine.engine_id]
             tree = engine.service._require_core()._tree
             assert {context.context_id for context in tree} == set(account.contexts), engine.name
             for context in account.contexts.values():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
-from parrot.serve.contexts.index import Kept, LedgerContext, Residence, Room
+from parrot.serve.contexts.index import GpuTier, KvUsage, LedgerContext, ServerCache
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LazyHeap, LruDict
 from parrot.utils.weighted_shares import WeightedShare, WeightedShares
@@ -14,11 +14,11 @@ from parrot.utils.weighted_shares import WeightedShare, WeightedShares
 WeightOf = Callable[[str], float]
 
 
-_REVIEW = 0.25  # a prediction is made anew after this part of the time to the next use
-_SOONER = 0.9  # a use expected within this part of the predicted time changes the order
-_MIN_REVIEW_S = 0.05
-_MAX_LOOKS = 8  # predictions made anew before one context is evicted, of either kind
-_MAX_FIRST_LOOKS = 64  # likewise, of contexts that have no prediction yet
+_REPREDICT_FRACTION = 0.25  # a prediction is made anew after this part of the time to the next use
+_SOONER_FRACTION = 0.9  # a use expected within this part of the predicted time changes the order
+_MIN_REPREDICT_S = 0.05
+_MAX_REPREDICTIONS = 8  # predictions made anew before one context is evicted, of either kind
+_MAX_FIRST_PREDICTIONS = 64  # likewise, of contexts that have no prediction yet
 
 
 class LeastRecentlyUsed:
@@ -40,7 +40,7 @@ class LeastRecentlyUsed:
         """It is not idle any more, or gone."""
         self._idle.pop(context.id)
 
-    def first(self) -> LedgerContext | None:
+    def first_to_evict(self) -> LedgerContext | None:
         """The one to evict; None if none is idle."""
         oldest = self._idle.oldest()
         return None if oldest is None else oldest[1]
@@ -58,49 +58,58 @@ class FarthestNextUse:
     def __init__(self, predict: Callable[[LedgerContext, float], float], clock: Clock) -> None:
         self._predict = predict
         self._clock = clock
-        self._fresh: dict[LedgerContext, None] = {}  # idle ones without a prediction yet
-        self._farthest: LazyHeap[LedgerContext, float] = (
+        self._unpredicted: dict[LedgerContext, None] = {}  # idle ones without a prediction yet
+        self._by_next_use: LazyHeap[LedgerContext, float] = (
             LazyHeap()
         )  # the others, by minus the next use
-        self._reviews: LazyHeap[LedgerContext, float] = LazyHeap()
+        self._prediction_expiry: LazyHeap[LedgerContext, float] = LazyHeap()
 
     def __len__(self) -> int:
-        return len(self._fresh) + len(self._farthest)
+        return len(self._unpredicted) + len(self._by_next_use)
 
     def add(self, context: LedgerContext, *, recent: bool) -> None:
         self.discard(context)
-        self._fresh[context] = None
+        self._unpredicted[context] = None
 
     def discard(self, context: LedgerContext) -> None:
-        self._fresh.pop(context, None)
-        self._farthest.discard(context)
-        self._reviews.discard(context)
+        self._unpredicted.pop(context, None)
+        self._by_next_use.discard(context)
+        self._prediction_expiry.discard(context)
 
-    def first(self) -> LedgerContext | None:
+    def first_to_evict(self) -> LedgerContext | None:
         now = self._clock.now()
-        for context in list(islice(self._fresh, _MAX_FIRST_LOOKS)):
-            self._file(context, now)
-        looks = 0
-        while (due := self._reviews.top()) and due[0] <= now and looks < _MAX_LOOKS:
-            self._file(due[1], now)
-            looks += 1
-        looks = 0
-        while (top := self._farthest.top()) is not None:
+        for context in list(islice(self._unpredicted, _MAX_FIRST_PREDICTIONS)):
+            self._repredict(context, now)
+        num_repredicted = 0
+        while (
+            (due := self._prediction_expiry.top())
+            and due[0] <= now
+            and num_repredicted < _MAX_REPREDICTIONS
+        ):
+            self._repredict(due[1], now)
+            num_repredicted += 1
+        num_repredicted = 0
+        while (top := self._by_next_use.top()) is not None:
             rest_s, context = -top[0] - now, top[1]
-            if looks == _MAX_LOOKS or self._predict(context, now) - now >= _SOONER * rest_s:
+            if (
+                num_repredicted == _MAX_REPREDICTIONS
+                or self._predict(context, now) - now >= _SOONER_FRACTION * rest_s
+            ):
                 return context
-            self._file(context, now)  # it is expected sooner by now
-            looks += 1
+            self._repredict(context, now)  # it is expected sooner by now
+            num_repredicted += 1
         return None
 
     def context_ids(self) -> Collection[int]:
-        return {context.id for context in (*self._fresh, *self._farthest)}
+        return {context.id for context in (*self._unpredicted, *self._by_next_use)}
 
-    def _file(self, context: LedgerContext, now: float) -> None:
-        self._fresh.pop(context, None)
+    def _repredict(self, context: LedgerContext, now: float) -> None:
+        self._unpredicted.pop(context, None)
         when = self._predict(context, now)
-        self._farthest.set(context, -when)
-        self._reviews.set(context, now + max(_MIN_REVIEW_S, _REVIEW * (when - now)))
+        self._by_next_use.set(context, -when)
+        self._prediction_expiry.set(
+            context, now + max(_MIN_REPREDICT_S, _REPREDICT_FRACTION * (when - now))
+        )
 
 
 EvictionOrder = LeastRecentlyUsed | FarthestNextUse
@@ -198,24 +207,24 @@ class IdleByTenant:
         if not len(tenant.idle):
             self._order.discard(tenant)
 
-    def first(self, asking: str | None = None) -> LedgerContext | None:
-        """The one to evict for the tenant `asking`; None if there is none that it may have. Without
-        a tenant, it may be anybody's."""
+    def first_to_evict(self, requester: str | None = None) -> LedgerContext | None:
+        """The one to evict for the tenant `requester`; None if there is none that it may have.
+        Without a tenant, it may be anybody's."""
         if len(self._tenants) < 2:
-            return self._of_any(None)
-        loser = self._order.first()
-        if loser is not None:
+            return self._first_of(None)
+        victim = self._order.first()
+        if victim is not None:
             share = self.capacity / self._weight
-            if loser.is_away or self._order.level(loser) > share:
-                return loser.idle.first()
-        return self._of_any(asking)
+            if victim.is_away or self._order.level(victim) > share:
+                return victim.idle.first_to_evict()
+        return self._first_of(requester)
 
-    def _of_any(self, asking: str | None) -> LedgerContext | None:
+    def _first_of(self, requester: str | None) -> LedgerContext | None:
         """The first of the tenant that asks, or, without one, of anybody."""
-        if asking is not None:
-            tenant = self._tenants.get(asking)
-            return None if tenant is None else tenant.idle.first()
-        firsts = (tenant.idle.first() for tenant in self._tenants.values())
+        if requester is not None:
+            tenant = self._tenants.get(requester)
+            return None if tenant is None else tenant.idle.first_to_evict()
+        firsts = (tenant.idle.first_to_evict() for tenant in self._tenants.values())
         return next((first for first in firsts if first is not None), None)
 
     def context_ids(self) -> Collection[int]:
@@ -235,16 +244,16 @@ class IdleByTenant:
 
 
 @dataclass(slots=True, kw_only=True)
-class EngineMemory(Room):
-    """Sizes are in tokens, rounded up to blocks. `capacity` counts the `host`'s, too; `residence`
-    None: there is no host tier; `kept` None: the engine keeps what the ledger says, with no server
-    behind it that does as it likes."""
+class EngineMemory(KvUsage):
+    """Sizes are in tokens, rounded up to blocks. `capacity` counts the `host`'s, too; `gpu_tier`
+    None: there is no host tier; `server_cache` None: the engine keeps what the ledger says, with
+    no server behind it that does as it likes."""
 
     block_size: int
     rules: EvictionRules
     contexts: dict[int, LedgerContext] = field(default_factory=dict)
-    residence: Residence | None = None
-    kept: Kept | None = None
+    gpu_tier: GpuTier | None = None
+    server_cache: ServerCache | None = None
     # Of the only tenant, before there are several: its contexts without users and forks.
     _idle: EvictionOrder | None = field(init=False, default=None)
     _tenant: str = field(init=False, default="")
@@ -254,7 +263,7 @@ class EngineMemory(Room):
     def opened(self, context: LedgerContext) -> int:
         """Returns the context's size."""
         if self._by_tenant is None and (self._idle is None or context.tenant != self._tenant):
-            self._came(context.tenant)
+            self._add_tenant(context.tenant)
         size = self.size(context)
         self.contexts[context.id] = context
         self.used += size
@@ -264,7 +273,7 @@ class EngineMemory(Room):
             self._by_tenant.opened(context, size)
         return size
 
-    def _came(self, tenant: str) -> None:
+    def _add_tenant(self, tenant: str) -> None:
         """Another tenant comes. It may be the only one again."""
         if self._idle is None or not self.contexts:
             self._idle, self._tenant = self.rules.make_order(), tenant
@@ -301,25 +310,25 @@ class EngineMemory(Room):
         assert order is not None, "there was no context"
         return order
 
-    def first_to_evict(self, asking: str | None = None) -> LedgerContext | None:
+    def first_to_evict(self, requester: str | None = None) -> LedgerContext | None:
         """See `IdleByTenant.first`. The only tenant's contexts go in their own order."""
         if self._by_tenant is not None:
-            return self._by_tenant.first(asking)
-        return None if self._idle is None else self._idle.first()
+            return self._by_tenant.first_to_evict(requester)
+        return None if self._idle is None else self._idle.first_to_evict()
 
     def idle_ids(self) -> Collection[int]:
         return self._order().context_ids() if self.contexts else ()
 
     def use(self, context: LedgerContext) -> None:
         """A run has it on the device."""
-        if self.residence is not None:
-            self.residence.use(context)
-        if self.kept is not None:
-            self.kept.use(context)
+        if self.gpu_tier is not None:
+            self.gpu_tier.use(context)
+        if self.server_cache is not None:
+            self.server_cache.use(context)
 
     def trim(self) -> None:
-        if self.kept is not None:
-            self.kept.trim()
+        if self.server_cache is not None:
+            self.server_cache.trim()
 
     def size(self, context: LedgerContext) -> int:
         """Tokens of the blocks that only this context and its forks have: a fork inside a block
@@ -341,10 +350,10 @@ class EngineMemory(Room):
             self._by_tenant.check_integrity({context: self.size(context) for context in contexts})
         for context in contexts:
             _check_links(context, self.contexts)
-        if self.residence is not None:
-            self.residence.check_integrity()
-        if self.kept is not None:
-            self.kept.check_integrity(contexts)
+        if self.gpu_tier is not None:
+            self.gpu_tier.check_integrity()
+        if self.server_cache is not None:
+            self.server_cache.check_integrity(contexts)
 
 
 def _check_links(context: LedgerContext, live: Mapping[int, LedgerContext]) -> None:
@@ -361,8 +370,8 @@ class Owners:
     """The contexts by owner: a session has them until it ends, a tenant until nobody has used them
     for long. What sessions have is promised to them in `rooms`, by engine."""
 
-    def __init__(self, rooms: Mapping[int, Room]) -> None:
-        self._rooms = rooms
+    def __init__(self, kv_usage: Mapping[int, KvUsage]) -> None:
+        self._kv_usage = kv_usage
         self._sizes: dict[int, int] = {}  # of sessions' contexts
         self._by_session: dict[int, dict[int, LedgerContext]] = {}
         self._of_tenants: LruDict[int, LedgerContext] = LruDict()
@@ -378,8 +387,8 @@ class Owners:
     def resized(self, context: LedgerContext, added: int) -> None:
         if context.id in self._sizes:
             self._sizes[context.id] += added
-            if (room := self._rooms.get(context.engine_id)) is not None:
-                room.promised += added
+            if (usage := self._kv_usage.get(context.engine_id)) is not None:
+                usage.session_tokens += added
 
     def remove(self, context: LedgerContext) -> None:
         if isinstance(context.owner, str):
@@ -392,7 +401,7 @@ class Owners:
         if not owned:
             del self._by_session[context.owner]
 
-    def share(self, context: LedgerContext, tenant: str) -> None:
+    def give_to_tenant(self, context: LedgerContext, tenant: str) -> None:
         """Leave a session's context to its tenant: others want it, too."""
         if isinstance(context.owner, int):
             self.remove(context)
@@ -403,7 +412,7 @@ class Owners:
         """The session's contexts in the order in which they became its."""
         return list(self._by_session.get(session_id, {}).values())
 
-    def is_of(self, context: LedgerContext, session_id: int) -> bool:
+    def is_owned_by(self, context: LedgerContext, session_id: int) -> bool:
         return context.id in self._by_session.get(session_id, {})
 
     def touch(self, context: LedgerContext) -> None:
@@ -426,8 +435,10 @@ class Owners:
     def check_integrity(self, sizes: Mapping[LedgerContext, int]) -> None:
         """Recount by the sizes of all contexts. Raises AssertionError with what differs."""
         assert self.context_ids() == {context.id for context in sizes}, self.context_ids()
-        promised = dict.fromkeys(self._rooms, 0)
+        promised = dict.fromkeys(self._kv_usage, 0)
         for context, size in sizes.items():
             if isinstance(context.owner, int) and context.engine_id in promised:
                 promised[context.engine_id] += size
-        assert promised == {engine_id: room.promised for engine_id, room in self._rooms.items()}
+        assert promised == {
+            engine_id: usage.session_tokens for engine_id, usage in self._kv_usage.items()
+        }

@@ -38,7 +38,7 @@ over their weight. The next use is a rate (see `forecast`), and a use that comes
 after m seconds has the rate p / m. So what is returned is m(e) / p(e).
 
 Three priors keep it sane where little was seen: the salt's other functions count like
-`_OTHERS_WEIGHT` observations; `_DOUBT` of an observation says that T goes on as long again as it
+`_SALT_PRIOR` observations; `_TAIL_PRIOR` of an observation says that T goes on as long again as it
 has lasted; and c begins at one half. Old observations fade by halves.
 """
 
@@ -63,23 +63,26 @@ from parrot.serve.prompts.segments import (
 )
 from parrot.utils.heaps import LruDict
 
-_FIRST_S = 0.02
-_RATIO = 1.1
-_BOUNDS_S = (0.0, *(_FIRST_S * _RATIO**i for i in range(130)))  # up to 4,400 s, and beyond
+_FIRST_BOUND_S = 0.02
+_BOUND_RATIO = 1.1
+_BOUNDS_S = (
+    0.0,
+    *(_FIRST_BOUND_S * _BOUND_RATIO**i for i in range(130)),
+)  # up to 4,400 s, and beyond
 _MAX_WEIGHT = 256.0  # of observations; older ones fade
-_MAX_KNOWN = 8192  # functions and salts; those unused for longest are forgotten
-_OTHERS_WEIGHT = 2.0  # what the salt's other functions say counts like so many observations
-_DOUBT = 0.5  # likewise, that it goes on as long again as it has lasted
-_USUAL_S = 10.0  # taken to have elapsed at least, in that
-_MIN_CHANCE = 1e-4
+_MAX_HISTOGRAMS = 8192  # functions and salts; those unused for longest are forgotten
+_SALT_PRIOR = 2.0  # what the salt's other functions say counts like so many observations
+_TAIL_PRIOR = 0.5  # likewise, that it goes on as long again as it has lasted
+_MIN_TAIL_S = 10.0  # taken to have elapsed at least, in that
+_MIN_PROBABILITY = 1e-4
 
 
 Forecast = Callable[[], float]
 """When a completion that waits will have its inputs, on the clock's scale; infinite if nobody
 knows."""
-GROUPED = 16  # links
-_SOON_S = 0.5  # what is due or overdue is expected within this
-_OPEN_END_S = 60.0  # what waits for the program itself, of which nothing is known
+GROUP_SIZE = 16  # links in one group
+_MIN_NEXT_USE_S = 0.5  # what is due or overdue is expected within this
+_MAX_INPUT_WAIT_S = 60.0  # what waits for the program itself, of which nothing is known
 
 
 class _Histogram:
@@ -95,13 +98,13 @@ class _Histogram:
         self._counts[bisect_right(_BOUNDS_S, think_s) - 1] += 1
         self.num_continued += 1
         self._tails = None
-        self._fade()
+        self._halve_if_full()
 
     def abandon(self, count: int) -> None:
         self.num_abandoned += count
-        self._fade()
+        self._halve_if_full()
 
-    def beyond(self, elapsed_s: float) -> tuple[float, float]:
+    def tail(self, elapsed_s: float) -> tuple[float, float]:
         """The weight of the observed think times that were longer, and the sum of their rests."""
         if not self.num_continued:
             return 0.0, 0.0
@@ -123,7 +126,7 @@ class _Histogram:
         sums = accumulate(reversed(times), initial=0.0)
         return list(zip(weights, sums, strict=True))[::-1]
 
-    def _fade(self) -> None:
+    def _halve_if_full(self) -> None:
         if self.num_continued + self.num_abandoned <= _MAX_WEIGHT:
             return
         self._counts = [count / 2 for count in self._counts]
@@ -134,17 +137,17 @@ class _Histogram:
 
 def _middle(bucket: int) -> float:
     low = _BOUNDS_S[bucket]
-    return low * (1 + _RATIO) / 2 if bucket else _FIRST_S / 2
+    return low * (1 + _BOUND_RATIO) / 2 if bucket else _FIRST_BOUND_S / 2
 
 
-_UNKNOWN = _Histogram()
+_EMPTY = _Histogram()
 
 
 class ThinkTimes:
     """Learns from calls that end, and from those that continue them or never do."""
 
     def __init__(self) -> None:
-        self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_KNOWN)  # and of salts
+        self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_HISTOGRAMS)  # and of salts
         self._open: dict[int, Counter[Source]] = {}  # ended and not continued, by session
 
     @property
@@ -179,19 +182,19 @@ class ThinkTimes:
     def expected_s(self, source: Source, elapsed_s: float) -> float:
         """Expected seconds until a call that ended `elapsed_s` ago is continued, over the chance
         that it is continued at all."""
-        own = self._known.peek(source) or _UNKNOWN
-        others = self._known.peek(source.salt) or _UNKNOWN
-        share = _OTHERS_WEIGHT / max(others.num_continued, _OTHERS_WEIGHT)
-        own_weight, own_s = own.beyond(elapsed_s)
-        others_weight, others_s = others.beyond(elapsed_s)
+        own = self._known.peek(source) or _EMPTY
+        others = self._known.peek(source.salt) or _EMPTY
+        share = _SALT_PRIOR / max(others.num_continued, _SALT_PRIOR)
+        own_weight, own_s = own.tail(elapsed_s)
+        others_weight, others_s = others.tail(elapsed_s)
         weight = own_weight + share * others_weight
-        doubt_s = _DOUBT * max(elapsed_s, _USUAL_S)
-        rest_s = (own_s + share * others_s + doubt_s) / (weight + _DOUBT)
+        doubt_s = _TAIL_PRIOR * max(elapsed_s, _MIN_TAIL_S)
+        rest_s = (own_s + share * others_s + doubt_s) / (weight + _TAIL_PRIOR)
         num_seen = own.num_continued + share * others.num_continued
-        lasting = (weight + _DOUBT) / (num_seen + _DOUBT)
-        usual = _chance(own, others)
+        lasting = (weight + _TAIL_PRIOR) / (num_seen + _TAIL_PRIOR)
+        usual = _continue_probability(own, others)
         chance = usual * lasting
-        return rest_s / max(chance / (chance + 1 - usual), _MIN_CHANCE)
+        return rest_s / max(chance / (chance + 1 - usual), _MIN_PROBABILITY)
 
     def _histograms(self, source: Source) -> Iterator[_Histogram]:
         """Yield that of the function and that of its salt, new or not."""
@@ -201,14 +204,14 @@ class ThinkTimes:
             yield histogram
 
 
-def _chance(own: _Histogram, others: _Histogram) -> float:
+def _continue_probability(own: _Histogram, others: _Histogram) -> float:
     """The probability that a call is continued at all."""
     usual = (others.num_continued + 1) / (others.num_continued + others.num_abandoned + 2)
     num_known = own.num_continued + own.num_abandoned
-    return (own.num_continued + _OTHERS_WEIGHT * usual) / (num_known + _OTHERS_WEIGHT)
+    return (own.num_continued + _SALT_PRIOR * usual) / (num_known + _SALT_PRIOR)
 
 
-_UNUSED_S = 600.0  # a context that nobody is known to want
+_UNEXPECTED_USE_S = 600.0  # a context that nobody is known to want
 
 
 @dataclass(slots=True)
@@ -232,7 +235,7 @@ class Expectations:
     def remove_queued(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._expected[key].num_queued -= 1
-            self._tidy(key)
+            self._remove_if_unused(key)
 
     def add_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
         for key in keys:
@@ -241,7 +244,7 @@ class Expectations:
     def remove_waiting(self, keys: Iterable[bytes], forecast: Forecast) -> None:
         for key in keys:
             self._expected[key].waiting.pop(forecast)
-            self._tidy(key)
+            self._remove_if_unused(key)
 
     def soonest(self, boundaries: Iterable[Boundary], now: float) -> float | None:
         """When the first of them is used; None if none is expected to be."""
@@ -258,7 +261,7 @@ class Expectations:
         own = {key: e.num_queued + len(e.waiting) for key, e in self._expected.items()}
         assert own == counts, (own, counts)
 
-    def _tidy(self, key: bytes) -> None:
+    def _remove_if_unused(self, key: bytes) -> None:
         expectation = self._expected[key]
         if not expectation.num_queued and not expectation.waiting:
             del self._expected[key]
@@ -270,18 +273,18 @@ def next_use(
     """When the context is expected to be used, on the clock's scale, by what is expected and what
     was learnt."""
     idle_s = now - context.last_used
-    rate = 1 / (_UNUSED_S + idle_s)
+    rate = 1 / (_UNEXPECTED_USE_S + idle_s)
     when = expectations.soonest(context.boundaries, now)
     if when is not None:
-        rate += 1 / min(max(when - now, _SOON_S), _OPEN_END_S)
+        rate += 1 / min(max(when - now, _MIN_NEXT_USE_S), _MAX_INPUT_WAIT_S)
     num_forks = context.num_forks
-    if context.awaiting is not None:
-        source, since = context.awaiting
-        rate += 1 / max(think_times.expected_s(source, now - since), _SOON_S)
+    if context.expected_call is not None:
+        source, since = context.expected_call
+        rate += 1 / max(think_times.expected_s(source, now - since), _MIN_NEXT_USE_S)
         num_forks -= 1  # the session's own next call
     if num_forks > 0:
         between_s = (context.last_used - context.opened_at) / num_forks
-        rate += 1 / max(between_s, idle_s, _SOON_S)
+        rate += 1 / max(between_s, idle_s, _MIN_NEXT_USE_S)
     return now + 1 / rate
 
 
@@ -329,8 +332,8 @@ class ReadyPrefixes:
         prefix, num_known = self._waiting.get(completion), 0
         if prefix is not None:
             num_known = len(prefix.keys)
-        elif _is_begun(completion):
-            prefix = self._waiting[completion] = self._begin(completion, forecast)
+        elif _has_prefix(completion):
+            prefix = self._waiting[completion] = self._new_prefix(completion, forecast)
         else:
             return None
         prefix.grow(completion)
@@ -348,7 +351,7 @@ class ReadyPrefixes:
 
     def prompt(self, completion: Completion) -> tuple[list[Segment], tuple[bytes, ...]]:
         """The segments and keys of the whole prompt. Its inputs are ready now; it waits no more."""
-        whole = self.drop(completion) or self._begin(completion, _at_once)
+        whole = self.drop(completion) or self._new_prefix(completion, _ready_now)
         whole.grow(completion)
         return whole.segments, tuple(whole.keys)
 
@@ -358,16 +361,16 @@ class ReadyPrefixes:
         counts: Counter[bytes] = Counter()
         for completion, prefix in self._waiting.items():
             assert completion.state is CompletionState.WAITING, completion
-            fresh = self._begin(completion, prefix.forecast)
+            fresh = self._new_prefix(completion, prefix.forecast)
             fresh.grow(completion)
-            if not _is_late(completion):
+            if not _has_pending_notice(completion):
                 assert fresh.segments == prefix.segments, (completion, prefix)
                 assert fresh.keys == prefix.keys, (completion, prefix)
             assert prefix.forecast() >= 0, completion
             counts.update(prefix.keys)
         return counts
 
-    def _begin(self, completion: Completion, forecast: Forecast) -> ReadyPrefix:
+    def _new_prefix(self, completion: Completion, forecast: Forecast) -> ReadyPrefix:
         options = completion.options
         end = self._hasher.root(options.cache_salt, options.chat)
         segments: list[Segment] = []
@@ -386,8 +389,8 @@ class ReadyPrefixes:
         at = 0
         while at < len(completions):
             stop = at + 1
-            if may_group and at % GROUPED == 1 and at + 2 * GROUPED <= len(completions):
-                stop = at + GROUPED
+            if may_group and at % GROUP_SIZE == 1 and at + 2 * GROUP_SIZE <= len(completions):
+                stop = at + GROUP_SIZE
             link = self._link(completions[at:stop], end)
             yield link
             at, end = stop, link.keys[-1]
@@ -409,15 +412,15 @@ class ReadyPrefixes:
         return link
 
 
-def _is_late(completion: Completion) -> bool:
+def _has_pending_notice(completion: Completion) -> bool:
     """Whether it has yet to hear of an input that is settled."""
     return completion.missing > sum(not variable.is_settled for variable in completion.inputs)
 
 
-def _at_once() -> float:
+def _ready_now() -> float:
     return 0.0
 
 
-def _is_begun(completion: Completion) -> bool:
+def _has_prefix(completion: Completion) -> bool:
     before = completion.previous
     return before is None or before.output.state is VariableState.READY

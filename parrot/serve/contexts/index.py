@@ -8,7 +8,7 @@ from typing import NamedTuple
 from parrot.serve.graph.nodes import Completion, given_name
 from parrot.utils.heaps import LruDict
 
-_MAX_CACHED = 65_536  # prompts that engines are believed to have
+_MAX_CACHED_PREFIXES = 65_536  # prompts that engines are believed to have
 
 Owner = int | str  # a session's id, or a tenant's name
 
@@ -48,8 +48,8 @@ class Boundary(NamedTuple):
 class LedgerContext:
     """`length` tokens are or will be in it before it generates; `reserved` more may be generated.
     `is_computed`: its engine is known to have its tokens; before that, the run that opened it may
-    still fail. `retired`: why nobody finds it any more, if so. `awaiting`: whose output it ends
-    with and since when, so that a next call may be expected."""
+    still fail. `retired`: why nobody finds it any more, if so. `expected_call`: whose output it
+    ends with and since when, so that a next call may be expected."""
 
     id: int
     engine_id: int
@@ -60,7 +60,9 @@ class LedgerContext:
     reserved: int
     opened_at: float
     last_used: float
-    kept_at: float = field(default=0.0, init=False)  # when it last outlived its expiry by its forks
+    expiry_renewed_at: float = field(
+        default=0.0, init=False
+    )  # when it last outlived its expiry by its forks
     boundaries: list[Boundary] = field(default_factory=list)
     children: "set[LedgerContext]" = field(default_factory=set)
     users: int = 0  # runs that generate on it
@@ -68,7 +70,7 @@ class LedgerContext:
     is_computed: bool = False
     retired: FreeReason | None = None
     num_forks: int = 0  # so far
-    awaiting: tuple[Source, float] | None = None
+    expected_call: tuple[Source, float] | None = None
     on_host: bool = False  # its KV would have to be brought back
     function: str = ""  # whose call computes it; empty: one without a name
     tenant: str = ""  # whose call opened it
@@ -105,23 +107,27 @@ class Match(NamedTuple):
 
 
 class PrefixIndex:
-    """Prefix key -> engine -> the context that has the prompt of that key. `kept`: by engine, what
-    servers keep that order that by themselves; `rooms`: of the other engines."""
+    """Prefix key -> engine -> the context that has the prompt of that key. `server_caches`: by
+    engine, what servers keep that order that by themselves; `kv_usage`: of the other engines."""
 
     def __init__(self) -> None:
-        self.kept: dict[int, Kept] = {}
-        self.rooms: dict[int, Room] = {}
+        self.server_caches: dict[int, ServerCache] = {}
+        self.kv_usage: dict[int, KvUsage] = {}
         self._entries: dict[bytes, dict[int, tuple[LedgerContext, Boundary]]] = {}
-        self._cached: LruDict[bytes, frozenset[int]] = LruDict(_MAX_CACHED)
+        self._cached: LruDict[bytes, frozenset[int]] = LruDict(_MAX_CACHED_PREFIXES)
 
     def __len__(self) -> int:
         return sum(len(holders) for holders in self._entries.values())
 
     @property
-    def part_promised(self) -> float:
+    def session_fraction(self) -> float:
         """The part of all rooms that is promised; 0 where there is none."""
-        capacity = sum(room.capacity for room in self.rooms.values())
-        return sum(room.promised for room in self.rooms.values()) / capacity if capacity else 0.0
+        capacity = sum(usage.capacity for usage in self.kv_usage.values())
+        return (
+            sum(usage.session_tokens for usage in self.kv_usage.values()) / capacity
+            if capacity
+            else 0.0
+        )
 
     def match(self, engine_id: int, keys: Sequence[bytes]) -> Match | None:
         """The longest beginning of a prompt that a context of this engine has."""
@@ -135,7 +141,7 @@ class PrefixIndex:
         """The engines that have the prompt of this key."""
         return self._entries.get(key)
 
-    def holders_of(self, owner: Owner, keys: Sequence[bytes]) -> Iterator[int]:
+    def engines_of_owner(self, owner: Owner, keys: Sequence[bytes]) -> Iterator[int]:
         """Yield the engines where contexts of the owner's have a beginning of the prompt: those
         with most of it first, with repetitions."""
         for key in reversed(keys):
@@ -143,7 +149,7 @@ class PrefixIndex:
                 if context.owner == owner:
                     yield engine_id
 
-    def remember(self, engine_id: int, keys: Iterable[bytes], live: Set[int]) -> None:
+    def add_cached(self, engine_id: int, keys: Iterable[bytes], live: Set[int]) -> None:
         """The engine is believed to have the prompts of these keys in its cache, though no context
         of it has. Engines that are not `live` have them no more."""
         for key in keys:
@@ -178,24 +184,26 @@ class PrefixIndex:
 
 
 @dataclass(slots=True)
-class Room:
+class KvUsage:
     """The tokens that contexts on an engine may have, and that they have."""
 
     capacity: int
     used: int = 0
-    promised: int = 0  # of sessions' contexts: an engine may look idle while its sessions think
+    session_tokens: int = (
+        0  # of sessions' contexts: an engine may look idle while its sessions think
+    )
 
-    def lost(self, num_new: int) -> float:
+    def session_tokens_evicted(self, num_new: int) -> float:
         """The tokens of what is promised that would give way to so many more: as large a part of
         those evicted as of all."""
         num_evicted = min(num_new, self.used, self.used + num_new - self.capacity)
-        return num_evicted * self.promised / self.used if num_evicted > 0 else 0.0
+        return num_evicted * self.session_tokens / self.used if num_evicted > 0 else 0.0
 
 
 _HORIZON_S = 60.0  # what is expected to be used later than this counts for less
 
 
-class Kept:
+class ServerCache:
     """The contexts on one engine whose KV its server is believed to have, the one used last at the
     end. Sizes are in the ledger's units."""
 
@@ -213,11 +221,11 @@ class Kept:
         self._next_use = next_use
         self._drop = drop
         self._sizes: dict[LedgerContext, int] = {}
-        self._tips: dict[LedgerContext, None] = {}  # as far as prompts are counted: few
+        self._leaves: dict[LedgerContext, None] = {}  # as far as prompts are counted: few
         self._used = 0
-        self._gone: set[LedgerContext] = set()  # of these, those that the ledger has freed
+        self._freed: set[LedgerContext] = set()  # of these, those that the ledger has freed
 
-    def bound(self, max_size: int | None, max_prompts: int | None) -> None:
+    def set_limits(self, max_size: int | None, max_prompts: int | None) -> None:
         """The server keeps so much; None: any amount."""
         self.max_size, self.max_prompts = max_size, max_prompts
 
@@ -229,42 +237,42 @@ class Kept:
             self._remove(link)
             self._sizes[link] = size = self._size(link)
             self._used += size
-        if self.max_prompts is not None and not self._tips_below(context):
-            self._tips[context] = None
+        if self.max_prompts is not None and not self._leaves_below(context):
+            self._leaves[context] = None
 
     def freed(self, context: LedgerContext) -> None:
         """The ledger has freed it. What was never computed takes no room."""
         if context not in self._sizes:
             return
         if context.is_computed:
-            self._gone.add(context)
+            self._freed.add(context)
             return
-        was_tip, parent = context in self._tips, context.parent
+        was_leaf, parent = context in self._leaves, context.parent
         self._remove(context)
-        if was_tip and parent in self._sizes and not self._tips_below(parent):
-            self._tips[parent] = None
+        if was_leaf and parent in self._sizes and not self._leaves_below(parent):
+            self._leaves[parent] = None
 
     def trim(self) -> None:
         """Drop what cannot be kept, but for what runs use. Nobody may be about to use the rest."""
-        while self.max_prompts is not None and len(self._tips) > self.max_prompts:
-            idle = [tip for tip in self._tips if not tip.users]
+        while self.max_prompts is not None and len(self._leaves) > self.max_prompts:
+            idle = [leaf for leaf in self._leaves if not leaf.users]
             if not idle:
                 break
-            self._leave(self._only_below(next(filter(self._is_continued, idle), idle[0])))
+            self._evict(self._exclusive_to(next(filter(self._is_superseded, idle), idle[0])))
         while self.max_size is not None and self._used > self.max_size:
             oldest = next((context for context in self._sizes if not context.pins), None)
             if oldest is None:
                 break
-            self._leave([oldest])
+            self._evict([oldest])
 
-    def loss(self, match: LedgerContext | None, num_new: int, now: float) -> float:
+    def eviction_cost(self, match: LedgerContext | None, num_new: int, now: float) -> float:
         """The size of what would be dropped for a prompt that begins with what `match` has, and has
         `num_new` more: what is expected to be used again only later counts for less."""
         safe = set() if match is None else set(match.lineage())
         lost: list[LedgerContext] = []
-        if self._tips and self.max_prompts is not None and len(self._tips) >= self.max_prompts:
-            below = [] if match is None else self._tips_below(match)
-            lost = self._only_below(below[0] if below else next(iter(self._tips)))
+        if self._leaves and self.max_prompts is not None and len(self._leaves) >= self.max_prompts:
+            below = [] if match is None else self._leaves_below(match)
+            lost = self._exclusive_to(below[0] if below else next(iter(self._leaves)))
         if self.max_size is not None:
             excess = self._used + num_new - self.max_size
             for context, size in self._sizes.items():
@@ -273,48 +281,48 @@ class Kept:
                 if context not in safe:
                     lost.append(context)
                     excess -= size
-        wanted = [c for c in dict.fromkeys(lost) if c not in safe and c not in self._gone]
+        wanted = [c for c in dict.fromkeys(lost) if c not in safe and c not in self._freed]
         return sum([self._sizes[c] * self._weight(c, now) for c in wanted])
 
     def check_integrity(self, live: Collection[LedgerContext]) -> None:
         assert self._used == sum(self._sizes.values()), (self._used, self._sizes)
-        assert self._tips.keys() <= self._sizes.keys(), self._tips
-        assert all(self._tips_below(tip) == [tip] for tip in self._tips), self._tips
-        assert self._gone <= self._sizes.keys(), self._gone
-        assert self._gone == self._sizes.keys() - set(live), self._gone
+        assert self._leaves.keys() <= self._sizes.keys(), self._leaves
+        assert all(self._leaves_below(leaf) == [leaf] for leaf in self._leaves), self._leaves
+        assert self._freed <= self._sizes.keys(), self._freed
+        assert self._freed == self._sizes.keys() - set(live), self._freed
 
     def _weight(self, context: LedgerContext, now: float) -> float:
         return _HORIZON_S / (_HORIZON_S + max(0.0, self._next_use(context, now) - now))
 
-    def _is_continued(self, tip: LedgerContext) -> bool:
+    def _is_superseded(self, leaf: LedgerContext) -> bool:
         """Whether a later prompt begins as this one: it has taken its place in the server."""
-        later = list(self._tips)[list(self._tips).index(tip) + 1 :]
+        later = list(self._leaves)[list(self._leaves).index(leaf) + 1 :]
         taken = {link for other in later for link in other.lineage()}
-        return not taken.isdisjoint(tip.lineage())
+        return not taken.isdisjoint(leaf.lineage())
 
-    def _tips_below(self, context: LedgerContext) -> list[LedgerContext]:
-        return [tip for tip in self._tips if context in tip.lineage()]
+    def _leaves_below(self, context: LedgerContext) -> list[LedgerContext]:
+        return [leaf for leaf in self._leaves if context in leaf.lineage()]
 
-    def _only_below(self, tip: LedgerContext) -> list[LedgerContext]:
-        """The contexts that no other prompt begins with, the tip first."""
-        others = {link for other in self._tips if other is not tip for link in other.lineage()}
-        return [link for link in tip.lineage() if link in self._sizes and link not in others]
+    def _exclusive_to(self, leaf: LedgerContext) -> list[LedgerContext]:
+        """The contexts that no other prompt begins with, the leaf first."""
+        others = {link for other in self._leaves if other is not leaf for link in other.lineage()}
+        return [link for link in leaf.lineage() if link in self._sizes and link not in others]
 
-    def _leave(self, contexts: Collection[LedgerContext]) -> None:
-        gone = [context in self._gone for context in contexts]
+    def _evict(self, contexts: Collection[LedgerContext]) -> None:
+        freed = [context in self._freed for context in contexts]
         for context in contexts:
             self._remove(context)
-        for context, is_gone in zip(contexts, gone, strict=True):
-            if not is_gone:
+        for context, is_freed in zip(contexts, freed, strict=True):
+            if not is_freed:
                 self._drop(context)
 
     def _remove(self, context: LedgerContext) -> None:
         self._used -= self._sizes.pop(context, 0)
-        self._tips.pop(context, None)
-        self._gone.discard(context)
+        self._leaves.pop(context, None)
+        self._freed.discard(context)
 
 
-class Residence:
+class GpuTier:
     """The contexts on one engine's device, up to its `capacity`. All others are on its host."""
 
     def __init__(self, capacity: int, size: Callable[[LedgerContext], int]) -> None:
@@ -326,7 +334,7 @@ class Residence:
     def use(self, context: LedgerContext) -> None:
         """A run reads all of it and of what it was forked from, or has changed its size."""
         for link in context.lineage():
-            self.forget(link)
+            self.remove(link)
             self._sizes[link] = size = self._size(link)
             self._used += size
             link.on_host = False
@@ -335,10 +343,10 @@ class Residence:
     def _trim(self) -> None:
         while self._used > self._capacity and len(self._sizes) > 1:
             oldest = next(iter(self._sizes))
-            self.forget(oldest)
+            self.remove(oldest)
             oldest.on_host = True
 
-    def forget(self, context: LedgerContext) -> None:
+    def remove(self, context: LedgerContext) -> None:
         """It is gone, or is not on the device."""
         self._used -= self._sizes.pop(context, 0)
 

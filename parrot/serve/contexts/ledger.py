@@ -30,11 +30,11 @@ from parrot.serve.contexts.forecast import Expectations, ReadyPrefixes, ThinkTim
 from parrot.serve.contexts.index import (
     Boundary,
     FreeReason,
-    Kept,
+    GpuTier,
     LedgerContext,
     Owner,
     PrefixIndex,
-    Residence,
+    ServerCache,
     Source,
 )
 from parrot.serve.events import ContextEvicted, Events
@@ -43,14 +43,14 @@ from parrot.utils.heaps import LruDict
 from parrot.utils.ids import IdCounter
 
 EVICTIONS = frozenset({FreeReason.ROOM, FreeReason.MEMORY})
-_MAX_GONE = 65536  # prefixes remembered after they were freed
+_MAX_FREED_PREFIXES = 65536  # prefixes remembered after they were freed
 
 
 ELSEWHERE = "elsewhere"
 """Why tokens are computed again that another engine has now."""
 
 
-_SPARE = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
+_PREFETCH_FRACTION = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
 
 
 class ContextLedger:
@@ -71,11 +71,11 @@ class ContextLedger:
         self._eviction = config.global_scheduler.kv_eviction
         self._on_free = on_free
         self._ids = IdCounter(1)
-        self._accounts: dict[int, EngineMemory] = {}
+        self._memories: dict[int, EngineMemory] = {}
         self.index = PrefixIndex()
         self.think_times = ThinkTimes()
-        self.log = KvLog(self.index, events)
-        self.owners = Owners(self.index.rooms)
+        self.kv_stats = KvStats(self.index, events)
+        self.owners = Owners(self.index.kv_usage)
         self.expectations = Expectations()
         self.prefixes = ReadyPrefixes(self.expectations)
 
@@ -90,38 +90,38 @@ class ContextLedger:
         *,
         has_server: bool = False,
     ) -> None:
-        """`has_server`: one behind it decides what it keeps, see `index.kept`."""
+        """`has_server`: one behind it decides what it keeps, see `index.server_caches`."""
         predict = partial(next_use, self.expectations, self.think_times)
         order: Callable[[], EvictionOrder] = LeastRecentlyUsed
         if self._eviction == "next_use":
             order = partial(FarthestNextUse, predict, self._clock)
         rules = EvictionRules(order, lambda t: self.weigh(t), self._clock)
-        account = EngineMemory(
-            capacity=capacity + host_capacity, block_size=block_size, rules=rules
-        )
+        memory = EngineMemory(capacity=capacity + host_capacity, block_size=block_size, rules=rules)
         if has_server:
-            account.kept = self.index.kept[engine_id] = Kept(account.size, predict, self._drop)
+            memory.server_cache = self.index.server_caches[engine_id] = ServerCache(
+                memory.size, predict, self._drop
+            )
         else:
-            self.index.rooms[engine_id] = account
+            self.index.kv_usage[engine_id] = memory
         if host_capacity:
-            account.residence = Residence(capacity, account.size)
-        self._accounts[engine_id] = account
+            memory.gpu_tier = GpuTier(capacity, memory.size)
+        self._memories[engine_id] = memory
 
-    def forget_engine(self, engine_id: int) -> list[bytes]:
+    def remove_engine(self, engine_id: int) -> list[bytes]:
         """The engine is gone, and its contexts with it. Returns the keys of the prompts that they
         had, the latest last."""
-        contexts = self._accounts.pop(engine_id).contexts.values()
+        contexts = self._memories.pop(engine_id).contexts.values()
         for context in contexts:
             self._forget(context, FreeReason.ENGINE)
-        self.index.kept.pop(engine_id, None)
-        self.index.rooms.pop(engine_id, None)
-        self.log.forget_engine(engine_id)
+        self.index.server_caches.pop(engine_id, None)
+        self.index.kv_usage.pop(engine_id, None)
+        self.kv_stats.remove_engine(engine_id)
         return [boundary.key for context in contexts for boundary in context.boundaries]
 
     def usage(self, engine_id: int) -> tuple[int, int]:
         """The number of the engine's contexts, and their tokens."""
-        account = self._accounts[engine_id]
-        return len(account.contexts), account.used
+        memory = self._memories[engine_id]
+        return len(memory.contexts), memory.used
 
     # The life of a context
 
@@ -139,33 +139,33 @@ class ContextLedger:
         tenant: str = "",
     ) -> LedgerContext:
         """A new context of a tenant, forked at `parent_len`. Nothing is evicted for it: see
-        `make_room`."""
+        `evict_to_capacity`."""
         now = self._clock.now()
         context = LedgerContext(
             self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
         )
         context.function, context.tenant = function, tenant
-        account = self._accounts[engine_id]
-        self.owners.add(context, account.opened(context))
+        memory = self._memories[engine_id]
+        self.owners.add(context, memory.opened(context))
         if parent is not None:
             assert 0 <= parent_len <= parent.length + parent.reserved, (parent, parent_len)
             parent.children.add(context)
-            account.discard_idle(parent)
+            memory.discard_idle(parent)
             parent.num_forks += 1
             parent.last_used = now
             self.owners.touch(parent)
         for boundary in boundaries:
             self.index.publish(context, boundary)
-        account.add_idle(context, recent=True)
-        account.use(context)
+        memory.add_idle(context, recent=True)
+        memory.use(context)
         return context
 
     def pin(self, context: LedgerContext) -> None:
         """A run uses it."""
         context.users += 1
-        account = self._accounts[context.engine_id]
-        account.discard_idle(context)
-        account.use(context)
+        memory = self._memories[context.engine_id]
+        memory.discard_idle(context)
+        memory.use(context)
         for link in context.lineage():
             link.pins += 1
             if link.pins > 1:
@@ -180,22 +180,22 @@ class ContextLedger:
             assert link.pins >= 0, link
             if link.pins:
                 break
-        self._rest(context, recent=True)
-        self._accounts[context.engine_id].trim()
+        self._update_idle(context, recent=True)
+        self._memories[context.engine_id].trim()
 
-    def settle(
+    def finish_generation(
         self, context: LedgerContext, length: int, boundary: Boundary | None, source: Source | None
     ) -> None:
         """Its generation ended: it has `length` tokens; `boundary` covers the output's text.
         `source`: whose output it is; None if that is not whole."""
-        context.awaiting = None if source is None else (source, self._clock.now())
-        account = self._accounts[context.engine_id]
-        old_size = account.size(context)
+        context.expected_call = None if source is None else (source, self._clock.now())
+        memory = self._memories[context.engine_id]
+        old_size = memory.size(context)
         context.length, context.reserved = length, 0
-        added = account.size(context) - old_size
-        account.resized(context, added)
+        added = memory.size(context) - old_size
+        memory.resized(context, added)
         self.owners.resized(context, added)
-        account.use(context)
+        memory.use(context)
         context.mark_computed()
         if boundary is not None and context.retired is None:
             self.index.publish(context, boundary)
@@ -214,38 +214,37 @@ class ContextLedger:
             if link.retired is None:
                 link.retired = reason
                 self.index.unpublish(link)
-            self._rest(link, recent=True)
+            self._update_idle(link, recent=True)
 
     def release_session(self, session_id: int) -> Iterator[int]:
         """Free the session's contexts, one with each step, those in use as soon as that ends."""
         self.think_times.session_ended(session_id)
         for context in reversed(self.owners.of_session(session_id)):
-            if self.owners.is_of(context, session_id):  # still
+            if self.owners.is_owned_by(context, session_id):  # still
                 self.retire(context, FreeReason.SESSION)
                 yield 1
 
-    # Room
+    # Capacity
 
-    def make_room(self, engine_id: int, tenant: str | None = None) -> bool:
+    def evict_to_capacity(self, engine_id: int, tenant: str | None = None) -> bool:
         """Evict for the tenant, or at anybody's cost, until the engine's contexts fit its capacity;
         False: they still do not, since the rest is in use, or other tenants' parts."""
-        account = self._accounts[engine_id]
-        account.trim()
+        memory = self._memories[engine_id]
+        memory.trim()
         while (
-            account.used > account.capacity
-            and (first := account.first_to_evict(tenant)) is not None
+            memory.used > memory.capacity and (first := memory.first_to_evict(tenant)) is not None
         ):
             self._evict(first, FreeReason.ROOM)
-        return account.used <= account.capacity
+        return memory.used <= memory.capacity
 
-    def make_spare_room(self, engine_id: int, num_tokens: int, tenant: str = "") -> bool:
+    def evict_for_prefetch(self, engine_id: int, num_tokens: int, tenant: str = "") -> bool:
         """Evict what nobody is known to want until so many more tokens fit, with some to spare;
         False: they do not."""
-        account = self._accounts[engine_id]
-        limit = _SPARE * account.capacity
-        while account.used + num_tokens > limit:
-            first = account.first_to_evict(tenant)
-            if first is None or first.num_forks or self._is_wanted(first):
+        memory = self._memories[engine_id]
+        limit = _PREFETCH_FRACTION * memory.capacity
+        while memory.used + num_tokens > limit:
+            first = memory.first_to_evict(tenant)
+            if first is None or first.num_forks or self._has_expected_use(first):
                 return False
             self._evict(first, FreeReason.ROOM)
         return True
@@ -253,22 +252,22 @@ class ContextLedger:
     def release(self, context: LedgerContext) -> None:
         """Its owner has no use for it any more. It stays as cache if it is computed and
         somebody uses or wants it, or it is a tenant's; else it is retired."""
-        account = self._accounts.get(context.engine_id)
-        if account is None or context.id not in account.contexts:
+        memory = self._memories.get(context.engine_id)
+        if memory is None or context.id not in memory.contexts:
             return
         is_kept = isinstance(context.owner, str) or context.pins or context.children
-        if not (context.is_computed and (is_kept or self._is_wanted(context))):
+        if not (context.is_computed and (is_kept or self._has_expected_use(context))):
             self.retire(context)
 
-    def _is_wanted(self, context: LedgerContext) -> bool:
+    def _has_expected_use(self, context: LedgerContext) -> bool:
         now = self._clock.now()
         expected = self.expectations.soonest(context.boundaries, now)
-        return expected is not None or context.awaiting is not None
+        return expected is not None or context.expected_call is not None
 
     def evict_idle(self, engine_id: int) -> None:
         """Free everything on the engine that no run uses."""
-        account = self._accounts[engine_id]
-        while (first := account.first_to_evict()) is not None:
+        memory = self._memories[engine_id]
+        while (first := memory.first_to_evict()) is not None:
             self._evict(first, FreeReason.MEMORY)
 
     def expire(self) -> float | None:
@@ -276,11 +275,11 @@ class ContextLedger:
         expire, if it is not used; None if there is none."""
         now = self._clock.now()
         while (context := self.owners.oldest_of_tenants()) is not None:
-            expiry = max(context.last_used, context.kept_at) + self._constant_timeout_s
+            expiry = max(context.last_used, context.expiry_renewed_at) + self._constant_timeout_s
             if expiry > now:
                 return expiry
             if context.pins or context.children:
-                context.kept_at = now
+                context.expiry_renewed_at = now
                 self.owners.touch(context)
             else:
                 self._evict_expired(context, now)
@@ -292,15 +291,15 @@ class ContextLedger:
         differs."""
         self.expectations.check_integrity(queued + self.prefixes.check_integrity())
         live: dict[int, LedgerContext] = {}
-        for account in self._accounts.values():
-            live.update(account.contexts)
-            account.check_integrity()
+        for memory in self._memories.values():
+            live.update(memory.contexts)
+            memory.check_integrity()
         counted = {c.id: c.users for c in live.values() if c.users}
         assert counted == users, (counted, users)
         for context in self.index.contexts():
             assert context.id in live, context
             assert context.retired is None, context
-        self.owners.check_integrity({c: self._accounts[c.engine_id].size(c) for c in live.values()})
+        self.owners.check_integrity({c: self._memories[c.engine_id].size(c) for c in live.values()})
 
     # Inside
 
@@ -318,37 +317,39 @@ class ContextLedger:
     def _evict(self, context: LedgerContext, reason: FreeReason) -> None:
         """Free it. Those who would have continued it would continue its parent now."""
         assert not context.pins, context
-        parent, awaiting = context.parent, context.awaiting
+        parent, expected_call = context.parent, context.expected_call
         self._free(context, reason)
         if parent is None:
             return
-        if awaiting and (parent.awaiting is None or parent.awaiting[1] < awaiting[1]):
-            parent.awaiting = awaiting
-        self._rest(parent, recent=False)
+        if expected_call and (
+            parent.expected_call is None or parent.expected_call[1] < expected_call[1]
+        ):
+            parent.expected_call = expected_call
+        self._update_idle(parent, recent=False)
 
-    def _rest(self, context: LedgerContext, recent: bool) -> None:
+    def _update_idle(self, context: LedgerContext, recent: bool) -> None:
         """A context may have become idle: offer it for eviction, or free it if retired, and then
         its parent likewise. `recent`: see `EvictionOrder.add`."""
         for link in context.lineage():
             if link.pins or link.children:
                 return
-            account = self._accounts[link.engine_id]
-            if link.id not in account.contexts:
+            memory = self._memories[link.engine_id]
+            if link.id not in memory.contexts:
                 return
             if link.retired is None:
-                account.add_idle(link, recent=recent)
+                memory.add_idle(link, recent=recent)
                 return
             self._free(link, link.retired)
 
     def _free(self, context: LedgerContext, reason: FreeReason) -> None:
-        account = self._accounts[context.engine_id]
+        memory = self._memories[context.engine_id]
         assert not context.children, context
         assert not context.pins, context
-        account.freed(context)
-        if account.residence is not None:
-            account.residence.forget(context)
-        if account.kept is not None:
-            account.kept.freed(context)
+        memory.freed(context)
+        if memory.gpu_tier is not None:
+            memory.gpu_tier.remove(context)
+        if memory.server_cache is not None:
+            memory.server_cache.freed(context)
         self._forget(context, reason)
         if (parent := context.parent) is not None:
             parent.children.discard(context)
@@ -358,10 +359,10 @@ class ContextLedger:
         self.index.unpublish(context)
         self.owners.remove(context)
         if context.is_computed:
-            self.log.freed(context, reason)
+            self.kv_stats.record_freed(context, reason)
 
 
-class Lost(NamedTuple):
+class CacheMiss(NamedTuple):
     """Tokens of a prompt that some context has or had, but none of its engine, and why."""
 
     reason: str
@@ -383,7 +384,7 @@ class KvCounts:
         return sum(self.freed[reason] for reason in EVICTIONS)
 
 
-class KvLog:
+class KvStats:
     """Counts per engine and in all, lost engines included."""
 
     def __init__(self, index: PrefixIndex, events: Events) -> None:
@@ -391,44 +392,44 @@ class KvLog:
         self.total = KvCounts()
         self._index = index
         self._engines: defaultdict[int, KvCounts] = defaultdict(KvCounts)
-        self._gone: LruDict[bytes, FreeReason] = LruDict(_MAX_GONE)
+        self._freed_prefixes: LruDict[bytes, FreeReason] = LruDict(_MAX_FREED_PREFIXES)
 
     def engine(self, engine_id: int) -> KvCounts:
         return self._engines[engine_id]
 
-    def forget_engine(self, engine_id: int) -> None:
+    def remove_engine(self, engine_id: int) -> None:
         self._engines.pop(engine_id, None)
 
-    def freed(self, context: LedgerContext, reason: FreeReason) -> None:
+    def record_freed(self, context: LedgerContext, reason: FreeReason) -> None:
         """A computed context is gone, and with it the prompts that it had."""
         for boundary in context.boundaries:
-            self._gone.put(boundary.key, reason)
+            self._freed_prefixes.put(boundary.key, reason)
         num_tokens = context.length + context.reserved - context.parent_len
         for counts in (self.total, self._engines[context.engine_id]):
             counts.freed[reason] += num_tokens
         if reason in EVICTIONS:
             self._events.emit(ContextEvicted, context.owner, context.function, num_tokens)
 
-    def used(
+    def record_prompt(
         self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]
-    ) -> Lost | None:
+    ) -> CacheMiss | None:
         """A prompt is about to be computed, and a context of the engine has its first `num_hit`
         tokens. `missing`: the key and length of every longer beginning. Returns how many tokens
         more some context has or had; None if there are none."""
         for counts in (self.total, self._engines[engine_id]):
             counts.hit += num_hit
         for key, length in reversed(missing):
-            reason = ELSEWHERE if self._index.holders(key) else self._gone.peek(key)
+            reason = ELSEWHERE if self._index.holders(key) else self._freed_prefixes.peek(key)
             if reason is not None:
-                return Lost(reason, length - num_hit)
+                return CacheMiss(reason, length - num_hit)
         return None
 
-    def recomputed(self, engine_id: int, lost: Lost | None, most: int | None) -> int:
+    def record_recomputed(self, engine_id: int, miss: CacheMiss | None, most: int | None) -> int:
         """A prompt was computed of which so much had been lost, but no more than `most`: an engine
         may still have it in its cache. Returns how many of its tokens were computed again."""
-        if lost is None:
+        if miss is None:
             return 0
-        num_tokens = lost.num_tokens if most is None else min(lost.num_tokens, most)
+        num_tokens = miss.num_tokens if most is None else min(miss.num_tokens, most)
         for counts in (self.total, self._engines[engine_id]):
-            counts.recomputed[lost.reason] += num_tokens
+            counts.recomputed[miss.reason] += num_tokens
         return num_tokens

@@ -137,7 +137,7 @@ class Returns:
         self._live.add(engine.id)
         had = self._left.get(engine.info.incarnation) or []
         had = had + self.awaited.pop(engine.info.engine_name, [])
-        self._index.remember(engine.id, had, self._live)
+        self._index.add_cached(engine.id, had, self._live)
 
     def queued(self, run: Run) -> None:
         """A run is queued. Before a restart its call may have been placed, or the one that it goes
@@ -146,7 +146,7 @@ class Returns:
         if name is None:
             return
         if (engine := self._engines.get(name)) is not None:
-            self._index.remember(engine.id, run.keys, self._live)
+            self._index.add_cached(engine.id, run.keys, self._live)
         elif self._end is None or self._clock.now() < self._end:
             awaited = self.awaited.setdefault(name, [])
             awaited += run.keys[: _MAX_KEYS - len(awaited)]
@@ -282,7 +282,7 @@ class Dispatcher:
         self._runs = RunTable(
             clock, self._ledger, self._scheduler, self.fleet, self._on_change, self._on_done
         )
-        self.kv_log = self._ledger.log
+        self.kv_stats = self._ledger.kv_stats
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
         self._results = ResultCache(settings, clock) if settings.reuse_results else None
         self._grace = Grace(
@@ -552,16 +552,16 @@ class Dispatcher:
             costs, server = runtime.costs, runtime.server_load
         device = engine.info.device or able.server
         self._scheduler.engines.reported(engine.id, costs, able.features, server, device)
-        if (kept := self._ledger.index.kept.get(engine.id)) is not None:
+        if (cache := self._ledger.index.server_caches.get(engine.id)) is not None:
             per_char = self.estimates.tokens_per_char((engine.info.model,))
             size = None if able.kept_tokens is None else int(able.kept_tokens / per_char)
-            kept.bound(size, able.kept_prompts)
+            cache.set_limits(size, able.kept_prompts)
 
     def _engine_lost(self, engine: Engine) -> None:
         given_up = self._runs.lose(engine)
         if self._prefetch is not None:
-            self._prefetch.forget_engine(engine.id)
-        self._returns.lost(engine, self._ledger.forget_engine(engine.id))
+            self._prefetch.remove_engine(engine.id)
+        self._returns.lost(engine, self._ledger.remove_engine(engine.id))
         self._scheduler.engines.remove(engine.id)
         self._grace.engine_lost(self._clock.now())
         self.drains.review()

@@ -109,7 +109,9 @@ class Exchange:
         if clean:  # it stands for exactly the output's text
             end = context.length - len(attempt.resumed) + len(clean)
             boundary = Boundary(run.output_key(outcome.text), end, clean[-1])
-        self._ledger.settle(context, context.length + outcome.num_units, boundary, source)
+        self._ledger.finish_generation(
+            context, context.length + outcome.num_units, boundary, source
+        )
         self._ledger.unpin(context)
 
     def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> None:

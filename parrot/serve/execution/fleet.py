@@ -320,9 +320,9 @@ class Fleet:
     # What others may see
 
     @property
-    def kv_promised(self) -> float:
+    def session_kv_fraction(self) -> float:
         """The part of the engines' KV that contexts of live sessions have."""
-        return self._ledger.index.part_promised
+        return self._ledger.index.session_fraction
 
     def views(self) -> list[EngineView]:
         queued = queued_by_model(self._scheduler)
@@ -338,7 +338,7 @@ class Fleet:
             load.num_tasks,
             *self._ledger.usage(engine.id),
             self._clock.now() - engine.last_seen,
-            self._ledger.log.engine(engine.id),
+            self._ledger.kv_stats.engine(engine.id),
             load.is_draining,
             load.num_tokens,
             num_queued,

@@ -148,7 +148,7 @@ class Prefetcher:
             self._stop(ahead)
             self._release(ahead.filled)
 
-    def forget_engine(self, engine_id: int) -> None:
+    def remove_engine(self, engine_id: int) -> None:
         """It is gone with all its contexts. Before the ledger forgets them."""
         for ahead in [a for a in self._ahead.values() if a.engine.id == engine_id]:
             del self._ahead[ahead.completion]
@@ -202,7 +202,7 @@ class Prefetcher:
         completion = task.completion
         preferred: Iterable[int] = ()
         if not completion.asked:
-            preferred = self._ledger.index.holders_of(completion.session_id, task.keys)
+            preferred = self._ledger.index.engines_of_owner(completion.session_id, task.keys)
         engine_id = self._scheduler.preview(task, preferred)
         return None if engine_id is None else self._fleet.engines.get(engine_id)
 
@@ -217,7 +217,7 @@ class Prefetcher:
         if num_missing < _MIN_BLOCKS * block_size:
             return 0
         wanted = num_missing + 2 * block_size
-        has_room = self._ledger.make_spare_room(engine.id, wanted, task.tenant)
+        has_room = self._ledger.evict_for_prefetch(engine.id, wanted, task.tenant)
         return num_missing if has_room else 0
 
     async def _run(self, ahead: _Ahead, attempt: Attempt) -> None:

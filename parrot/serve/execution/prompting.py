@@ -55,11 +55,11 @@ def open_request(
     if room == 0:
         return None
     missing = prompt.missing()
-    attempt.lost = ledger.log.used(engine.id, prompt.length, missing)
+    attempt.cache_miss = ledger.kv_stats.record_prompt(engine.id, prompt.length, missing)
     prompt.extend_constant()
     context = attempt.context = prompt.extend(run.owner, reserved=room)
     ledger.pin(context)
-    ledger.make_room(engine.id, completion.options.tenant)
+    ledger.evict_to_capacity(engine.id, completion.options.tenant)
     return GenerateRequest.model_construct(
         session_id=completion.session_id,
         task_id=completion.id,

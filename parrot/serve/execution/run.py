@@ -30,7 +30,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.transport import Unreachable
 from parrot.serve.contexts.index import LedgerContext, Owner
-from parrot.serve.contexts.ledger import Lost
+from parrot.serve.contexts.ledger import CacheMiss
 from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats, TokenizedText
 from parrot.serve.graph.objective import strictest_objective
@@ -78,7 +78,7 @@ class Attempt:
     num_delivered: int = 0
     context: LedgerContext | None = None
     opened: list[LedgerContext] = field(default_factory=list)
-    lost: Lost | None = None
+    cache_miss: CacheMiss | None = None
     is_whole: bool = False
     follower: "asyncio.Task[None] | None" = None
     heard: "array[int]" = field(default_factory=lambda: array("I"))

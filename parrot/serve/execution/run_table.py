@@ -100,7 +100,7 @@ class RunTable:
         self._update(run)
         context = None if run.attempt is None else run.attempt.context
         if context is not None and isinstance(run.owner, str):
-            self._ledger.owners.share(context, run.owner)
+            self._ledger.owners.give_to_tenant(context, run.owner)
         return True
 
     def answer(self, completion: Completion, result: Result) -> None:
@@ -357,8 +357,10 @@ class RunTable:
         attempt.runner = None
         run.count_response(attempt, outcome)
         most = None if attempt.tokenizer is None else run.stats.computed_tokens
-        log, engine_id = self._ledger.log, attempt.engine.id
-        run.stats.recomputed_tokens = log.recomputed(engine_id, attempt.lost, most)
+        kv_stats, engine_id = self._ledger.kv_stats, attempt.engine.id
+        run.stats.recomputed_tokens = kv_stats.record_recomputed(
+            engine_id, attempt.cache_miss, most
+        )
         self._exchange.keep(run, attempt, outcome, Source.of(run.completion))
         self._set_state(run, RunState.ENDED)
         self._on_done(run, attempt, outcome)

@@ -291,14 +291,14 @@ class PredictedSeconds(Placer):
         what sessions will go on from, or what a server behind the engine forgets."""
         if self._index is None:
             return 0.0
-        if (room := self._index.rooms.get(load.id)) is not None:
+        if (usage := self._index.kv_usage.get(load.id)) is not None:
             num_new = to_compute + task.expected_output
-            return _LOSS_WEIGHT * load.costs.prefill_s * room.lost(num_new)
-        if (kept := self._index.kept.get(load.id)) is None:
+            return _LOSS_WEIGHT * load.costs.prefill_s * usage.session_tokens_evicted(num_new)
+        if (cache := self._index.server_caches.get(load.id)) is None:
             return 0.0
         match = self._index.match(load.id, task.keys)
         num_new = task.num_chars - (0 if match is None else match.boundary.length)
-        lost = kept.loss(None if match is None else match.context, num_new, now)
+        lost = cache.eviction_cost(None if match is None else match.context, num_new, now)
         return _LOSS_WEIGHT * lost * task.tokens_per_char * load.costs.prefill_s
 
     def _growth_s(

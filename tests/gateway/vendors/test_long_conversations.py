@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from parrot.serve.contexts.forecast import GROUPED
+from parrot.serve.contexts.forecast import GROUP_SIZE
 from tests.gateway.vendors.conftest import MODEL, serve
 from tests.support.fake_engine import fake_engine
 
@@ -63,13 +63,13 @@ async def test_a_conversation_of_many_turns_can_be_continued_from_any(core_confi
             before.append({"role": "assistant", "content": f"<{len(engine.prompts[-1])}>"})
             return sum(len(piece.token_ids or ()) for piece in engine.requests[-1].fills)
 
-        sizes = [await turn(messages, f"turn {i}") for i in range(4 * GROUPED)]
+        sizes = [await turn(messages, f"turn {i}") for i in range(4 * GROUP_SIZE)]
         one = 2 * max(sizes[:3])
         assert max(sizes) < one
-        for num_turns in (1, 2, GROUPED, GROUPED + 3, 3 * GROUPED):
+        for num_turns in (1, 2, GROUP_SIZE, GROUP_SIZE + 3, 3 * GROUP_SIZE):
             assert await turn(messages[: 2 * num_turns], "else") < one
         await site.post(PATH, {"model": MODEL, "messages": [user(11_800 * "y")], "max_tokens": 20})
         assert await turn(messages, "again") > sum(sizes)
         assert await turn(messages, "and again") < one
-        for num_turns in (GROUPED + 3, 2 * GROUPED, 3 * GROUPED):
-            assert await turn(messages[: 2 * num_turns], "else") < GROUPED * one
+        for num_turns in (GROUP_SIZE + 3, 2 * GROUP_SIZE, 3 * GROUP_SIZE):
+            assert await turn(messages[: 2 * num_turns], "else") < GROUP_SIZE * one

@@ -30,7 +30,15 @@ STAGES: dict[str, dict[type, tuple[str, ...]]] = {
     "queue": {Scheduler: ("add", "schedule", "ended", "progressed")},
     "choice": {PredictedSeconds: ("choose",)},
     "ledger": {
-        ContextLedger: ("open", "pin", "make_room", "settle", "unpin", "release", "expire"),
+        ContextLedger: (
+            "open",
+            "pin",
+            "evict_to_capacity",
+            "finish_generation",
+            "unpin",
+            "release",
+            "expire",
+        ),
     },
     "runs": {
         Dispatcher: ("submit", "_pump"),

@@ -40,14 +40,14 @@ class Histories(RuleBasedStateMachine):
         max_prompts=st.none() | st.integers(1, 4),
     )
     def bound(self, max_size: int | None, max_prompts: int | None) -> None:
-        self.book.index.kept[SERVED].bound(max_size, max_prompts)
+        self.book.index.server_caches[SERVED].set_limits(max_size, max_prompts)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4), size=st.integers(0, 300))
     def weigh(self, keys: list[bytes], size: int) -> None:
-        kept, match = self.book.index.kept[SERVED], self.book.index.match(SERVED, keys)
+        cache, match = self.book.index.server_caches[SERVED], self.book.index.match(SERVED, keys)
         found = None if match is None else match.context
-        lost = kept.loss(found, size, self.book.clock.now())
-        assert 0 <= lost <= sum(kept._sizes.values())
+        lost = cache.eviction_cost(found, size, self.book.clock.now())
+        assert 0 <= lost <= sum(cache._sizes.values())
 
     @rule(
         engine_id=st.sampled_from(ENGINES),
@@ -84,20 +84,20 @@ class Histories(RuleBasedStateMachine):
         )
         self.opened.add(context.id)
         book.pin(context)
-        if not book.make_room(engine_id, tenant):
+        if not book.evict_to_capacity(engine_id, tenant):
             self.all_left_are_others_parts(engine_id, tenant)
         self.running.append(context)
 
     def all_left_are_others_parts(self, engine_id: int, asking: str) -> None:
-        account = self.book._accounts[engine_id]
-        tenants = {context.tenant for context in account.contexts.values()}
+        memory = self.book._memories[engine_id]
+        tenants = {context.tenant for context in memory.contexts.values()}
         used: Counter[str] = Counter()
-        for context in account.contexts.values():
-            used[context.tenant] += account.size(context)
-        for context_id in account.idle_ids():
-            owner = account.contexts[context_id].tenant
+        for context in memory.contexts.values():
+            used[context.tenant] += memory.size(context)
+        for context_id in memory.idle_ids():
+            owner = memory.contexts[context_id].tenant
             assert owner != asking
-            assert used[owner] <= account.capacity / len(tenants)
+            assert used[owner] <= memory.capacity / len(tenants)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), output=st.integers(1, 50), key=st.sampled_from(KEYS))
@@ -105,7 +105,7 @@ class Histories(RuleBasedStateMachine):
         context = data.draw(st.sampled_from(self.running))
         self.running.remove(context)
         length = context.length + min(output, context.reserved)
-        self.book.settle(context, length, Boundary(key, length, 0), SOURCE)
+        self.book.finish_generation(context, length, Boundary(key, length, 0), SOURCE)
         self.book.unpin(context)
 
     @precondition(lambda self: self.running)
@@ -119,7 +119,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tenant=st.sampled_from(["acme", "rival"]))
     def share(self, data: st.DataObject, tenant: str) -> None:
-        self.book.owners.share(data.draw(st.sampled_from(self.running)), tenant)
+        self.book.owners.give_to_tenant(data.draw(st.sampled_from(self.running)), tenant)
 
     @rule(session=st.sampled_from([1, 2, 3]))
     def release(self, session: int) -> None:
@@ -130,8 +130,8 @@ class Histories(RuleBasedStateMachine):
     @rule(engine_id=st.sampled_from(ENGINES))
     def lose_engine(self, engine_id: int) -> None:
         self.collect()
-        self.gone.update(self.book._accounts[engine_id].contexts)
-        self.book.forget_engine(engine_id)
+        self.gone.update(self.book._memories[engine_id].contexts)
+        self.book.remove_engine(engine_id)
         self.running = [c for c in self.running if c.engine_id != engine_id]
         self.add_engine(engine_id)
 
@@ -161,7 +161,7 @@ class Histories(RuleBasedStateMachine):
     def adds_up(self) -> None:
         self.collect()
         self.book.check_integrity(Counter(c.id for c in self.running), self.expected)
-        live = {c for e in ENGINES for c in self.book._accounts[e].contexts}
+        live = {c for e in ENGINES for c in self.book._memories[e].contexts}
         assert live | self.freed | self.gone == self.opened
         assert not live & (self.freed | self.gone)
 

@@ -28,7 +28,7 @@ class Oracle:
 
 def drain(order: EvictionOrder) -> list[int]:
     ids = []
-    while (first := order.first()) is not None:
+    while (first := order.first_to_evict()) is not None:
         ids.append(first.id)
         order.discard(first)
     return ids
@@ -60,7 +60,7 @@ def test_what_is_expected_sooner_by_now_stays() -> None:
     for i in oracle.when:
         oracle.order.add(make(i), recent=True)
     oracle.when[1] = 1.0
-    first = oracle.order.first()
+    first = oracle.order.first_to_evict()
     assert first is not None
     assert first.id == 0
 
@@ -72,7 +72,7 @@ async def test_what_did_not_come_in_time_is_predicted_anew() -> None:
         oracle.order.add(make(i), recent=True)
     await oracle.clock.advance(6)
     oracle.when[0] = 1000.0
-    first = oracle.order.first()
+    first = oracle.order.first_to_evict()
     assert first is not None
     assert first.id == 0
 
@@ -85,7 +85,7 @@ async def test_an_eviction_asks_for_few_predictions_however_many_are_due() -> No
     await oracle.clock.advance(2000)
     oracle.asked = 0
     for _ in range(100):
-        first = oracle.order.first()
+        first = oracle.order.first_to_evict()
         assert first is not None
         oracle.order.discard(first)
     assert oracle.asked < 20 * 100
@@ -98,5 +98,5 @@ def test_entries_of_contexts_that_are_in_use_again_do_not_pile_up() -> None:
     for _ in range(1000):
         oracle.order.add(context, recent=True)
         oracle.order.discard(context)
-    assert len(oracle.order._farthest) < 200
+    assert len(oracle.order._by_next_use) < 200
     assert drain(oracle.order) == []

@@ -11,7 +11,7 @@ from hypothesis.stateful import invariant
 
 from parrot.protocol.errors import EngineFailed
 from parrot.protocol.fields import PerformanceCriteria as Criteria
-from parrot.serve.contexts.forecast import GROUPED, Expectations, Forecast, ReadyPrefixes
+from parrot.serve.contexts.forecast import GROUP_SIZE, Expectations, Forecast, ReadyPrefixes
 from parrot.serve.graph.graph import SessionGraph
 from parrot.serve.graph.nodes import Completion, Task
 from parrot.serve.prompts.segments import PrefixHasher, Segment
@@ -241,7 +241,7 @@ def test_old_turns_of_a_long_conversation_are_one_by_the_group(
 ) -> None:
     """The same prompt with fewer places at which it can be found, the newest turns' among them."""
     response = graph.submit(semantic("0 {{o}}", made("o")))
-    for i in range(1, 4 * GROUPED):
+    for i in range(1, 4 * GROUP_SIZE):
         add_reader(graph, graph.variable(var_ids(response)["o"]), Criteria.LATENCY)
         runner.finish(runner.started[-1], f"<{i}>")
         call = semantic(f"{i} {{{{o}}}}", made("o"), successor_of=response.request_id)
@@ -250,14 +250,14 @@ def test_old_turns_of_a_long_conversation_are_one_by_the_group(
     last = runner.started[-1]
     assert isinstance(last, Completion)
     segments, keys = ReadyPrefixes(Expectations(), HASHER).prompt(last)
-    assert len(segments) == len(keys) < 2 * 2 * GROUPED + 4
+    assert len(segments) == len(keys) < 2 * 2 * GROUP_SIZE + 4
     assert (
         "".join(map(text_of, segments))
-        == "".join(f"{i} <{i + 1}>" for i in range(4 * GROUPED - 1)) + f"{4 * GROUPED - 1} "
+        == "".join(f"{i} <{i + 1}>" for i in range(4 * GROUP_SIZE - 1)) + f"{4 * GROUP_SIZE - 1} "
     )
     every = prefix_keys(HASHER, "tenant", False, prompt_segments(last))
     assert set(keys) < set(every)
-    assert keys[-2 * GROUPED :] == every[-2 * GROUPED :]
+    assert keys[-2 * GROUP_SIZE :] == every[-2 * GROUP_SIZE :]
 
 
 def text_of(segment: Segment) -> str:

@@ -65,13 +65,13 @@ def test_sizes_are_in_blocks() -> None:
 def test_room_is_made_least_recently_used_first(any_book: Book) -> None:
     contexts = [any_book.add(str(i), 30) for i in range(3)]
     any_book.add("new", 30)
-    assert any_book.make_room(7)
+    assert any_book.evict_to_capacity(7)
     assert freed(any_book) == [contexts[0].id]
     assert any_book.notices == 1
     any_book.pin(contexts[1])
     any_book.unpin(contexts[1])  # used just now
     any_book.add("newer", 30)
-    assert any_book.make_room(7)
+    assert any_book.evict_to_capacity(7)
     assert freed(any_book) == [contexts[2].id]
     any_book.check_integrity({}, Counter())
 
@@ -82,12 +82,12 @@ def test_expected_contexts_are_evicted_last(book: Book) -> None:
     book.expectations.add_queued([b"wanted"])
     book.expectations.remove_queued([b"wanted"])
     book.add("new", 40)
-    assert book.make_room(7)
+    assert book.evict_to_capacity(7)
     assert freed(book) == [other.id]
     book.expectations.remove_queued([b"wanted"])
     book.later(1)
     book.add("newer", 40)
-    assert book.make_room(7)
+    assert book.evict_to_capacity(7)
     assert freed(book) == [wanted.id]
 
 
@@ -97,11 +97,11 @@ def test_what_is_used_is_never_evicted(any_book: Book) -> None:
     any_book.pin(leaf)
     big = any_book.add("big", 50)
     any_book.pin(big)
-    assert not any_book.make_room(7)
+    assert not any_book.evict_to_capacity(7)
     assert freed(any_book) == []
     any_book.check_integrity({leaf.id: 1, big.id: 1}, Counter())
     any_book.unpin(leaf)
-    assert any_book.make_room(7)
+    assert any_book.evict_to_capacity(7)
     assert freed(any_book) == [leaf.id, root.id]  # leaves before what they were forked from
 
 
@@ -109,7 +109,7 @@ def test_settling_keeps_what_was_generated(book: Book) -> None:
     context = book.add("p", 10, reserved=50)
     book.pin(context)
     assert book.usage(7)[1] == 60
-    book.settle(context, 25, Boundary(b"po", 24, 9), SOURCE)
+    book.finish_generation(context, 25, Boundary(b"po", 24, 9), SOURCE)
     book.unpin(context)
     assert book.usage(7)[1] == 25
     assert book.index.match(7, [b"p", b"po"]) == (2, context, Boundary(b"po", 24, 9))
@@ -208,7 +208,7 @@ def test_a_lost_engine_takes_everything(book: Book) -> None:
     leaf = book.add("l", 10, root)
     book.pin(leaf)
     assert book.owners.context_ids() == {root.id, leaf.id}
-    book.forget_engine(7)
+    book.remove_engine(7)
     assert book.owners.context_ids() == set()
     assert book.take_frees() == {}
     assert book.index.match(7, [b"r"]) is None
@@ -229,29 +229,29 @@ def test_evict_idle(any_book: Book) -> None:
 def test_a_shared_context_outlives_the_session_that_opened_it(book: Book) -> None:
     idle, busy = book.add("i", 10), book.add("b", 10)
     book.pin(busy)
-    book.owners.share(busy, "acme")
+    book.owners.give_to_tenant(busy, "acme")
     list(book.release_session(1))
     assert freed(book) == [idle.id]
     book.check_integrity({busy.id: 1}, Counter())
-    book.settle(busy, 15, None, SOURCE)
+    book.finish_generation(busy, 15, None, SOURCE)
     book.unpin(busy)
     assert book.index.match(7, [b"b"]) is not None
     book.later(101)
     book.expire()
     assert freed(book) == [busy.id]
-    assert book.log.total.freed == {FreeReason.EXPIRED: 15}  # the other was never computed
+    assert book.kv_stats.total.freed == {FreeReason.EXPIRED: 15}  # the other was never computed
 
 
 def crowd(book: Book, size: int) -> None:
     """Something runs that needs room."""
     book.pin(book.add("new", size))
-    assert book.make_room(7)
+    assert book.evict_to_capacity(7)
 
 
 def end(book: Book, context: LedgerContext, source: Source) -> None:
     """Its run ends, and the session may continue it."""
     book.pin(context)
-    book.settle(context, context.length, None, source)
+    book.finish_generation(context, context.length, None, source)
     book.unpin(context)
 
 
@@ -296,9 +296,9 @@ def test_an_evicted_turn_leaves_its_expectation_to_the_one_before(book: Book) ->
     second = book.add("12", 30, first)
     end(book, second, SOURCE)
     other = book.add("other", 30)
-    book.log.total.freed.clear()
+    book.kv_stats.total.freed.clear()
     book._evict(second, FreeReason.ROOM)
-    assert first.awaiting == (SOURCE, 50.0)
+    assert first.expected_call == (SOURCE, 50.0)
     crowd(book, 45)
     assert freed(book) == [second.id, other.id]
 
@@ -319,17 +319,17 @@ def test_tokens_are_counted_by_what_became_of_them(book: Book) -> None:
     book.add_engine(8, 100)
     first = book.add("a", 60)
     first.mark_computed()
-    assert book.log.used(7, 0, [(b"x", 10)]) is None
-    assert book.log.recomputed(7, None, 10) == 0
-    lost = book.log.used(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)])
+    assert book.kv_stats.record_prompt(7, 0, [(b"x", 10)]) is None
+    assert book.kv_stats.record_recomputed(7, None, 10) == 0
+    lost = book.kv_stats.record_prompt(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)])
     assert lost == ("elsewhere", 60)
-    assert book.log.recomputed(8, lost, None) == 60
+    assert book.kv_stats.record_recomputed(8, lost, None) == 60
     crowd(book, 60)
-    lost = book.log.used(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)])
+    lost = book.kv_stats.record_prompt(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)])
     assert lost == (FreeReason.ROOM, 55)
-    assert book.log.recomputed(7, lost, 50) == 50  # the engine had some of it after all
-    assert book.log.total.hit == 5
-    assert book.log.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 50}
-    assert book.log.engine(7).recomputed.total() == 50
-    assert book.log.engine(7).evicted == 60
-    assert book.log.engine(8).evicted == 0
+    assert book.kv_stats.record_recomputed(7, lost, 50) == 50  # the engine had some of it after all
+    assert book.kv_stats.total.hit == 5
+    assert book.kv_stats.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 50}
+    assert book.kv_stats.engine(7).recomputed.total() == 50
+    assert book.kv_stats.engine(7).evicted == 60
+    assert book.kv_stats.engine(8).evicted == 0

@@ -21,7 +21,7 @@ def book(request: pytest.FixtureRequest) -> Book:
 
 
 def is_there(context: LedgerContext, book: Book) -> bool:
-    return context.id in book._accounts[7].contexts
+    return context.id in book._memories[7].contexts
 
 
 def test_a_crowd_that_fills_the_room_does_not_take_a_chats_prefix(book: Book) -> None:
@@ -30,7 +30,7 @@ def test_a_crowd_that_fills_the_room_does_not_take_a_chats_prefix(book: Book) ->
         book.later(1)
         context = book.add(f"crowd {i}", 100, tenant="crowd")
         book.pin(context)
-        assert book.make_room(7, "crowd")
+        assert book.evict_to_capacity(7, "crowd")
         book.unpin(context)
     assert is_there(chat, book)
     assert book.usage(7) == (7, 1000)
@@ -41,9 +41,9 @@ def test_nor_does_one_whose_contexts_are_all_in_use(book: Book) -> None:
     running = [book.add(f"crowd {i}", 100, tenant="crowd") for i in range(10)]
     for context in running:
         book.pin(context)
-    assert not book.make_room(7, "crowd")
+    assert not book.evict_to_capacity(7, "crowd")
     assert is_there(chat, book)
-    assert not book.make_spare_room(7, 10, "crowd")
+    assert not book.evict_for_prefetch(7, 10, "crowd")
     book.evict_idle(7)  # the engine has no memory for what runs
     assert not is_there(chat, book)
     for context in running:
@@ -54,7 +54,7 @@ def test_who_has_more_than_its_part_loses_the_rest(book: Book) -> None:
     first, second = [book.add(f"conversation {i}", 400, tenant="chat") for i in range(2)]
     book.later(1)
     book.pin(book.add("crowd", 500, tenant="crowd"))
-    assert book.make_room(7, "crowd")
+    assert book.evict_to_capacity(7, "crowd")
     assert not is_there(first, book)
     assert is_there(second, book)
 
@@ -64,7 +64,7 @@ def test_its_own_go_if_nobody_has_more_than_a_part(book: Book) -> None:
     mine = book.add("mine", 450, tenant="chat")
     more = book.add("more", 150, tenant="chat")
     book.pin(more)
-    assert book.make_room(7, "chat")
+    assert book.evict_to_capacity(7, "chat")
     assert is_there(other, book)
     assert not is_there(mine, book)
 
@@ -74,7 +74,7 @@ def test_parts_are_by_weight(book: Book) -> None:
     light = book.add("light", 300, tenant="crowd")
     more = book.add("more", 50, tenant="heavy")
     book.pin(more)
-    assert book.make_room(7, "heavy")
+    assert book.evict_to_capacity(7, "heavy")
     assert is_there(heavy, book)
     assert not is_there(light, book)
 
@@ -84,7 +84,7 @@ def test_who_is_not_there_any_more_has_no_part(book: Book) -> None:
     book.later(1000)
     for i in range(10):
         book.add(f"crowd {i}", 100, tenant="crowd")
-    assert book.make_room(7, "crowd")
+    assert book.evict_to_capacity(7, "crowd")
     assert not is_there(chat, book)
 
 
@@ -95,7 +95,7 @@ def test_who_is_not_there_any_more_loses_all_that_others_need(book: Book) -> Non
     book.later(1000)
     for i in range(9):
         book.pin(book.add(f"crowd {i}", 100, tenant="crowd"))
-    assert book.make_room(7, "crowd")
+    assert book.evict_to_capacity(7, "crowd")
     assert book.usage(7) == (10, 1000)
 
 
@@ -103,7 +103,7 @@ def test_a_tenant_alone_has_all(book: Book) -> None:
     first = book.add("first", 600, tenant="chat")
     second = book.add("second", 600, tenant="chat")
     book.pin(second)
-    assert book.make_room(7, "chat")
+    assert book.evict_to_capacity(7, "chat")
     assert not is_there(first, book)
     book.check_integrity({second.id: 1}, book.prefixes.check_integrity())
 
@@ -115,7 +115,7 @@ def test_who_was_alone_keeps_its_part_from_the_second_tenant_on(book: Book) -> N
     for i in range(20):
         context = book.add(f"crowd {i}", 100, tenant="crowd")
         book.pin(context)
-        assert book.make_room(7, "crowd")
+        assert book.evict_to_capacity(7, "crowd")
         book.unpin(context)
     assert is_there(first, book)
     assert is_there(second, book)
@@ -171,7 +171,7 @@ def test_contexts_go_as_a_simple_model_says(
         there[context.id], seen[tenant] = context, book.clock.now()
         book.pin(context)
         running[context.id] = context
-        book.make_room(7, tenant)
+        book.evict_to_capacity(7, tenant)
         for context_id in book.take_frees().get(7, []):
             losers = [there[context_id].tenant, *weights]  # of equal ones, the one that lost
             assert sum(c.length for c in there.values()) > 1000

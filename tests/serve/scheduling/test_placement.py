@@ -4,7 +4,7 @@ import pytest
 
 from benchmark.serve.baselines import PLACERS, PrefixAware, RoundRobin
 from parrot.protocol.engine_api import StepCosts
-from parrot.serve.contexts.index import Boundary, LedgerContext, Room
+from parrot.serve.contexts.index import Boundary, KvUsage, LedgerContext
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
@@ -53,15 +53,20 @@ def test_a_prompt_goes_where_least_of_what_sessions_have_gives_way() -> None:
     bench.engines(3)
     task, small = bench.task(own_len=500), bench.task(own_len=50)
     for engine_id, promised in enumerate((800, 400, 600)):
-        bench.index.rooms[engine_id] = Room(1000, 900, promised)
+        bench.index.kv_usage[engine_id] = KvUsage(1000, 900, promised)
     bench.add(task)
     assert bench.run() == {task: 1}
     bench.scheduler.ended(task, 1)
-    for room in bench.index.rooms.values():
-        room.used = 800
+    for usage in bench.index.kv_usage.values():
+        usage.used = 800
     bench.add(small)
     assert bench.run() == {small: 0}  # there is room for it anywhere
-    assert [Room(100, used, 40).lost(50) for used in (0, 50, 80, 100)] == [0, 0, 15, 20]
+    assert [KvUsage(100, used, 40).session_tokens_evicted(50) for used in (0, 50, 80, 100)] == [
+        0,
+        0,
+        15,
+        20,
+    ]
 
 
 def cache(

@@ -2,18 +2,18 @@
 
 from collections import Counter
 
-from parrot.serve.contexts.index import Kept, LedgerContext
+from parrot.serve.contexts.index import LedgerContext, ServerCache
 from tests.serve.contexts.ledger_book import Book
 
 ENGINE = 7
 
 
-def make(max_size: int | None = None, max_prompts: int | None = None) -> tuple[Book, Kept]:
+def make(max_size: int | None = None, max_prompts: int | None = None) -> tuple[Book, ServerCache]:
     book = Book()
     book.add_engine(ENGINE, 10_000, has_server=True)
-    kept = book.index.kept[ENGINE]
-    kept.bound(max_size, max_prompts)
-    return book, kept
+    cache = book.index.server_caches[ENGINE]
+    cache.set_limits(max_size, max_prompts)
+    return book, cache
 
 
 def run(book: Book, key: str, size: int, parent: LedgerContext | None = None) -> LedgerContext:
@@ -21,8 +21,8 @@ def run(book: Book, key: str, size: int, parent: LedgerContext | None = None) ->
     book.later(1.0)
     context = book.add(key, size, parent)
     book.pin(context)
-    book.make_room(ENGINE)
-    book.settle(context, context.length, None, None)
+    book.evict_to_capacity(ENGINE)
+    book.finish_generation(context, context.length, None, None)
     book.unpin(context)
     return context
 
@@ -33,11 +33,11 @@ def there(book: Book, *keys: str) -> list[str]:
 
 
 def test_without_bounds_all_is_believed_to_be_kept() -> None:
-    book, kept = make()
+    book, cache = make()
     for key in "abc":
         run(book, key, 1000)
     assert there(book, *"abc") == ["a", "b", "c"]
-    assert kept.loss(None, 10**9, book.clock.now()) == 0.0
+    assert cache.eviction_cost(None, 10**9, book.clock.now()) == 0.0
 
 
 def test_what_was_not_used_for_longest_is_dropped_first_whatever_is_expected() -> None:
@@ -62,34 +62,34 @@ def test_prompts_that_begin_alike_are_kept_once() -> None:
 
 
 def test_a_server_does_not_know_that_a_session_is_over() -> None:
-    book, kept = make(max_size=250)
+    book, cache = make(max_size=250)
     run(book, "live", 100)
     book.retire(run(book, "dead", 100))
     assert there(book, "live", "dead") == ["live"]
-    lost = kept.loss(None, 100, book.clock.now())
+    lost = cache.eviction_cost(None, 100, book.clock.now())
     assert 0 < lost <= 100, "the room of the dead one is not free"
     run(book, "new", 100)
     assert there(book, "live", "new") == ["new"]
 
 
 def test_what_was_never_computed_takes_no_room() -> None:
-    book, kept = make(max_size=150)
+    book, cache = make(max_size=150)
     run(book, "a", 100)
     broken = book.add("b", 100)
     book.pin(broken)
     book.retire(broken)
     book.unpin(broken)
     assert there(book, "a") == ["a"]
-    assert kept.loss(None, 40, book.clock.now()) == 0.0
+    assert cache.eviction_cost(None, 40, book.clock.now()) == 0.0
 
 
 def test_a_server_that_keeps_one_prompt() -> None:
-    book, kept = make(max_prompts=1)
+    book, cache = make(max_prompts=1)
     first = run(book, "a", 100)
     turn = run(book, "aa", 10, first)
-    assert kept.loss(turn, 10, book.clock.now()) == 0.0
-    assert 0 < kept.loss(first, 10, book.clock.now()) <= 10
-    assert 10 < kept.loss(None, 10, book.clock.now()) <= 110
+    assert cache.eviction_cost(turn, 10, book.clock.now()) == 0.0
+    assert 0 < cache.eviction_cost(first, 10, book.clock.now()) <= 10
+    assert 10 < cache.eviction_cost(None, 10, book.clock.now()) <= 110
     run(book, "b", 100)
     assert there(book, "a", "aa", "b") == ["b"]
 
@@ -108,10 +108,10 @@ def test_prompts_that_run_are_kept_until_they_have_ended() -> None:
     contexts = [book.add(key, 100) for key in "ab"]
     for context in contexts:
         book.pin(context)
-    book.make_room(ENGINE)
+    book.evict_to_capacity(ENGINE)
     assert there(book, *"ab") == ["a", "b"]
     for context in contexts:
-        book.settle(context, 100, None, None)
+        book.finish_generation(context, 100, None, None)
         book.unpin(context)
     assert there(book, *"ab") == []
 
@@ -121,7 +121,7 @@ def test_a_prompt_that_is_used_again_below_its_fork_is_no_second_one() -> None:
     first = book.add("a", 100)
     book.pin(first)
     run(book, "aa", 10, first)
-    book.settle(first, 120, None, None)
+    book.finish_generation(first, 120, None, None)
     book.unpin(first)
     assert there(book, "a", "aa") == ["a", "aa"]
     run(book, "b", 10)
@@ -129,8 +129,8 @@ def test_a_prompt_that_is_used_again_below_its_fork_is_no_second_one() -> None:
 
 
 def test_what_is_long_unused_is_no_loss() -> None:
-    book, kept = make(max_size=100)
+    book, cache = make(max_size=100)
     run(book, "a", 100)
     now = book.clock.now()
-    soon, later = kept.loss(None, 100, now), kept.loss(None, 100, now + 3600)
+    soon, later = cache.eviction_cost(None, 100, now), cache.eviction_cost(None, 100, now + 3600)
     assert later < soon / 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parrot.serve.contexts.index import PrefixIndex, Room
+from parrot.serve.contexts.index import KvUsage, PrefixIndex
 
 
 @pytest.mark.parametrize(
@@ -13,5 +13,5 @@ def test_the_part_that_is_promised_is_of_all_engines(
 ) -> None:
     index = PrefixIndex()
     for engine_id, (held, size) in enumerate(promised):
-        index.rooms[engine_id] = Room(size, size, held)
-    assert index.part_promised == pytest.approx(part)
+        index.kv_usage[engine_id] = KvUsage(size, size, held)
+    assert index.session_fraction == pytest.approx(part)

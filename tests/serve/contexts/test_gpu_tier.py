@@ -20,7 +20,7 @@ def add(ledger: ContextLedger, length: int, parent: LedgerContext | None = None)
     begin = 0 if parent is None else parent.length
     boundary = Boundary(b"%d" % random.getrandbits(60), length, 0)
     context = ledger.open(1, 7, [boundary], length=length, parent=parent, parent_len=begin)
-    ledger.make_room(1)
+    ledger.evict_to_capacity(1)
     ledger.check_integrity({}, Counter())
     return context
 
@@ -52,7 +52,7 @@ def test_both_tiers_count_before_anything_is_given_up():
     assert ledger.usage(1) == (6, 300)
     add(ledger, 50)
     assert ledger.usage(1) == (6, 300)
-    assert ledger._accounts[1].contexts.get(contexts[0].id) is None
+    assert ledger._memories[1].contexts.get(contexts[0].id) is None
 
 
 def test_without_a_host_tier_nothing_is_on_it():
