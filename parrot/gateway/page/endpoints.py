@@ -1,4 +1,4 @@
-"""The page's endpoints: its files, who is let in, and the feeds that it draws."""
+"""The page's endpoints: its static files, sign-in, and the feeds that the page draws."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -55,20 +55,20 @@ class EnterRequest(BaseModel):
 
 
 class Since(BaseModel):
-    """`since`: the version that the page has already; null: none."""
+    """`since`: the version of the view that the page already has; null if it has none."""
 
     since: Label | None = None
 
 
 class VisitorView(BaseModel):
-    """`tenant`: whose sessions are shown; null: everybody's."""
+    """`tenant`: the tenant whose sessions are shown; null: the sessions of all tenants."""
 
     tenant: str | None
     sees_values: bool
 
 
 class Page:
-    """Everything under `/ui/`."""
+    """All endpoints under `/ui/`."""
 
     def __init__(self, core: ServeCore, audit: AuditLog | None) -> None:
         self._core = core
@@ -119,8 +119,8 @@ class Page:
         wait: Wait = Wait.DURABLE,
         undo: Callable[[Any], None] | None = None,
     ) -> Endpoint:
-        """`verb` is also called with the `visitor`, whom the request's cookie tells. A GET only
-        shows something, so its answer does not wait for the journal."""
+        """`verb` is also called with the `visitor` that the request's cookie identifies. A GET
+        changes nothing, so its answer does not wait for the journal."""
 
         def visitor_of(request: Request) -> Visitor:
             return self._visitors.of(request.cookies.get(_cookie_name(request)))
@@ -134,7 +134,7 @@ class Page:
         endpoint.checked(lambda request: visitor_of(request).name).stepping(name_visitor)
         return endpoint if self._audit is None else audited(endpoint, self._audit)
 
-    # What is seen
+    # Views
 
     def me(self, visitor: Visitor) -> VisitorView:
         return _view(visitor)
@@ -160,7 +160,8 @@ class Page:
     async def _while_let_in(
         self, visitor: Visitor, feed: AsyncGenerator[bytes]
     ) -> AsyncGenerator[bytes]:
-        """The feed goes on for hours, and keys are removed meanwhile."""
+        """Pass on the feed, but check the visitor's key before each update: a feed stays open for
+        hours, and the key may be removed meanwhile."""
         async with aclosing(feed):
             async for changes in feed:
                 self._visitors.require(visitor)
@@ -198,16 +199,16 @@ class Page:
             raise NotFound(f"no live session {session_id} of yours")
         return session
 
-    # What is done
+    # Actions
 
     def begin_session(self, visitor: Visitor) -> SessionCreateResponse:
-        """A session for the page's own calls. Raises `AuthenticationFailed` for an operator where
-        sessions need an API key."""
+        """Begin a session for the page's own calls. Raises `AuthenticationFailed` for an operator
+        if sessions need an API key."""
         tenant = visitor.tenant or self._core.tenant(None)
         return self._core.begin_session(tenant, SessionCreateRequest(apps=["page"]))
 
     def _end_new(self, answer: SessionCreateResponse) -> None:
-        """End a session that the page cannot learn of."""
+        """End a session whose id and auth did not reach the page."""
         self._core.delete_session(answer.session_id, answer.session_auth)
 
     def end_session(self, visitor: Visitor, session_id: int) -> None:
@@ -219,15 +220,15 @@ class Page:
         self._core.cancel_call(session.id, session.auth, request_id)
 
     def drain_engine(self, visitor: Visitor, engine_id: int, is_wanted: bool) -> None:
-        """Raises `PermissionDenied` for whoever is not the operator."""
+        """Raises `PermissionDenied` for a tenant: only the operator may drain engines."""
         if visitor.tenant is not None:
             raise PermissionDenied("engines are the operator's")
         self._core.dispatcher.drains.drain(engine_id, is_wanted=is_wanted)
 
-    # Who is let in
+    # Sign-in
 
     async def _enter(self, request: Request) -> Response:
-        """The cookie is for this page alone, and no script can read it."""
+        """Set the visitor's cookie. Only the page's paths receive it, and no script can read it."""
         wanted = parse_payload(EnterRequest, await read_json(request, SMALL_BODY))
         cookie = self._visitors.enter(wanted.key)
         if self._audit is not None:
@@ -244,7 +245,7 @@ class Page:
         return response
 
     async def _leave(self, request: Request) -> Response:
-        await read_json(request, SMALL_BODY)  # which no page of another site can send
+        await read_json(request, SMALL_BODY)  # Pages of other sites cannot send a JSON body.
         name = _cookie_name(request)
         self._visitors.leave(request.cookies.get(name, ""))
         response = json_response(EmptyResponse())
@@ -253,7 +254,7 @@ class Page:
 
 
 def _cookie_name(request: Request) -> str:
-    """Browsers send a cookie to all ports of a host."""
+    """The name contains the port, because browsers send a cookie to all ports of a host."""
     return f"parrot_page_{request.url.port or 0}"
 
 
@@ -266,7 +267,7 @@ async def _to_page(request: Request) -> Response:
 
 
 class _PageFiles(StaticFiles):
-    """The page's own files, which load nothing from elsewhere and run no script of a text."""
+    """The page's static files. Their headers forbid other origins, inline scripts and framing."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)

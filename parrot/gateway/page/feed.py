@@ -1,5 +1,5 @@
-"""Keeping those who look up to date: a view is rows with versions, so that whoever looks is sent
-what has changed since, and is read once for all of its viewers."""
+"""Live updates of the page. A view is a set of rows with versions. Each viewer receives the rows
+that changed since its own version, and each view is read once for all of its viewers."""
 
 import asyncio
 import time
@@ -16,43 +16,46 @@ from parrot.utils.ids import new_token
 Rows = Mapping[str, Mapping[str, Any]]
 ReadRows = Callable[[], Rows]
 
-_MAX_GONE = 4096  # rows that are remembered to be gone
-_INTERVAL_S = 0.1  # between two updates
-_LOAD = 0.01  # of the event loop's thread, at most, for all topics together
-_MAX_SEND_S = 1e-3  # of a send; beyond that it has waited, and others have run
-_MAX_VIEWERS = 256
+# Removed rows whose keys a topic remembers. Viewers with an older version receive all rows again.
+_MAX_GONE = 4096
+_INTERVAL_S = 0.1  # Shortest time between two updates of a view, in seconds.
+# Largest share of the event loop's CPU time that all topics together may use. More updates views of
+# large graphs more often, and slows the calls of programs.
+_LOAD = 0.01
+# Longest CPU time that is charged for sending one update. A longer time includes other tasks.
+_MAX_SEND_S = 1e-3
+_MAX_VIEWERS = 256  # Views that may be open at the same time. More are rejected.
 
 
 class Changes(NamedTuple):
-    """The changes since an earlier version. `event`: a server-sent event `changes`, whose data is
-    `{version, whole, rows, gone}`; `whole`: these are all rows there are, and whatever was known
-    before is void."""
+    """The rows that changed since an earlier version. `event` is a server-sent event `changes` with
+    the data `{version, whole, rows, gone}`. `whole` means that `rows` replaces all earlier rows."""
 
     version: str
     event: bytes
 
 
 class Topic:
-    """The rows that `read` gives, each with the number of the update in which it last changed.
+    """The rows that `read` returns, each with the number of the update that last changed it.
 
-    A version is a number of an update, behind a name that no other topic has: whoever comes with
-    another topic's version, of before a restart for example, gets all rows."""
+    A version is an update's number after a random name of the topic. A version of another topic,
+    for example from before a restart, is unknown, and its viewer receives all rows."""
 
     def __init__(self, read: ReadRows) -> None:
         self._read = read
         self._epoch = new_token()
         self._number = 0
         self._rows: dict[str, tuple[int, bytes]] = {}
-        self._gone: dict[str, int] = {}  # in order of their numbers
-        self._forgotten = 0  # rows that went in this update, or earlier, may be unknown
-        self._made: dict[int, Changes] = {}  # since which update, for who comes next
+        self._gone: dict[str, int] = {}  # removed keys and their updates, in order of the updates
+        self._forgotten = 0  # removals in updates up to this number may no longer be in `_gone`
+        self._made: dict[int, Changes] = {}  # by starting update, to reuse for other viewers
 
     @property
     def version(self) -> str:
         return f"{self._epoch}-{self._number}"
 
     def update(self) -> bool:
-        """Read the rows again; returns whether any has changed."""
+        """Read the rows again. Returns whether any row has changed."""
         fresh = {key: orjson.dumps(row) for key, row in self._read().items()}
         number = self._number + 1
         known = self._rows
@@ -77,8 +80,8 @@ class Topic:
         return True
 
     def since(self, version: str | None) -> Changes | None:
-        """The changes since `version`; all rows if that is unknown or too old; None if nothing
-        has."""
+        """The changes since `version`. All rows if the version is unknown or too old, None if
+        nothing has changed."""
         number = self._number_of(version)
         if number is None or number < self._forgotten:
             number = -1
@@ -89,7 +92,7 @@ class Topic:
         return changes
 
     def _changes(self, number: int) -> Changes:
-        """The changes behind an update; all rows for -1."""
+        """The changes after update `number`; all rows for -1."""
         gone = [key for key, at in self._gone.items() if at > number >= 0]
         rows = {key: orjson.Fragment(text) for key, (at, text) in self._rows.items() if at > number}
         payload = {"version": self.version, "whole": number < 0, "rows": rows, "gone": gone}
@@ -104,24 +107,24 @@ class Topic:
 
 @dataclass(slots=True, eq=False)
 class _Watched:
-    """`reader` reads it again and again, and `news` ends when there are changes, or raises why
-    there are no more. `spent_s`: the CPU time that it and its viewers took since it was read."""
+    """A topic with viewers, and the task that reads it."""
 
     topic: Topic
+    # Done at the next change. Fails with the error of `read`, which ends the feed of each viewer.
     news: "asyncio.Future[None]"
-    reader: "asyncio.Task[None] | None" = None
-    spent_s: float = 0.0
+    reader: "asyncio.Task[None] | None" = None  # updates the topic
+    spent_s: float = 0.0  # CPU seconds of the last update and of sending it to the viewers
     num_viewers: int = 0
 
 
 class Feed:
-    """Owns the topics that somebody looks at, by their names. A topic is read ten times a second,
-    or less often if that and sending it take long, so that a look at a large graph, or many who
-    look, slow no program down. When its last viewer has gone the topic is forgotten."""
+    """Owns the topics that have viewers, by name. A topic is read every 0.1 s, or less often if all
+    topics would otherwise use more than 1% of the thread's CPU time. So large graphs and many
+    viewers do not slow programs down. A topic is removed with its last viewer."""
 
     def __init__(self, clock: Clock, cpu_time: Callable[[], float] = time.thread_time) -> None:
-        """`cpu_time`: of the thread, since that is what programs lose; on a busy machine a reading
-        may last much longer."""
+        """`cpu_time`: CPU seconds of this thread, because only these are lost to programs. On a
+        busy machine, wall time would be much longer."""
         self._clock = clock
         self._cpu_time = cpu_time
         self._watched: dict[object, _Watched] = {}
@@ -133,9 +136,9 @@ class Feed:
     async def changes(
         self, name: object, read: ReadRows, since: str | None
     ) -> AsyncGenerator[bytes]:
-        """Yield the changes of a topic since a version, whenever there are some, for ever:
-        server-sent events, the same bytes for all who know as much. Raises what `read` raises, and
-        `QuotaExceeded` when too many look already."""
+        """Yield the changes of a topic since a version as server-sent events, until the caller
+        closes the generator. Viewers with the same version receive the same bytes. Raises the
+        errors of `read`, and `QuotaExceeded` if `_MAX_VIEWERS` views are open."""
         if self._num_viewers >= _MAX_VIEWERS:
             raise QuotaExceeded(f"{_MAX_VIEWERS} views of the page are open already")
         watched = self._watched.get(name) or self._watch(name, read)
@@ -171,7 +174,7 @@ class Feed:
             del self._watched[name]
 
     async def _read(self, watched: _Watched) -> None:
-        """Read the view; an error of the reading is given to the viewers."""
+        """Update the topic until it fails. The error is raised in the viewers' feeds."""
         loop = asyncio.get_running_loop()
         while True:
             await self._pause(watched)
@@ -179,14 +182,14 @@ class Feed:
                 has_changed = self._update(watched)
             except Exception as error:  # noqa: BLE001
                 watched.news.set_exception(error)
-                watched.news.exception()  # all may have gone
+                watched.news.exception()  # Mark it as retrieved: all viewers may have left.
                 return
             if has_changed:
                 news, watched.news = watched.news, loop.create_future()
                 news.set_result(None)
 
     async def _pause(self, watched: _Watched) -> None:
-        """Until the time for the next reading. Viewers may spend more meanwhile."""
+        """Wait until the next update is due. The wait grows if viewers use CPU time meanwhile."""
         began = self._clock.now()
         while True:
             pause_s = max(_INTERVAL_S, watched.spent_s * len(self._watched) / _LOAD)

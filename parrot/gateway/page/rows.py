@@ -1,8 +1,8 @@
-"""The page's rows: of the service, one session, one variable; where calls are placed and what
-contexts there are; what was used, and what has happened.
+"""The page's rows: the service, one session, one variable, placement decisions and contexts, usage,
+and the event log.
 
-A row is small and says nothing that changes by itself, as an age does, so that it is sent again
-only when something has happened."""
+A row is small and contains no value that changes by itself, such as an age. So a row is sent again
+only after an event."""
 
 import time
 from collections import deque
@@ -40,18 +40,18 @@ from parrot.serve.sessions import Session
 from parrot.serve.views import engine_view, session_counts, task_view
 from parrot.utils.clock import Clock
 
-_MAX_CONTEXTS = 512  # shown, the largest ones, with those that they were forked from
-_PIECE_CHARS = 4096
-_MAX_CHARS = 2**20  # of one value that is shown
-_MAX_CAUSES = 16
-_MAX_EVENTS = 256
-_MAX_EVENT_CHARS = 400
-_MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # of a session, the last ones
+_MAX_CONTEXTS = 512  # The largest contexts are shown, with their ancestors.
+_PIECE_CHARS = 4096  # Characters of a value in one row. Only changed rows are sent again.
+_MAX_CHARS = 2**20  # Characters of one value that are shown.
+_MAX_CAUSES = 16  # Errors of one causal chain that are shown.
+_MAX_EVENTS = 256  # Events that the log keeps.
+_MAX_EVENT_CHARS = 400  # Characters of one event's text.
+_MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # The last ones of a session are shown.
 Row = dict[str, Any]
 
 
 def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
-    """Decisions and contexts of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
+    """Decisions and contexts of the visitor's sessions. `epoch`: the clock's zero as Unix time."""
     rows: dict[str, Row] = {}
     names = {engine.id: engine.info.engine_name for engine in core.fleet}
     tenants = {session.id: session.tenant for session in core.sessions}
@@ -110,7 +110,7 @@ def _name(engine_id: int, names: Mapping[int, str]) -> str:
 
 
 class Noted(NamedTuple):
-    """An event that an operator may wonder about."""
+    """An event that may interest an operator."""
 
     number: int
     at: float  # on the clock's scale
@@ -119,11 +119,11 @@ class Noted(NamedTuple):
     engine_name: str = ""
     session_id: int | None = None
     var_id: str = ""  # the output of the call
-    tenant: str | None = None  # whose it is; None: everybody's
+    tenant: str | None = None  # None: visible to all tenants
 
 
 class EventLog:
-    """Keeps the last events of engines, calls and sessions, the oldest first."""
+    """Keeps the last events of engines, calls and sessions, oldest first."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -176,7 +176,7 @@ class EventLog:
 
 
 def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
-    """The calls, tokens and costs of the visitor's functions; of everybody's for the operator."""
+    """Calls, tokens and costs by function: the visitor's own, or all tenants' for the operator."""
     rows: dict[str, Row] = {}
     for tenant, function, usage in core.accounts:
         if visitor.tenant in (None, tenant):
@@ -186,7 +186,7 @@ def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
 
 
 def event_rows(core: ServeCore, log: EventLog, visitor: Visitor, epoch: float) -> Rows:
-    """Events of engines, and of the visitor's sessions. `epoch`: the clock's zero in Unix time."""
+    """Events of engines and of the visitor's sessions. `epoch`: the clock's zero as Unix time."""
     rows: dict[str, Row] = {}
     for event in log:
         if event.tenant is not None and visitor.tenant not in (None, event.tenant):
@@ -212,7 +212,7 @@ class PageRows:
         self._log = EventLog(core.clock)
         core.events.add(self._log.sink)
         self._epoch = time.time() - core.clock.now()
-        self._sessions: dict[int, tuple[object, Row]] = {}  # what each was made of, and its row
+        self._sessions: dict[int, tuple[object, Row]] = {}  # inputs of the cached row, and the row
 
     def overview(self, visitor: Visitor) -> Rows:
         """The service, its engines, and the sessions that the visitor may see."""
@@ -236,7 +236,7 @@ class PageRows:
         return rows
 
     def placement(self, visitor: Visitor) -> Rows:
-        """The last decisions of the scheduler, and the contexts on engines."""
+        """The scheduler's last decisions, and the contexts on the engines."""
         return placement_rows(self._core, visitor, self._epoch)
 
     def usage(self, visitor: Visitor) -> Rows:
@@ -244,11 +244,11 @@ class PageRows:
         return usage_rows(self._core, visitor)
 
     def events(self, visitor: Visitor) -> Rows:
-        """The rows of what happened to engines, calls and sessions."""
+        """The events of engines, calls and sessions."""
         return event_rows(self._core, self._log, visitor, self._epoch)
 
     def session(self, session: Session) -> Rows:
-        """A session's head, its last calls, and its last variables without their values."""
+        """A session's head, its last calls, and its last variables without values."""
         rows: dict[str, Row] = {"session": self._head(session)}
         graph = session.graph
         tasks = chain.from_iterable(reversed(c.tasks) for c in reversed(graph.calls.values()))
@@ -261,8 +261,8 @@ class PageRows:
         return rows
 
     def variable(self, variable: SemanticVariable, visitor: Visitor) -> Rows:
-        """A variable with how it comes to be. The texts only for whoever may see them: the value in
-        pieces, since it grows at its end."""
+        """A variable and its producer. Prompt and value are included only if the visitor may see
+        them. The value is split into chunks, because it grows at its end."""
         rows: dict[str, Row] = {"var": _variable_row(variable)}
         task = variable.producer
         if task is not None:
@@ -287,7 +287,7 @@ class PageRows:
         }
 
     def _session_row(self, session: Session) -> Row:
-        """Counted again only if something has happened in the session since."""
+        """The cached row, or a new one if the session has changed since."""
         graph = session.graph
         basis = (session.last_active, graph.activation.num_started, len(graph.calls))
         known = self._sessions.get(session.id)
@@ -317,8 +317,8 @@ def _engine_row(engine: EngineView) -> Row:
 
 
 def _server_row(load: ServerLoad) -> Row:
-    """The load of the server behind an engine; `others_kv`: the used part of its KV that others
-    have, by their share of the requests."""
+    """The load of the server behind an engine. `others_kv` estimates the KV share of other clients
+    from their share of the requests."""
     row: Row = {
         "running": load.num_running,
         "waiting": load.num_waiting,
@@ -344,7 +344,7 @@ def _variable_row(variable: SemanticVariable) -> Row:
 
 
 def _causes(error: BaseException) -> Iterator[Row]:
-    """The error and what it came from, the last cause last."""
+    """The error and its causes, the root cause last."""
     link: BaseException | None = error
     for _ in range(_MAX_CAUSES):
         if not isinstance(link, ParrotError):

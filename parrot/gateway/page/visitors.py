@@ -1,4 +1,4 @@
-"""Who looks at the page, and what they may see."""
+"""Visitors of the page: their keys, their cookies, and the sessions that they may see."""
 
 import secrets
 from hashlib import blake2b
@@ -10,34 +10,32 @@ from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 from parrot.utils.ids import tokens_equal
 
-VISIT_S = 12 * 3600.0
-_MAX_VISITORS = 1024
-_MAX_COOKIES = 64  # of one visitor, who shuts nobody else out with more
+VISIT_S = 12 * 3600.0  # Seconds that a sign-in is valid.
+_MAX_VISITORS = 1024  # Sign-ins that are kept. The oldest is dropped first.
+_MAX_COOKIES = 64  # Sign-ins of one visitor, so that one visitor cannot displace all others.
 
 
 def page_key(cluster_token: str) -> str:
-    """The operator's key for the page: whoever has the cluster token can make it, and it is no use
-    for anything else."""
+    """The operator's key for the page, derived from the cluster token. It is valid only here, and
+    the token cannot be computed from it."""
     return blake2b(
         b"page", digest_size=16, key=blake2b(cluster_token.encode()).digest()
     ).hexdigest()
 
 
 def page_url(core_url: str, cluster_token: str | None) -> str:
-    """The address that lets an operator in; without a token nobody is asked for a key."""
+    """The address that signs an operator in. Without a cluster token the page needs no key."""
     key = "" if cluster_token is None else f"#key={page_key(cluster_token)}"
     return f"{core_url.rstrip('/')}/ui/{key}"
 
 
 class Visitor(NamedTuple):
-    """`tenant`: whose sessions they see; None: everybody's. `sees_values`: prompts and values,
-    too. `key_id`: the id of the tenant whose key they showed, if it was an operator's, and `key`
-    its digest; None: it was the page's key."""
+    """The rights of a signed-in visitor."""
 
-    tenant: str | None
-    sees_values: bool
-    key_id: str | None = None
-    key: bytes | None = None
+    tenant: str | None  # the tenant whose sessions are visible; None: all tenants
+    sees_values: bool  # prompts and values are visible
+    key_id: str | None = None  # the tenant id of an operator's API key; None: the page's key
+    key: bytes | None = None  # the digest of the API key; None: the page's key
 
     @property
     def name(self) -> str:
@@ -47,21 +45,21 @@ class Visitor(NamedTuple):
 
 
 class Visitors:
-    """Visitors who have shown a key, by the secret of the cookie that they got for it."""
+    """Signed-in visitors, by the secret in their cookie."""
 
     def __init__(self, cluster_token: str | None, tenants: TenantTable, clock: Clock) -> None:
         self._tenants = tenants
         self._clock = clock
         self._page_key = None if cluster_token is None else page_key(cluster_token)
-        self._known: LruDict[str, tuple[Visitor, float]] = LruDict(_MAX_VISITORS)  # until when
+        self._known: LruDict[str, tuple[Visitor, float]] = LruDict(_MAX_VISITORS)  # with the expiry
 
     @property
     def operator(self) -> Visitor:
-        """Who runs the service; with API keys the programs are other people's."""
+        """The operator. If API keys are required, the operator does not see values."""
         return Visitor(tenant=None, sees_values=not self._tenants.is_closed)
 
     def enter(self, key: str) -> str:
-        """The secret for a cookie of whoever has this key: the page's, or an API key. Raises
+        """A new cookie's secret for this key: the page's key or an API key. Raises
         `AuthenticationFailed`, `PermissionDenied`."""
         if self._page_key is not None and tokens_equal(key, self._page_key):
             visitor = self.operator
@@ -88,18 +86,19 @@ class Visitors:
         self._known.pop(cookie)
 
     def of(self, cookie: str | None) -> Visitor:
-        """The visitor, as long as the key that they showed is one. Raises
-        `AuthenticationFailed`."""
+        """The visitor of a cookie. Raises `AuthenticationFailed` if the sign-in has expired or its
+        key is no longer valid."""
         if self._page_key is None and not self._tenants.is_closed:
-            return self.operator  # the operator wants no secrets: `insecure`
+            return self.operator  # Without a cluster token and API keys the page is open.
         found = None if cookie is None else self._known.peek(cookie)
         if found is None or found[1] < self._clock.now():
-            raise AuthenticationFailed("show the key of the page, or an API key, first")
+            raise AuthenticationFailed("sign in with the key of the page or an API key")
         self.require(found[0])
         return found[0]
 
     def require(self, visitor: Visitor) -> None:
-        """Raise `AuthenticationFailed` if their key is none any more, or not for as much."""
+        """Raise `AuthenticationFailed` if the visitor's key was removed or lost its scope."""
+
         if visitor.key is None:
             return
         tenant_id = visitor.tenant or visitor.key_id or ""

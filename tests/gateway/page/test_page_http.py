@@ -270,7 +270,7 @@ def test_a_visit_ends() -> None:
     cookie = visitors.enter(KEY)
     assert visitors.of(cookie).tenant is None
     clock._now = VISIT_S + 1
-    with pytest.raises(Exception, match="show the key"):
+    with pytest.raises(Exception, match="sign in with the key"):
         visitors.of(cookie)
 
 
@@ -280,7 +280,7 @@ def test_no_visitor_shuts_out_another_by_coming_often() -> None:
     first, *_, last = (visitors.enter("k1") for _ in range(2000))
     assert visitors.of(cookie).tenant is None
     assert visitors.of(last).tenant is not None
-    with pytest.raises(Exception, match="show the key"):
+    with pytest.raises(Exception, match="sign in with the key"):
         visitors.of(first)
 
 
