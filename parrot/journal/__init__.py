@@ -1,4 +1,4 @@
-"""The journal: what a ServeCore that died goes on from.
+"""The journal: the records from which a restarted ServeCore restores its sessions.
 
-Owns what is written down, the thread that writes it, the stores that keep it, and what does it once
-more. ServeCore knows it as a `CommandLog`, and without one passes nothing of it."""
+The package owns the records, the thread that writes them, their storage, and the replay. ServeCore
+uses the journal through the protocol `CommandLog`. Without a journal, none of this code runs."""

@@ -1,4 +1,4 @@
-"""Commands and facts of sessions as the journal's records, and back."""
+"""Encodes commands and facts of sessions as journal records, and decodes the records."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,7 +43,7 @@ _SECRETS = {"session_auth", "session"}
 
 
 class JournaledSession:
-    """The `SessionLog` of one session, in the journal."""
+    """The `SessionLog` of one session, stored in the journal."""
 
     def __init__(self, journal: Journal, session_id: int) -> None:
         self._journal = journal
@@ -78,11 +78,12 @@ class JournaledSession:
             case CreateVariable(name, content):
                 kind, fields = Kind.VARIABLE, {"name": name, "content": content}
             case _:
-                return nullcontext()  # what it settles is written down, as facts
+                return nullcontext()  # its effects are recorded as `SETTLED` facts
         return self._journal.recorded(self._subject, kind, fields | {"upcoming": list(upcoming)})
 
     def settled(self, variable: SemanticVariable) -> None:
-        """Nothing is written for one that failed because another did: that follows again."""
+        """Record a variable's value or own error. An error that follows from another variable's
+        error is not recorded, because the replay derives it again."""
         if variable.origin is not None:
             return
         fields: Payload = {"variable": variable.id}
@@ -116,8 +117,8 @@ class JournaledSession:
 
 
 def recorded_command(kind: Kind, fields: Payload, graph: SessionGraph) -> Command[Any] | None:
-    """The command that a record tells; None: it tells something else. The ids that it takes come
-    next."""
+    """The command in a record; None if the record is a fact. Also sets the graph's next ids to the
+    ids that the command received."""
     if "upcoming" in fields:
         graph.ids.upcoming = fields["upcoming"]
     match kind:
@@ -140,7 +141,7 @@ def _request_field(request: BaseModel) -> orjson.Fragment:
 
 
 def error_fields(error: ParrotError) -> Payload:
-    """The error and those that caused it."""
+    """The error and its chain of causes."""
     fields: Payload = {**error.to_payload(), "status": error.status}
     if isinstance(error.__cause__, ParrotError):
         fields["cause"] = error_fields(error.__cause__)
@@ -148,11 +149,11 @@ def error_fields(error: ParrotError) -> Payload:
 
 
 def _stats_fields(stats: RunStats) -> Payload:
-    """The stats that are not as in the beginning."""
+    """The stats that differ from their defaults."""
     changed = {name: value for name, none in _NO_STATS if (value := getattr(stats, name)) != none}
     if stats.logprobs is not None:
         own = Logprobs(stats.logprobs.width, tokens=[])
-        own.extend(stats.logprobs)  # with its tokens, which no tokenizer may know later
+        own.extend(stats.logprobs)  # Copies the tokens' bytes: the tokenizer may be missing later.
         changed["logprobs"] = LOGPROBS.dump_python(own, mode="json")
     return changed
 
@@ -171,7 +172,7 @@ def _prompt_fields(prompt: Prompt) -> Payload:
 
 
 def _options_fields(options: CallOptions) -> Payload:
-    """All but the salt, which is the server's secret: its session knows it."""
+    """All options except the cache salt, which is a secret. The session knows its salt."""
     fields = asdict(options)
     del fields["cache_salt"]
     return fields
@@ -187,8 +188,10 @@ def _piece_fields(piece: Piece) -> list[Any]:
 
 
 def replay_settled(graph: SessionGraph, fields: Payload) -> SemanticVariable:
-    """Settle a variable as it was, with all that follows. One that was cancelled while an input's
-    failure was on its way may have failed by that: its own error is what was told."""
+    """Set or fail a variable as recorded, with all consequences.
+
+    A variable may have failed in the replay because its input failed, although it was cancelled
+    first. Then the recorded error replaces the derived one, because clients received it."""
     variable = graph.variable(fields["variable"])
     task = variable.producer
     if variable.is_settled:
@@ -211,7 +214,7 @@ def replay_settled(graph: SessionGraph, fields: Payload) -> SemanticVariable:
 
 
 def replay_attempt(graph: SessionGraph, fields: Payload, clock: Clock) -> None:
-    """The next attempt will have a higher number."""
+    """Restore the attempt's number, so that the next attempt has a higher one."""
     completion = graph.completion(fields["request"], fields["task"])
     completion.stats.attempts = fields["number"]
     completion.stats.engine_name = fields["engine"]
@@ -250,7 +253,7 @@ def _stats(fields: Payload) -> RunStats:
 
 
 def _error(fields: Payload) -> ParrotError:
-    """The error and those that caused it."""
+    """The error and its chain of causes."""
     root: ParrotError | None = None
     last: ParrotError | None = None
     level: Payload | None = fields["error"]

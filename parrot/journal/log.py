@@ -1,10 +1,10 @@
-"""The journal as ServeCore uses it: records are appended at once, and written by one thread, all
+"""The journal as ServeCore uses it. Records are appended in memory. One thread writes all records
 that have gathered in one transaction.
 
-    append, append, ...     in a turn of the event loop; can be taken back until it ends
-          |                 when the loop has nothing else to do, or some milliseconds later
+    append, append, ...     in one turn of the event loop; can be undone until the turn ends
+          |                 handed over when the loop is idle, or after at most 20 ms
           v
-    the thread: write ---> `durable` goes on
+    the thread: write ---> `durable` returns
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from parrot.utils.config import ConfigError
 logger = logging.getLogger(__name__)
 
 ENDED = "ended"
-"""The kind of a subject's last record: nothing of the subject is needed any more."""
+"""The kind of a subject's last record. All records of the subject may then be removed."""
 
 Payload = dict[str, Any]
 
@@ -36,26 +36,25 @@ Payload = dict[str, Any]
 class Kind(StrEnum):
     """The kinds of a session's records, besides `ENDED`."""
 
-    SESSION = "session"  # it began
+    SESSION = "session"  # a session began
     CALL = "call"
     NATIVE = "native"
     GRAPH = "graph"
-    VARIABLE = "variable"  # the program made one
+    VARIABLE = "variable"  # a program created a variable
     PROMPT = "prompt"  # a call without a template
-    SETTLED = "settled"  # a variable has its value, or its error, which is its own
+    SETTLED = "settled"  # a variable has its value or its own error
     ATTEMPT = "attempt"  # a completion was sent to an engine
-    READ = "read"  # the first read that had to wait
+    READ = "read"  # the session's first read that had to wait
 
 
 class Record(NamedTuple):
-    """Something that happened to a subject, a session or a response: `seq` grows from one to the
-    next, `at` is when, in Unix time, and `payload` is JSON."""
+    """A command or fact about a subject, such as a session or a response."""
 
-    seq: int
-    at: float
+    seq: int  # grows with each record
+    at: float  # Unix time at which the record was appended
     subject: str
     kind: str
-    payload: bytes
+    payload: bytes  # JSON
 
     @property
     def checksum(self) -> int:
@@ -68,54 +67,54 @@ class Record(NamedTuple):
 
 
 class Storage(Protocol):
-    """Records on a disk, which one process has at a time. Not for two threads at once; `read` comes
-    first. Every method but `close` raises one of `errors` when the disk cannot be read or
-    written."""
+    """Records on a disk, owned by one process at a time. It is not thread-safe, and `read` comes
+    first. All methods except `close` raise one of `errors` if the disk cannot be read or written.
+    """
 
     errors: type[Exception]
     epoch: int
-    """Greater than that of whoever had the records before."""
+    """Greater than the epoch of every earlier owner of the records."""
 
     def is_ours(self) -> bool:
-        """Whether it is certain that no other process has them yet. From any thread."""
+        """Whether it is certain that no other process owns the records. Thread-safe."""
         ...
 
     def fact(self, name: str, value: int) -> int:
-        """The number that was first given for this name."""
+        """The number that was first stored under this name; stores `value` for a new name."""
         ...
 
     def read(self) -> Iterator[Record]:
-        """Yield all records of subjects that have not ended, in their order. From the first one on
-        that is damaged, all are cut off, and kept elsewhere."""
+        """Yield all records of subjects that have not ended, in order. If a record is damaged, it
+        and all later records are moved elsewhere."""
         ...
 
     def last_seq(self) -> int: ...
 
     def write(self, records: Sequence[Record]) -> None:
-        """All of them or none. They survive the loss of power."""
+        """Write all records or none. Written records survive a power failure."""
         ...
 
     def note_ends(self, records: Sequence[Record]) -> None:
-        """Note that what these records end may be trimmed."""
+        """Note the subjects that these records end: their records may be trimmed."""
         ...
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is something to `trim`."""
+        """Whether `trim` has records to remove."""
         ...
 
     def trim(self) -> None:
-        """Remove some records of a subject that has ended, the last one last."""
+        """Remove some records of an ended subject, its `ENDED` record last."""
         ...
 
     def close(self) -> None: ...
 
 
 class NotedEnds:
-    """The part of a `Storage` that knows what may be trimmed."""
+    """The part of a `Storage` that knows which subjects may be trimmed."""
 
     def __init__(self) -> None:
-        self._ended: dict[str, None] = {}  # subjects, in the order in which they go
+        self._ended: dict[str, None] = {}  # subjects, in the order in which they are trimmed
 
     def note_ends(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -128,20 +127,20 @@ class NotedEnds:
 
 
 def is_address(journal: str) -> bool:
-    """Whether it is the address of a PostgreSQL database, not the path of a file."""
+    """Whether `journal` is the address of a PostgreSQL database, not the path of a file."""
     return journal.startswith(("postgresql://", "postgres://"))
 
 
 def is_whole(record: Record, checksum: object) -> bool:
-    """Whether it is as it was written."""
+    """Whether the record is undamaged: its checksum matches."""
     try:
         return record.checksum == checksum and type(record.payload) is bytes
-    except TypeError:  # a field of another type
+    except TypeError:  # A damaged field has another type.
         return False
 
 
 class ReplayClock:
-    """A clock that shows, while records are replayed, when they were made."""
+    """A clock that shows the time of each record while records are replayed."""
 
     now: Callable[[], float]
 
@@ -150,80 +149,73 @@ class ReplayClock:
         self.now, self.sleep = clock.now, clock.sleep
 
     def show(self, seconds_ago: float | None) -> None:
-        """Stand still at the time `seconds_ago`; for None, show the clock's own again."""
+        """Stop at the time `seconds_ago`. None: show the underlying clock's time again."""
         self.now = self._clock.now
         if seconds_ago is not None:
             then = self._clock.now() - max(0.0, seconds_ago)
             self.now = lambda: then
 
 
-_RETRY_S = 1.0  # between attempts to write what could not be written
-_CLOSE_S = 5.0
-_BYTES_PER_WRITE = 8 * 2**20
-# A transaction costs as much as dozens of records. So it takes what comes while the event loop is
-_IDLE_S = 0.0003  # busy, that is, while its turns take longer than this,
-_GATHER_S = 0.005  # for so long at most; and
-_LAZY_S = 0.02  # what nobody waits for goes with what comes within this
+_RETRY_S = 1.0  # Seconds between attempts to write after a failure.
+_CLOSE_S = 5.0  # Seconds that `close` waits for the last records.
+_BYTES_PER_WRITE = 8 * 2**20  # Payload bytes at which a transaction ends.
+# A transaction costs as much as dozens of records, so records gather while the event loop is busy.
+_IDLE_S = 0.0003  # Seconds. A turn of the event loop that is shorter ends the gathering.
+_GATHER_S = 0.005  # Seconds after which gathering ends even if the loop is busy.
+_LAZY_S = 0.02  # Seconds after which records are written if no caller waits for them.
 
 
 class Journal:
-    """One process's journal; close when done. Its records are read back once, before the first is
-    appended, in the event loop where everything else happens.
-
-    While the file cannot be written (its bound or the disk is full, or a record has waited for
-    `max_wait_s`), `require_room` refuses what would be recorded. What happens all the same, since
-    it was begun before, is kept in memory and written as soon as there is room. So memory is
-    bounded by what was accepted within `max_wait_s` and what was begun by then.
-
-    While another process may have the records, nothing is told that is not written, and what
-    raises `InsufficientStorage` otherwise raises `Unavailable`."""
+    """One process's journal; close it when done. Its records are read once, before the first
+    `append`. While records cannot be written, `require_room` rejects new work. Records of work that
+    was accepted before stay in memory until they can be written."""
 
     def __init__(self, file: Storage, clock: Clock, max_wait_s: float = 10.0) -> None:
-        """`clock` is what `self.clock` shows, but while records are read."""
+        """`clock` is the time that `self.clock` shows outside of replays."""
         self._file = file
         self.clock = ReplayClock(clock)
         self.epoch = self._file.epoch
         self._max_wait_s = max_wait_s
-        self._failure = self._delay = ""  # why nothing can be written
-        self._turn: list[Record] = []
-        self._ready: list[Record] = []  # of turns that have ended
-        self._is_gathering = False  # somebody waits for what is ready
-        self._lazy: asyncio.TimerHandle | None = None  # while something is ready
+        self._failure = self._delay = ""  # why records cannot be written: an error, a late record
+        self._turn: list[Record] = []  # of the current turn of the event loop
+        self._ready: list[Record] = []  # of earlier turns, not yet handed to the thread
+        self._is_gathering = False  # a caller waits for the ready records
+        self._lazy: asyncio.TimerHandle | None = None  # set while records are ready
         self._seq = self._num_flushed = self._num_written = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._writable = asyncio.Event()  # set, and another, when it can be written again
-        self._unwritten: deque[tuple[int, float]] = deque()  # last seqs of turns, and since when
-        self._watch: asyncio.TimerHandle | None = None  # while something is unwritten
+        self._writable = asyncio.Event()  # set, and replaced, when records can be written again
+        self._unwritten: deque[tuple[int, float]] = deque()  # last seqs of turns, and their times
+        self._watch: asyncio.TimerHandle | None = None  # set while records are unwritten
         self._batches: SimpleQueue[list[Record] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be written; empty: it can."""
+        """Why records cannot be written; empty if they can."""
         return self._failure or self._delay
 
     def fact(self, name: str, value: int) -> int:
-        """The number that was first given for this name, before anything is appended. Raises
-        `ConfigError` if the file cannot be read, or written for a new name."""
+        """The number that was first stored under this name; call it before the first `append`.
+        Raises `ConfigError` if the file cannot be read, or not written for a new name."""
         try:
             return self._file.fact(name, value)
         except self._file.errors as error:
-            raise ConfigError(f"journal: it cannot be had: {error}") from None
+            raise ConfigError(f"journal: cannot be read or written: {error}") from None
 
     def read(self, apply: Callable[[Record], None]) -> None:
-        """Call `apply` with each record there is, at the time when it was made.
+        """Call `apply` with each record, with the clock at the record's time.
 
         Raises `ConfigError` if the file cannot be read."""
         try:
             self.replay(self._file.read(), apply)
         except self._file.errors as error:
-            raise ConfigError(f"journal: it cannot be read: {error}") from None
+            raise ConfigError(f"journal: cannot be read: {error}") from None
         self._seq = self._num_flushed = self._num_written = self._file.last_seq()
         self._loop = asyncio.get_running_loop()
 
     def replay(self, records: Iterable[Record], apply: Callable[[Record], None]) -> None:
-        """Call `apply` with each record, at the time when it was made."""
+        """Call `apply` with each record, with the clock at the record's time."""
         now = time.time()
         try:
             for record in records:
@@ -233,8 +225,8 @@ class Journal:
             self.clock.show(None)
 
     def append(self, subject: str, kind: str, fields: Payload) -> None:
-        """It is written soon, sooner if somebody waits for it, and either with all that is
-        appended in this turn of the event loop or, like them, not at all."""
+        """Add a record. It is written within about 20 ms, or sooner if a caller waits for it. All
+        records of one turn of the event loop are written together or not at all."""
         assert self._loop is not None, "the journal was not read"
         payload = orjson.dumps(fields)
         if not self._turn:
@@ -243,13 +235,13 @@ class Journal:
         self._turn.append(Record(self._seq, time.time(), subject, kind, payload))
 
     def end(self, subject: str) -> None:
-        """Forget the subject."""
+        """Record that the subject has ended. Its records are removed later."""
         self.append(subject, ENDED, {})
 
     @contextmanager
     def recorded(self, subject: str, kind: str, fields: Payload) -> Iterator[None]:
-        """Append a record of what is done in the block, before all that follows from it; if the
-        block raises, nothing has happened."""
+        """Append a record of the command that the block applies, before the records of its effects.
+        If the block raises, all these records are discarded."""
         self.append(subject, kind, fields)
         place = len(self._turn)
         try:
@@ -260,18 +252,20 @@ class Journal:
             raise
 
     def require_room(self) -> None:
-        """Raise `InsufficientStorage` while nothing can be written."""
+        """Raise `InsufficientStorage` while records cannot be written: the disk or the journal is
+        full, or a record has waited for `max_wait_s`. Raise `Unavailable` instead if another
+        process may own the records, because then this process must not answer."""
         if self.trouble:
             raise self._refusal()
 
     async def has_room(self) -> None:
-        """Wait until something can be written."""
+        """Wait until records can be written."""
         while self.trouble:
             await self._writable.wait()
 
     async def durable(self) -> None:
-        """Wait until everything that was appended until now is on disk. Raises
-        `InsufficientStorage` if it cannot be written now."""
+        """Wait until all records appended so far are on disk. Raises `InsufficientStorage` if they
+        cannot be written now."""
         if self._num_written == self._seq:
             return
         self.require_room()
@@ -283,17 +277,17 @@ class Journal:
         await waiter
 
     async def published(self) -> None:
-        """Do the same, but do not wait while nothing can be written."""
+        """Wait like `durable`, but return at once while records cannot be written."""
         with suppress(InsufficientStorage):
             await self.durable()
 
     async def close(self) -> None:
-        """Write what is left, for a few seconds at most. Who still waits then, or comes after, is
-        refused."""
+        """Write the remaining records, for at most 5 s. Callers that wait longer, and later calls,
+        receive an error."""
         self._flush()
         self._hand_over()
         if not self._file.is_ours():
-            self._refuse("it is another's")
+            self._refuse("another process owns it")
         if self._watch is not None:
             self._watch.cancel()
         if self._thread is not None:
@@ -321,8 +315,7 @@ class Journal:
             self._hasten()
 
     def _hasten(self) -> None:
-        """Somebody waits for what is ready: it is handed over as soon as a turn of the event loop
-        has nothing else to do."""
+        """Write the ready records as soon as a turn of the event loop is idle: a caller waits."""
         if self._ready and not self._is_gathering:
             self._is_gathering = True
             assert self._loop is not None
@@ -338,7 +331,7 @@ class Journal:
             self._loop.call_soon(self._gather_more, since, now)
 
     def _hand_over(self) -> None:
-        """Let the thread write what is ready."""
+        """Pass the ready records to the thread."""
         self._is_gathering = False
         if self._lazy is not None:
             self._lazy.cancel()
@@ -347,11 +340,11 @@ class Journal:
             return
         self._batches.put(self._ready)
         self._ready = []
-        if self._thread is None:  # until now the event loop has had the file for itself
+        if self._thread is None:  # Until now, the event loop used the file alone.
             self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
             self._thread.start()
 
-    # In the thread
+    # In the writer thread
 
     def _write_all(self) -> None:
         pending: list[Record] = []
@@ -363,7 +356,7 @@ class Journal:
                 while self._file.has_ended and (has_failed or not pending):
                     self._file.trim()
                     if not has_failed:
-                        break  # something else may have come
+                        break  # New records go first.
                 while pending:
                     count = _num_at_once(pending)
                     self._file.write(pending[:count])
@@ -372,16 +365,16 @@ class Journal:
                 if has_failed:
                     self._tell(self._recovered)
                 has_failed = False
-            except Exception as error:  # noqa: BLE001 - who waits must hear of it
+            except Exception as error:  # noqa: BLE001 - waiting callers must receive it
                 if not has_failed:
                     logger.error("the journal cannot be written: %s", error)
                 self._tell(self._refuse, str(error))
                 has_failed = True
-                self._file.note_ends(pending)  # what goes makes room for the rest
+                self._file.note_ends(pending)  # Trimming ended subjects makes room for the rest.
 
     def _gather(self, pending: list[Record], wait_s: float | None) -> bool:
-        """Take what there is, and wait for something if there is nothing yet. True: no more will
-        come."""
+        """Move all queued records to `pending`. If the queue is empty, wait up to `wait_s` seconds,
+        or without limit for None. Returns True when the journal is closing."""
         try:
             batch = self._batches.get(wait_s != 0, wait_s)
             while batch is not None:
@@ -396,7 +389,7 @@ class Journal:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(report, *args)
 
-    # What it tells
+    # Reports of the writer thread, in the event loop
 
     def _written(self, seq: int) -> None:
         self._num_written = seq
@@ -418,14 +411,14 @@ class Journal:
             self._watch = self._loop.call_later(self._left_s(), self._look)
 
     def _left_s(self) -> float:
-        """Seconds that the oldest record which is not on disk may still wait."""
+        """Seconds that the oldest unwritten record may still wait."""
         if not self._unwritten:
             return self._max_wait_s
         assert self._loop is not None
         return self._unwritten[0][1] + self._max_wait_s - self._loop.time()
 
     def _look(self) -> None:
-        """Refuse if the disk hangs, or is slower than what comes."""
+        """Reject new work if the disk hangs, or if records arrive faster than it writes."""
         self._watch = None
         if self._left_s() > 0:
             self._set_watch()
@@ -449,7 +442,7 @@ class Journal:
 
     def _refusal(self) -> ParrotError:
         if not self._file.is_ours():
-            return Unavailable("another ServeCore may serve by now: this one cannot say")
+            return Unavailable("another ServeCore may have taken over, so this one cannot answer")
         return InsufficientStorage(
             f"the journal cannot be written, so nothing is accepted: {self.trouble}"
         )
@@ -462,7 +455,8 @@ class Journal:
 
 
 def _num_at_once(records: list[Record]) -> int:
-    """How many go into one transaction."""
+    """The number of records for one transaction."""
+
     size = 0
     for count, record in enumerate(records, start=1):
         size += len(record.payload)

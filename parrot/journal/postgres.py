@@ -1,4 +1,4 @@
-"""The lease of a journal: which of several processes has it, by its server's clock."""
+"""The journal in PostgreSQL: its lease, which one process holds, and its records."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from parrot.utils.config import ConfigError
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 SCHEMA = 1
-# A server that is gone is noticed within some seconds, whatever the operating system's defaults.
+# A lost server is noticed within about 5 s, independent of the operating system's defaults.
 _OPTIONS: dict[str, Any] = {
     "application_name": "parrot",
     "connect_timeout": 5,
@@ -27,7 +27,8 @@ _OPTIONS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 5000,
 }
-# Who waited for the lease's row must look at it again; what is acknowledged must be on disk.
+# `read committed`: a statement that waited for the lease's row sees its new version.
+# `synchronous_commit`: acknowledged records are on disk.
 _SETTINGS = """
 SET default_transaction_isolation = 'read committed';
 SELECT set_config('synchronous_commit', 'on', false)
@@ -49,7 +50,7 @@ INSERT INTO parrot_lease VALUES (0, '-infinity');
 
 
 def connect(address: str) -> Connection:
-    """Each statement is a transaction. Raises `psycopg.Error`."""
+    """A connection in autocommit mode. Raises `psycopg.Error`."""
     options = _OPTIONS | conninfo_to_dict(address)
     connection = psycopg.connect(**options, autocommit=True)
     try:
@@ -61,13 +62,13 @@ def connect(address: str) -> Connection:
 
 
 def prepare(address: str) -> None:
-    """Make the tables if they are missing. Raises `ConfigError` if the journal cannot be had: the
-    server cannot be reached, or the tables are a newer version's."""
+    """Create missing tables. Raises `ConfigError` if the server cannot be reached or the tables
+    have another schema version."""
     try:
         conninfo_to_dict(address)
-    except psycopg.Error:  # its message may have the password
+    except psycopg.Error:  # Its message may contain the password.
         raise ConfigError(
-            "journal: is no address like postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+            "journal: is not an address like postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
         ) from None
     try:
         with connect(address) as connection, connection.transaction():
@@ -87,11 +88,11 @@ def prepare(address: str) -> None:
 
 logger = logging.getLogger(__name__)
 
-LEASE_S = 3.0
-_RENEWAL_S = 1.0
-_RETRY_S = 0.25
-_LOOK_S = 1.0  # a standby may be told to end
-_CLOSE_S = 3.0
+LEASE_S = 3.0  # Seconds that a lease is valid. A standby takes over this long after a crash.
+_RENEWAL_S = 1.0  # Seconds between renewals.
+_RETRY_S = 0.25  # Seconds before the next attempt after a database error.
+_LOOK_S = 1.0  # Longest wait of a standby in seconds, so that it notices `close`.
+_CLOSE_S = 3.0  # Seconds that `close` waits for the thread.
 _TAKE = """
 UPDATE parrot_lease
 SET epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint),
@@ -103,27 +104,26 @@ UPDATE parrot_lease SET expires = clock_timestamp() + make_interval(secs => %s) 
 """
 _REMAINING = "SELECT extract(epoch FROM expires - clock_timestamp())::float8 FROM parrot_lease"
 _RELEASE = "UPDATE parrot_lease SET expires = '-infinity' WHERE epoch = %s"
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # goes on while the machine sleeps
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # It also counts a machine's sleep.
 
 
 class Lease:
-    """The right to write a journal, which a thread renews while this process has it. It is for
-    `LEASE_S`, and the next holder's `epoch` is greater: a write that names the `epoch` in its own
-    transaction cannot come after the next holder's first look. Use from one event loop, to have it
-    once; close when done."""
+    """The right to write a journal for `LEASE_S`, which a thread renews. Each holder has a greater
+    `epoch`. A write checks the epoch in its own transaction, so a former holder cannot write after
+    the next holder's first read. Use an instance once, from one event loop; close it when done."""
 
     def __init__(self, address: str) -> None:
-        """The tables are there, see `prepare`."""
+        """The tables must exist: see `prepare`."""
         self.address = address
         self.epoch = 0
         self._lost = asyncio.Event()
-        self._until = 0.0  # nobody else can have it before
+        self._until = 0.0  # until this time no other process can hold the lease
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop = asyncio.get_running_loop()
 
     async def take(self) -> None:
-        """Wait until it is nobody else's, and have it. Raises what the thread raises."""
+        """Wait until the lease is free, and acquire it. Raises the errors of the thread."""
         taken = self._loop.create_future()
         keep = threading.Thread(target=self._run, args=(taken,), name="lease", daemon=True)
         self._thread = keep
@@ -131,31 +131,31 @@ class Lease:
         await taken
 
     async def over(self) -> None:
-        """Return when somebody else has it, or has had the time to take it for as long again: while
-        the server cannot be reached nobody knows."""
+        """Return when another process holds the lease, or may hold it: if the server cannot be
+        reached, this is assumed `LEASE_S` after the lease has expired."""
         while not self._lost.is_set() and (left_s := self._until + LEASE_S - _now()) > 0:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._lost.wait(), left_s)
 
     def is_held(self) -> bool:
-        """Whether it is certain that nobody else has it yet."""
+        """Whether it is certain that no other process holds the lease."""
         return _now() < self._until
 
     def lose(self) -> None:
-        """Take it for somebody else's. From any thread."""
+        """Treat the lease as lost. Thread-safe."""
         self._until = 0.0
         self._tell(self._lost.set)
 
     async def close(self) -> None:
-        """Give it back, so that the next one need not wait."""
+        """Release the lease, so that the next holder need not wait for its expiry."""
         self._is_closing.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, _CLOSE_S)
 
-    # In the thread
+    # In the lease thread
 
     def _run(self, taken: "asyncio.Future[None]") -> None:
-        """A defect reaches whoever waits for the lease, or ends it."""
+        """Run `_keep`. An unexpected error fails `take`, or gives the lease up."""
         try:
             self._keep(taken)
         except Exception as error:
@@ -178,14 +178,14 @@ class Lease:
                 except psycopg.Error as error:
                     if not trouble:
                         trouble = str(error)
-                        logger.error("the journal's lease cannot be asked for: %s", trouble)
+                        logger.error("the journal's lease cannot be acquired: %s", trouble)
                     self._is_closing.wait(_RETRY_S)
         finally:
             if connection is not None:
                 self._release(connection)
 
     def _step(self, connection: Connection, taken: "asyncio.Future[None]") -> bool:
-        """Take or renew it, and wait until that is to be done again. False: it is lost."""
+        """Acquire or renew the lease, and wait until the next step. False: the lease is lost."""
         if self.epoch:
             if not self._renew(connection):
                 self.lose()
@@ -200,7 +200,7 @@ class Lease:
         return True
 
     def _try(self, connection: Connection) -> float | None:
-        """Take it if it is free, and return None; else the seconds until it may be."""
+        """Acquire the lease and return None. If it is not free, return the seconds it is valid."""
         before = _now()
         row = connection.execute(_TAKE, (LEASE_S,)).fetchone()
         if row is not None:
@@ -213,7 +213,7 @@ class Lease:
         return max(0.0, float(row[0])) + 0.01
 
     def _renew(self, connection: Connection) -> bool:
-        """False: somebody else has it."""
+        """Renew the lease. False: another process holds it."""
         before = _now()
         if connection.execute(_RENEW, (LEASE_S, self.epoch)).rowcount == 0:
             return False
@@ -228,7 +228,7 @@ class Lease:
                     connection.execute(_RELEASE, (self.epoch,))
                     connection.execute("NOTIFY parrot_lease")
         except psycopg.Error as error:
-            logger.warning("the journal's lease was not given back: %s", error)
+            logger.warning("the journal's lease was not released: %s", error)
 
     def _tell(self, event: Callable[[], object]) -> None:
         if not self._loop.is_closed():
@@ -248,11 +248,11 @@ def _now() -> float:
     return time.clock_gettime(_CLOCK)
 
 
-_TRIMMED = 512  # records that are removed at once
-_OVERHEAD = 128  # bytes of a record besides its payload, about
-_READ = 1000  # records that are fetched at once
-# What a statement does is done in its own transaction, and only while `held` has a row: who takes
-# the lease changes the epoch, and waits for all who look at it.
+_TRIMMED = 512  # Records that one `trim` removes. A larger number delays pending writes longer.
+_OVERHEAD = 128  # Estimated bytes of a record without its payload.
+_READ = 1000  # Records that are fetched at once.
+# Each statement is its own transaction and has an effect only if `held` has a row. A process that
+# takes the lease changes the epoch, and first waits for all transactions that have locked the row.
 _HELD = "held AS (SELECT FROM parrot_lease WHERE epoch = %s FOR KEY SHARE)"
 _WRITE = f"""
 WITH {_HELD}, written AS (
@@ -285,22 +285,22 @@ DELETE FROM parrot_records WHERE seq > {last};
 
 
 class Superseded(Exception):
-    """Another process has the journal."""
+    """Another process holds the journal's lease."""
 
 
 class Full(Exception):
-    """The journal has no room for more."""
+    """The journal has reached its maximum size."""
 
 
 class PostgresRecords(NotedEnds):
-    """A `Storage`, for as long as the lease is held: not the smallest change is made after that. A
-    connection that broke is made anew with the next call."""
+    """A `Storage` that changes nothing after the lease was lost. A broken connection is replaced
+    at the next call."""
 
     errors: type[Exception] = psycopg.Error
 
     def __init__(self, lease: Lease, max_bytes: int) -> None:
-        """`max_bytes` of payloads, and something for each record: what the server needs besides is
-        not counted."""
+        """`max_bytes` limits the payloads plus about 128 bytes per record. The server's own
+        overhead is not counted."""
         super().__init__()
         self._lease = lease
         self.epoch = lease.epoch
@@ -339,11 +339,11 @@ class PostgresRecords(NotedEnds):
         return 0 if row is None or row[0] is None else int(row[0])
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write; records that a broken connection left in doubt may come again. Raises
-        `Superseded`, and `Full` beyond the bound."""
+        """Write the records. Records may repeat if a broken connection left their fate unknown.
+        Raises `Superseded`, and `Full` if they would exceed `max_bytes`."""
         size = sum(len(record.payload) + _OVERHEAD for record in records)
         if self._size + size > self._max_bytes:
-            raise Full(f"it has {self._size} bytes, and at most {self._max_bytes}")
+            raise Full(f"it is full: {self._size} of at most {self._max_bytes} bytes are used")
         columns = zip(*[(*record, record.checksum) for record in records], strict=True)
         self._change(_WRITE, [list(column) for column in columns])
         self._size += size
@@ -368,14 +368,14 @@ class PostgresRecords(NotedEnds):
         return self._connection
 
     def _change(self, statement: bytes, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """The statement's row, which begins with how many leases were held."""
+        """The statement's row. Its first column counts the held leases. Raises `Superseded`."""
         values = (self.epoch, *arguments)
         try:
             row = self._server().execute(statement, values).fetchone()
         except psycopg.OperationalError:
             if self._connection is not None and not self._connection.closed:
                 raise
-            row = self._server().execute(statement, values).fetchone()  # the server was restarted
+            row = self._server().execute(statement, values).fetchone()  # The server has restarted.
         assert row is not None
         if not row[0]:
             self._lease.lose()
@@ -394,7 +394,8 @@ class PostgresRecords(NotedEnds):
         }
 
     def _cut(self, server: Connection, last: int) -> None:
-        """Put the records behind `last` aside."""
+        """Move the records after `last` to another table."""
+
         aside = f"parrot_records_damaged_{time.time_ns() // 1_000_000}"
         logger.error(
             "journal: the record behind %d is damaged. What follows is cut; see %s", last, aside

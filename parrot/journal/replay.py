@@ -1,4 +1,4 @@
-"""From the journal's records back to the sessions that they tell of."""
+"""Restores the sessions from the journal's records."""
 
 import asyncio
 import gc
@@ -28,19 +28,21 @@ from parrot.serve.tenants.limits import num_bytes
 
 logger = logging.getLogger(__name__)
 
-_NUMBERING = {Kind.CALL, Kind.NATIVE, Kind.GRAPH, Kind.VARIABLE, Kind.PROMPT}  # give ids
-_FRAME_BYTES = 1024  # of a record, besides texts
-_MAX_LEFT = 64  # records of a session, or KiB of graphs: some milliseconds, or ten
-_TURN_S = 0.002
+_NUMBERING = {Kind.CALL, Kind.NATIVE, Kind.GRAPH, Kind.VARIABLE, Kind.PROMPT}  # They assign ids.
+_FRAME_BYTES = 1024  # Estimated bytes of a record without its texts.
+# Records of a dormant session (or KiB, for a graph). Replaying this many takes about 10 ms at once.
+_MAX_LEFT = 64
+_TURN_S = 0.002  # Seconds per turn of the event loop for restoring dormant sessions.
 
 
 def restore(
     core: ServeCore, journal: Journal, others: Mapping[str, Callable[[str, Payload], None]]
 ) -> None:
-    """Do once more what the records tell, in the event loop and before anything is asked of `core`.
-    Sessions with few records come back when they are asked for, or soon, in small steps.
-    `others`: by their kinds, what applies records that others wrote down, by their subjects. Raises
-    `ConfigError` if the journal cannot be read."""
+    """Replay the records in the event loop, before `core` receives its first request.
+
+    A session with up to 64 records becomes dormant: it is restored on its first use, or soon, in
+    small steps. `others`: by record kind, a function that applies a subject's records of other
+    writers. Raises `ConfigError` if the journal cannot be read."""
     applied = {
         **others,
         RESERVED: core.sessions.numbers.restore,
@@ -66,15 +68,15 @@ def restore(
 
 
 def _secret(journal: Journal) -> bytes:
-    """The secret that was made with the journal."""
+    """The journal's secret, created with the journal."""
     words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
     return b"".join(word.to_bytes(8) for word in words)
 
 
 @contextmanager
 def _nothing_runs(core: ServeCore) -> Iterator[None]:
-    """For the block in which all that is told of tasks has happened already. Then goes on what
-    ran."""
+    """Start no task in the block, because the replayed tasks have run before. After the block, the
+    unfinished tasks start."""
     core.tasks.hold()
     yield
     core.tasks.go_on()
@@ -92,8 +94,8 @@ def _restore_rest(core: ServeCore) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """All that is made in the block stays: the collector would look at it again and again. It
-    passes over it from then on if it does over other things (see `Collector`)."""
+    """Disable garbage collection in the block: all new objects stay, and each collection would
+    traverse them. Afterwards they are frozen if other objects are frozen (see `Collector`)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -103,17 +105,17 @@ def _no_collection() -> Iterator[None]:
             has_frozen = gc.get_freeze_count() > 0
             gc.freeze()
             if not has_frozen:
-                gc.unfreeze()  # into the oldest generation, which is seldom looked at
+                gc.unfreeze()  # This moves all objects to the oldest generation.
             gc.enable()
 
 
 def _size(record: Record) -> int:
-    """How long it takes to restore: a graph has many calls."""
+    """The relative cost of restoring a record. A graph has many calls."""
     return 1 + len(record.payload) // 1024 if record.kind == Kind.GRAPH else 1
 
 
 class _Restoring:
-    """A subject of which a record cannot be applied is given up; the others come back."""
+    """Applies records. A subject with an invalid record is ended, and the others are restored."""
 
     def __init__(
         self,
@@ -125,10 +127,10 @@ class _Restoring:
         self._journal = journal
         self._others = others
         self._broken: set[str] = set()
-        self._left: dict[str, list[Record]] = {}  # for later, by their sessions
-        self._sizes: Counter[str] = Counter()  # of those
-        self._orphans: list[tuple[Session, int]] = []
-        self._last = ""  # of these, the session that was given the last ids
+        self._left: dict[str, list[Record]] = {}  # records to replay later, by session
+        self._sizes: Counter[str] = Counter()  # the sum of `_size` of these records
+        self._orphans: list[tuple[Session, int]] = []  # calls whose clients are disconnected
+        self._last = ""  # the session in `_left` that received the last ids
 
     def apply(self, record: Record) -> None:
         if (left := self._left.get(record.subject)) is not None:
@@ -142,7 +144,7 @@ class _Restoring:
         self._apply_now(record)
 
     def end_broken(self) -> None:
-        """End the sessions that are not whole. What else is not is forgotten."""
+        """End the sessions that could not be restored, and remove other broken subjects."""
         for subject in self._broken:
             session = self._core.sessions.find(int(subject)) if subject.isdecimal() else None
             if session is None:
@@ -154,14 +156,14 @@ class _Restoring:
         self._core.end(session, SessionGone(f"session {session.id} could not be restored"))
 
     def cancel_orphans(self) -> None:
-        """Cancel the calls for which somebody waited: they have gone with their connections."""
+        """Cancel the calls that only a connection waited for: the connections are closed."""
         orphans, self._orphans = self._orphans, []
         for session, request_id in orphans:
             if self._core.sessions.find(session.id) is session:
                 session.apply(CancelCall(request_id))
 
     def leave_dormant(self) -> None:
-        """See to it that the rest is restored when it is asked for."""
+        """Register the remaining sessions as dormant, to be restored on their first use."""
         for subject, records in self._left.items():
             session_id = int(subject)
             session = self._core.sessions.find(session_id)
@@ -170,7 +172,7 @@ class _Restoring:
                 session.account.add(**held)
                 wake = partial(self._wake, session_id, records, held)
                 self._core.sessions.dormant[session_id] = wake
-        if self._last:  # from now on new ids are given
+        if self._last:  # New ids must not repeat the last ones.
             self._core.sessions.find(int(self._last))
 
     def _wake(self, session_id: int, records: list[Record], held: Mapping[str, int]) -> None:
@@ -189,7 +191,7 @@ class _Restoring:
             core.wake_soon(session)
 
     def _restore_left(self, subject: str) -> None:
-        """There are too many records for one turn of the event loop."""
+        """Replay the session now. More records would take too long in one turn later."""
         session = self._core.sessions.find(int(subject))
         assert session is not None, subject
         with self._core.sessions.replaying(session):
@@ -211,7 +213,7 @@ class _Restoring:
         sessions = self._core.sessions
         if kind is Kind.SESSION:
             sessions.restore(begin := Begin(**fields))
-            if not begin.is_program:  # else others look for what is in it
+            if not begin.is_program:  # The gateway searches program sessions, so they are restored.
                 self._left[subject] = []
             return
         session = sessions.find(int(subject))
@@ -232,8 +234,8 @@ class _Restoring:
 
 
 def _held(records: list[Record]) -> dict[str, int]:
-    """The amounts that a session counts for in its tenant's quota until it is restored from the
-    records: about what it keeps, and rather too little, so that nobody is refused for nothing."""
+    """The usage that counts for the tenant's quota until the session is restored. It is estimated
+    from the records and rather too low, so that no request is rejected without need."""
     asked = [record for record in records if record.kind in _NUMBERING]
     calls = [record for record in asked if record.kind != Kind.VARIABLE]
     graphs = [

@@ -1,4 +1,4 @@
-"""The journal's file: an SQLite database with a write-ahead log, which one process has open."""
+"""The journal in a file: an SQLite database with a write-ahead log, open in one process only."""
 
 import fcntl
 import logging
@@ -19,11 +19,11 @@ from parrot.utils.config import ConfigError
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
-_APPLICATION = 0x50727274
+_APPLICATION = 0x50727274  # SQLite's application id, which identifies a journal of Parrot.
 _PAGE_BYTES = 4096
-_LOG_BYTES = 16 * 2**20  # that the write-ahead log keeps when it has been written back
-_MAX_EPOCH = 2**62
-_TRIMMED = 512  # records that are removed at once
+_LOG_BYTES = 16 * 2**20  # Bytes of the write-ahead log file that stay allocated after a checkpoint.
+_MAX_EPOCH = 2**62  # A larger epoch in the file counts as damage.
+_TRIMMED = 512  # Records that one `trim` removes. A larger number delays pending writes longer.
 _TABLES = f"""
 CREATE TABLE records (
     seq INTEGER PRIMARY KEY, at REAL NOT NULL, subject TEXT NOT NULL, kind TEXT NOT NULL,
@@ -35,18 +35,19 @@ PRAGMA user_version = {SCHEMA};
 """
 _ROWS = "seq, at, subject, kind, payload, checksum"
 _ROW = "(?, ?, ?, ?, ?, ?)"
-_MAX_ROWS = 64  # of a statement; for each one the thread has to wait for the interpreter's lock
+# Rows of one INSERT. A larger number saves statements, and each statement waits for the GIL.
+_MAX_ROWS = 64
 
 
 class JournalFile(NotedEnds):
-    """A `Storage`. What `write` has written survives the loss of power: with `synchronous` FULL the
-    log is synced with each transaction."""
+    """A `Storage` in one file. Written records survive a power failure: with `synchronous` FULL,
+    SQLite syncs the write-ahead log with each transaction."""
 
     errors: type[Exception] = sqlite3.Error
 
     def __init__(self, path: str, max_bytes: int) -> None:
-        """Raises `ConfigError` if it cannot be had: it is no journal or a newer version's, another
-        process has it, or its folder is missing."""
+        """Raises `ConfigError` if the file cannot be used: it is not a journal, it has another
+        schema version, another process has it open, or its folder is missing."""
         super().__init__()
         self._path = Path(path)
         self._max_bytes = max_bytes
@@ -56,7 +57,7 @@ class JournalFile(NotedEnds):
             self._seqs: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
             self._ended = self._find_ended()
             self._damage, self.epoch = "", _now_ms()
-            self._is_epoch_due = False  # it is to be written with the next records
+            self._is_epoch_due = False  # the epoch must be written with the next records
             try:
                 self._count_epoch()
             except sqlite3.DatabaseError as error:
@@ -72,10 +73,10 @@ class JournalFile(NotedEnds):
             raise
 
     def is_ours(self) -> bool:
-        return True  # the lock says so
+        return True  # the file lock guarantees it
 
     def fact(self, name: str, value: int) -> int:
-        """The number that was first given for this name."""
+        """The number that was first stored under this name; stores `value` for a new name."""
         query = "SELECT value FROM facts WHERE name = ?"
         if (row := self._database.execute(query, (name,)).fetchone()) is None:
             with self._database as database:
@@ -85,9 +86,9 @@ class JournalFile(NotedEnds):
         return known if type(known) is int and known >= 0 else value
 
     def read(self) -> Iterator[Record]:
-        """Yield all records of subjects that have not ended, in their order. From the first one on
-        that is damaged, all are cut off; the damaged file is kept beside. So it is if something
-        else in it is damaged, of which nothing is lost."""
+        """Yield all records of subjects that have not ended, in order. If a record is damaged, it
+        and all later records are cut off. If only other parts of the file are damaged, no record
+        is lost. In both cases a copy of the damaged file is kept next to the journal."""
         last = 0
         try:
             for *row, checksum in self._database.execute(
@@ -116,10 +117,10 @@ class JournalFile(NotedEnds):
         return seq or 0
 
     def write(self, records: Sequence[Record]) -> None:
-        """All of them or none."""
+        """Write all records in one transaction."""
         with self._database as database:
             if self._is_epoch_due or len(records) > _MAX_ROWS:
-                database.execute("BEGIN")  # a statement alone is a transaction
+                database.execute("BEGIN")  # A single statement is a transaction by itself.
             if self._is_epoch_due:
                 self._write_epoch()
             for start in range(0, len(records), _MAX_ROWS):
@@ -131,7 +132,7 @@ class JournalFile(NotedEnds):
         self.note_ends(records)
 
     def trim(self) -> None:
-        """Remove some records of a subject that has ended, the last one last."""
+        """Remove up to 512 records of an ended subject, its `ENDED` record last."""
         subject = next(iter(self._ended))
         seqs = self._seqs[subject]
         with self._database as database:
@@ -175,8 +176,8 @@ class JournalFile(NotedEnds):
             )
 
     def _count_epoch(self) -> None:
-        """Greater than all before, also where they were counted without a journal, by the time. So
-        it need not be written yet if there is no room."""
+        """Take an epoch greater than all earlier ones: the Unix time in ms, or the last one plus 1.
+        If the disk is full, the epoch can be written later, because the time has moved on."""
         known = self._database.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchone()
         before = 0 if known is None else known[0]
         if type(before) is not int or not 0 <= before < _MAX_EPOCH:
@@ -184,7 +185,7 @@ class JournalFile(NotedEnds):
         epoch = max(before + 1, _now_ms())
         try:
             with self._database as database:
-                database.execute("DROP INDEX IF EXISTS ended")  # of earlier versions
+                database.execute("DROP INDEX IF EXISTS ended")  # Earlier versions created it.
                 self.epoch = epoch
                 self._write_epoch()
         except sqlite3.DatabaseError as error:
@@ -203,7 +204,7 @@ class JournalFile(NotedEnds):
         return [("epoch", self.epoch)]
 
     def _find_ended(self) -> dict[str, None]:
-        """As far as the records can be read."""
+        """The ended subjects, as far as the records are readable."""
         ended: dict[str, None] = {}
         ends = f"SELECT {_ROWS} FROM records NOT INDEXED WHERE kind = '{ENDED}'"
         try:
@@ -217,7 +218,7 @@ class JournalFile(NotedEnds):
         return ended
 
     def _cut(self, last: int, reason: str) -> None:
-        """Go on in a new file with the records up to `last`."""
+        """Continue in a new file with the records up to `last`, and keep the old file."""
         aside = self._path.with_name(f"{self._path.name}.damaged-{int(time.time() * 1000)}")
         logger.error(
             "journal %s: %s. It goes on up to record %d; see %s", self._path, reason, last, aside
@@ -251,13 +252,13 @@ def _insert(num_rows: int) -> str:
 
 
 def _is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file is to blame, not the disk or what was asked."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # none: a value is wrong
+    """Whether the file's content caused the error, not the disk or the statement."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)  # no code: an invalid value
     return code & 0xFF == sqlite3.SQLITE_CORRUPT
 
 
 def _is_no_room(error: Exception) -> bool:
-    """Whether the disk takes nothing more, as far as SQLite tells."""
+    """Whether SQLite reports that the disk or the journal is full or cannot be written."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
     return code & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
@@ -267,7 +268,7 @@ def _now_ms() -> int:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """Have the file, which is made if it is missing, for this process alone."""
+    """Lock the file for this process. The file is created if it is missing."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
         lock = open(os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT, 0o600), "wb")  # noqa: SIM115
