@@ -22,7 +22,6 @@ _EXCUSES = (
     "needs a CPU with",
     "needs a foreign server",
     "needs Ray",  # a large package, for tests of one launcher
-    "needs a vendor's client",  # large packages, which are not in the extra `dev`
     "apt-get install",  # a program of the system, which CI installs where it can
 )
 _unexpected_skips: list[str] = []

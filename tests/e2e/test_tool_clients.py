@@ -77,8 +77,8 @@ def test_auto_is_text_or_a_call(embedded_cluster: Cluster) -> None:
 
 
 def test_langgraphs_react_agent(embedded_cluster: Cluster) -> None:
-    langchain_openai = pytest.importorskip("langchain_openai", reason="needs a vendor's client")
     from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
     from langgraph.graph import START, MessagesState, StateGraph
     from langgraph.prebuilt import ToolNode
 
@@ -90,7 +90,7 @@ def test_langgraphs_react_agent(embedded_cluster: Cluster) -> None:
         asked.append((city, days))
         return "Sunny."
 
-    chat = langchain_openai.ChatOpenAI(
+    chat = ChatOpenAI(
         base_url=f"{embedded_cluster.core_url}/v1",
         api_key="any",
         model="embedded",
@@ -115,7 +115,8 @@ def test_langgraphs_react_agent(embedded_cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("api", ["chat_completions", "responses"])
 async def test_openais_agents(embedded_cluster: Cluster, api: str) -> None:
-    agents = pytest.importorskip("agents", reason="needs a vendor's client")
+    import agents
+
     asked: list[str] = []
 
     def weather(city: str) -> str:
@@ -146,7 +147,8 @@ async def test_openais_agents(embedded_cluster: Cluster, api: str) -> None:
 
 
 def test_anthropics_client(embedded_cluster: Cluster) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="needs a vendor's client")
+    import anthropic
+
     client = anthropic.Anthropic(base_url=embedded_cluster.core_url, api_key="any", max_retries=0)
     tool = {"name": "weather", "description": "The weather.", "input_schema": SCHEMA}
     asked = {"role": "user", "content": ASKED}
