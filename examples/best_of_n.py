@@ -10,7 +10,7 @@ NUM_DRAFTS, NUM_WANTED = 6, 3
 
 
 @P.semantic_function(conversation_template=P.chat_template)
-def draft(product: P.Input, slogan: P.Output(P.SamplingConfig(temperature=1, max_gen_length=32))):
+def draft(product: P.Input, slogan: P.Output(P.SamplingConfig(temperature=0.7, max_gen_length=32))):
     """Write a short slogan for {{product}}. {{slogan}}"""
 
 
@@ -36,6 +36,6 @@ def main(product: str) -> None:
 
 if __name__ == "__main__":
     parser = make_parser(__doc__)
-    parser.add_argument("product", nargs="?", default="a bird that repeats what you say")
+    parser.add_argument("product", nargs="?", default="honey from our village")
     options = parser.parse_args()
     run(P.VirtualMachine(options.core), main, options.product)

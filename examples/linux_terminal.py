@@ -11,6 +11,12 @@ from parrot import P
 COMMANDS = ("pwd", "echo hello", "ls /usr", "whoami")
 
 
+# A terminal shows the same words again and again: a penalty for repetition would make it wrong.
+SCREEN = P.SamplingConfig(
+    temperature=0, repetition_penalty=1, max_gen_length=40, stop_str=["\n$", "\n\n"]
+)
+
+
 # No chat here: the beginning of a terminal session is what a model continues best.
 @P.semantic_function(formatter=P.allowing_newline)
 def boot():
@@ -22,6 +28,8 @@ def boot():
     parrot
     $ ls /
     bin  etc  home  tmp  usr
+    $ pwd
+    /home/robin
     $ cat /etc/hostname
     parrot
     $ echo one two
@@ -31,7 +39,7 @@ def boot():
 @P.semantic_function(formatter=P.allowing_newline)
 def execute(
     command: P.Input,
-    screen: P.Output(P.SamplingConfig(temperature=0, max_gen_length=40, stop_str=["\n$"])),
+    screen: P.Output(SCREEN),
 ):
     """
     $ {{command}}
