@@ -1,2 +1,2 @@
-"""Constrained outputs: from a JSON schema, a regular expression, a Lark grammar or a list of
-choices to the tokens that may come next. llguidance does the parsing."""
+"""Constrained outputs: a JSON schema, a regular expression, a Lark grammar or a list of choices
+becomes a mask of the allowed next tokens. llguidance does the parsing."""

@@ -1,4 +1,4 @@
-"""Compiling what constrains outputs, in threads, within limits."""
+"""Compiles grammars that constrain outputs, in threads and within limits."""
 
 import asyncio
 import json
@@ -23,31 +23,30 @@ from parrot.utils.json_schemas import check_size, exact_schema
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_S = 2.0
-_NUM_THREADS = 2
-_MASK_THREADS = max(1, min(32, (os.cpu_count() or 1) * 4 // 5))
-_MAX_STATES = 16_000  # of a lexer, which then takes up to 8 MiB, besides 4 MiB for its grammar
-# Items of a step of the parser. Each way to read a part of an ambiguous text is one, and a step
-# looks at pairs of them: 500 take it some milliseconds, 2,000 a fifth of a second. JSON and choices
-# are not ambiguous, so theirs are few, or cost little.
-_MAX_ITEMS = 500  # of a row; a mask looks at several rows
-_MAX_LEXERS = 128  # that are remembered
-_MAX_REASON = 300
-_NO_EOS = "<|no end of text|>"
-_QUICK_S = 0.05
+DEADLINE_S = 2.0  # A grammar that takes longer to compile, in seconds, is rejected.
+_NUM_THREADS = 2  # Threads that compile grammars.
+_MASK_THREADS = max(1, min(32, (os.cpu_count() or 1) * 4 // 5))  # Threads that compute masks.
+# Largest number of states of a lexer. At this size a lexer takes up to 8 MiB, its grammar 4 MiB.
+_MAX_STATES = 16_000
+# Largest number of Earley items in a parser row, for Lark grammars. Each reading of an ambiguous
+# text is an item, and a step compares pairs: 500 items take milliseconds, 2,000 take 0.2 s.
+_MAX_ITEMS = 500
+_MAX_LEXERS = 128  # Largest number of cached lexers. More lexers take more memory.
+_MAX_REASON = 300  # Error messages quote at most this many characters of llguidance's reason.
+_NO_EOS = "<|no end of text|>"  # Added to tokenizers without an end-of-text token.
+_QUICK_S = 0.05  # A grammar that compiles within this time, in seconds, may get several lexers.
 
 
 class _Lexer(NamedTuple):
-    """A grammar compiled once. `matcher` stands at the beginning, and is only copied; its copies,
-    which are in `users`, share what it has found out about the text, behind one lock."""
+    """One compilation of a grammar. Copies of `matcher` share its lexer states and their lock."""
 
-    matcher: LLMatcher
-    users: WeakSet[Constraint]
+    matcher: LLMatcher  # At the start of the text. It is copied and never advanced.
+    users: WeakSet[Constraint]  # Live constraints that use a copy of `matcher`.
     compile_s: float
 
 
 class _Grammar(NamedTuple):
-    """Compiled as often as outputs need it at the same time."""
+    """A grammar with one or more lexers, so that concurrent outputs do not share a lock."""
 
     lexers: tuple[_Lexer, ...]
 
@@ -56,17 +55,10 @@ class _Grammar(NamedTuple):
 
 
 class GrammarCompiler:
-    """Makes constraints for one tokenizer, and remembers grammars. Used from one event loop.
+    """Makes constraints for one tokenizer and caches compiled grammars. Used from one event loop.
 
-    llguidance bounds a grammar's size and steps, of an ambiguous one more tightly: the others of a
-    batch wait for it. A lexer finds its states while texts are made: an
-    output that would need more than `_MAX_STATES` fails, and of lexers that no output uses only
-    `_MAX_LEXERS` are kept, so that hostile grammars cannot fill the memory. What is not compiled
-    after `deadline_s` is refused, and its thread left to end.
-
-    Masks of outputs that share a lexer are computed one after the other. So a grammar that compiles
-    quickly is compiled again for an output beside others, up to once per thread that computes
-    masks."""
+    Limits on time, parser items, lexer states and cached lexers keep hostile grammars from blocking
+    a batch or filling the memory. An output that exceeds a limit fails."""
 
     def __init__(
         self,
@@ -80,7 +72,7 @@ class GrammarCompiler:
         num_words = (tokenizer.vocab_size + 31) // 32
         self._vocabulary = Vocabulary(num_words, eos, LLExecutor(mask_threads))
         self._deadline_s = deadline_s
-        self._max_lexers = mask_threads
+        self._max_lexers = mask_threads  # Per grammar: more lexers cannot compute in parallel.
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="grammar")
         self._cache: LruDict[tuple[str, str], _Grammar] = LruDict(
             _MAX_LEXERS, weigh=lambda grammar: len(grammar.lexers)
@@ -89,10 +81,12 @@ class GrammarCompiler:
 
     @classmethod
     def of(cls, response: TokenizerResponse, vocab_size: int) -> "GrammarCompiler | None":
-        """For a model with logits of `vocab_size`; takes a second for a large vocabulary, in which
-        no other Python runs. None if the bytes of the tokenizer's tokens are not known."""
+        """Make the compiler for a model whose logits have `vocab_size` columns.
+
+        None if llguidance cannot read the tokenizer. With a large vocabulary the call holds the GIL
+        for about 1 s."""
         text, eos = response.tokenizer_json, response.special_ids.eos
-        if not eos:  # a token that the tokenizer does not have stands for it
+        if not eos:  # llguidance needs an end-of-text token.
             extended = Tokenizer.from_str(text)
             eos = [extended.get_vocab_size()]
             extended.add_special_tokens([_NO_EOS])
@@ -110,9 +104,10 @@ class GrammarCompiler:
     async def constraint(
         self, sampling: SamplingConfig, resumed_ids: Sequence[int] = ()
     ) -> Constraint | None:
-        """For one output, of which `resumed_ids` are there already; None if it is free. Waits for
-        nothing if the grammar is remembered. Raises `InvalidRequest` naming the field for a grammar
-        that is wrong, not supported, or too much work."""
+        """The constraint of one output that starts with `resumed_ids`; None without a grammar.
+
+        Returns without waiting if a lexer of the grammar is cached and unused. Raises
+        `InvalidRequest` for a grammar that is invalid, not supported or too expensive."""
         field = sampling.constraint
         if field is None:
             return None
@@ -135,8 +130,7 @@ class GrammarCompiler:
         return constraint
 
     async def _lexer(self, field: str, text: str) -> _Lexer:
-        """One that no output uses if there is, or can soon be, room for it; else the one that the
-        fewest use."""
+        """An unused lexer if one exists or can be compiled in 0.1 s, else the least used lexer."""
         known = self._cache.get((field, text))
         if known is None:
             return await self._another(field, text, self._deadline_s)
@@ -144,18 +138,18 @@ class GrammarCompiler:
         if least.users and self._has_room(known, self._num_compiling[field, text]):
             try:
                 return await self._another(field, text, 2 * _QUICK_S)
-            except ParrotError:  # the threads are busy
+            except ParrotError:  # The threads are busy, or compiling takes longer than usual.
                 return known.least_used()
         return least
 
     def _has_room(self, grammar: _Grammar, num_compiling: int = 0) -> bool:
-        """Whether the grammar may be compiled once more."""
+        """Whether the grammar may get one more lexer."""
         num_lexers = len(grammar.lexers) + num_compiling
         is_quick = grammar.lexers[0].compile_s <= _QUICK_S
         return is_quick and num_lexers < min(self._max_lexers, _MAX_LEXERS // 8)
 
     async def _another(self, field: str, text: str, deadline_s: float) -> _Lexer:
-        """Compile a grammar, and remember it. Raises `InvalidRequest` and `QuotaExceeded`."""
+        """Compile a lexer and cache it. Raises `InvalidRequest` and `QuotaExceeded`."""
         key = (field, text)
         self._num_compiling[key] += 1
         try:
@@ -196,7 +190,8 @@ class GrammarCompiler:
             verbose_errors=False,
         )
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        # The first mask takes longest, so it is made in this thread; it tells if no text fits.
+        # The first mask takes longest, so this thread computes it. An empty mask means that no text
+        # matches the grammar.
         if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_stopped():
             raise _wrong(field, matcher.get_error() or "there is no such text")
         return _Lexer(matcher, WeakSet(), time.perf_counter() - began)
@@ -208,7 +203,7 @@ def _wrong(field: str, reason: str) -> InvalidRequest:
 
 
 def _text(field: str, wanted: Any) -> str:
-    """The field's value as text of a bounded size. Raises `ValueError`."""
+    """The field's value as text of at most `MAX_GRAMMAR` bytes. Raises `ValueError`."""
     if field == "json_schema":
         if isinstance(wanted, str):
             wanted = json.loads(_within_size(wanted))
@@ -222,7 +217,7 @@ def _text(field: str, wanted: Any) -> str:
 
 
 def _grammar(field: str, text: str) -> str:
-    """llguidance's own form of a field's text. Raises `ValueError`."""
+    """Convert a field's text to llguidance's format. Raises `ValueError`."""
     if field == "json_schema":
         schema = exact_schema(json.loads(text), MAX_GRAMMAR)
         return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
@@ -232,7 +227,7 @@ def _grammar(field: str, text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A string of a Lark grammar, which may contain no control character."""
+    """A string literal of a Lark grammar, with control characters escaped."""
     return "".join(
         rf"\u{ord(c):04x}" if "\x7f" <= c <= "\x9f" else c
         for c in json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""One output's way through its grammar."""
+"""The state of one output in its grammar, and the masks of allowed next tokens."""
 
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
@@ -13,26 +13,23 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from llguidance import LLExecutor, LLMatcher
 
-_MAX_REASON = 200
+_MAX_REASON = 200  # Error messages quote at most this many characters of llguidance's reason.
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The facts that the constraints for one tokenizer share. `num_words`: of 32 bits, in a mask.
-    `eos`: tokens that end an output. `threads` compute the masks of a step beside each other."""
+    """The values that all constraints of one tokenizer share."""
 
-    num_words: int
-    eos: Sequence[int]
-    threads: "LLExecutor"
+    num_words: int  # 32-bit words in a mask.
+    eos: Sequence[int]  # Tokens that end an output.
+    threads: "LLExecutor"  # Computes the masks of a step in parallel.
 
 
 class Constraint:
-    """Knows which tokens may come next, and when the output is complete.
+    """Tracks the allowed next tokens of one output, and whether the output is complete.
 
-    The engine's thread and the one that launches steps may both tell it of the same token: it takes
-    the token of each place once, and whoever comes second does not wait for a mask that is being
-    computed. An error, say of a grammar that becomes too large to follow, ends it: from then on any
-    token may come, and `take` raises the error."""
+    The engine's thread and the launcher thread may both report the same token: each position is
+    consumed once. After an error every token is allowed, and `take` raises the error."""
 
     def __init__(
         self,
@@ -43,16 +40,17 @@ class Constraint:
         may_end_early: bool,
         lexer_id: int = 0,
     ) -> None:
-        """`matcher`: its own. `field`: of the request, named in errors. Unless `may_end_early`, the
-        tokens that end an output are allowed only where nothing else is. Masks of the same
-        `lexer_id` cannot be computed beside each other."""
-        self._matcher = matcher  # used by one thread at a time: behind the lock
+        """`matcher` must not be shared. `field` is the request's field for error messages.
+
+        Without `may_end_early`, end-of-text tokens are allowed only if no other token is. Masks
+        with the same `lexer_id` are not computed in parallel, because they share a lock."""
+        self._matcher = matcher  # Guarded by `_lock`: one thread at a time may use it.
         self._field = field
         self.vocabulary = vocabulary
         self._may_end_early = may_end_early
         self._lexer_id = lexer_id
         self._lock = Lock()
-        # Read without the lock, so each is written only after what it stands for has happened.
+        # Read without the lock, so that a reader does not wait for a mask. Each is written last.
         self._num_taken = 0
         self._is_stopped = matcher.is_stopped()
         self._error: InvalidRequest | None = None
@@ -64,18 +62,19 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing may follow any more."""
+        """Whether no further token is allowed."""
         return self._error is None and self._is_stopped
 
     def resume(self, token_ids: Sequence[int]) -> None:
-        """Go on behind the beginning of an output. Raises `InvalidRequest` if it is none."""
+        """Consume a prefix of the output. Raises `InvalidRequest` if the grammar rejects it."""
         if not self._matcher.consume_tokens(list(token_ids)):
             raise self._fail("the text so far is not the beginning of such an output")
         self._is_stopped = self._matcher.is_stopped()
 
     def take(self, place: int, token_id: int) -> None:
-        """The token at a place of the output, counted from 0. Raises `InvalidRequest` if it cannot
-        stand there, or the grammar cannot be followed."""
+        """Consume the token at index `place` of the output, unless it was consumed before.
+
+        Raises `InvalidRequest` if the token is not allowed, or after an earlier error."""
         if self._error is not None:
             raise self._error
         if place < self._num_taken:
@@ -94,8 +93,10 @@ class Constraint:
             self._num_taken += 1
 
     def forced(self, place: int) -> list[int]:
-        """The tokens that come next whatever the model says, as the grammar's text is usually cut
-        into tokens; none if the token before `place` has not been taken yet, or one behind it."""
+        """The tokens from index `place` on that the grammar leaves no choice about.
+
+        Their text is split in the tokenizer's usual way. Empty unless exactly the tokens before
+        `place` were consumed."""
         with self._lock:
             if place != self._num_taken or self._error is not None or self._is_stopped:
                 return []
@@ -103,7 +104,9 @@ class Constraint:
         return found
 
     def num_valid(self, place: int, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may stand at `place` and behind it, as far as it is known."""
+        """The number of leading `token_ids` that the grammar allows from index `place` on.
+
+        0 unless exactly the tokens before `place` were consumed."""
         with self._lock:
             if place != self._num_taken or self._error is not None or self._is_stopped:
                 return 0
@@ -111,8 +114,9 @@ class Constraint:
         return found
 
     def ahead(self, place: int, token_ids: Sequence[int]) -> "list[Constraint]":
-        """This one, and copies that have taken the first, the first two... of these tokens, which
-        may stand at `place` and behind it."""
+        """This constraint, and one copy after each of `token_ids`, starting at index `place`.
+
+        The grammar must allow all of `token_ids`."""
         found = [self]
         with self._lock:
             assert place == self._num_taken, (place, self._num_taken)
@@ -132,8 +136,9 @@ class Constraint:
         return found
 
     def is_masked(self, place: int, before: int | None = None) -> bool:
-        """Whether a mask says which tokens may stand at a place; if not, all may, since the output
-        has ended. `before`: the token of the place before, which may have been taken already."""
+        """Whether the token at index `place` needs a mask. False after the end or an error.
+
+        `before` is the token at `place - 1`, which is consumed first if necessary."""
         try:
             if before is not None:
                 self.take(place - 1, before)
@@ -143,7 +148,7 @@ class Constraint:
         return self._error is None and not self._is_stopped
 
     def _finish(self, words: "npt.NDArray[np.int32]") -> None:
-        """Make of what the matcher left in int32 [words] the mask."""
+        """Correct the matcher's mask, int32 [words], after errors and for end-of-text tokens."""
         if self._matcher.is_error():
             self._fail(self._matcher.get_error())
             words.fill(-1)
@@ -163,14 +168,14 @@ class Constraint:
 
 
 def fill_masks(constraints: Sequence[Constraint], words: "npt.NDArray[np.int32]") -> None:
-    """Write the tokens that may come next into [constraints, words]: bit i of word j is token
-    32 j + i. All constraints are masked, different, and of one vocabulary. Other Python runs
-    beside."""
+    """Write the allowed next tokens to `words` [constraints, words]: bit i of word j is token
+    32 j + i. The constraints must be distinct, need a mask and share a vocabulary. The GIL is
+    released meanwhile."""
     vocabulary = constraints[0].vocabulary
     with ExitStack() as locks:
         for constraint in constraints:
             locks.enter_context(constraint._lock)
-        # Threads take neighbours, and so seldom wait for each other's lexers.
+        # A thread gets neighbours in this order, so two threads rarely contend for one lexer.
         order = sorted(enumerate(constraints), key=lambda each: each[1]._lexer_id)
         vocabulary.threads.unsafe_compute_mask_ptr(
             [(constraint._matcher, i) for i, constraint in order],

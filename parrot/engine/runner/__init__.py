@@ -1,7 +1,7 @@
-"""Runners: a step's plan in, sampled tokens out.
+"""Runners execute a step plan and return the sampled tokens.
 
-This room turns the plan of a step into arrays, computes it on a CPU or a GPU, and chooses a token
-for each sequence that asks for one. It owns the KV pool, the device's block table, the captured
-graphs and the random numbers of sampling. It must not know why a sequence is in a step, or what
-happens to its tokens: the engine core does.
+This package turns a plan into arrays, computes it on a CPU or a GPU, and samples a token for each
+sequence that requests one. It owns the KV pool, the block table in GPU memory, the CUDA graphs and
+the random numbers of sampling. It does not know why a sequence is in a step, or how its tokens are
+used: the engine core does.
 """

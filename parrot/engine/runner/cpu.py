@@ -1,4 +1,4 @@
-"""Runs the steps of the builtin engine in plain torch: a plan in, sampled tokens out."""
+"""Runs the steps of the builtin engine in plain torch, and adapts the number of threads."""
 
 import time
 from bisect import bisect_left
@@ -31,74 +31,76 @@ from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results, sample
 
-# Steps of up to so many rows are compared with each other. Within a kind, a step takes about as
-# long as its rows and so many more.
+# A step belongs to the first kind whose number of rows is not smaller. Only steps of one kind are
+# compared with each other.
 _KINDS = (8, 64)
-_BASE_ROWS = 24.0
+_BASE_ROWS = 24.0  # The time of a step is proportional to its rows plus this number.
 
-_SMOOTHING = 0.25
-# Other numbers are taken if steps take at most so much of the time, and left again if it was more
-# than so much after all. In doubt fewer are better: others can use the cores, and do not disturb.
+_SMOOTHING = 0.25  # Weight of the newest step in the moving average of costs.
+# A probed number of threads is adopted if its cost is at most this fraction of the usual cost. The
+# fractions favour fewer threads, which leave cores to other processes.
 _WORTH_MORE, _WORTH_FEWER = 0.92, 1.0
+# An adopted number is dropped if its cost exceeds this fraction of the earlier number's cost.
 _KEEP_MORE, _KEEP_FEWER = 1.0, 1.15
-_HOPELESS = 1.5  # a probe that is so much slower ends at once
-_CHANGED = 1.5  # so much slower than before: something else runs now
-_PROBE_STEPS = 3
-_LEAST_S = 1e-6  # clocks may say that a step took no time
+_HOPELESS = 1.5  # A probe ends after a step whose cost exceeds this multiple of the usual cost.
+# Fewer threads are probed at once if the usual cost exceeds this multiple of the cost at the last
+# failed probe: another program probably uses the cores.
+_CHANGED = 1.5
+_PROBE_STEPS = 3  # Steps in a probe.
+_LEAST_S = 1e-6  # Shortest time of a step, in seconds: a coarse clock can report 0.
+# Steps before the next probe: after a start or an adopted number, and the limits after a failure.
 _FIRST_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 2, 16, 2000
-_PAUSE_PER_LOSS = 80  # steps after a probe that took a step's time more than usual
+_PAUSE_PER_LOSS = 80  # Steps before the next probe, per step's time that the failed probe lost.
+# Steps after which an adopted number is final, and the first step at which it can be dropped.
 _TRIAL_STEPS, _FIRST_VERDICT = 16, 4
 
 
 @dataclass(slots=True)
 class _Kind:
-    """The measurements of one kind of steps. Costs are seconds per row.
-
-    `usual`: of a step with the number in use, lately; `settled`: at the last failed probe. `turn`:
-    which other number is next. `fallback`: the number before the last change and its cost, until
-    the new one has proved itself."""
+    """The measurements of one kind of steps. Costs are seconds per row."""
 
     threads: int
-    usual: float | None = field(default=None, init=False)
-    settled: float | None = field(default=None, init=False)
-    until_probe: int = field(default=_FIRST_PAUSE, init=False)
+    usual: float | None = field(default=None, init=False)  # Average cost with `threads`.
+    settled: float | None = field(default=None, init=False)  # `usual` at the last failed probe.
+    until_probe: int = field(default=_FIRST_PAUSE, init=False)  # Steps until the next probe.
     tried: set[int] = field(default_factory=set, init=False)
-    turn: int = field(default=0, init=False)
-    probed: int | None = field(default=None, init=False)
-    probe: list[float] = field(default_factory=list, init=False)
+    turn: int = field(default=0, init=False)  # Selects the next number of threads to probe.
+    probed: int | None = field(default=None, init=False)  # The number that a probe runs with.
+    probe: list[float] = field(default_factory=list, init=False)  # Costs of the probe's steps.
+    # The earlier number of threads and its cost, while the adopted number is on trial.
     fallback: tuple[int, float] | None = field(default=None, init=False)
-    trial: int = field(default=0, init=False)
+    trial: int = field(default=0, init=False)  # Steps since the number was adopted.
 
 
 class ThreadPolicy:
-    """Chooses a number of threads for each step from how long steps took.
+    """Chooses the number of threads for each step from the times of earlier steps.
 
-    Threads of a step wait for each other hundreds of times, so one whose core has other work to do
-    makes all of them wait: with a busy neighbour two threads decode a fourth as fast as one. Nobody
-    says what else runs on a machine, so the times of steps have to.
+    A few steps probe another number of threads: one less, half, one more, or twice as many. A
+    faster number is adopted. The more time a failed probe lost, the later is the next probe.
 
-        steps  2 2 2 2 2 2 [1 1 1] 1 1 1 1 1 ...     the probe was faster: it is kept
-               1 1 1 1 1 1 [2] 1 1 1 1 1 1 1 ...     it was far slower: it ends at once
+        steps  2 2 2 2 2 2 [1 1 1] 1 1 1 1 1 ...     the probe was faster: adopted
+               1 1 1 1 1 1 [2] 1 1 1 1 1 1 1 ...     far slower: the probe ends after one step
+    """
 
-    From time to time a few steps are run with one thread less or more, or half or twice as many; if
-    those were faster, that number is kept, and left again should it turn out worse. The more time a
-    probe lost, the later is the next one; if steps become slower, fewer are tried at once."""
+    # The threads of a step synchronize hundreds of times, so all threads wait for a thread whose
+    # core runs another program. Next to a busy program, two threads decode at 1/4 of the speed of
+    # one thread. Step times are the only way to notice such programs.
 
     def __init__(self, most: int) -> None:
-        """`most`: threads, at least one. It is the number that the first steps have."""
+        """`most` is the largest number of threads, at least 1. The first steps use it."""
         self._most = most
         self._kinds = [_Kind(most) for _ in range(len(_KINDS) + 1)]
 
     def choose(self, num_rows: int) -> int:
-        """Threads for the next step, which computes so many rows."""
+        """The number of threads for the next step, which computes `num_rows` rows."""
         kind = self._kind(num_rows)
         return kind.threads if kind.probed is None else kind.probed
 
     def observe(self, num_rows: int, seconds: float) -> None:
-        """Take in how long a step took that had the number which `choose` gave."""
+        """Record the time of a step that ran with the number of threads from `choose`."""
         kind, threads = self._kind(num_rows), self.choose(num_rows)
         if threads not in kind.tried:
-            kind.tried.add(threads)  # torch prepared things that it keeps
+            kind.tried.add(threads)  # Ignore the first step: it includes torch's one-time setup.
             return
         cost = max(seconds, _LEAST_S) / (num_rows + _BASE_ROWS)
         if kind.probed is None:
@@ -110,7 +112,7 @@ class ThreadPolicy:
         return self._kinds[bisect_left(_KINDS, num_rows)]
 
     def _count(self, kind: _Kind, cost: float) -> None:
-        """A step with the number in use; a probe may be due after it."""
+        """Record a step outside of probes, and start a probe if one is due."""
         usual = cost if kind.usual is None else kind.usual
         kind.usual = usual + _SMOOTHING * (cost - usual)
         if kind.fallback is not None:
@@ -127,7 +129,7 @@ class ThreadPolicy:
         kind.until_probe -= 1
         has_slowed = kind.settled is not None and kind.usual > _CHANGED * kind.settled
         if has_slowed and kind.threads > 1:
-            kind.turn = kind.until_probe = 0  # the next probe is of fewer
+            kind.turn = kind.until_probe = 0  # Turn 0 probes one thread less.
         if kind.until_probe <= 0 and self._most > 1:
             kind.probed = self._next(kind)
 
@@ -137,7 +139,7 @@ class ThreadPolicy:
         return others[kind.turn % len(others)]
 
     def _judge(self, kind: _Kind, threads: int, cost: float) -> None:
-        """A step of a probe."""
+        """Record a step of a probe, and decide at the end of the probe."""
         assert kind.usual is not None, kind
         kind.probe.append(cost)
         if cost <= _HOPELESS * kind.usual and len(kind.probe) < _PROBE_STEPS:
@@ -152,7 +154,7 @@ class ThreadPolicy:
             self._rest(kind, (sum(costs) / kind.usual) - len(costs))
 
     def _rest(self, kind: _Kind, lost: float) -> None:
-        """A probe failed; it took the time of so many steps more than usual."""
+        """Schedule the next probe after a failure that lost the time of `lost` usual steps."""
         kind.turn += 1
         kind.settled = kind.usual
         pause = min(_PAUSE_PER_LOSS * lost, _LONGEST_PAUSE)
@@ -160,14 +162,14 @@ class ThreadPolicy:
 
 
 class StepThreads:
-    """Sets torch's threads for each step, as a `ThreadPolicy` says, and times it."""
+    """Sets torch's number of threads for each step by a `ThreadPolicy`, and times the step."""
 
     def __init__(self, most: int) -> None:
         self._policy = ThreadPolicy(most)
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
-        """The step, which computes so many rows, is run inside."""
+        """Context in which a step with `num_rows` rows runs."""
         threads = self._policy.choose(num_rows)
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
@@ -176,11 +178,12 @@ class StepThreads:
         self._policy.observe(num_rows, time.perf_counter() - began)
 
 
+# The costs of steps with drafts are measured for these numbers of rows. The last is their limit.
 _DRAFT_SIZES = (2, 4, 8, 16, 32, 64, 128)
 
 
 class Layers(Protocol):
-    """Computes a decoder's layers for a step in another way than torch's operators do."""
+    """Computes a decoder's layers for a step without torch's operators."""
 
     def forward(
         self,
@@ -190,7 +193,7 @@ class Layers(Protocol):
         work: WorkList,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the last layer's output for `rows`, or for all."""
+        """The last layer's output for `rows`, or for all rows if None."""
 
 
 MakeLayers = Callable[[Decoder, PooledKV, TorchAttention], Layers]
@@ -198,13 +201,12 @@ MakeLayers = Callable[[Decoder, PooledKV, TorchAttention], Layers]
 
 @dataclass(frozen=True, slots=True)
 class CpuOptions:
-    max_rows: int = 256  # sequences in a step
+    max_rows: int = 256  # Sequences in a step.
     max_seq_len: int | None = None
-    gate: GateConfig | None = None  # None: read no prefix once for several sequences
-    quantised: bool = False  # keep KV in e4m3
-    num_host_blocks: int = 0  # of the host tier
-    # Adapt the number of threads, up to so many, to what else runs on the machine; None: leave it.
-    max_threads: int | None = None
+    gate: GateConfig | None = None  # None: never read a shared prefix once for several sequences.
+    quantised: bool = False  # Store KV in e4m3.
+    num_host_blocks: int = 0  # Blocks in the host tier.
+    max_threads: int | None = None  # Limit for a `ThreadPolicy`; None: a fixed number of threads.
 
 
 class ModelRunner:
@@ -220,8 +222,8 @@ class ModelRunner:
         unit: Unit | None = None,
         make_layers: MakeLayers | None = None,
     ) -> None:
-        """`unit`: on rank 0 of several, the others. `make_layers`: for layers that torch's
-        operators shall not compute."""
+        """`unit`: the other ranks, on rank 0 of several. `make_layers`: replaces the computation of
+        the layers with torch's operators."""
         options = options or CpuOptions()
         spec = model.spec
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
@@ -289,15 +291,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, step: RankStep) -> None:
-        """Do what the ranks besides rank 0 do for a step."""
+        """Run a step of rank 0 on another rank."""
         if self._copies is not None:
             self._copies.follow(step.transfers)
         self._compute(step)
 
     def _compute(self, step: RankStep) -> torch.Tensor | None:
-        """Do what every rank does for a step; returns the logits of the rows that are sampled,
-        float32 [rows, vocab], if any are; or the tokens of the largest [rows], if the step needs no
-        more. `step.reads` get what they want."""
+        """Compute a step on this rank and fill `step.reads`.
+
+        Returns float32 logits [sampled rows, vocab] if the step needs logits, else the tokens of
+        the largest logits [sampled rows]. None without sampled rows."""
         inputs, reads = step.inputs, step.reads
         self._cache.prepare(step.copies, inputs.step.fresh_pages(self._info.block_size))
         if step.work is None:
@@ -316,7 +319,7 @@ class ModelRunner:
     def _forward(
         self, inputs: StepInputs, work: WorkList, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """The last layer's output for `rows`, or for all."""
+        """The last layer's output for `rows`, or for all rows if None."""
         token_ids = self._tensor(inputs.token_ids)
         if self._layers is not None:
             return self._layers.forward(token_ids, inputs.positions, inputs.step, work, rows)

@@ -38,31 +38,29 @@ from parrot.protocol.errors import OutOfMemory
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """`max_rows`: sequences in a step. `max_tokens`: tokens in a step. `gate` None: read no prefix
-    once for several sequences. `overlap`: steps may be launched ahead. `upcast`: compute attention
-    in float32. `quantised`: keep KV in e4m3. `num_host_blocks`: of the host tier."""
-
-    max_rows: int = 256
-    max_tokens: int = 2048
+    max_rows: int = 256  # Sequences in a step.
+    max_tokens: int = 2048  # Tokens in a step.
     max_seq_len: int | None = None
+    # None: never read a shared prefix once for several sequences.
     gate: GateConfig | None = field(default_factory=GateConfig)
     use_graphs: bool = True
-    overlap: bool = True
-    upcast: bool = False
-    quantised: bool = False
-    num_host_blocks: int = 0
+    overlap: bool = True  # Launch a step while the previous step runs.
+    upcast: bool = False  # Compute attention in float32.
+    quantised: bool = False  # Store KV in e4m3.
+    num_host_blocks: int = 0  # Blocks in the host tier.
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """`tokens`, one for each of its inputs' samples, are there once it is launched, and valid until
-    the step after it has run; `due` until that is launched."""
+    """A step that is launched or in the launcher thread."""
 
     inputs: StepInputs
     scored: Scored
+    # One token per sample, on the device. Resolved once all kernels are launched. The tensor is
+    # valid until the next step has run.
     tokens: "Future[torch.Tensor]"
     landing: Landing
-    due: Mark
+    due: Mark  # Passed when the next step should be planned. Valid until the next launch.
     device: torch.device
     reads: StepReads | None
     unit: Unit | None
@@ -92,7 +90,7 @@ class Launched:
         return results(specs, tokens, wanted, self.landing.scores(len(rows), num_top))
 
     def landed(self) -> dict[int, int]:
-        """The token of each context, once the step has run; -1: not finite."""
+        """Wait for the step. The token of each context; -1 if its logits are not finite."""
         tokens = self.landing.wait(len(self.tokens.result()))
         return dict(zip(self.inputs.sampled, tokens, strict=True))
 
@@ -102,8 +100,9 @@ class Launched:
 
 
 class CudaRunner:
-    """`OverlappingRunner` and `TieredRunner` over a decoder and a paged KV pool: plans steps, and
-    launches them one behind the other."""
+    """`OverlappingRunner` and `TieredRunner` over a decoder and a paged KV pool.
+
+    Steps run in launch order on one stream."""
 
     def __init__(
         self,
@@ -113,11 +112,12 @@ class CudaRunner:
         options: CudaOptions | None = None,
         unit: Unit | None = None,
     ) -> None:
-        """`unit`: on rank 0 of several, the others."""
+        """`unit`: the other ranks, on rank 0 of several."""
         options = options or CudaOptions()
         spec, device = model.spec, model.device
         layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
-        self._cache = KVCache(layout, num_blocks + 1, device, paged=True)  # and one for padding
+        # The last block belongs to no context. Padding and warm-up write to it.
+        self._cache = KVCache(layout, num_blocks + 1, device, paged=True)
         copies = self._cache.host_copies(options.num_host_blocks)
         self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         layer_weights = spec.num_layer_weights
@@ -172,16 +172,16 @@ class CudaRunner:
             self._unit.when_lost(tell)
 
     def close(self) -> None:
-        self.computer.close()  # first: the ranks' communicator waits for its graphs
+        self.computer.close()  # First: aborting NCCL waits until its graphs are gone.
         if self._unit is not None:
             self._unit.close()
 
     def warm_up(self, report: Report = lambda _: None) -> None:
-        """Compile kernels and capture graphs, so that no request waits for them."""
+        """Compile all kernels and capture the usual graphs before the first request."""
         try:
             self.computer.warm_up(report)
         except BaseException:
-            self.computer.close()  # or the communicator, which waits for its graphs, would not end
+            self.computer.close()  # Aborting NCCL would wait for its graphs.
             raise
         if self._copies is not None:
             report("trying copies to the host")
@@ -199,9 +199,10 @@ class CudaRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Run a step, and wait for it.
+        """Run a step and wait for it.
 
-        Raises `OutOfMemory` when the device has no room for the step; the next may succeed."""
+        Raises `OutOfMemory` if the GPU has too little memory for the step. Later steps may
+        succeed."""
         try:
             with noticing_loss(self._device), together(self._unit):
                 if plan.num_tokens:
@@ -232,7 +233,9 @@ class CudaRunner:
             raise
 
     def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched:
-        if self._launching.exception() is not None:  # of the step before, now that it is launched
+        # Wait until the previous step is launched. If the launch failed, the block table in GPU
+        # memory may be stale.
+        if self._launching.exception() is not None:
             self._inputs.forget()
         if self._copies is not None:
             self._copies.guard(plan)
@@ -245,7 +248,8 @@ class CudaRunner:
             sources = previous.tokens_of(inputs.pending)
         landing, due = self._landings[0], self._attention.due
         self._landings.reverse()
-        due.put()  # of a graph, now; of kernels that are launched one by one, later
+        # A graph is due at its start. An eager step records the mark again in a late layer.
+        due.put()
         landed = previous.landed if isinstance(previous, Launched) else dict
         draws, reads = self._draws.build(inputs, landed), StepReads.of(plan.sequences)
         needs_all = self._unit is None or needs_logits(inputs.samples)
@@ -261,7 +265,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def compute(self, step: RankStep) -> None:
-        """Launch what the ranks besides rank 0 do for a step."""
+        """Launch a step of rank 0 on another rank."""
         if self._copies is not None:
             self._copies.follow(step.transfers)
         self._cache.prepare(step.copies)

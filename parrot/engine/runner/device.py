@@ -1,5 +1,7 @@
-"""Sending a step's numbers to the device, receiving its tokens and what is made of its final hidden
-states (sums, log probabilities of prompts), and noticing that it is lost."""
+"""Transfers between CPU and GPU memory for a step, and detection of a lost device.
+
+A step's arrays are sent to the device. Its tokens, and the sums or log probabilities of its final
+hidden states, are received."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -23,43 +25,45 @@ from parrot.engine.core.steps import (
 from parrot.engine.runner.log_probabilities import as_logprobs, score_tokens
 from parrot.protocol.sampling import MAX_LOGPROBS
 
-_ALIGNMENT = 32  # kernels are compiled for aligned arrays, and again for others
-_SLICE = 64  # rows of logits that are there at once
+# Arrays start at multiples of 32 int32 numbers (128 bytes). Triton compiles a kernel again for
+# other alignments.
+_ALIGNMENT = 32
+_SLICE = 64  # Largest number of rows of prompt logits in memory at once.
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Final states [rows, width] -> logits [rows, vocab]."""
 
 
 def make_of(device: torch.device) -> str:
-    """The name that devices of the same speed share."""
+    """A name that is equal for devices of the same speed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{device.type} ({os.cpu_count()} cores)"
 
 
 class Mark:
-    """A place in the stream of work: the device has passed it, or not yet."""
+    """A CUDA event. Without CUDA it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def put(self) -> None:
-        """Set the mark behind all that was launched up to now."""
+        """Record the event after all work that was launched on the current stream."""
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        """Wait until the device has passed the place where the mark was put last."""
+        """Block until the device has passed the last `put`."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class Stage:
-    """Sends a step's numbers: one pinned buffer, one copy.
+    """Sends a step's arrays through one pinned buffer with one copy.
 
-    `send` puts arrays one after the other at the beginning of a device buffer, so arrays of the
-    same lengths always arrive at the same addresses, which are multiples of 128 bytes."""
+    `send` packs the arrays from the start of a buffer in GPU memory. So arrays of the same lengths
+    always arrive at the same addresses, as CUDA graphs require."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._done = Mark(device)
@@ -71,13 +75,15 @@ class Stage:
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
 
     def make_room(self, lengths: Sequence[int]) -> None:
-        """Make room for arrays of these lengths. If the buffer must grow, their places change."""
+        """Grow the buffers if arrays of `lengths` do not fit. Growing changes the addresses."""
         wanted = _starts(lengths)[-1]
         if wanted > len(self._numbers):
             self._allocate(2 * wanted, self._device.device)
 
     def send(self, parts: Sequence[IntArray]) -> list[torch.Tensor]:
-        """Valid on the current stream until the next `send`. `sent` must follow."""
+        """Send arrays. The results are valid on the current stream until the next `send`.
+
+        Call `sent` afterwards."""
         self._done.wait()
         starts = _starts([len(part) for part in parts])
         for start, part in zip(starts, parts, strict=False):
@@ -86,19 +92,19 @@ class Stage:
         return self._views(starts, [len(part) for part in parts])
 
     def places(self, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """The places where `send` puts arrays of these lengths."""
+        """The tensors to which `send` writes arrays of `lengths`."""
         return self._views(_starts(lengths), lengths)
 
     def _views(self, starts: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
         return [self._device[a : a + n] for a, n in zip(starts, lengths, strict=False)]
 
     def sent(self) -> None:
-        """Say that all copies from pinned memory that belong to this step are under way."""
+        """Mark that all of the step's copies from pinned memory are launched."""
         self._done.put()
 
 
 class Landing:
-    """Pinned memory in which one step's tokens arrive, and their log probabilities."""
+    """Pinned memory that receives one step's tokens and their log probabilities."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -108,7 +114,7 @@ class Landing:
         self._done = Mark(device)
 
     def receive(self, tokens: torch.Tensor, scores: torch.Tensor | None = None) -> None:
-        """`scores`: as `score_tokens` gives them."""
+        """Start copying `tokens` and `scores` (a result of `score_tokens`) to the CPU."""
         self._host[: len(tokens)].copy_(tokens, non_blocking=True)
         if scores is not None:
             self._scores[: scores.numel()].copy_(scores.view(-1), non_blocking=True)
@@ -120,14 +126,14 @@ class Landing:
         return numbers
 
     def scores(self, count: int, num_top: int) -> npt.NDArray[np.int32]:
-        """The first `count` rows. Only what `wait` has waited for is there."""
+        """The first `count` rows of the scores. Call `wait` before."""
         width = 2 * (1 + num_top)
         return self._scores[: count * width].numpy().reshape(count, width)
 
 
 @dataclass(frozen=True, slots=True)
 class HostSum:
-    """A `StateSum` in the host's memory: float32 [hidden]."""
+    """A `StateSum` in CPU memory: float32 [hidden]."""
 
     values: npt.NDArray[np.float32]
 
@@ -144,18 +150,19 @@ class HostSum:
 
 @dataclass(slots=True)
 class StepReads:
-    """The states that a step's sequences want read: each with its first row among the step's
-    tokens. `sums` [pools, hidden] and `scores` (as `score_tokens` gives them, for the targets of
-    all) are on their way to the host, once they are computed."""
+    """The final hidden states of a step that are pooled or scored, and the results.
 
+    The results are in flight to CPU memory after `take`."""
+
+    # Each spec comes with the first row of its sequence among the step's tokens.
     pools: list[tuple[int, PoolSpec]] = field(default_factory=list)
     scored: list[tuple[int, ScoreSpec]] = field(default_factory=list)
-    sums: torch.Tensor | None = None
-    scores: torch.Tensor | None = None
+    sums: torch.Tensor | None = None  # float32 [pools, hidden].
+    scores: torch.Tensor | None = None  # The result of `score_tokens` for all targets.
 
     @classmethod
     def of(cls, sequences: Sequence[SequenceStep]) -> "StepReads | None":
-        """None if they want nothing."""
+        """None if no sequence is pooled or scored."""
         if not any(sequence.read for sequence in sequences):
             return None
         reads, first = cls(), 0
@@ -168,8 +175,9 @@ class StepReads:
         return reads
 
     def take(self, states: torch.Tensor, head: Head) -> None:
-        """states [step's tokens, width]: the final ones. On CUDA the results are there when the
-        stream has come to this place."""
+        """Compute the results from the final `states` [step's tokens, width].
+
+        On CUDA the call only launches the work on the current stream."""
         if self.pools:
             sums = [
                 states[i + s.start : i + s.end].sum(0, dtype=torch.float32) for i, s in self.pools
@@ -179,7 +187,8 @@ class StepReads:
             self.scores = _to_host(self._score(states, head))
 
     def _score(self, states: torch.Tensor, head: Head) -> torch.Tensor:
-        """A slice of the rows at a time, since all logits of a long prompt are gigabytes."""
+        """`score_tokens` for all targets, `_SLICE` rows at a time."""
+        # All logits of a long prompt would take gigabytes.
         firsts = [(first + spec.start, spec.targets) for first, spec in self.scored]
         rows = [row for first, ids in firsts for row in range(first, first + len(ids))]
         targets = [token_id for _, ids in firsts for token_id in ids]
@@ -194,7 +203,7 @@ class StepReads:
         return torch.cat(parts)
 
     def landed(self) -> dict[int, StateRead]:
-        """By job; the results must have landed."""
+        """The results by job id. The device must have finished the step."""
         found: dict[int, StateRead] = {}
         if self.sums is not None:
             for sums, (_, pool) in zip(self.sums.numpy(), self.pools, strict=True):
@@ -214,15 +223,16 @@ def _to_host(computed: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Begin of each array, and end of the last."""
+    """The start of each array in the buffer, and the end of the last array."""
     sizes = [-(-length // _ALIGNMENT) * _ALIGNMENT for length in lengths]
     return [0, *accumulate(sizes)]
 
 
 @contextmanager
 def noticing_loss(device: torch.device) -> Iterator[None]:
-    """Turn an error into `DeviceLost` if nothing can be done with the device any more. After an
-    illegal access, for example, every call of the process to the device fails from then on."""
+    """Convert an error to `DeviceLost` if the device is unusable.
+
+    After an illegal memory access, for example, every CUDA call of the process fails."""
     try:
         yield
     except RuntimeError as error:

@@ -1,9 +1,9 @@
 """Steps as CUDA graphs.
 
-A graph is captured for a size (rows, and of how many of them there are logits) and room for a plan
-(a `Capacity`). A step runs in the smallest that holds it; rows and items that are left over do
-nothing. Usual rooms are captured before the engine serves; another one that is wanted again and
-again is captured then, and until then the step takes a larger one.
+A graph is captured for a size (rows, and rows with logits) and a capacity (the largest plan that it
+holds). A step runs in the smallest graph that holds it; the unused rows and items do nothing. The
+usual capacities are captured at load time. The eighth time that a plan needs another capacity, its
+graph is captured. Until then the step uses a larger graph.
 """
 
 import logging
@@ -22,29 +22,30 @@ from parrot.engine.kernels.launch import MATRIX_RATE
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHARED = 128
-_MIN_SHARED = 8
+_MAX_SHARED = 128  # Most shared items in a decode graph. Plans with more items run eagerly.
+_MIN_SHARED = 8  # Fewest shared items in the capacity of a decode graph with shared items.
 
-_WANTED_OFTEN = 8
+_WANTED_OFTEN = 8  # A missing graph is captured when it is needed for this number of times.
+# Launching an eager layer takes the CPU this long, in seconds. Steps whose layers run longer on the
+# GPU have no graph.
 _LAUNCH_S = 200e-6
-_MAX_MIXED = 2048
-_MAX_CONVERTED = 512
+_MAX_MIXED = 2048  # Most tokens in a graph of steps with prompts.
+_MAX_CONVERTED = 512  # Most converted pages in a graph. Plans with more pages run eagerly.
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """`logits` None: every row has one token, and there are logits of every row."""
+    """The number of rows in a graph, and the number of rows with logits."""
 
     rows: int
-    logits: int | None = None
+    logits: int | None = None  # None for decodes: one token per sequence, logits for every row.
 
 
 class Decoded(NamedTuple):
-    """Row by row: the token of the largest logit, or -1 where the logits are not finite; and the
-    logits that this rank has."""
+    """The model's results for each row with logits."""
 
-    tokens: torch.Tensor
-    logits: torch.Tensor
+    tokens: torch.Tensor  # The token of the largest logit; -1 if the logits are not finite.
+    logits: torch.Tensor  # The logits of this rank's tokens.
 
 
 Compute = Callable[[StepSize, PlanBuffers, TritonAttention], Decoded]
@@ -58,18 +59,17 @@ class Graph:
 
 
 def bucket_list(max_rows: int) -> tuple[int, ...]:
-    """Numbers of rows of the graphs of decodes.
-
-    From 16 on they are multiples of 16, or products of few rows would be slower."""
+    """The numbers of rows for which decode graphs are captured."""
+    # Sizes of 16 or more are multiples of 16: other sizes make products of few rows slower.
     sizes = [1, 2, 4, 8, 16, 32, *range(48, 128, 16), *range(128, 513, 32)]
     return (*(s for s in sizes if s < max_rows), max_rows) if max_rows <= 512 else tuple(sizes)
 
 
 def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[StepSize, ...]:
-    """Sizes of the graphs of steps with prompts or drafts in them.
+    """The sizes of graphs for steps with prompts or drafts.
 
-    A large step takes the device longer than its launch takes the host, so that padding would cost
-    more than a graph saves: `layer_weights` (of one layer) tells when."""
+    `layer_weights`: the number of weights in one layer."""
+    # A large step runs longer than its launch takes. Then padding costs more than a graph saves.
     useful = int(_LAUNCH_S * MATRIX_RATE / (2 * layer_weights))
     limit = min(max_tokens, _MAX_MIXED, useful)
     sizes = [8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
@@ -82,14 +82,15 @@ class Rooms:
     def __init__(self, shape: AttentionShape, split: SplitConfig) -> None:
         self._narrow_tokens = max(1, split.narrow_rows // shape.group)
         self._tile_tokens = max(1, split.tile_rows // shape.group)
-        # Splitting aims for so many programs, and each item is one per KV head.
         self._kv_heads = shape.num_kv_heads
         self._config = config_for(shape)
         self._converted_pages = min(split.converted_pages, _MAX_CONVERTED)
         self._converted_tokens = -(-split.converted_rows // shape.group)
+        # Splitting adds at most about this number of items: an item has one program per KV head.
         self._extra = -(-int(split.num_sms * split.waves[0]) // shape.num_kv_heads)
 
     def largest(self, size: StepSize) -> Capacity:
+        """The largest capacity of the graphs of a size."""
         if size.logits is None:
             return self._decoding(size.rows, 2 * size.rows + 4 * self._extra, _MAX_SHARED)
         tiles = 2 * -(-size.rows // self._tile_tokens) + 2 * self._extra
@@ -101,7 +102,7 @@ class Rooms:
         return replace(room, converted_fills=tiles, converted_pages=self._converted_pages)
 
     def of(self, size: StepSize, work: WorkList) -> Capacity | None:
-        """The room for a plan; None if it is larger than any, or has parts that no graph runs."""
+        """The capacity for a plan; None if the plan is too large or needs cuDNN."""
         largest = self.largest(size)
         if work.dense or not largest.holds(work):
             return None
@@ -125,12 +126,13 @@ class Rooms:
 
 
 class StepGraphs:
-    """Owns the graphs, and partial results of their own. `sizes`: decodes by number of rows, then
-    steps with prompts. `compute` reads a step's arrays from the same places each time."""
+    """Owns the graphs and the buffers for their partial attention results."""
 
     def __init__(
         self, attention: TritonAttention, rooms: Rooms, sizes: Sequence[StepSize], compute: Compute
     ) -> None:
+        """`sizes`: decodes by number of rows, then steps with prompts. `compute` must read a step's
+        arrays from the same addresses every time."""
         self._attention = attention.sibling(max(rooms.largest(size).slots for size in sizes))
         self._rooms = rooms
         self.sizes = sizes
@@ -141,14 +143,14 @@ class StepGraphs:
         self.num_replays = 0
 
     def size(self, num_rows: int, num_logits: int | None) -> StepSize | None:
-        """The smallest size that holds a step; None if there is none."""
+        """The smallest size that holds a step; None if no size does."""
         for size in self.sizes:
             if (size.logits is None) == (num_logits is None) and size.rows >= num_rows:
                 return size if (size.logits or 0) >= (num_logits or 0) else None
         return None
 
     def find(self, size: StepSize, work: WorkList) -> Graph | None:
-        """The graph for a plan, with the plan in place. None: no graph is large enough."""
+        """A graph that holds a plan, after uploading the plan. None if no graph is large enough."""
         room = self._rooms.of(size, work)
         if room is None:
             return None
@@ -172,7 +174,9 @@ class StepGraphs:
         return graph.decoded
 
     def prepare(self, size: StepSize, work: WorkList, *, largest: bool = False) -> None:
-        """Capture a graph for plans like this one, or with all room that there is."""
+        """Capture a graph with the capacity for `work`, or with the `largest` capacity of `size`.
+
+        Does nothing if the graph exists or no graph can run `work`."""
         room = self._rooms.largest(size) if largest else self._rooms.of(size, work)
         if room is not None and room not in self._graphs[size]:
             self._capture(size, room, work)
@@ -183,7 +187,7 @@ class StepGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            # What is compiled or set up at first use, is now.
+            # Compile kernels and set up libraries: both are impossible during a capture.
             self._compute(size, plan, self._attention)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             decoded = self._compute(size, plan, self._attention)

@@ -1,12 +1,13 @@
-"""A step as the flat arrays that go to the device, and the settings by which its tokens are chosen.
+"""Builds the flat arrays of a step that are sent to the GPU, including its sampling settings.
 
-The device keeps a block table with a row for each context that runs. A context keeps its row from
-step to step, so that only entries that changed are sent: mostly none.
-
-Penalties and biases are lists: each job has one of the tokens whose logits change, kept up to date
-from step to step; the whole list goes to the device. The token that the step before samples for the
-job is not on it yet: that one is `PENDING`, and the kernel finds it on the device. What constraints
-leave is worked out when it is needed, since that may have to wait for the step before."""
+- **Block table.** The GPU keeps a table with a row per running context. A context keeps its row
+  between steps, so only changed entries are sent; most steps have none.
+- **Penalties and biases.** Each job has a list of the tokens whose logits change. The list is
+  updated every step and sent as a whole. A token that the previous step is still sampling is
+  `PENDING`: the kernel finds it in GPU memory and counts it.
+- **Constraints.** Masks are computed when the sampler is launched, because they may depend on the
+  tokens of the previous step.
+"""
 
 import itertools
 import math
@@ -34,45 +35,37 @@ from parrot.engine.kernels import sampling_layout as layout
 from parrot.engine.kernels.noise import noise_keys
 from parrot.protocol.sampling import ResolvedSampling
 
-MIN_TEMPERATURE = 1e-6
-"""Lower ones count as this one."""
+MIN_TEMPERATURE = 1e-6  # Lower temperatures above 0 are raised to this value.
 
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A context's row of the table. `version` changes with anything but an addition at the end or
-    another last block."""
+    """A context's row of the block table."""
 
     row: int
-    version: int
+    version: int  # Unchanged while blocks are only appended or the last block is replaced.
     blocks: list[int]
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """`versions` names the sequences as `WorkPlanner` wants them named; `rows` are their rows of
-    the block table, `table_rows` those of each token. Entries `changed_at` (flat) of that table
-    become `changed_to`.
+    """The arrays of a step, in CPU memory."""
 
-    `samples[i]` is for the logits of token `logit_rows[i]`: of every sequence's if all have one
-    token (None where none is asked for), else of those that sample, for each of their drafts once
-    more; `sampled` are their contexts.
-    Tokens `pending_at` are still `PENDING`: those that contexts `pending` get from the step
-    before."""
-
-    versions: tuple[int, ...]
-    rows: IntArray
+    versions: tuple[int, ...]  # Per sequence: the `context_ids` of `WorkPlanner.plan`.
+    rows: IntArray  # Per sequence: its row of the block table.
     step: StepRows
     token_ids: IntArray
     positions: IntArray
-    table_rows: IntArray
-    logit_rows: IntArray
+    table_rows: IntArray  # Per token: its sequence's row of the block table.
+    logit_rows: IntArray  # Per sample: the token whose logits it uses.
+    # In a decode-only step every sequence has an entry, None if it does not sample. In other steps
+    # only sequences that sample have entries: one, and one more per draft.
     samples: tuple[SampleSpec | None, ...]
-    sampled: tuple[int, ...]
-    pending_at: IntArray
-    pending: tuple[int, ...]
-    changed_at: IntArray
-    changed_to: IntArray
+    sampled: tuple[int, ...]  # Per sample: its context.
+    pending_at: IntArray  # Indices of tokens that are still `PENDING`.
+    pending: tuple[int, ...]  # Per pending token: the context whose newest token it is.
+    changed_at: IntArray  # Flat indices of the block table's changed entries.
+    changed_to: IntArray  # The new values of these entries.
 
     @property
     def num_tokens(self) -> int:
@@ -85,12 +78,10 @@ class StepInputs:
 
 
 class InputBuilder:
-    """Keeps the host's copy of the block table: `max_rows` contexts of `max_blocks` blocks.
-
-    A row has one more entry than that, since kernels read one ahead."""
+    """Owns the CPU copy of the block table: `max_rows` contexts of `max_blocks` blocks."""
 
     def __init__(self, max_rows: int, max_blocks: int, block_size: int) -> None:
-        self.width = max_blocks + 1
+        self.width = max_blocks + 1  # Kernels prefetch one entry after the last block.
         self._block_size = block_size
         self._table = np.zeros((max_rows, self.width), dtype=np.int32)
         self._places: dict[int, _Place] = {}
@@ -98,7 +89,7 @@ class InputBuilder:
         self._versions = itertools.count(1)
 
     def forget(self) -> None:
-        """The device's table is not what it should be: send everything again."""
+        """Send all rows again, because the table in GPU memory may be stale after an error."""
         self._free += [place.row for place in self._places.values()]
         self._places.clear()
 
@@ -137,12 +128,12 @@ class InputBuilder:
     def _place(
         self, context_id: int, block_ids: Sequence[int], changes: list[tuple[int, list[int]]]
     ) -> _Place:
-        """The context's place, its row brought up to date; `changes` get (flat index, blocks)."""
+        """The context's row, updated. Appends (flat index, blocks) to `changes`."""
         place = self._places.get(context_id)
         if place is None:
             place = self._places[context_id] = _Place(self._free.pop(), next(self._versions), [])
         elif place.blocks == block_ids:
-            return place  # mostly: a copy would take longer than all the rest
+            return place  # The common case. Copying the list would take longer than the comparison.
         blocks = list(block_ids)
         same = max(len(place.blocks) - 1, 0)
         if blocks[:same] != place.blocks[:same]:
@@ -153,7 +144,7 @@ class InputBuilder:
         return place
 
     def _evict(self, wanted: set[int]) -> None:
-        """Take the rows of contexts that this step does not run."""
+        """Free the rows of all contexts that are not in this step."""
         for context_id in [c for c in self._places if c not in wanted]:
             self._free.append(self._places.pop(context_id).row)
 
@@ -161,7 +152,7 @@ class InputBuilder:
 def _asked(
     sequences: Sequence[SequenceStep], ends: IntArray, only_decodes: bool
 ) -> tuple[IntArray, tuple[SampleSpec | None, ...], tuple[int, ...]]:
-    """Rows with logits, what they are for, and their contexts."""
+    """`logit_rows`, `samples` and `sampled` of `StepInputs`."""
     if only_decodes:
         return ends - 1, tuple(s.sample for s in sequences), tuple(s.context_id for s in sequences)
     rows: list[int] = []
@@ -187,27 +178,25 @@ def _concat(parts: Sequence[np.ndarray]) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """`words` int32 [rows, words]: bit i of word j is token 32 j + i. `rows` int32: of the logits.
-    Other rows may be any token."""
+    """The allowed tokens of the rows with constraints."""
 
-    rows: IntArray
-    words: IntArray
+    rows: IntArray  # int32 [masked rows]: rows of the logits.
+    words: IntArray  # int32 [masked rows, words]: bit i of word j is token 32 j + i.
 
 
 class MaskedRow(NamedTuple):
-    """A row of the logits, and its spec. `place` of the token among the output; `pending_of`: the
-    context of which the token before is still on its way, if it is."""
+    """A row of the logits with a constraint."""
 
     row: int
     spec: SampleSpec
-    place: int
-    pending_of: int | None
+    place: int  # The index of the token in the output.
+    pending_of: int | None  # The context, if its previous token is still pending.
 
 
 def masked_rows(
     specs: Sequence[SampleSpec | None], pending_of: Sequence[int | None]
 ) -> list[MaskedRow]:
-    """The rows with constraints. To be asked while no step's tokens are being entered."""
+    """The rows with constraints. No other thread may append tokens to outputs meanwhile."""
     return [
         MaskedRow(row, spec, _place(spec) + (context_id is not None), context_id)
         for row, (spec, context_id) in enumerate(zip(specs, pending_of, strict=True))
@@ -222,8 +211,10 @@ def _place(spec: SampleSpec) -> int:
 def masks_of(
     rows: Sequence[MaskedRow], landed: Callable[[], Mapping[int, int]] = dict
 ) -> Masks | None:
-    """None if every row may be any token. `landed`, asked if tokens are pending, waits for them: by
-    context, -1 of one that failed."""
+    """The masks of `rows`; None if no row needs a mask.
+
+    `landed` is called if tokens are pending. It waits for the previous step and returns its tokens
+    by context, -1 for a failed context."""
     tokens = landed() if any(row.pending_of is not None for row in rows) else {}
     found: list[tuple[int, Constraint]] = []
     for row, spec, place, pending_of in rows:
@@ -241,13 +232,15 @@ def masks_of(
     return Masks(np.array([row for row, _ in found], dtype=np.int32), words)
 
 
-DRAWN, LIMITED, ADJUSTED, SCORED = 1, 2, 4, 8
-"""Bits of a choice; 0 takes the largest logit. DRAWN: noise is added. LIMITED: top-k or top-p
-apply. ADJUSTED: logits are changed before. SCORED: log probabilities are wanted."""
+# Bits of a sampling choice; 0 is greedy.
+DRAWN = 1  # Noise is added to the scores.
+LIMITED = 2  # Top-k or top-p applies.
+ADJUSTED = 4  # Penalties or biases change the logits.
+SCORED = 8  # Log probabilities are requested.
 
 
 class AdjustedTokens:
-    """The entries of one job; updating them takes time for new tokens only."""
+    """The entries of one job. An update costs time for new tokens only."""
 
     def __init__(self, job_id: int, config: ResolvedSampling) -> None:
         self.job_id = job_id
@@ -258,7 +251,7 @@ class AdjustedTokens:
         )
         self._counts_output = bool(config.presence_penalty or config.frequency_penalty)
         self._marks_context = config.repetition_penalty not in (0.0, 1.0)
-        self._num_counted: int | None = None  # before the first update
+        self._num_counted: int | None = None  # None before the first update.
         self._num_marked = 0
         self._entries = array("i")
         self._place_of: dict[int, int] = {}
@@ -269,7 +262,7 @@ class AdjustedTokens:
             self._entries.extend((token, -1, value))
 
     def update(self, spec: SampleSpec) -> IntArray:
-        """The entries, flat; valid until the next call and to be dropped before it."""
+        """The entries, flat. The array is a view: drop it before the next call."""
         if self._marks_context:
             new = spec.context_ids[self._num_marked :]
             self._add(dict.fromkeys(new, 0))
@@ -285,7 +278,7 @@ class AdjustedTokens:
         return np.frombuffer(self._entries, dtype=np.int32)
 
     def _with_drafts(self, drafts: Sequence[int]) -> IntArray:
-        """The entries as they would be behind these tokens."""
+        """The entries after `drafts`, without changing this object."""
         ahead = copy(self)
         ahead._entries, ahead._place_of = self._entries[:], dict(self._place_of)
         if self._marks_context:
@@ -306,20 +299,20 @@ class AdjustedTokens:
 
 
 class AdjustedRow(NamedTuple):
-    """A row of the logits, as it is with `spec`; `pending_at` as in PENDING_AT."""
+    """A row of the logits with penalties or biases."""
 
     row: int
-    pending_at: int
+    pending_at: int  # See PENDING_AT in `sampling_layout`.
     tokens: AdjustedTokens
     spec: SampleSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """`rows` int32 [adjusted rows, NUM_COLUMNS], `entries` int32 [entries of all, NUM_FIELDS]."""
+    """Penalties and biases of a step, in the layout of `sampling_layout`."""
 
-    rows: IntArray
-    entries: IntArray
+    rows: IntArray  # int32 [adjusted rows, NUM_COLUMNS].
+    entries: IntArray  # int32 [entries of all rows, NUM_FIELDS].
 
 
 def adjustments_of(adjusted: Sequence[AdjustedRow]) -> Adjustments:
@@ -337,11 +330,10 @@ def adjustments_of(adjusted: Sequence[AdjustedRow]) -> Adjustments:
 
 
 class Scored(NamedTuple):
-    """The samples of which log probabilities are wanted, of `num_top` likely tokens at most.
-    `rows` int32: their places among the step's samples."""
+    """The samples with log probabilities."""
 
-    rows: IntArray
-    num_top: int
+    rows: IntArray  # int32: indices among the step's samples.
+    num_top: int  # The largest number of alternative tokens of a sample.
 
 
 _NOT_SCORED = Scored(np.empty(0, dtype=np.int32), 0)
@@ -349,20 +341,17 @@ _NOT_SCORED = Scored(np.empty(0, dtype=np.int32), 0)
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """`choice`: the bits of all samples of a step. `settings` int32 [samples, NUM_SETTINGS],
-    empty unless some are drawn; `adjustments` None unless some are adjusted. `masks` makes those of
-    the constrained samples, and may wait for the step before. `scored`: empty unless log
-    probabilities are wanted."""
+    """The sampling settings of a step."""
 
-    choice: int
-    settings: IntArray
-    adjustments: Adjustments | None
-    masks: Callable[[], Masks | None]
-    scored: Scored = _NOT_SCORED
+    choice: int  # The union of the bits of all samples.
+    settings: IntArray  # int32 [samples, NUM_SETTINGS]; empty without DRAWN.
+    adjustments: Adjustments | None  # None without ADJUSTED.
+    masks: Callable[[], Masks | None]  # Computes the masks. May wait for the previous step.
+    scored: Scored = _NOT_SCORED  # Empty without SCORED.
 
 
 def no_masks() -> None:
-    """Every sample may be any token."""
+    """All tokens are allowed for all samples."""
 
 
 NO_DRAWS = Draws(0, np.empty(0, dtype=np.int32), None, no_masks)
@@ -370,23 +359,22 @@ NO_DRAWS = Draws(0, np.empty(0, dtype=np.int32), None, no_masks)
 
 @dataclass(slots=True)
 class _Choice:
-    """The bits of a configuration, and its entries for one job once logits are adjusted."""
+    """The last sampling settings of a row of the block table."""
 
     sampling: ResolvedSampling
-    takes: int
-    adjusted: AdjustedTokens | None = None
+    takes: int  # The bits of these settings.
+    adjusted: AdjustedTokens | None = None  # None until logits are adjusted.
 
 
 class DrawBuilder:
-    """Builds the draws of steps; remembers the last configuration of each row of the block
-    table."""
+    """Builds the `Draws` of steps. Caches the settings of each row of the block table."""
 
     def __init__(self, max_rows: int) -> None:
         self._settings = np.zeros((max_rows, layout.NUM_SETTINGS), dtype=np.int32)
         self._choices: list[_Choice | None] = [None] * max_rows
 
     def build(self, inputs: StepInputs, landed: Callable[[], Mapping[int, int]] = dict) -> Draws:
-        """`landed` waits for the tokens of the step before, by context."""
+        """`landed` waits for the previous step and returns its tokens by context."""
         rows = inputs.table_rows[inputs.logit_rows]
         choices: list[_Choice | None] = []
         choice, has_masks = 0, False
@@ -408,7 +396,7 @@ class DrawBuilder:
         return Draws(choice, settings, adjustments, masks, scored)
 
     def _choose(self, row: int, config: ResolvedSampling) -> _Choice:
-        """The choice for a row whose configuration has changed."""
+        """Cache the settings of a row whose settings have changed."""
         choice = self._choices[row] = _Choice(config, _takes(config))
         self._settings[row] = draw_settings(config)
         return choice
@@ -430,7 +418,7 @@ def _masks(
 
 
 def draw_settings(config: ResolvedSampling) -> IntArray:
-    """A row of settings, but for the keys."""
+    """A row of settings without the noise keys."""
     row = np.zeros(layout.NUM_SETTINGS, dtype=np.int32)
     if config.takes_the_largest:
         return row

@@ -1,17 +1,14 @@
-"""The KV of all contexts: one pool of blocks.
+"""The KV cache of all contexts: one pool of blocks.
 
     pool [layers, 2 (k, v), kv_heads, blocks, block_size, head_dim]
     exponents [layers, 2, kv_heads, blocks, block_size], if it is quantised (`attention.quantised`)
 
-One head of one block is contiguous, and so is one head of a run of neighbouring blocks: on a CPU a
-span whose blocks happen to be neighbours is used in place, and gathering any others is one copy of
-long pieces.
-
-A slot that its owner has not written yet is zero, never what an earlier owner left there: masked
-positions then add nothing to a result, even when an earlier owner's KV was NaN. Kernels that never
-read what is not written do without that, and want the heads of a block side by side: with
-`paged`, memory is ordered [layers, 2, blocks, kv_heads, block_size, head_dim] behind the same
-shape.
+- **Plain layout.** The blocks of one head are contiguous. A CPU uses a span of adjacent blocks in
+  place, and gathers other spans in long pieces. Unwritten positions are zero, because CPU
+  attention adds masked positions with weight 0, and 0 * NaN of an earlier owner would be NaN.
+- **Paged layout**, for the Triton kernels: memory has the order [layers, 2, blocks, kv_heads,
+  block_size, head_dim] under the same shape. The kernels never read unwritten positions, so blocks
+  are not cleared.
 """
 
 import math
@@ -30,21 +27,20 @@ from parrot.engine.runner.device import make_of
 from parrot.engine.runner.host.copies import HostCopies, PlainCopies, available_memory
 
 MIB = 1 << 20
-_CPU_CACHE_LIMIT = 2048 * MIB
-_CPU_SHARE_OF_FREE = 0.25
-_DEVICE_SHARE_OF_FREE = 0.9
+_CPU_CACHE_LIMIT = 2048 * MIB  # Largest default size of the pool in CPU memory, in bytes.
+_CPU_SHARE_OF_FREE = 0.25  # The default pool takes at most this share of the free CPU memory.
+_DEVICE_SHARE_OF_FREE = 0.9  # The default pool takes this share of the free GPU memory.
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape of the KV that a model keeps. `dtype`: what attention reads, also if the pool is
-    quantised."""
+    """The shape and the type of a model's KV."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    block_size: int
-    dtype: torch.dtype
+    block_size: int  # Tokens per block.
+    dtype: torch.dtype  # The type that attention reads. A quantised pool stores e4m3 instead.
     quantised: bool = False
 
     @classmethod
@@ -65,9 +61,9 @@ class KVLayout:
 
 
 def blocks_in_free_memory(layout: KVLayout, device: torch.device, num_ranks: int = 1) -> int:
-    """Default number of blocks: as many as fit a share of the free memory, without swap; on a
-    device there may be room for none. `num_ranks`: those that the host's memory is divided among.
-    """
+    """The default number of blocks, from the free memory. It can be 0 on a GPU.
+
+    `num_ranks` ranks divide the CPU memory evenly."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _DEVICE_SHARE_OF_FREE) // layout.block_bytes
@@ -76,7 +72,7 @@ def blocks_in_free_memory(layout: KVLayout, device: torch.device, num_ranks: int
 
 
 class KVCache:
-    """Owns the pool; the control half owns who uses which block."""
+    """Owns the memory of the pool. The engine core decides which context uses which block."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device, *, paged: bool = False
@@ -99,7 +95,7 @@ class KVCache:
 
     @property
     def pooled(self) -> PooledKV:
-        """The pool in the order of its memory, for attention."""
+        """The pool for attention, with dimensions in memory order."""
         numbers, exponents = self.pool, self.exponents
         if self._paged:
             numbers = numbers.transpose(2, 3)
@@ -108,16 +104,17 @@ class KVCache:
 
     @property
     def block_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [layers, 2, kv_heads, blocks, block_size, ...]: block b is `t[:, :, :, b]`.
-        With `paged`, `t[l, i, :, b]` is contiguous."""
+        """Tensors [layers, 2, kv_heads, blocks, block_size, ...]. Block b is `t[:, :, :, b]`.
+
+        In the paged layout `t[l, i, :, b]` is contiguous."""
         return (self.pool,) if self.exponents is None else (self.pool, self.exponents)
 
     def host_copies(self, num_slots: int) -> HostCopies | None:
-        """Make a host tier of so many slots; None if there is to be none."""
+        """Make a host tier with `num_slots` slots; None for 0 slots."""
         if not num_slots:
             return None
         if self._paged and self.pool.is_cuda:
-            from parrot.engine.runner.host.cuda import CudaCopies  # imports triton
+            from parrot.engine.runner.host.cuda import CudaCopies  # Imports Triton.
 
             return CudaCopies(self.block_tensors, self.layout.block_size, num_slots)
         return PlainCopies(self.block_tensors, num_slots)
@@ -127,7 +124,7 @@ class KVCache:
         return self.num_blocks * self.layout.block_bytes
 
     def prepare(self, copies: Sequence[BlockCopy], fresh_blocks: IntArray | None = None) -> None:
-        """Do the copies of a step, in order, and clear the blocks that it begins."""
+        """Run the block copies of a step in order and clear `fresh_blocks`."""
         for copy in copies:
             for tensor in self.block_tensors:
                 source, target = tensor[:, :, :, copy.source], tensor[:, :, :, copy.target]
@@ -141,10 +138,10 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU in pages that the kernel provides, zero, when they are first written: filling the
-    whole pool takes a second, and memory that may never be needed."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
+    # Anonymous pages are zero and are allocated at the first write. Filling the pool would take 1 s
+    # and memory that may never be used.
     num_bytes = math.prod(shape) * dtype.itemsize
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
@@ -159,7 +156,7 @@ def runner_info(
     *,
     draft_sizes: Sequence[int],
 ) -> RunnerInfo:
-    """Facts of a runner; contexts are at most as long as the model allows."""
+    """The properties of a runner. The model's maximum also limits `max_seq_len`."""
     spec = model.spec
     return RunnerInfo(
         num_blocks=num_blocks,

@@ -1,4 +1,4 @@
-"""Choosing and loading the runner that a configuration names."""
+"""Selects and loads the runner for a configuration."""
 
 import logging
 import os
@@ -36,27 +36,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_SIZE = 16
-_KERNEL_BLOCK_SIZE = 64
-_MIN_HEAD_DIM = 16
-_E4M3 = (8, 9)
+_BLOCK_SIZE = 16  # Default tokens per block without Triton.
+_KERNEL_BLOCK_SIZE = 64  # Default tokens per block with Triton. Wide tiles need a multiple of 64.
+_MIN_HEAD_DIM = 16  # Smallest head size of the Triton kernels, in numbers (or pairs of e4m3 codes).
+_E4M3 = (8, 9)  # Lowest CUDA compute capability with e4m3 conversions.
 
 
 def load_runner(config: BuiltinConfig) -> "LoadedModel[ModelRunner | CudaRunner]":
-    """Load what the config names; takes seconds to minutes, and raises `ConfigError` for anything
-    that cannot be served exactly. With `tensor_parallel`, also starts the processes of the other
-    ranks, which end with the runner."""
+    """Load the configured model, which takes seconds to minutes.
+
+    Raises `ConfigError` for settings that cannot be served exactly. With `tensor_parallel`, also
+    starts the processes of the other ranks, which exit with the runner."""
     if config.instance.tensor_parallel == 1:
         return load_rank(config, None)
     processes = RankProcesses(config)
     with processes.starting():
         loaded = load_rank(config, processes)
-    weakref.finalize(loaded.runner, processes.close)  # at the interpreter's end, too
+    weakref.finalize(loaded.runner, processes.close)  # Also runs at interpreter exit.
     return loaded
 
 
 def load_rank(config: BuiltinConfig, seat: Seat | None) -> "LoadedModel[ModelRunner | CudaRunner]":
-    """`seat`: among the ranks; None: there is one."""
+    """Load this rank's runner. `seat` is None without tensor parallelism."""
     device = rank_device(config, seat)
     instance = config.instance
     if instance.attn_func == "triton" and device.type == "cpu":
@@ -103,7 +104,9 @@ def load_rank(config: BuiltinConfig, seat: Seat | None) -> "LoadedModel[ModelRun
 
 
 def blocks_for_all(layout: KVLayout, device: torch.device, group: RankGroup | None) -> int:
-    """The number of blocks of the device."""
+    """The default number of blocks in the pool: the smallest of all ranks.
+
+    Raises `ConfigError` if no block fits."""
     own = blocks_in_free_memory(layout, device, 1 if group is None else group.size)
     found = own if group is None else group.least(own)
     if not found:
@@ -118,11 +121,10 @@ def blocks_for_all(layout: KVLayout, device: torch.device, group: RankGroup | No
 def host_blocks_for_all(
     host_kv_gb: float | None, layout: KVLayout, num_blocks: int, group: RankGroup | None
 ) -> int:
-    """The number of blocks of the host tier, which the ranks share out: each has its part of every
-    block."""
+    """The number of blocks in the host tier. Each rank holds its shard of every block."""
     ranks, free = 1, available_memory()
     if group is not None:
-        ranks, free = group.size, group.least(free)  # before any of them takes some
+        ranks, free = group.size, group.least(free)  # Measured before any rank allocates.
     return host_slots(host_kv_gb, ranks * layout.block_bytes, num_blocks, free)
 
 
@@ -146,14 +148,13 @@ def _log(runner: "ModelRunner | CudaRunner") -> None:
 
 
 def _shared_memory(config: BuiltinConfig, model: Decoder, seat: Seat) -> MemoryLayout:
-    """For the sums of hidden states."""
+    """The memory that ranks share for all-reduces of hidden states."""
     row_bytes = model.spec.hidden_size * model.dtype.itemsize
     return MemoryLayout.of(seat.group.size, row_bytes, config.scheduler.max_num_batched_tokens)
 
 
 def rank_device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
-    """The device of a rank, from now on that of this thread: those of one host follow each
-    other."""
+    """The device of a rank: rank r uses device `first + r`. Makes it this thread's CUDA device."""
     device = resolve_device(config.device)
     if device.type == "cpu":
         return device
@@ -166,14 +167,17 @@ def rank_device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
             f"cuda:{first} on, and torch sees {torch.cuda.device_count()} in all"
         )
     device = torch.device("cuda", first + rank)
-    torch.cuda.set_device(device)  # marks are put into the current device's stream
+    torch.cuda.set_device(device)  # Events are recorded on the current device's stream.
     return device
 
 
 def _load_decoder(
     config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device, seat: Seat | None
 ) -> Decoder:
-    """With the dtype that the config names. `auto` also multiplies weights as a file keeps them."""
+    """Load the weights in the configured dtype.
+
+    With `auto` in bfloat16 on a CPU, 4-bit weights of the file are multiplied without conversion.
+    """
     shard = None
     if seat is not None:
         require_divisible(checkpoint.spec, seat.group.size, checkpoint.source)
@@ -184,7 +188,9 @@ def _load_decoder(
 
 
 def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.device) -> bool:
-    """Whether the kernels can run this model; raises `ConfigError` if they must and cannot."""
+    """Whether the Triton kernels can run this model.
+
+    Raises `ConfigError` if they cannot and the config requires them."""
     if instance.attn_func == "torch":
         return False
     size = instance.block_size or _KERNEL_BLOCK_SIZE
@@ -192,7 +198,8 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     if find_spec("triton") is None:
         reasons.append("triton is not installed")
     quantised = instance.kv_cache_dtype == "fp8"
-    least = _MIN_HEAD_DIM * (2 if quantised else 1)  # of codes, two make a number of the kernels
+    # The kernels read two e4m3 codes as one 16-bit number.
+    least = _MIN_HEAD_DIM * (2 if quantised else 1)
     if spec.head_dim < least or not _is_power_of_two(spec.head_dim):
         reasons.append(f"the kernels have no heads of size {spec.head_dim}")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
@@ -217,8 +224,8 @@ def _make_cuda_runner(
     block_size: int,
     unit: Unit | None,
 ) -> "CudaRunner":
-    """`num_blocks`: of the device, and of the host."""
-    from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # imports triton
+    """`num_blocks`: the blocks in the pool, and in the host tier."""
+    from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # Imports Triton.
 
     limits = config.scheduler
     options = CudaOptions(
@@ -241,7 +248,7 @@ def _make_torch_runner(
     *,
     is_alone: bool,
 ) -> ModelRunner:
-    """`is_alone`: there are no other ranks."""
+    """`is_alone`: there is one rank. `num_blocks`: the blocks in the pool, and in the host tier."""
     instance = config.instance
     quantised = instance.kv_cache_dtype == "fp8"
     is_alone_on_cpu = is_alone and model.device.type == "cpu"
@@ -264,7 +271,7 @@ def _make_torch_runner(
 
 
 def _compiled_layers(dtype_name: str) -> MakeLayers | None:
-    """The hook of the wing that compiles kernels for this CPU. None: it has none for the type."""
+    """Layers with kernels that are compiled for this CPU; None if `dtype_name` has none."""
     from parrot.engine.cpu.forward import CompiledLayers
     from parrot.engine.cpu.native import start_loading
 
@@ -273,8 +280,9 @@ def _compiled_layers(dtype_name: str) -> MakeLayers | None:
 
 
 def _default_threads(num_ranks: int) -> int:
-    """One for each physical core that this process may use, divided among the ranks; decoding is
-    bound by memory, so two on one core only wait for each other."""
+    """One thread per physical core that this process may use, divided among the ranks.
+
+    Decoding is bound by memory bandwidth, so a second thread per core does not help."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     capabilities: dict[str, int] = getattr(torch.cpu, "get_capabilities", dict)()
     num_cores = min(usable or 1, capabilities.get("num_physical_cores") or usable or 1)

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens and of the most likely ones in their places."""
+"""Log probabilities of chosen tokens and of the most likely alternatives."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ import torch
 from parrot.engine.core.steps import SampleSpec, TokenScores
 from parrot.protocol.sampling import Logprobs
 
-_MAX_ROWS = 32  # at once: each takes twice a row of logits in float32
+# Largest number of rows that are computed at once. A row takes two rows of float32 logits.
+_MAX_ROWS = 32
 
 
 def score_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Look up `tokens` [rows], and the `num_top` most likely ones, in the log-softmax of `logits`
-    [rows, vocab], computed in float32.
+    """The log-softmax, in float32, of `tokens` [rows] and of the `num_top` most likely tokens.
 
-    Returns int32 [rows, 2 * (1 + num_top)]: the ids, then the bits of their log probabilities.
-    Rows whose token is -1 get anything."""
+    `logits` [rows, vocab] -> int32 [rows, 2 * (1 + num_top)]: the ids, then the bits of the float32
+    log probabilities. The result is undefined for rows whose token is -1."""
     parts = [slice(first, first + _MAX_ROWS) for first in range(0, len(logits), _MAX_ROWS)]
     return torch.cat([_score(logits[p].float(), tokens[p].long(), num_top) for p in parts])
 
@@ -31,7 +31,7 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Te
 
 
 def as_logprobs(scores: npt.NDArray[np.int32], num_top: int) -> Logprobs:
-    """The rows of `scores`, as `score_tokens` gives them, with so many of the likely tokens."""
+    """Convert a result of `score_tokens`, with the first `num_top` alternatives of each row."""
     own, width = 1 + num_top, scores.shape[1] // 2
     found = Logprobs(own)
     found.ids.frombytes(scores[:, :own].tobytes())
@@ -40,7 +40,7 @@ def as_logprobs(scores: npt.NDArray[np.int32], num_top: int) -> Logprobs:
 
 
 def scores_of(specs: Sequence[SampleSpec], scores: npt.NDArray[np.int32]) -> dict[int, TokenScores]:
-    """By job id; row i of `scores`, as `score_tokens` gives them, is for `specs[i]`."""
+    """Convert a result of `score_tokens`, in which row i is for `specs[i]`. By job id."""
     width = scores.shape[1] // 2
     ids = scores[:, :width].tolist()
     values = scores[:, width:].view(np.float32).tolist()

@@ -1,7 +1,7 @@
-"""One token for each row of logits, by each row's own sampling settings.
+"""Samples a token for each row of logits, in torch.
 
-Sampled is the token with the largest sum of scaled logit and noise (noise.py) among those that
-top-k, top-p and min-p leave. Tokens whose logits are equal are left or taken together."""
+The sampled token has the largest sum of scaled logit and noise (noise.py) among the tokens that
+top-k, top-p and min-p keep. Tokens with equal logits are kept or dropped together."""
 
 import math
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from parrot.engine.runner.log_probabilities import score_tokens, scores_of
 from parrot.protocol.errors import ModelNumerics, ParrotError
 from parrot.protocol.sampling import ResolvedSampling
 
-# Most of the probability is nearly always in this many tokens; if not, all are sorted.
+# Top-k and top-p first look at this number of tokens. If these are too few, all tokens are sorted.
 _TOP_CANDIDATES = 1024
 
 
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
-    """logits float32 [rows, vocab], changed in place; row i is for `specs[i]`."""
-    # A sum is finite only if all its terms are: one pass, and no mask of the size of the logits.
+    """Sample from `logits` float32 [rows, vocab]. Row i is for `specs[i]`. Changes `logits`."""
+    # A sum is finite only if all terms are. This needs one pass and no mask as large as the logits.
     finite = logits.sum(dim=-1).isfinite()
     scored = [row for row, spec in enumerate(specs) if spec.sampling.logprobs is not None]
     plain = logits[scored] if scored else logits
@@ -39,7 +39,7 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
 
 
 def needs_logits(specs: Sequence[SampleSpec | None]) -> bool:
-    """Whether more is wanted than the token of each row's largest logit."""
+    """Whether a sample needs more than the token of its largest logit."""
     return any(spec is not None and not _takes_the_best(spec) for spec in specs)
 
 
@@ -55,9 +55,10 @@ def results(
     scored: Sequence[SampleSpec] = (),
     looked_up: npt.NDArray[np.int32] | None = None,
 ) -> StepResult:
-    """`tokens[i]` is for `specs[i]`, and -1 where the logits were not finite. A job's specs follow
-    each other, each with a draft more: only tokens behind right ones count. `looked_up`: what
-    `score_tokens` gives for those that are `scored`."""
+    """The result of a step. `tokens[i]` is for `specs[i]`, and -1 if the logits are not finite.
+
+    The specs of a job are consecutive, each with one more draft. A token counts only if all drafts
+    before it equal the sampled tokens. `looked_up` is the result of `score_tokens` for `scored`."""
     scores = {} if looked_up is None else scores_of(scored, looked_up)
     chosen = {spec.job_id: token for spec, token in zip(specs, tokens, strict=True)}
     if len(chosen) == len(specs) and min(tokens) >= 0:
@@ -81,7 +82,7 @@ def results(
 
 
 def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
-    """Penalties, then biases, then what constraints leave."""
+    """Apply penalties and biases, then the masks of constraints."""
     if any(spec.sampling.adjusts_logits for spec in specs):
         for row, spec in enumerate(specs):
             _penalize_repetition(logits, row, spec)
@@ -96,7 +97,7 @@ def _adjust(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> None:
 
 
 def _fitted(bits: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:
-    """Bits [rows, width], of which those beyond what is known are zero."""
+    """Cut or zero-pad `bits` to [rows, width]."""
     return np.pad(bits[:, :width], ((0, 0), (0, max(0, width - bits.shape[1]))))
 
 
@@ -113,7 +114,7 @@ def _add_penalties_and_biases(logits: torch.Tensor, specs: Sequence[SampleSpec])
 
 
 def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
-    """(row, token, value to add) as OpenAI defines its penalties and biases."""
+    """(row, token, value to add) for OpenAI's penalties and biases."""
     config = spec.sampling
     found: list[tuple[int, int, float]] = []
     if config.presence_penalty or config.frequency_penalty:
@@ -127,7 +128,7 @@ def _additions(row: int, spec: SampleSpec) -> list[tuple[int, int, float]]:
 
 
 def _penalize_repetition(logits: torch.Tensor, row: int, spec: SampleSpec) -> None:
-    """Move the scores of all tokens of the context away from being chosen, as transformers does."""
+    """Apply the repetition penalty to all tokens of the context, like transformers."""
     penalty = spec.sampling.repetition_penalty
     if penalty in (0.0, 1.0) or not len(spec.context_ids):
         return
@@ -149,7 +150,7 @@ def _choose(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
 
 
 def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Rows that are not finite get any token."""
+    """Sample with noise. The token of a row that is not finite is undefined."""
     inverse = [1.0 / max(s.sampling.temperature, MIN_TEMPERATURE) for s in specs]
     scores = (logits - logits.amax(dim=-1, keepdim=True)).mul_(_column(inverse, logits))
     floors = _floors(scores, [s.sampling for s in specs])
@@ -164,7 +165,7 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
 
 
 def _floors(scores: torch.Tensor, configs: Sequence[ResolvedSampling]) -> torch.Tensor | None:
-    """The least score [rows, 1] that may be sampled; None: any."""
+    """The lowest score [rows, 1] that may be sampled; None if all may."""
     vocab_size = scores.shape[1]
     found = None
     if any(c.min_p for c in configs):
@@ -186,8 +187,10 @@ def _floors(scores: torch.Tensor, configs: Sequence[ResolvedSampling]) -> torch.
 def _lowest_kept(
     scores: torch.Tensor, best: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor | None:
-    """top-k, then top-p of what it left. `best`: each row's best scores in order; None if they are
-    too few to tell. Sums in float64, so that those over a large vocabulary are not rounded away."""
+    """The lowest score after top-k, then top-p of the rest; None if `best` has too few scores.
+
+    `best`: each row's highest scores in descending order."""
+    # Sums are float64, so that sums over a large vocabulary do not lose small terms.
     vocab_size, count = scores.shape[1], best.shape[1]
     is_any_rank, is_any_mass = top_k == vocab_size, top_p == 1.0
     kth = best.gather(1, (top_k.clamp(max=count) - 1).unsqueeze(1))

@@ -1,4 +1,4 @@
-"""Computing planned steps on the device: as CUDA graphs, or kernel by kernel."""
+"""Runs planned steps on the GPU, as CUDA graphs or eagerly."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,25 +42,23 @@ from parrot.engine.runner.inputs import (
 from parrot.engine.runner.log_probabilities import score_tokens
 from parrot.protocol.sampling import MAX_LOGPROBS, ResolvedSampling
 
-_NUM_NUMBERS = 2**16
+_NUM_NUMBERS = 2**16  # Initial size of the buffers for adjustments and masks, in int32 numbers.
 
 SentAdjustments = tuple[torch.Tensor, torch.Tensor]
-"""The rows and entries of `Adjustments`, on the device."""
+"""The rows and entries of `Adjustments`, in GPU memory."""
 
 
 class TokenChooser:
-    """Adjusts logits, draws tokens, and says how likely they were.
-
-    There may be any number of adjustments, so they have a pinned buffer of their own, which grows,
-    and a copy of their own: only steps with such requests pay for it. So have masks, whose copies
-    come later, behind the step's other kernels."""
+    """The sampler: adjusts logits, samples tokens, and looks up their log probabilities."""
 
     def __init__(self, device: torch.device) -> None:
+        # Adjustments and masks have buffers that grow, because their number is not bounded. Steps
+        # without adjustments and masks do not pay for their copies.
         self._stage = Stage(_NUM_NUMBERS, device)
-        self._mask_stage = Stage(_NUM_NUMBERS, device)
+        self._mask_stage = Stage(_NUM_NUMBERS, device)  # Sent after the model's kernels.
 
     def send(self, adjustments: Adjustments) -> SentAdjustments:
-        """Valid on the current stream until the next `send`."""
+        """The result is valid on the current stream until the next `send`."""
         parts = (adjustments.rows.reshape(-1), adjustments.entries.reshape(-1))
         self._stage.make_room([len(part) for part in parts])
         rows, entries = self._stage.send(parts)
@@ -79,12 +77,13 @@ class TokenChooser:
         scored: torch.Tensor | None = None,
         num_top: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """int32 [rows]: a token for each row of `logits`, or -1 if they are not finite. And what
-        `score_tokens` gives for the rows that are `scored`; None if none is.
+        """Sample int32 [rows]: a token per row of `logits`, or -1 if the row is not finite.
 
-        `best`: `best_tokens(logits)`; both may be changed. `token_ids`: the step's, none of them
-        pending. `choice` and `settings`: of `Draws`."""
-        # A copy, since logits may be changed in place; the other rows cost nothing.
+        Also returns the result of `score_tokens` for the rows in `scored`, or None without any.
+        `best` is `best_tokens(logits)`. The call may change `logits` and `best` in place.
+        `token_ids` are the step's tokens without pending ones. `choice`, `settings`: see `Draws`.
+        """
+        # Copy the scored rows, because logits may be changed in place.
         plain = None if scored is None or not len(scored) else logits[scored]
         if adjustments is not None:
             logits = logits.float()
@@ -107,7 +106,7 @@ class TokenChooser:
         return rows, words.view(masks.words.shape)
 
     def warm_up(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Compile all kernels for `logits` [1, vocab], as they are and adjusted."""
+        """Compile all kernels for `logits` [1, vocab], in their type and in float32."""
         row = draw_settings(ResolvedSampling(top_k=4, top_p=0.9))
         for choice in (DRAWN | LIMITED, DRAWN):
             for scores in (logits, logits.float()):
@@ -125,15 +124,15 @@ class TokenChooser:
         self.choose(logits, best, token_ids, 0, settings, None, masks, first, MAX_LOGPROBS)
 
 
-_CONTEXTS = (64, 2048)
-# Products of few rows have kernels by the next power of two, and others for multiples of 16; small
-# ones have theirs for one row and for two.
+_CONTEXTS = (64, 2048)  # Context lengths, in tokens, of the plans for which graphs are captured.
+# Prompt lengths, in tokens, that together use every kernel. Products of few rows have variants for
+# the next power of two, for multiples of 16, and for 1 and 2 rows.
 _PROMPTS = (1, 2, 8, 16, 24, 32, 40, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticPlans:
-    """Plans of all kinds of steps. Their contexts are the same block again and again."""
+    """Plans of all kinds of steps, for warm-up. All entries of their block tables are block 0."""
 
     shape: AttentionShape
     gate: GateConfig | None
@@ -142,8 +141,10 @@ class SyntheticPlans:
     max_seq_len: int
 
     def for_kernels(self) -> list[WorkList]:
-        """Steps without a graph that together launch every kernel: prompts; and decodes, alone and
-        beside a prompt, few of them, and enough for even ones to take the lighter tiles."""
+        """Eager steps that together launch every kernel.
+
+        The steps are prompts, and decodes with and without a prompt. One variant of the decodes has
+        enough programs for the light tiles (`KernelConfig`)."""
         short = min(_CONTEXTS[0], self.max_seq_len)
         plans = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
         for q_lens in ([1], [1, short]):
@@ -153,84 +154,85 @@ class SyntheticPlans:
         return plans
 
     def for_graphs(self, size: StepSize) -> list[WorkList]:
-        """A prompt, with pages to convert and without; or decodes with short contexts, long ones,
-        and a shared prefix."""
+        """Prompts with and without converted pages, or decodes with short contexts, with long
+        contexts and with a shared prefix."""
         rows = size.rows
         if size.logits is not None:
             length = min(rows, self.max_seq_len)
             work = self._plan([length] * (rows // length), length)
-            work = work.with_table_rows(np.zeros(rows, dtype=np.int32))  # any row will do
+            work = work.with_table_rows(np.zeros(rows, dtype=np.int32))  # Any row is valid.
             none = work.converted_fills[:0]
             return [work, replace(work, converted_fills=none, converted_pages=none[:, 0])]
         lengths = [min(n, self.max_seq_len - 1) for n in _CONTEXTS]
         plans = [self._plan([1] * rows, n) for n in lengths]
         if self.gate is not None and rows > 1:
             plans.append(self._plan([1] * rows, lengths[-1], self.gate))
-        # Most real ones are uneven, and have other tiles in some sizes.
+        # Most real decodes are uneven, which selects other tiles for some sizes.
         return plans + [replace(plan, narrow_is_even=False) for plan in plans]
 
     def dense_lengths(self) -> range:
-        """Lengths of the beginnings of prompts that one step may leave to the library."""
+        """Lengths of prompt prefixes that one step may compute with cuDNN."""
         if self.split.dense is None:
             return range(0)
         return range(self.split.dense_min, self.max_tokens + 1, self.split.dense)
 
     def _plan(self, q_lens: Sequence[int], length: int, gate: GateConfig | None = None) -> WorkList:
-        """Contexts of `length` tokens, of which the last `q_lens` are computed."""
+        """A plan of contexts with `length` tokens. The step computes the last `q_lens` tokens."""
         num_blocks = -(-length // self.shape.page_size)
         tables = np.zeros((len(q_lens), num_blocks + 1), dtype=np.int32)
         counts = np.array(q_lens, dtype=np.int32)
         return plan_work(StepRows(tables, length - counts, counts), self.shape, gate, self.split)
 
 
+# An eager step passes `due` at least this long before its end, in seconds. A larger value plans the
+# next step earlier, so it misses more arrivals.
 _LEAD_S = 1e-3
 
 Sources = tuple[torch.Tensor, IntArray]
-"""Tokens of the step before on the device, and which of them the pending ones of this step are."""
+"""The previous step's tokens in GPU memory, and the index in it of each pending token."""
 
 Report = Callable[[str], None]
-"""Is told what warming up does next."""
+"""Receives the name of the next phase of the warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """`work` names rows of the device's block table. `sources`: None if no token is pending;
-    `reads`: None if nothing is made of hidden states. `needs_logits`: of all tokens, not only the
-    token of the largest."""
+    """A step's inputs and plan, before they are sent to the GPU."""
 
     inputs: StepInputs
     draws: Draws
-    work: WorkList
-    sources: Sources | None
-    reads: StepReads | None = None
-    needs_logits: bool = True
+    work: WorkList  # Its items use rows of the block table in GPU memory.
+    sources: Sources | None  # None if no token is pending.
+    reads: StepReads | None = None  # None if no hidden states are pooled or scored.
+    needs_logits: bool = True  # False if the tokens of the largest logits are enough.
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """The arrays of a step, on the device. `parts` begin with its tokens. `scored`: rows of the
-    logits."""
+    """The arrays of a step in GPU memory."""
 
-    parts: Sequence[torch.Tensor]
+    parts: Sequence[torch.Tensor]  # The first part is the step's tokens.
     settings: torch.Tensor
-    scored: torch.Tensor
+    scored: torch.Tensor  # Rows of the logits whose log probabilities are requested.
     adjustments: SentAdjustments | None
 
 
 class WatchedAttention(TritonAttention):
-    """`due` is passed when the device has come to one of a step's last layers, early enough for
-    the host to plan the next step and launch the first of its kernels meanwhile."""
+    """Attention that records the mark `due` in one of a step's last layers.
+
+    The rest of the step takes long enough for the CPU to plan the next step and launch its first
+    kernels."""
 
     def __init__(self, *args: Any, layer_weights: int, **kwargs: Any) -> None:
-        """`layer_weights`: numbers in one layer's weights; the rest are those of attention."""
+        """`layer_weights`: the number of weights in one layer. Other arguments: see the base."""
         super().__init__(*args, **kwargs)
         self._lead_tokens = _LEAD_S * MATRIX_RATE / (2 * layer_weights)
         self._due_layer = 0
         self.due = Mark(self.device)
 
     def expect(self, num_tokens: int) -> None:
-        """Choose the layer for a step of `num_tokens`. A step that begins its last layer is nearly
-        over."""
+        """Choose the layer of `due` for a step of `num_tokens`."""
+        # At its start the last layer is counted as finished.
         layers_left = 1 + math.ceil(self._lead_tokens / num_tokens)
         self._due_layer = max(0, self.num_layers - layers_left)
 
@@ -241,11 +243,11 @@ class WatchedAttention(TritonAttention):
 
 
 class StepComputer:
-    """Owns the device's block table and the buffers through which steps reach it.
+    """Owns the block table in GPU memory and the buffers through which steps are sent.
 
-    Steps in which every sequence has one token, and small ones with prompts in them, run as CUDA
-    graphs once there are `graphs`. Kernels of others are launched one by one, which takes
-    milliseconds: in a thread, so that the tokens of the step before need not wait for it."""
+    With `graphs`, decode-only steps and small steps with prompts run as CUDA graphs. Other steps
+    run eagerly. A thread launches them, which takes milliseconds, so that the tokens of the
+    previous step are not delayed."""
 
     def __init__(
         self,
@@ -271,8 +273,10 @@ class StepComputer:
         )
 
     def launch(self, step: PlannedStep, landing: Landing) -> "Future[torch.Tensor]":
-        """Compute a step; its tokens also go to `landing`. The result is there once all kernels
-        are launched: a token for each of the step's samples, on the device; -1: not finite."""
+        """Launch a step. Its tokens are also copied to `landing`.
+
+        The future resolves once all kernels are launched. Its result is a token per sample, in GPU
+        memory; -1 if the logits are not finite."""
         size = None if step.reads is not None else self._graph_size(step.inputs)
         if size is None:
             return self._launcher.submit(self._compute, step, size, landing)
@@ -291,7 +295,7 @@ class StepComputer:
             step.draws.choice,
             sent.settings,
             sent.adjustments,
-            step.draws.masks(),  # may wait; all that does not depend on it is launched
+            step.draws.masks(),  # May wait for the previous step, so the model is launched first.
             sent.scored,
             step.draws.scored.num_top,
         )
@@ -299,16 +303,17 @@ class StepComputer:
         return tokens
 
     def compute(self, step: PlannedStep) -> None:
-        """Launch a step without choosing its tokens: what ranks besides rank 0 do."""
+        """Launch a step without sampling, on ranks other than rank 0."""
         size = None if step.reads is not None else self._graph_size(step.inputs)
         if size is None:
-            self._launcher.submit(self._decoded, step, size).result()  # it has cuDNN's plans
+            # cuDNN's plans belong to the launcher thread.
+            self._launcher.submit(self._decoded, step, size).result()
         else:
             self._decoded(step, size)
 
     @torch.inference_mode()
     def _decoded(self, step: PlannedStep, size: StepSize | None) -> tuple[Decoded, _Sent]:
-        """The logits are those of all tokens only if the step needs them."""
+        """Run the model. With several ranks the logits are gathered only if the step needs them."""
         found = None if size is None else self._run_graph(step, size)
         decoded, sent = found or self._run_eagerly(step)
         if step.needs_logits:
@@ -318,7 +323,7 @@ class StepComputer:
         return decoded, sent
 
     def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """Put together what each rank has."""
+        """The logits of the whole vocabulary, from the logits of all ranks."""
         return logits if self._vocabulary is None else self._vocabulary.gather(logits)
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
@@ -358,7 +363,7 @@ class StepComputer:
         return Decoded(best_tokens(logits, self._vocabulary), logits)
 
     def _run_graph(self, step: PlannedStep, size: StepSize) -> tuple[Decoded, _Sent] | None:
-        """None if no graph is large enough."""
+        """Replay a graph; None if no graph is large enough."""
         assert self.graphs is not None, "there are no graphs"
         inputs = step.inputs
         parts = [_pad(inputs.token_ids, size.rows, 0), _pad(inputs.positions, size.rows, 0)]
@@ -371,14 +376,16 @@ class StepComputer:
         return None if graph is None else (self.graphs.replay(graph), sent)
 
     def _graph_size(self, inputs: StepInputs) -> StepSize | None:
-        """The size of the graphs for such a step; None if there are none."""
+        """The size of the graphs that can run a step; None if no graph can."""
         if self.graphs is None:
             return None
         num_logits = None if inputs.only_decodes else len(inputs.logit_rows)
         return self.graphs.size(inputs.num_tokens, num_logits)
 
     def _send(self, parts: Sequence[IntArray], step: PlannedStep) -> _Sent:
-        """`parts` begin with the tokens, of which the step's sources are the pending ones."""
+        """Send `parts` and the sampling arrays, update the block table, and fill in pending tokens.
+
+        The first of `parts` is the step's tokens."""
         inputs, draws = step.inputs, step.draws
         known, rows = (None, _NONE) if step.sources is None else step.sources
         changes = (inputs.changed_at, inputs.changed_to, inputs.pending_at, rows)
@@ -388,16 +395,17 @@ class StepComputer:
             self._change_tables(inputs.changed_at, at, to)
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
-            sent[0][where] = known[row].clamp(min=0)  # -1: of a job that has failed, any will do
+            # The token of a failed job is -1. Its row is unused, so any valid token will do.
+            sent[0][where] = known[row].clamp(min=0)
         if self._vocabulary is not None and len(inputs.pending_at):
-            self._vocabulary.ranks.broadcast(sent[0])  # only rank 0 has the step before's
+            self._vocabulary.ranks.broadcast(sent[0])  # Only rank 0 has the sampled tokens.
         adjusted = draws.adjustments
         adjustments = None if adjusted is None else self._chooser.send(adjusted)
         return _Sent(sent, settings, scored, adjustments)
 
     def _change_tables(self, places: IntArray, at: torch.Tensor, to: torch.Tensor) -> None:
-        """Write `to` to `at`, which are `places` on the device. Those of a new context follow each
-        other, and an idle device waits less for a copy than for an index."""
+        """Write `to` to the entries `at` of the block table. `places` is `at` in CPU memory."""
+        # The entries of a new context are consecutive. A copy launches faster than an index write.
         flat, first, count = self._tables.view(-1), int(places[0]), len(places)
         if count == 1 or (np.diff(places) == 1).all():
             flat[first : first + count].copy_(to)
@@ -407,25 +415,27 @@ class StepComputer:
     def compute_in_place(
         self, size: StepSize, work: PlanBuffers, attention: TritonAttention
     ) -> Decoded:
-        """Compute from the places where `_run_graph` leaves the arrays of a step of this size."""
+        """Compute from the addresses to which `_run_graph` sends the arrays of a step of `size`."""
         *places, logit_rows = self._stage.places([size.rows] * 3 + [size.logits or 0])
         return self._decode(places, None if size.logits is None else logit_rows, work, attention)
 
     def close(self) -> None:
-        """Drop the graphs, for which the ranks' communicator waits before it ends."""
+        """Delete the graphs. Aborting NCCL waits for that."""
         self.graphs = None
 
     @torch.inference_mode()
     def warm_up(self, report: Report) -> None:
-        """Compile kernels and capture graphs, so that no request waits for them. No context's
-        block is written."""
+        """Compile all kernels and capture the usual graphs before the first request.
+
+        The blocks of contexts are not written."""
         plans = self._synthetic.for_kernels()
         for number, work in enumerate(plans, start=1):
             report(f"compiling kernels of step {number} of {len(plans)}")
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
         report("compiling what chooses tokens")
         self._chooser.warm_up(logits[:1], token_ids)
-        for num_tokens in self._synthetic.dense_lengths():  # cuDNN's plans belong to one thread
+        # cuDNN's plans belong to the launcher thread.
+        for num_tokens in self._synthetic.dense_lengths():
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
         for size in () if self.graphs is None else reversed(self.graphs.sizes):
             report(f"capturing graphs of {size.rows} rows")
@@ -435,7 +445,7 @@ class StepComputer:
 
     @torch.inference_mode()
     def capture(self, size: StepSize) -> None:
-        """Capture the usual graphs of one size, and the one with all room."""
+        """Capture the usual graphs of one size, and the graph with the largest capacity."""
         assert self.graphs is not None, "there are no graphs"
         self._stage_padding(size.rows, size.logits or 0)
         for work in self._synthetic.for_graphs(size):
@@ -445,7 +455,7 @@ class StepComputer:
 
     @torch.inference_mode()
     def _run_padding(self, work: WorkList) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens, and the logits of as many as products of few rows take."""
+        """Run a plan on padding. Returns the tokens and the logits of up to `FEW_ROWS` of them."""
         num_tokens = len(work.token_order)
         sent = self._stage_padding(num_tokens, min(num_tokens, FEW_ROWS))
         return sent[0], self._gathered(self._forward_eagerly(sent, work).logits)
@@ -457,7 +467,7 @@ class StepComputer:
 
 
 def _use(device: torch.device) -> None:
-    """Launch the kernels of this thread on a device."""
+    """Make `device` this thread's CUDA device."""
     if device.index is not None:
         torch.cuda.set_device(device)
 

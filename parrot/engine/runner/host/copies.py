@@ -1,4 +1,4 @@
-"""The host tier's memory, and copies between it and the KV pool, one after the other."""
+"""The host tier's memory, and synchronous copies between it and the KV pool."""
 
 import logging
 import os
@@ -19,16 +19,17 @@ from parrot.utils.config import ConfigError
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-_SHARE_OF_FREE = 0.5
-_MAX_DEFAULT = 32 * GIB
-_MAX_TIMES_DEVICE = 4
+_SHARE_OF_FREE = 0.5  # The default size is at most this share of the free CPU memory.
+_MAX_DEFAULT = 32 * GIB  # The default size is at most this many bytes.
+_MAX_TIMES_DEVICE = 4  # The default size is at most this multiple of the KV pool.
 
 
 def host_slots(host_kv_gb: float | None, block_bytes: int, num_blocks: int, free: int) -> int:
-    """How many blocks the host tier holds. By default (None) half of the `free` memory, at most 32
-    GiB, and at most four times what the device's `num_blocks` hold. `block_bytes`: on all ranks.
+    """The number of blocks in the host tier.
 
-    Raises `ConfigError` for more than is free, or less than a block."""
+    `host_kv_gb` is in GiB. None selects half of the `free` bytes, at most 32 GiB and at most four
+    times the size of the pool with `num_blocks`. `block_bytes` is the sum over all ranks.
+    Raises `ConfigError` if the size exceeds the free memory or is less than one block."""
     if host_kv_gb is None:
         most = min(_MAX_DEFAULT, _MAX_TIMES_DEVICE * num_blocks * block_bytes)
         return int(min(_SHARE_OF_FREE * free, most)) // block_bytes
@@ -43,8 +44,9 @@ def host_slots(host_kv_gb: float | None, block_bytes: int, num_blocks: int, free
 
 
 def block_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views uint8 [rows, blocks, bytes] of tensors [layers, 2, kv_heads, blocks, ...], in which
-    the bytes of a row of a block are contiguous."""
+    """Views uint8 [rows, blocks, bytes] of tensors [layers, 2, kv_heads, blocks, ...].
+
+    The bytes of one row of one block are contiguous."""
     parts = []
     for tensor in tensors:
         is_paged = not tensor.is_contiguous()
@@ -56,15 +58,15 @@ def block_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class HostMemory:
-    """A slot of bytes for each block: `slots` uint8 [num_slots, bytes of a block], pinned if wanted
-    and possible. A slot has a block's parts one after the other, each as it lies in one of the
-    pool's tensors:
+    """`slots` uint8 [num_slots, bytes of a block], pinned if the pool is in GPU memory.
 
-        slot   | k and v of layer 0, 1, 2, ... | what else belongs to a block, ... |
+    A slot holds the parts of one block, each in the layout of its tensor in the pool:
+
+        slot   | k and v of layer 0, 1, 2, ... | exponents of layer 0, 1, 2, ... (e4m3 only) |
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], num_slots: int) -> None:
-        """`parts`: see `block_parts`."""
+        """`parts`: the result of `block_parts`."""
         sizes = [part.shape[0] * part.shape[2] for part in parts]
         self._ends = list(accumulate(sizes))
         self._rows = [part.shape[0] for part in parts]
@@ -72,7 +74,7 @@ class HostMemory:
         self.is_pinned = num_slots > 0 and parts[0].is_cuda and _pin(self.slots)
 
     def split(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of some slots, [slots, bytes of a block]: views [slots, rows, bytes]."""
+        """Split slots [slots, bytes of a block] into one view [slots, rows, bytes] per part."""
         starts = [0, *self._ends[:-1]]
         ranges = zip(starts, self._ends, self._rows, strict=True)
         return [
@@ -82,13 +84,12 @@ class HostMemory:
 
 
 def _pin(memory: torch.Tensor) -> bool:
-    """Pin it in place; False, after a warning, if that is not possible. Touching all of it first,
-    with many threads, takes less time than pinning what is not there."""
-    memory.zero_()
+    """Pin `memory` in place. Returns False and logs a warning if CUDA refuses."""
+    memory.zero_()  # torch's threads fault the pages in faster than pinning does.
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     pointer, size = memory.data_ptr(), memory.nbytes
     if error := int(runtime.cudaHostRegister(pointer, size, 0)):
-        with suppress(RuntimeError):  # or another kernel would report the error
+        with suppress(RuntimeError):  # Clear the error, or the next kernel would report it.
             torch.zeros(1, device="cuda").add_(1)
         logger.warning(
             "%.1f GiB of host memory cannot be pinned (CUDA error %d): copies of KV are slower",
@@ -97,7 +98,7 @@ def _pin(memory: torch.Tensor) -> bool:
         )
         return False
     finalizer = weakref.finalize(memory, _unpin, pointer)
-    finalizer.atexit = False  # the process's end unpins it sooner
+    finalizer.atexit = False  # The end of the process unpins the memory faster.
     return True
 
 
@@ -110,8 +111,9 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes that this process can have without swapping, also if it is one of a group with a limit;
-    half of all memory where the system does not say."""
+    """Bytes that this process can allocate without swapping, within the limit of its cgroup.
+
+    Half of the physical memory if the system does not report the available memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -122,8 +124,9 @@ def available_memory() -> int:
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """Bytes that a control group may still take, the files that it has read aside; None if it has
-    no limit, or does not say."""
+    """Bytes left below a cgroup's limit, or None without a limit or without a report.
+
+    Inactive file cache counts as free, because the kernel reclaims it."""
     try:
         limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
         stat = (folder / "memory.stat").read_text().split()
@@ -136,22 +139,21 @@ def _left_in_group(folder: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ToldTransfers:
-    """Rank 0's word of transfers to the other ranks: those that it begins, and the ids of those
-    that have `landed` there, and of those that are to have read before the next step writes."""
+    """Rank 0's message about transfers to the other ranks."""
 
-    begun: tuple[Transfer, ...] = ()
-    landed: tuple[int, ...] = ()
-    awaited: tuple[int, ...] = ()
+    begun: tuple[Transfer, ...] = ()  # Transfers to start now.
+    landed: tuple[int, ...] = ()  # Ids of transfers that have finished on rank 0.
+    awaited: tuple[int, ...] = ()  # Ids of transfers whose reads the next step must wait for.
 
 
 NO_TRANSFERS = ToldTransfers()
 
 
 class HostCopies(Protocol):
-    """Does what `TieredRunner` promises of transfers."""
+    """Implements the transfers of `TieredRunner`."""
 
     def warm_up(self, block: int) -> None:
-        """Prepare what takes a while once. `block` must be nobody's."""
+        """Do one-time work, such as compiling kernels. `block` must be unused."""
         ...
 
     def transfer(self, transfers: Sequence[Transfer]) -> None: ...
@@ -159,29 +161,30 @@ class HostCopies(Protocol):
     def landed(self, *, wait: bool) -> Sequence[Landed]: ...
 
     def guard(self, plan: StepPlan) -> Sequence[int]:
-        """This step is run next: it must not write to what is still to be read. Returns the
-        transfers that it waits for."""
+        """Make the next step wait for transfers that still read blocks to which it writes.
+
+        Returns the ids of these transfers."""
         ...
 
     def follow(self, told: ToldTransfers) -> None:
-        """On a rank besides rank 0, do what that tells, in order with its steps; nobody asks what
-        has landed here. Raises if a transfer fails."""
+        """On ranks other than 0, apply a message of rank 0, in order with the steps.
+
+        `landed` is never called there. Raises `RuntimeError` if a transfer has failed."""
         ...
 
 
 class PlainCopies:
-    """Copies at once, and waits: for pools in the host's memory, or where nothing is gained by
-    doing it beside steps."""
+    """Copies synchronously. Used for pools in CPU memory and for pools that are not paged."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], num_slots: int) -> None:
-        """`tensors`: see `KVCache.block_tensors`."""
+        """`tensors`: `KVCache.block_tensors`."""
         self._parts = block_parts(tensors)
         memory = HostMemory(self._parts, num_slots)
         self._slots = memory.split(memory.slots)
         self._landed: list[Landed] = []
 
     def warm_up(self, block: int) -> None:
-        """There is nothing to prepare."""
+        """Nothing to do."""
 
     @torch.inference_mode()
     def transfer(self, transfers: Sequence[Transfer]) -> None:
@@ -201,8 +204,7 @@ class PlainCopies:
         return landed
 
     def guard(self, plan: StepPlan) -> Sequence[int]:
-        """All was read at once."""
-        return ()
+        return ()  # Every transfer has finished when `transfer` returns.
 
     def follow(self, told: ToldTransfers) -> None:
         self.transfer(told.begun)

@@ -1,26 +1,28 @@
-"""Copies between the KV pool on a CUDA device and the host's slots, beside the steps.
+"""Copies between the KV pool in GPU memory and the slots in CPU memory, in parallel with steps.
 
-Each direction has a stream, and a piece of memory on the device in which blocks lie as they do in
-a slot, so that every copy across the bus is a large one:
+Each direction has a stream and a staging buffer in GPU memory. A kernel gathers blocks into the
+buffer in the layout of a slot, so each copy over PCIe is one large copy:
 
     steps   | N            | N + 1                  | N + 2 ...
     out                    | gather | copy to slots | gather | copy to slots
     back                   | copy from slots | scatter | copy from slots | scatter
 
-A transfer begins when the steps launched before it have run. What orders the rest are events: a
-step that writes to a block which is still to be gathered waits for that, and so does what comes
-back into such a block. A step reads what came back only after the host has seen it land.
+A transfer starts when all previously launched steps have run. Events order the rest:
 
-The ranks of a model that is divided do the same transfers, each with its part of every block, and
-only rank 0's host looks at what has landed. It need not ask the others: it tells them in order with
-the steps, and on their devices all that they are told later waits for it.
+- A step that writes to a block waits until pending transfers out have gathered that block.
+- A transfer back into a block waits for the same event.
+- A step reads a block only after the CPU has seen that the transfer back has finished.
 
-- Steps wait for what has come back, and for what was to be read before they write to its block.
-- Every transfer begins when the steps launched before it have run, so it waits for the same: a slot
-  that was read is filled only then. What comes back also waits for the slots that have been filled.
+With tensor parallelism each rank runs the same transfers for its shard of every block. Only rank 0
+checks which transfers have finished. It sends their ids to the other ranks, in order with the
+steps. On receiving an id, the other rank does not block. Its streams wait instead:
 
-So for all that a rank is told after that, what has landed on rank 0 has landed there, too. Ranks
-only ever wait for what they were told before, so they cannot wait for each other for ever.
+- Steps wait until a finished transfer back is done, and until a finished transfer out has gathered.
+- Later transfers wait for those steps. So a slot is overwritten only after it was read.
+- Later transfers back also wait until finished transfers out have filled their slots.
+
+So a message that follows the id finds the transfer finished on every rank. A rank waits only for
+work that it received earlier, so ranks cannot deadlock.
 """
 
 import logging
@@ -37,24 +39,24 @@ from parrot.engine.runner.host.copies import HostMemory, ToldTransfers, block_pa
 
 logger = logging.getLogger(__name__)
 
-_STAGED_BYTES = 64 << 20  # of each direction's memory on the device, or one block
+# Size of each direction's staging buffer, in bytes. It holds at least one block.
+_STAGED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Flight:
-    """A transfer under way, or one that could not be begun. `blocks` are those of the device that
-    it reads, until its event `read`; none if it comes back."""
+    """A transfer in flight, or a transfer that failed to start."""
 
     transfer_id: int
-    blocks: frozenset[int]
+    blocks: frozenset[int]  # The blocks that a transfer out reads; empty for a transfer back.
     began: torch.cuda.Event
-    read: torch.cuda.Event
+    read: torch.cuda.Event  # Recorded once all of `blocks` are gathered.
     done: torch.cuda.Event
-    has_begun: bool
+    has_begun: bool  # False if the copies could not be launched.
 
 
 class _Lane:
-    """One direction: a stream, and memory for a few blocks."""
+    """One direction: a stream and its staging buffer."""
 
     def __init__(self, memory: HostMemory, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -66,11 +68,12 @@ class _Lane:
 
 
 class CudaCopies:
-    """`HostCopies` of one pool. Called from the thread that launches steps, when all those before
-    are launched."""
+    """`HostCopies` for a paged pool in GPU memory.
+
+    All calls come from the thread that launches steps, after all earlier steps are launched."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], block_size: int, num_slots: int) -> None:
-        """`tensors`: see `KVCache.block_tensors`, of a paged one."""
+        """`tensors`: `KVCache.block_tensors` of a paged pool."""
         parts = block_parts(tensors)
         memory = HostMemory(parts, num_slots)
         self._device = tensors[0].device
@@ -81,7 +84,7 @@ class CudaCopies:
 
     @torch.inference_mode()
     def warm_up(self, block: int) -> None:
-        """Compile the kernels; `block` must be nobody's."""
+        """Compile the kernels. `block` must be unused."""
         places = torch.tensor([block], dtype=torch.int32, device=self._device)
         for part, piece in zip(self._parts, self._out.parts, strict=True):
             gather_blocks(part, places, piece[:1])
@@ -109,7 +112,7 @@ class CudaCopies:
             try:
                 self._copy(transfer, lane, read)
             except RuntimeError:
-                lane.stream.synchronize()  # nothing of it is on its way any more
+                lane.stream.synchronize()  # Part of the transfer may already be in flight.
                 logger.exception("%d blocks could not be copied", len(transfer.blocks))
                 has_begun = False
             done.record()
@@ -117,7 +120,7 @@ class CudaCopies:
         lane.flights.append(flight)
 
     def _copy(self, transfer: Transfer, lane: _Lane, read: torch.cuda.Event) -> None:
-        """On the lane's stream, as many blocks at a time as it has memory for."""
+        """Launch the copies on the lane's stream, one staging buffer of blocks at a time."""
         is_cuda = self._device.type == "cuda"
         places = torch.tensor(transfer.blocks, dtype=torch.int32, pin_memory=is_cuda)
         blocks = places.to(self._device, non_blocking=True)
@@ -129,7 +132,7 @@ class CudaCopies:
             if transfer.to_host:
                 for part, piece in pairs:
                     gather_blocks(part, some, piece)
-                read.record()  # the last time counts
+                read.record()  # The last record replaces the earlier ones.
                 for slot, staged in zip(slots, lane.staged, strict=False):
                     self._slots[slot].copy_(staged, non_blocking=True)
             else:
@@ -139,7 +142,7 @@ class CudaCopies:
                     scatter_blocks(piece, some, part)
 
     def _readers(self, blocks: Iterable[int]) -> list[_Flight]:
-        """The transfers that may still read some of these blocks."""
+        """Transfers out that may still read some of `blocks`."""
         return [flight for flight in self._out.flights if not flight.blocks.isdisjoint(blocks)]
 
     def guard(self, plan: StepPlan) -> Sequence[int]:
@@ -154,7 +157,7 @@ class CudaCopies:
         return [flight.transfer_id for flight in readers]
 
     def follow(self, told: ToldTransfers) -> None:
-        """See above; what has landed on rank 0 may be on its way here."""
+        # A transfer that has finished on rank 0 may still be in flight on this rank.
         for flight in _taken(self._back, told.landed):
             self._steps.wait_event(flight.done)
         for flight in _taken(self._out, told.landed):
@@ -187,7 +190,7 @@ class CudaCopies:
 
 
 def _taken(lane: _Lane, transfer_ids: Collection[int]) -> Iterator[_Flight]:
-    """Take the first of a lane's transfers, as far as they are among these."""
+    """Remove and yield the oldest transfers of a lane while their ids are in `transfer_ids`."""
     while lane.flights and lane.flights[0].transfer_id in transfer_ids:
         yield lane.flights.popleft()
 

@@ -1,7 +1,7 @@
-"""A runner divided among ranks: processes of one host that are one unit.
+"""Tensor parallelism: the processes of one host that run a model together, called ranks.
 
-Rank 0 is the engine's process, with the block pool, the scheduler and the sampler. The others run
-what it tells them of each step. If one of them ends, all do."""
+Rank 0 is the engine's process, with the block pool, the scheduler and the sampler. The other ranks
+run the steps that rank 0 sends. If one rank exits, all ranks exit."""
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.processes import RankProcesses

@@ -1,7 +1,7 @@
-"""The process of a rank besides rank 0: `python -m parrot.engine.runner.ranks.follower FD`.
+"""The process of a rank other than rank 0: `python -m parrot.engine.runner.ranks.follower FD`.
 
-FD is its end of a link. It loads its part of the model, then runs the steps that it is told, and
-ends when rank 0 does, however that ends."""
+FD is the file descriptor of its link. The process loads its shard of the model, runs the steps that
+rank 0 sends, and exits when rank 0 exits or crashes."""
 
 import json
 import logging
@@ -24,11 +24,13 @@ from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_MOMENT_S = 1.0  # in which rank 0 has seen that a rank ended, and ended the others
+# After an error this process waits this long, in seconds, for rank 0 to close the link. If it does,
+# another rank has caused the error, and this process logs nothing.
+_MOMENT_S = 1.0
 
 
 class FollowerSeat:
-    """A `Seat` behind a link."""
+    """`Seat` of a rank other than rank 0. Its reports go to rank 0."""
 
     def __init__(self, link: Link, group: RankGroup) -> None:
         self.group = group
@@ -41,12 +43,12 @@ class FollowerSeat:
         self.group.connect_by_file(self._link.receive().decode(), device, layout)
 
     def report(self, doing: str | None) -> None:
-        """Rank 0 reads it if it must know why a rank does not come on."""
+        # Rank 0 reads the reports only if the start fails.
         self._link.send(json.dumps({"doing": doing or "waiting for steps"}).encode())
 
 
 def follow(link: Link) -> NoReturn:
-    """Raises `EOFError` when rank 0 has ended, and whatever fails: then there is no going on."""
+    """Load the model and run steps. Raises `EOFError` when rank 0 exits, or the first error."""
     task = json.loads(link.receive())
     seat = FollowerSeat(link, RankGroup(task["rank"], task["size"]))
     try:
@@ -60,7 +62,7 @@ def follow(link: Link) -> NoReturn:
 
 
 def main() -> None:
-    # Who stops the engine stops rank 0, which this rank follows.
+    # Signals that stop the engine stop rank 0, and this process exits with it.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
@@ -68,7 +70,7 @@ def main() -> None:
 
     def end_with_rank_0() -> None:
         link.wait_for_end()
-        os._exit(0)  # whatever it waits for will not come
+        os._exit(0)  # The main thread may be blocked in a collective.
 
     threading.Thread(target=end_with_rank_0, name="rank-0-watch", daemon=True).start()
     try:
@@ -78,7 +80,7 @@ def main() -> None:
     except ConfigError:
         sys.exit(1)
     except Exception:
-        if link.wait_for_end(_MOMENT_S):  # the end of another rank is why
+        if link.wait_for_end(_MOMENT_S):
             os._exit(0)
         logger.exception("a rank ends")
         os._exit(1)

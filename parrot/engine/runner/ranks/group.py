@@ -1,6 +1,7 @@
-"""Links, collectives and shared memory of the ranks of one host. Rank 0 has a private way to each
-other rank. Collectives go by gloo on CPUs, and by NCCL on CUDA devices, where small ones go through
-memory that all ranks share, over NVLink or PCIe."""
+"""Links, collectives and shared memory of the ranks of one host.
+
+Rank 0 has a private link to each other rank. Collectives use gloo on CPUs and NCCL on CUDA devices.
+Small collectives on CUDA use symmetric memory over NVLink or PCIe if peer atomics exist."""
 
 import ctypes
 import faulthandler
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
 
     from parrot.engine.kernels.ranks.exchanges import Exchanges
 
+# Longest time of a step. It is long because another rank may compile kernels meanwhile.
 TIMEOUT = timedelta(seconds=120)
-"""How long a rank waits in a step for another, which may compile kernels meanwhile."""
 
+# Longest time of one phase of the start. It is long because pinning terabytes takes minutes.
 START_PATIENCE = timedelta(minutes=5)
-"""For each thing that a rank does while it starts, such as to pin memory: it may be terabytes."""
 
+# Timeout of gloo and NCCL. It is longer than `START_PATIENCE`, so that the unit reports first: NCCL
+# would abort the process, and gloo cannot name the rank that hangs.
 BACKEND_TIMEOUT = START_PATIENCE + timedelta(seconds=20)
-"""Longer, since backends end the process (NCCL) or cannot tell who is late. A unit can."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -39,14 +41,16 @@ _GROUP = "parrot-ranks"
 _STDERR = 2
 
 _LENGTH_BYTES = 8
-_BUFFER = 1 << 20  # room for the messages of some steps, so that telling one waits for nobody
+# Size of a link's send buffer, in bytes. It holds the messages of several steps, so that sending a
+# step does not block.
+_BUFFER = 1 << 20
 
 _DRIVER = "libcuda.so.1"
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class RankGroup:
-    """`Ranks` over a process group of its own, once it is connected."""
+    """`Ranks` over a process group of its own. Usable after `connect`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -61,22 +65,22 @@ class RankGroup:
         layout: MemoryLayout | None = None,
         timeout: timedelta = BACKEND_TIMEOUT,
     ) -> None:
-        """Return when all ranks are there. `store`: where they find each other; it must be private,
-        since whoever can write to it takes part. `layout`: of the memory that they share; None for
-        none."""
+        """Connect to the other ranks, and return when all ranks are connected.
+
+        The ranks find each other through `store`. It must be private: every process that can write
+        to it can join. `layout` describes the symmetric memory; None uses none."""
         self._device = device
         self._group = _make_group(store, self.rank, self.size, device, timeout)
-        # Nothing is left to be set up in a graph then.
+        # This first collective also sets up the backend, which is impossible in a graph capture.
         if self.least(layout is not None and reaches_all(self.rank, self.size, device)):
             assert layout is not None
             self.exchanges = _share_memory(store, self.rank, layout, device)
-            self.least(0)  # or the store is gone while another rank still reads it
+            self.least(0)  # The store must exist until all ranks have read from it.
 
     def connect_by_file(
         self, path: str, device: torch.device, layout: MemoryLayout | None = None
     ) -> None:
-        """`connect` through a file in a folder that nobody else may enter; it is not needed
-        afterwards."""
+        """`connect` through a file in a private folder. The file can be removed afterwards."""
         store = dist.FileStore(path, self.size)  # type: ignore[attr-defined]
         store.set_timeout(BACKEND_TIMEOUT)
         self.connect(store, device, layout, BACKEND_TIMEOUT)
@@ -104,7 +108,7 @@ class RankGroup:
             _wait(self._group.broadcast([x], _in_this_stream(BroadcastOptions())))
 
     def least(self, number: int) -> int:
-        """The least of the ranks' numbers."""
+        """The minimum of `number` over all ranks."""
         options = AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
         found = torch.tensor([number], device=self._device)
@@ -112,38 +116,37 @@ class RankGroup:
         return int(found.item())
 
     def abort(self) -> None:
-        """Let those go that wait in a collective for a rank that is not there any more. They
-        raise, or go on with anything. Returns when there are no CUDA graphs with collectives any
-        more, of which NCCL counts those that are captured."""
+        """Release all threads and kernels that wait in a collective for a lost rank.
+
+        Their calls raise, or return with undefined results. NCCL makes the call wait until no
+        captured CUDA graph with collectives exists."""
         if self.exchanges is not None:
             self.exchanges.release()
         if self._group is not None:
-            with suppress(RuntimeError):  # gloo cannot: its collectives fail on their own
+            with suppress(RuntimeError):  # gloo has no abort. Its collectives fail on their own.
                 self._group.abort()
 
 
 def _in_this_stream(options: Options) -> Options:
-    """Let NCCL's kernels be launched in the current stream, and not in one of their own between two
-    events. torch can from 2.8 on."""
-    if hasattr(options, "asyncOp"):
+    """Make NCCL launch its kernels on the current stream instead of on a stream of its own."""
+    if hasattr(options, "asyncOp"):  # torch 2.8 or later.
         options.asyncOp = False
     return options
 
 
 def _wait(work: Any) -> None:
-    """`work` is None where the current stream waits anyway."""
-    if work is not None:
+    if work is not None:  # None if the kernel was launched on the current stream.
         work.wait()
 
 
 def _make_group(
     store: "Store", rank: int, size: int, device: torch.device, timeout: timedelta
 ) -> Any:
-    """A backend; torch's type of it has no collectives."""
+    """A gloo or NCCL backend. The type is `Any` because torch's stubs lack the collectives."""
     if device.type == "cuda":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # where its ranks first meet
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # The ranks bootstrap over loopback.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        # Its thread would look into the ranks' store, which is gone by then, and so never end.
+        # The dump's thread would read from the store, which is removed, and would never exit.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
@@ -157,22 +160,23 @@ def _make_group(
 def _share_memory(
     store: "Store", rank: int, layout: MemoryLayout, device: torch.device
 ) -> "Exchanges":
-    """All ranks must call it, once in a process: torch counts what ranks tell each other through
-    their stores by process, and keeps the group. Returns when all have. It is freed with the
-    process."""
+    """Allocate the symmetric memory of all ranks. Returns when all ranks have called it.
+
+    Call it once per process: torch numbers the messages in the store per process and keeps the
+    group. The memory is freed when the process exits."""
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-    from parrot.engine.kernels.ranks.exchanges import Exchanges  # needs Triton
+    from parrot.engine.kernels.ranks.exchanges import Exchanges  # Imports Triton.
 
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing uses it
-    # torch finds the ranks and the store by the name of a group; nothing else uses it.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # The kernels do not use it.
+    # torch looks up the ranks and the store by the name of a group.
     group = dist.ProcessGroup(store, rank, layout.size)
     group._set_group_name(_GROUP)  # type: ignore[arg-type]
     _register_process_group(_GROUP, group)  # type: ignore[arg-type]
     own = _SymmetricMemory.empty_strided_p2p((layout.num_bytes,), (1,), torch.uint8, device, _GROUP)
     own.zero_()
-    torch.cuda.synchronize(device)  # before another rank writes to it
-    # torch waits for the others with the interpreter's lock held, so that no thread could watch.
+    torch.cuda.synchronize(device)  # The zeros must be written before another rank's data.
+    # torch waits for the other ranks while it holds the GIL, so no Python thread could time it out.
     patience_s = START_PATIENCE.total_seconds()
     faulthandler.dump_traceback_later(patience_s, exit=True, file=_STDERR)
     try:
@@ -183,10 +187,10 @@ def _share_memory(
 
 
 def reaches_all(rank: int, size: int, device: torch.device) -> bool:
-    """Whether a rank's device can read and write the memory of the other ranks' devices, and has
-    atomics on it: ranks signal what they have written by atomics, since Triton has no other
-    operation with release semantics. NVLink has them; PCIe mostly does not. The ranks' devices have
-    indices that follow each other."""
+    """Whether a rank's device has peer access with atomics to the devices of all other ranks.
+
+    Triton's only operations with release semantics are atomics, so kernels signal with them. NVLink
+    supports peer atomics; most PCIe systems do not. Rank r uses device `first + r`."""
     first = device.index - rank
     others = [other for other in range(first, first + size) if other != device.index]
     return all(
@@ -196,8 +200,9 @@ def reaches_all(rank: int, size: int, device: torch.device) -> bool:
 
 
 def _has_atomics(index: int, other: int) -> bool:
-    """Whether a device has atomics on the memory of another. torch does not tell, so the driver is
-    asked, which has been loaded for torch. False if it does not know, either."""
+    """Whether a device supports native atomics on another device's memory.
+
+    torch does not expose this, so the function asks the driver. False if the query fails."""
     try:
         driver = ctypes.CDLL(_DRIVER)
         devices = [ctypes.c_int(), ctypes.c_int()]
@@ -212,9 +217,10 @@ def _has_atomics(index: int, other: int) -> bool:
 
 
 def device_kind(device: torch.device) -> str:
-    """Everything that decides which kernels, graphs and tiles a rank uses, and so in which order it
-    meets the others. Its memory does not: all ranks have as many blocks of KV as the one with the
-    fewest."""
+    """A name that is equal for devices that run the same kernels, graphs and tiles.
+
+    All ranks must be of one kind, or their collectives would not match. Memory sizes may differ:
+    all ranks use the smallest number of KV blocks."""
     if device.type != "cuda":
         return device.type
     found = torch.cuda.get_device_properties(device)
@@ -223,9 +229,10 @@ def device_kind(device: torch.device) -> str:
 
 
 class Link:
-    """A private way between rank 0 and another rank: messages both ways, and word of the other's
-    end. It is a pair of sockets without a name, of which each process holds one: nobody else can
-    reach it, and however a process ends, the kernel closes its own."""
+    """One end of an unnamed socket pair between rank 0 and another rank.
+
+    No other process can connect to it. The operating system closes the end of a process that exits
+    or crashes, so each process sees when the other one is lost."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
@@ -234,16 +241,16 @@ class Link:
 
     @classmethod
     def pair(cls) -> "tuple[Link, socket.socket]":
-        """A link, and what the other process makes its own of."""
+        """A link, and the socket from which the other process makes its own link."""
         own, other = socket.socketpair()
         return cls(own), other
 
     def send(self, message: bytes) -> None:
-        """Raises `OSError` if the other has ended."""
+        """Raises `OSError` if the other process has exited."""
         self._end.sendall(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
     def receive(self) -> bytearray:
-        """Wait for the next message. Raises `EOFError` if the other has ended."""
+        """Block until the next message. Raises `EOFError` if the other process has exited."""
         length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
         return self._read(length)
 
@@ -258,23 +265,23 @@ class Link:
         return data
 
     def wait_for_message(self, timeout_s: float) -> bool:
-        """Whether there is something to `receive`, or the end. For the first message."""
+        """Whether `receive` would not block, after at most `timeout_s`. For the first message."""
         waiting = select.poll()
         waiting.register(self._end, select.POLLIN)
         return bool(waiting.poll(timeout_s * 1e3))
 
     def wait_for_end(self, timeout_s: float | None = None) -> bool:
-        """Return True when the other has ended, or this link; False after `timeout_s`."""
+        """True once the other process has exited or `end` was called; False after `timeout_s`."""
         waiting = select.poll()
-        waiting.register(self._end, 0)  # an end is told always, messages are not
+        waiting.register(self._end, 0)  # Without flags poll reports hang-ups and ignores messages.
         return bool(waiting.poll(None if timeout_s is None else timeout_s * 1e3))
 
     def end(self) -> None:
-        """Let both sides see the end, in whatever they wait for. May be called twice."""
-        with suppress(OSError):  # the other may have closed it before
+        """Shut down the link. Blocked calls on both sides return or raise. Idempotent."""
+        with suppress(OSError):  # The other process may have closed it already.
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """To be called when nobody waits any more."""
+        """Close the socket. No thread may use the link during or after the call."""
         self._reader.close()
         self._end.close()

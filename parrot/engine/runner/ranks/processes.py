@@ -1,4 +1,4 @@
-"""The processes of the ranks besides rank 0."""
+"""Starts and stops the processes of the ranks other than rank 0."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ from parrot.utils.config import ConfigError
 logger = logging.getLogger(__name__)
 
 _MODULE = "parrot.engine.runner.ranks.follower"
-_GRACE_S = 5.0
+_GRACE_S = 5.0  # A process that has not exited after this time, in seconds, is killed.
 
+# The start fails if another rank is still loading its shard this long after rank 0 has finished.
 LOAD_PATIENCE = timedelta(minutes=15)
-"""For another rank that loads its part of the model, once rank 0 has loaded its own."""
 
 
 class RankProcesses:
-    """Rank 0's `Seat`; starts the others, which load at the same time."""
+    """`Seat` of rank 0. Starts the processes of the other ranks, which load in parallel."""
 
     def __init__(self, config: BuiltinConfig) -> None:
         size = config.instance.tensor_parallel
@@ -37,7 +37,7 @@ class RankProcesses:
         self._links: list[Link] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._unit: Unit | None = None
-        # The others serve nobody, so they need no token.
+        # Only rank 0 serves requests, so the other ranks do not get the token.
         shared = config.model_dump(mode="json", exclude={"cluster_token"})
         for rank in range(1, size):
             self._start({"rank": rank, "size": size, "config": shared})
@@ -67,7 +67,8 @@ class RankProcesses:
             kill_others=self._kill,
         )
         self.report("connecting to the other ranks")
-        with tempfile.TemporaryDirectory(prefix="parrot-ranks-") as folder:  # nobody else's
+        # Other users cannot enter the folder: its mode is 700.
+        with tempfile.TemporaryDirectory(prefix="parrot-ranks-") as folder:
             store = f"{folder}/store"
             for link in self._links:
                 link.send(store.encode())
@@ -96,8 +97,9 @@ class RankProcesses:
 
     @contextmanager
     def starting(self) -> Iterator[None]:
-        """Tell which rank has ended or hangs, for whatever fails therefore. An error is the end of
-        the others."""
+        """Context of the start. An error stops the other ranks.
+
+        If the cause is a rank that has exited or hangs, raises `DeviceLost` that names the rank."""
         try:
             yield
         except BaseException as error:
@@ -110,13 +112,13 @@ class RankProcesses:
             raise
 
     def close(self) -> None:
-        """End the others, and wait for that. May be called twice."""
+        """Stop the other ranks and wait until they have exited. Idempotent."""
         if self._unit is not None:
             self._unit.close()
             return
         for link in self._links:
             link.close()
-        self._kill()  # they load, and would be seconds in ending by themselves
+        self._kill()  # A rank that is loading would take seconds to exit.
         self._wait()
         self.group.abort()
 

@@ -1,7 +1,7 @@
-"""A step as rank 0 tells it to the others: everything but what its tokens are chosen by.
+"""Encodes and decodes the steps that rank 0 sends to the other ranks.
 
-A message is one array of int32: the lengths of its parts, then the parts. It is made of what rank 0
-has planned, so that nobody plans it again."""
+A message is one int32 array: the lengths of its parts, then the parts. It contains the plan that
+rank 0 has made, and no sampling settings, because only rank 0 samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,9 @@ from parrot.engine.runner.host.copies import NO_TRANSFERS, ToldTransfers
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.sampling import ResolvedSampling
 
-_NUM_PARTS = 28
-_ID_MASK = 2**31 - 1  # far fewer transfers are under way
+_NUM_PARTS = 28  # Arrays in a message.
+# Transfer ids are sent as their lowest 31 bits. Far fewer transfers are in flight at once.
+_ID_MASK = 2**31 - 1
 _POOL, _SCORE = 0, 1
 _SOME_SAMPLE = SampleSpec(0, ResolvedSampling(), 0, 0)
 _NONE: IntArray = np.empty(0, dtype=np.int32)
@@ -26,27 +27,26 @@ _NONE: IntArray = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A step without `work` has no tokens. `needs_logits`: see `sampling.needs_logits`.
-    `transfers` come before it."""
+    """The part of a step that every rank runs."""
 
     copies: tuple[BlockCopy, ...]
     inputs: StepInputs
-    work: WorkList | None
+    work: WorkList | None  # None for a step without tokens.
     reads: StepReads | None
-    needs_logits: bool
-    transfers: ToldTransfers = NO_TRANSFERS
+    needs_logits: bool  # The result of `sampling.needs_logits`.
+    transfers: ToldTransfers = NO_TRANSFERS  # Applied before the step.
 
     @classmethod
     def of(cls, transfers: ToldTransfers) -> "RankStep":
-        """Nothing but these."""
+        """A message that contains only transfers."""
         return cls((), _inputs(iter([_NONE] * 12)), None, None, False, transfers)
 
 
 class StepWriter:
-    """Makes messages of steps; remembers the last work list, which many steps have in common.
-    `with_tables`: the others keep no block tables of their own."""
+    """Encodes steps. A work list equal to the last one is not sent again."""
 
     def __init__(self, *, with_tables: bool) -> None:
+        """`with_tables`: send block tables, because the other ranks keep none."""
         self._with_tables = with_tables
         self._last: WorkList | None = None
 
@@ -80,13 +80,13 @@ class StepWriter:
 
 
 class StepReader:
-    """Makes steps of messages, all those of one writer in order."""
+    """Decodes all messages of one `StepWriter`, in order."""
 
     def __init__(self) -> None:
         self._last: WorkList | None = None
 
     def step(self, message: IntArray) -> RankStep:
-        """Its arrays are views of the message."""
+        """The step of a message. Its arrays are views of the message."""
         places = accumulate(message[:_NUM_PARTS].tolist(), initial=_NUM_PARTS)
         parts = iter([message[first:end] for first, end in pairwise(places)])
         has_work, is_known, has_reads, needs_logits = next(parts).tolist()
@@ -106,7 +106,7 @@ def _ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> IntArray:
 
 
 def _inputs(parts: Iterator[IntArray]) -> StepInputs:
-    """The inputs without what is only for the sampler; `samples` tell where there are any."""
+    """Inputs without sampling settings. `samples` only tells which rows are sampled."""
     rows, tables, starts, q_lens = (next(parts) for _ in range(4))
     token_ids, positions, table_rows, logit_rows = (next(parts) for _ in range(4))
     asked, pending_at, changed_at, changed_to = (next(parts) for _ in range(4))
@@ -132,7 +132,7 @@ def _table(blocks: IntArray, num_rows: int) -> IntArray:
 
 
 def _reads(reads: StepReads | None) -> IntArray:
-    """The places of the states that are read; scores need logits, which all ranks compute."""
+    """Rows whose hidden states are read. All ranks need them to compute the logits of scores."""
     if reads is None:
         return _NONE
     pools = [(_POOL, first, spec.start, spec.end, 0) for first, spec in reads.pools]
@@ -153,7 +153,7 @@ def _read_reads(rows: IntArray, *, has_any: bool) -> StepReads | None:
 
 
 def _told(told: ToldTransfers) -> list[IntArray]:
-    if told is NO_TRANSFERS:  # as in most messages
+    if told is NO_TRANSFERS:  # The common case.
         return [_NONE] * 3
     return [_transfers(told.begun), _ids(told.landed), _ids(told.awaited)]
 

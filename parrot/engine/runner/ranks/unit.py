@@ -1,4 +1,4 @@
-"""Rank 0's view of the ranks besides it: what it tells them, and that it ends with any of them."""
+"""Rank 0's connection to the other ranks: it sends them steps and watches whether they live."""
 
 import json
 import logging
@@ -21,43 +21,47 @@ from parrot.engine.runner.ranks.steps import RankStep, StepWriter
 
 logger = logging.getLogger(__name__)
 
-_GRACE_S = 10.0
-_LOOK_S = 5.0
-_LEAVE_S = 60.0  # for rank 0 to notice that its start has failed
+_GRACE_S = 10.0  # `close` waits this long, in seconds, for each watch thread.
+_LOOK_S = 5.0  # Longest time, in seconds, between two checks whether a rank hangs.
+_LEAVE_S = 60.0  # After a failed start, rank 0 exits at the latest after this time, in seconds.
 
+# A collective can fail before the watch thread sees that a rank has exited. After such an error,
+# rank 0 waits this long, in seconds, for the reason.
 NOTICE_S = 2.0
-"""How long it may take until a unit knows that a rank has ended: a collective may fail before."""
 
 
 class Seat(Protocol):
-    """A process's place among the ranks, while its runner is loaded."""
+    """A process's membership among the ranks, while its runner is loaded."""
 
     @property
     def group(self) -> RankGroup:
-        """Connected once it has joined."""
+        """Connected after `join`."""
         ...
 
     def join(
         self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool
     ) -> "Unit | None":
-        """Say that the weights are loaded, and return when all ranks say so: on rank 0 the unit.
-        Raises what kept another rank from it. `layout`: of the memory that ranks share."""
+        """Report that the weights are loaded, and return when all ranks have. On rank 0, returns
+        the unit, and raises the error of a rank that failed to load.
+
+        `layout` describes the memory that ranks share."""
         ...
 
     def report(self, doing: str | None) -> None:
-        """Say what this rank does next, once it has joined, or None when it has started. All ranks
-        say the same in the same order. On rank 0, raises `DeviceLost` if any of them has ended, or
-        does for longer than `START_PATIENCE` what it has said."""
+        """After `join`, report the phase that this rank enters, or None when it has started.
+
+        All ranks report the same phases in the same order. On rank 0, raises `DeviceLost` if a rank
+        has exited, or stays in a phase for longer than `START_PATIENCE`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Something that the ranks do together: a step, or a part of their start."""
+    """Work that all ranks do together: a step, or a phase of the start."""
 
-    began: float
+    began: float  # `time.monotonic()` at the start of the work.
     patience_s: float
-    doing: str | None = None
+    doing: str | None = None  # The phase of the start; None for a step.
 
     @property
     def is_late(self) -> bool:
@@ -65,8 +69,10 @@ class _Task:
 
 
 class Unit:
-    """Whatever fails while the ranks run a step leaves them at different places, so it is the end
-    of all: `DeviceLost` then, and from then on."""
+    """All ranks, seen from rank 0. They stop together.
+
+    A failure during a step leaves the ranks out of step, so it raises `DeviceLost`. Every later
+    call raises `DeviceLost` too."""
 
     def __init__(
         self,
@@ -78,9 +84,10 @@ class Unit:
         kill_others: Callable[[], None] = lambda: None,
         patience: timedelta = TIMEOUT,
     ) -> None:
-        """`links` to rank 1, 2, and so on. `with_tables`: see `StepWriter`. `wait_for_others`
-        returns when they have ended, once the links have; `kill_others` ends them though they hang.
-        A step that takes longer than `patience` has a rank that hangs."""
+        """`links[i]` leads to rank i + 1. `with_tables`: see `StepWriter`.
+
+        `wait_for_others` returns when the other ranks have exited. It is called after the links are
+        closed. `kill_others` kills them. If a step takes longer than `patience`, a rank hangs."""
         self._patience_s = patience.total_seconds()
         self._task: _Task | None = None
         self._num_reports = 0
@@ -105,19 +112,19 @@ class Unit:
             self._watches.append(watch)
 
     def when_lost(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, from any thread, once a rank has ended."""
+        """Call `tell`, on any thread, once a rank is lost."""
         self._when_lost.append(tell)
         if self._lost is not None:
             tell()
 
     def tell(self, step: RankStep) -> None:
-        """Let the others run a step. This rank must, too, `together` with them."""
+        """Send a step to the other ranks. Rank 0 must run the same step inside `together`."""
         message = self._writer.message(step).tobytes()
         for link in self._links:
             link.send(message)
 
     def report(self, doing: str | None) -> None:
-        """See `Seat`."""
+        """See `Seat.report`."""
         self._require_all()
         self._num_reports += 1
         patience_s = START_PATIENCE.total_seconds()
@@ -125,7 +132,7 @@ class Unit:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run inside what all ranks do. Raises `DeviceLost` for anything that fails."""
+        """Context of the work that all ranks do. Converts every error to `DeviceLost`."""
         self._require_all()
         outer = self._task
         self._task = outer or _Task(time.monotonic(), self._patience_s)
@@ -140,10 +147,10 @@ class Unit:
             raise DeviceLost(self._lost) from error
         finally:
             self._task = outer
-        self._require_all()  # sums that were given up come without an error
+        self._require_all()  # An aborted all-reduce returns without an error.
 
     def why_lost(self, timeout_s: float) -> str | None:
-        """The reason why no step can be run any more; None if nobody has noticed any by then."""
+        """The reason why the unit is lost; None if the unit is not lost within `timeout_s`."""
         self._is_lost.wait(timeout_s)
         return self._lost
 
@@ -152,30 +159,31 @@ class Unit:
             raise DeviceLost(self._lost)
 
     def close(self) -> None:
-        """End the other ranks, and wait for that. May be called twice."""
+        """Stop the other ranks and wait until they have exited. Idempotent."""
         self._is_closed = True
         self._ending.cancel()
         for link in self._links:
             link.end()
         self._wait_for_others()
-        for watch in self._watches:  # a communicator that is left to the interpreter's end hangs
+        # The watch threads abort the communicator. Otherwise it would hang at interpreter exit.
+        for watch in self._watches:
             watch.join(_GRACE_S)
 
     def _watch(self, rank: int, link: Link) -> None:
         look_s, late = min(self._patience_s, START_PATIENCE.total_seconds(), _LOOK_S), None
         while late is None and not link.wait_for_end(look_s):
-            task = self._task  # once: it may end meanwhile
+            task = self._task  # Read once: the other thread may clear the attribute.
             late = task if task is not None and task.is_late else None
         if not self._is_closed:
             self._lose(rank, late)
             self._kill_others()
-        link.end()  # before what may wait: a step may be told to a rank that hangs
+        link.end()  # First: the engine's thread may be blocked in a send to a rank that hangs.
         self._group.abort()
         link.close()
 
     def _lose(self, rank: int, late: _Task | None) -> None:
-        """Say that a rank has ended, or that one hangs, with which something is `late`."""
-        with self._losing:  # or a step that fails therefore would tell its own reason
+        """Record that `rank` has exited, or that the ranks are `late` with a task."""
+        with self._losing:  # A step that fails as a result must not report its own reason.
             if self._lost is not None:
                 return
             task = late or self._task
@@ -194,8 +202,8 @@ class Unit:
             tell()
 
     def _why_not_started(self, rank: int, task: _Task, *, is_late: bool) -> str:
-        """All ranks report the same in the same order, so the others wait for the one with the
-        fewest reports."""
+        # All ranks report the same phases in order. So the rank with the fewest reports hangs, and
+        # the other ranks wait for it.
         said = [_reports(link) for link in self._links]
         if not is_late:
             return f"rank {rank} has ended while it was {said[rank - 1][-1]}"
@@ -207,8 +215,9 @@ class Unit:
 
 
 def _reports(link: Link) -> list[str]:
-    """Read all that the other rank has reported since it joined, in order. The link must have
-    ended, and nobody else may read it."""
+    """All phases that the other rank has reported since `join`, in order.
+
+    The link must have ended, and no other thread may read from it."""
     found = []
     with suppress(EOFError):
         while True:
@@ -217,21 +226,22 @@ def _reports(link: Link) -> list[str]:
 
 
 def _end_process() -> None:
-    """End this process, since not all backends let rank 0 go when a rank ends during the start: it
-    would wait for that rank's first word for ever. Steps need none of this: they end with the rank,
-    and raise `DeviceLost`."""
+    """Exit this process after a failed start.
+
+    With some backends rank 0 would wait indefinitely for the first message of a rank that has
+    exited. Steps do not need this: they fail with the rank and raise `DeviceLost`."""
     logger.critical("rank 0 still waits for the others, so its process ends")
     logging.shutdown()
     os._exit(1)
 
 
 def together(unit: Unit | None) -> AbstractContextManager[None]:
-    """See `Unit`; nothing if there is only one rank."""
+    """`Unit.together`, or a context that does nothing if there is only one rank."""
     return nullcontext() if unit is None else unit.together()
 
 
 class RankCopies:
-    """`HostCopies` on rank 0, that lets the others do the same."""
+    """`HostCopies` on rank 0 that also sends every transfer to the other ranks."""
 
     def __init__(self, copies: HostCopies, unit: Unit) -> None:
         self._copies = copies
