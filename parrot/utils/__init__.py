@@ -1,8 +1,8 @@
-"""Small tools that every room may use.
+"""Small tools that every package of the project may import: clocks, timers, tasks, ids, heaps,
+configuration files and metrics.
 
-The room owns clocks, timers, tasks, ids, heaps, configuration files and the text of metrics. It
-knows no other room of the project. Its parts need only the standard library, orjson, pydantic,
-prometheus-client and PyYAML, except `spans.py`, which needs the extra `otel`."""
+This package imports no other package of the project. Its modules need only the standard library,
+orjson, pydantic, prometheus-client and PyYAML. `spans.py` also needs the extra `otel`."""
 
 from parrot.utils.cprofile import cprofile
 

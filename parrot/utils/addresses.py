@@ -8,7 +8,7 @@ _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.IGNORECASE)
 
 
 def is_host(text: str) -> bool:
-    """Whether it is an IP address or a DNS name, and so nothing else in a URL."""
+    """Whether the text is an IP address or a DNS name. Such a text is safe as the host of a URL."""
     if is_address(text):
         return True
     labels = text.removesuffix(".").split(".")
@@ -23,7 +23,7 @@ def is_address(text: str) -> bool:
     return "%" not in text
 
 
-# Where clouds tell a machine's credentials to whoever asks from it.
+# Cloud metadata services, which give a machine's credentials to any process on the machine.
 _METADATA = frozenset(
     map(
         ipaddress.ip_address,
@@ -36,7 +36,7 @@ _METADATA = frozenset(
 
 
 def is_metadata(address: str) -> bool:
-    """Whether a cloud's metadata service is at this address; no name is one."""
+    """Whether the IP address is a cloud's metadata service. False for host names."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

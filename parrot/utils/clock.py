@@ -1,4 +1,5 @@
-"""The seam for time: whatever waits or measures takes a `Clock`, so tests need no sleeping."""
+"""Time as a parameter: code that waits or measures takes a `Clock`, so that tests need not
+sleep."""
 
 import asyncio
 import time
@@ -7,14 +8,14 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a monotonic scale; only differences mean anything."""
+        """Seconds on a monotonic scale with an arbitrary zero."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
 
 
 class MonotonicClock:
-    """Real time."""
+    """The monotonic clock of the operating system."""
 
     def now(self) -> float:
         return time.monotonic()

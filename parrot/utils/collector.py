@@ -1,11 +1,9 @@
-"""Python's collector of garbage, which stops the process while it looks at objects: never at many
-of them, however many are alive.
+"""Limits the pauses of Python's garbage collector, which stops the process while it visits objects.
 
-Nearly all that ServeCore drops is freed without it, a session's graph in slices. What is left are
-cycles of a few objects each, mostly of exceptions, that soon die. So what has survived a collection
-of the oldest generation is frozen if it is much: later ones pass over it. Garbage among that is
-looked for when there is little to look at, or when so much has been kept for long that it may be
-garbage."""
+Reference counting frees nearly all objects of ServeCore. The garbage collector is only needed for
+small cycles, mostly of exceptions, which die young. Therefore the survivors of a full collection
+are frozen if there are more than 50,000: later collections skip them. Frozen garbage is only
+collected when the process is small, or has been twice as large as before for an hour."""
 
 import asyncio
 import gc
@@ -16,21 +14,20 @@ from typing import Any, Self
 
 from parrot.utils.clock import Clock, MonotonicClock
 
-_YOUNG = 10_000  # objects; the interpreter's 700 are a call's or two
-_MIDDLE = 4  # collections of those in which some survive, and ...
-_OLD = 2  # ... of survivors, before the oldest are looked at, too
-_MOST_OLD = 50_000  # objects that are looked at again and again
-_FEW = 100_000  # blocks of memory more than at first: most objects have one or two
-_KEPT_S = 3600.0
+_YOUNG = 10_000  # New objects per young collection. One or two calls reach CPython's default, 700.
+_MIDDLE = 4  # Young collections per middle collection.
+_OLD = 2  # Middle collections per full collection.
+_MOST_OLD = 50_000  # Survivors of a full collection above which they are frozen.
+# Memory blocks above the number at the start, below which all objects are collected again. Most
+# objects have one or two blocks.
+_FEW = 100_000
+_KEPT_S = 3600.0  # Seconds of doubled memory after which all objects are collected again.
 
 
 class Collector:
-    """Bounds collections while it is entered. `call_soon` calls a function in the event loop, from
-    any thread. A turn of the collector is for at most 0.25 million objects, except that it looks
-    at all
-
-    - when there are few,
-    - when an hour long there were twice as many blocks of memory as after it last did."""
+    """Bounds each collection to about 250,000 objects while this context is entered. It visits all
+    objects only when the process has few memory blocks, or has had twice as many blocks for an
+    hour as after the last full visit. `call_soon` schedules a function in the event loop."""
 
     def __init__(
         self,
@@ -46,16 +43,16 @@ class Collector:
         self._young = young
         self._most_old = most_old
         self._num_blocks = num_blocks
-        self._few = self._base = 0  # blocks
-        self._has_frozen = False  # something that was not there when it last looked at all
+        self._few = self._base = 0  # Memory blocks.
+        self._has_frozen = False  # Objects were frozen since the last visit of all objects.
         self._large_since: float | None = None
         self._is_due = False
         self._thresholds = gc.get_threshold()
 
     def __enter__(self) -> Self:
-        """Pass over all that there is now: mostly modules, which stay."""
+        """Freeze all current objects. Most belong to modules, which stay."""
         self._collect_all()
-        self._has_frozen = True  # whoever restores a journal freezes what it has
+        self._has_frozen = True  # The replay of a journal has frozen its objects.
         self._few = self._base + _FEW
         gc.set_threshold(self._young, _MIDDLE, _OLD)
         gc.callbacks.append(self._after)
@@ -72,14 +69,14 @@ class Collector:
         gc.unfreeze()
 
     def _after(self, phase: str, info: dict[str, Any]) -> None:
-        """A collection begins or has ended, in any thread."""
+        """Callback of `gc`, at the start and the stop of each collection, in any thread."""
         if phase == "start" or info["generation"] == 0:
             return
         if info["generation"] == 2 and len(gc.get_objects(generation=2)) > self._most_old:
             gc.freeze()
             self._has_frozen = True
         if self._has_frozen and not self._is_due and self._is_worth_it():
-            self._is_due = True  # none can begin within another
+            self._is_due = True  # A collection cannot begin inside the callback of another.
             self._call_soon(self._collect_all)
 
     def _is_worth_it(self) -> bool:
@@ -95,12 +92,14 @@ class Collector:
         gc.unfreeze()
         gc.collect()
         gc.freeze()
-        gc.collect()  # the next of the oldest waits for a quarter of what this one looks at
+        # CPython delays the next full collection until the survivors since the last one exceed 25%
+        # of the objects that it visited. This collection visits almost none.
+        gc.collect()
         self._base = self._num_blocks()
         self._large_since = None
         self._has_frozen = self._is_due = False
 
 
 def bounded_collections() -> Collector:
-    """A collector of this process, for the running event loop."""
+    """The `Collector` for the running event loop."""
     return Collector(asyncio.get_running_loop().call_soon_threadsafe, MonotonicClock())

@@ -11,31 +11,30 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 T = TypeVar("T", bound=BaseModel)
 Loc = tuple[int | str, ...]
-"""Where a value stands in a configuration: keys and indices, from the top down."""
+"""The path of a value in a configuration: keys and indices, from the top."""
 
 _MAX_LISTED = 12  # Keys that an error lists. A longer list hides the suggestion.
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. The message names the file, the key and what is
-    allowed there."""
+    """An invalid configuration. The message names the file, the key and the allowed values."""
 
 
 class ConfigModel(BaseModel):
-    """Base of every configuration section: frozen, no unknown key, no silent conversion (as of
-    `"9000"` to 9000)."""
+    """Base of all configuration sections. Instances are frozen. Unknown keys and silent conversions
+    (such as `"9000"` to 9000) are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def load_config(model: type[T], path: str | Path) -> T:
-    """Read and check a JSON or YAML file. Raises `ConfigError` with every problem, one a line."""
+    """Read and check a JSON or YAML file. Raises `ConfigError` with one line for each problem."""
     return parse_config(model, read_config_object(path), str(path))
 
 
 def read_config_object(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file, or in a YAML file if its name ends so."""
+    """The object in a JSON file, or in a YAML file if the name ends with .yaml or .yml."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -44,7 +43,7 @@ def read_config_object(path: str | Path) -> dict[str, Any]:
 
 
 def parse_config_object(raw: bytes, path: str | Path) -> dict[str, Any]:
-    """The object in the bytes of a file."""
+    """The object in the contents of a file. `path` decides the format."""
     form = "YAML" if is_yaml(path) else "JSON"
     try:
         payload = _load_yaml(raw) if is_yaml(path) else orjson.loads(raw)
@@ -56,12 +55,12 @@ def parse_config_object(raw: bytes, path: str | Path) -> dict[str, Any]:
 
 
 def is_yaml(path: str | Path) -> bool:
-    """Whether the name says so."""
+    """Whether the file's name ends with .yaml or .yml."""
     return Path(path).suffix.lower() in _YAML_SUFFIXES
 
 
 def _load_yaml(raw: bytes) -> Any:
-    """A YAML document, of values that JSON has, too. Raises `ValueError`."""
+    """A YAML document whose values also exist in JSON. Raises `ValueError`."""
     from parrot.utils.yaml_file import load_yaml
 
     return load_yaml(raw)
@@ -70,8 +69,8 @@ def _load_yaml(raw: bytes) -> Any:
 def parse_config(
     model: type[T], payload: Mapping[str, Any], source: str | Callable[[Loc], str]
 ) -> T:
-    """Validate `payload` by JSON's rules (a list may become a tuple, "1" not an int); `source`,
-    usually the file's path, or what it gives for a place, opens every line of the error."""
+    """Validate `payload` by JSON's rules: a list may become a tuple, but "1" does not become 1.
+    Each line of the error begins with `source`: a path, or a function from location to text."""
     try:
         return model.model_validate_json(orjson.dumps(dict(payload)))
     except ValidationError as error:
@@ -96,20 +95,20 @@ def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: 
         return f"unknown key {key}.{hint} ({allowed})"
     owner, rest = section_at(model, loc)
     field = owner.model_fields.get(str(rest[0])) if rest else None
-    is_shown = kind != "missing" and (field is None or field.repr)  # else it is a secret
+    is_shown = kind != "missing" and (field is None or field.repr)  # Secrets have repr=False.
     return f"{key}: {message}" + (f", not {given!r:.80}" if is_shown else "")
 
 
 def section_at(model: type[BaseModel], path: Loc) -> tuple[type[BaseModel], Loc]:
-    """The section at `path`, as far as it leads through sections and lists of them, and the rest of
-    the path."""
+    """The innermost section on `path`, and the rest of the path inside that section. The path may
+    lead through lists of sections."""
     current = model
     for depth, part in enumerate(path):
         if isinstance(part, int) and depth:
             continue
         field = current.model_fields.get(str(part))
         annotation: Any = field.annotation if field else None
-        if isinstance(annotation, UnionType):  # a section, or null
+        if isinstance(annotation, UnionType):  # A section or None.
             (annotation, *_) = annotation.__args__
         if get_origin(annotation) is tuple and isinstance(next(iter(path[depth + 1 :]), None), int):
             annotation = get_args(annotation)[0]

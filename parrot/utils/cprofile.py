@@ -1,6 +1,6 @@
 """Profile a block of code from user programs: `with cprofile("name"): ...`.
 
-The profilers are imported when they are used: every process imports this package."""
+The profilers are imported on first use, because every process imports this package."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def cprofile(name: str = "", num_rows: int = 30) -> Iterator[None]:
-    """Print the cumulative profile of the block to stdout when it ends, also when it raises."""
+    """Print the cumulative profile of the block to stdout when it returns or raises."""
     import cProfile
     import pstats
 

@@ -1,5 +1,5 @@
-"""Containers that many rooms need: a heap with changeable keys, timers in such a heap, of which one
-sleeps, and a bounded LRU dictionary."""
+"""A heap with changeable keys, a queue of timers with one sleeping task, and a bounded LRU
+dictionary."""
 
 import asyncio
 import heapq
@@ -19,16 +19,15 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 Key = TypeVar("Key", float, tuple[float, ...])
 
-_MIN_STALE = 64  # stale entries that are worth a sweep
+_MIN_STALE = 64  # Stale entries below which a heap is not swept.
 
 
 class LazyHeap(Generic[T, Key]):
-    """A priority queue whose items can be re-keyed and removed: smallest key first, then in the
-    order in which the keys were set.
+    """A priority queue whose items can get new keys and be removed. Items with equal keys are in
+    the order in which the keys were set.
 
-    An item that changes leaves its old entry in the heap, which is dropped when it reaches the top
-    or when most entries are stale. Every operation is O(log n) amortised, `discard` O(1). Items
-    are compared by hash and equality only, never by order."""
+    A changed item leaves a stale entry, which is dropped at the top or when most entries are stale.
+    Operations take amortised O(log n). Items are compared by hash and equality only."""
 
     __slots__ = ("_heap", "_numbers", "_valid")
 
@@ -48,12 +47,12 @@ class LazyHeap(Generic[T, Key]):
         return iter(self._valid)
 
     def key(self, item: T) -> Key:
-        """The item's current key. Raises `KeyError` for an item that is not there."""
+        """The item's current key. Raises `KeyError` for an unknown item."""
         return self._valid[item][0]
 
     def set(self, item: T, key: Key) -> None:
-        """Insert the item, or give it a new key. An item that gets the key that it has keeps its
-        place among equal ones."""
+        """Insert the item or change its key. An unchanged key keeps the item's position among items
+        with equal keys."""
         valid, heap = self._valid, self._heap
         known = valid.get(item)
         if known is not None and known[0] == key:
@@ -65,7 +64,7 @@ class LazyHeap(Generic[T, Key]):
             self._sweep()
 
     def discard(self, item: T) -> None:
-        """Remove the item if it is there."""
+        """Remove the item if the heap has it."""
         if self._valid.pop(item, None) is None:
             return
         if not self._valid:
@@ -85,8 +84,8 @@ class LazyHeap(Generic[T, Key]):
         return None
 
     def is_before_others(self, key: Key) -> bool:
-        """Whether no item but the `top`, which was just asked for, has a smaller key; perhaps False
-        also if none has."""
+        """Whether no item except the top has a key smaller than `key`. Call `top` first. Stale
+        entries can make the result False although no item has a smaller key."""
         return all(key <= entry[0] for entry in self._heap[1:3])
 
     def pop(self) -> tuple[Key, T] | None:
@@ -97,8 +96,8 @@ class LazyHeap(Generic[T, Key]):
         return top
 
     def pop_until(self, limit: Key) -> Iterator[T]:
-        """Remove and yield, one by one, the items whose keys are at most `limit`, including those
-        that the caller sets meanwhile."""
+        """Remove and yield all items with keys up to `limit`, including items that are set during
+        the iteration."""
         while (top := self.top()) is not None and top[0] <= limit:
             heapq.heappop(self._heap)
             del self._valid[top[1]]
@@ -123,13 +122,11 @@ class LazyHeap(Generic[T, Key]):
 
 
 class LruDict(Generic[K, V]):
-    """A dictionary in the order of use, which drops what was used least recently when it grows too
-    large.
+    """A dictionary that drops the least recently used values when it exceeds `max_weight`.
 
-    `max_weight` bounds the sum of what `weigh` gives for the values; without `weigh` each weighs 1,
-    so that it bounds their number. None means no bound: the owner decides with `pop_oldest`. A
-    value that alone exceeds the bound is not kept, and pushes nothing out. A value's weight must
-    not change."""
+    `weigh` gives the weight of a value, which must not change. Without `weigh` each value weighs 1.
+    `max_weight` None: no limit; the owner calls `pop_oldest`. A value heavier than `max_weight` is
+    not stored and evicts no other value."""
 
     __slots__ = ("_items", "_max_weight", "_weigh", "weight")
 
@@ -139,7 +136,7 @@ class LruDict(Generic[K, V]):
         self._items: OrderedDict[K, V] = OrderedDict()
         self._max_weight = max_weight
         self._weigh = weigh
-        self.weight = 0  # sum of the values' weights
+        self.weight = 0  # Sum of the values' weights.
 
     def __len__(self) -> int:
         return len(self._items)
@@ -152,18 +149,18 @@ class LruDict(Generic[K, V]):
         return iter(self._items)
 
     def get(self, key: K) -> V | None:
-        """The key's value, which counts as a use; None if there is none."""
+        """The key's value, or None. Counts as a use."""
         value = self._items.get(key)
         if value is not None:
             self._items.move_to_end(key)
         return value
 
     def peek(self, key: K) -> V | None:
-        """The key's value without counting as a use; None if there is none."""
+        """The key's value, or None. Does not count as a use."""
         return self._items.get(key)
 
     def put(self, key: K, value: V) -> None:
-        """Insert or replace the value as the most recently used. `None` is no value."""
+        """Insert or replace the value as the most recently used one. The value must not be None."""
         assert value is not None, key
         self.pop(key)
         weight = 1 if self._weigh is None else self._weigh(value)
@@ -175,8 +172,8 @@ class LruDict(Generic[K, V]):
             self.pop_oldest()
 
     def touch(self, key: K, *, newest: bool = True) -> None:
-        """Count as a use, or, if not `newest`, make the key the least recently used one. Raises
-        `KeyError` for a key that is not there."""
+        """Make the key the most recently used one, or the least recently used one if `newest` is
+        False. Raises `KeyError` for an unknown key."""
         self._items.move_to_end(key, last=newest)
 
     def pop(self, key: K) -> V | None:
@@ -210,7 +207,7 @@ class LruDict(Generic[K, V]):
 
 
 class Timer:
-    """A callback that is due at `when`, unless cancelled before."""
+    """A callback that runs at `when` unless it is cancelled first."""
 
     __slots__ = ("_timers", "callback", "when")
 
@@ -222,9 +219,9 @@ class Timer:
         self.callback = callback
 
     def cancel(self) -> None:
-        """Drop the timer, in whatever state it is, and what its callback holds."""
+        """Cancel the timer, in any state, and release its callback."""
         self._timers.discard(self)
-        self.callback = _nothing  # the heap forgets it later
+        self.callback = _nothing  # The heap keeps a stale entry with this timer.
 
 
 def _nothing() -> None:
@@ -232,8 +229,8 @@ def _nothing() -> None:
 
 
 class TimerQueue:
-    """Runs callbacks at times on a clock's scale. Holds one sleeping task while a timer is set,
-    and nothing while none is. A callback that raises is logged, and stops no other timer."""
+    """Runs callbacks at times of a clock. One task sleeps while any timer is set. An exception of a
+    callback is logged and does not affect other timers."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -256,7 +253,7 @@ class TimerQueue:
         return timer
 
     async def close(self) -> None:
-        """Forget every timer."""
+        """Cancel all timers."""
         self._timers.clear()
         await self._tasks.close()
 

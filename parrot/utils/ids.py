@@ -6,8 +6,8 @@ from base64 import urlsafe_b64encode
 
 
 class IdCounter:
-    """Hands out 0, 1, 2, ... (or from `start`); an id is never handed out twice, unless `upcoming`,
-    the next one, is set back."""
+    """Returns 0, 1, 2, ... (or from `start`). `upcoming` is the next id. Ids are unique unless
+    `upcoming` is decreased."""
 
     def __init__(self, start: int = 0) -> None:
         self.upcoming = start
@@ -19,8 +19,8 @@ class IdCounter:
 
 
 class SecretIds:
-    """Hands out tokens as `new_token` makes them, which follow from `secret` and their numbers:
-    whoever has them, but not it, can guess no others. `upcoming`: the number of the next."""
+    """Returns tokens in the form of `new_token`, derived from `secret` and a counter. Without
+    `secret`, known tokens do not help to guess other tokens. `upcoming` is the next number."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
@@ -33,7 +33,7 @@ class SecretIds:
 
 
 def derived_token(secret: bytes, number: int) -> str:
-    """A token like those of `new_token`, which only `secret` can make."""
+    """The token with this number. It looks like a token of `new_token`, but requires `secret`."""
     digest = hashlib.blake2b(b"%d" % number, key=secret, digest_size=16).digest()
     return urlsafe_b64encode(digest).rstrip(b"=").decode()
 
@@ -44,7 +44,7 @@ def new_token() -> str:
 
 
 def tokens_equal(given: str, expected: str) -> bool:
-    """Compare two secrets in constant time. Any text is allowed, also non-ASCII."""
+    """Compare two secrets in constant time. They may contain any characters."""
     return secrets.compare_digest(
         given.encode("utf-8", "surrogatepass"), expected.encode("utf-8", "surrogatepass")
     )

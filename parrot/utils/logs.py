@@ -1,4 +1,4 @@
-"""How servers write their logs: lines of text, or of JSON."""
+"""Log formats of the servers: lines of text or of JSON."""
 
 import io
 import json
@@ -13,23 +13,22 @@ import orjson
 from parrot.utils.private_files import open_private
 
 CALLS = logging.getLogger("parrot.calls")
-"""Says how sessions and calls ended, if that is wanted."""
+"""Logs the end of each session and call. Enabled by `--log-calls`."""
 
-# Of an engine's name or a library's error: a line break would begin a line of its own, and a
-# terminal would obey the others.
+# Characters to escape. They can come from an engine's name or a library's error. A line break would
+# forge a log line, and a terminal would execute control characters.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def log_call(message: str, **facts: Any) -> None:
-    """Log to `CALLS`. Facts that are None are left out."""
+    """Log to `CALLS`. Facts that are None are omitted."""
     told = {name: value for name, value in facts.items() if value is not None}
     CALLS.info(message, extra={"facts": told})
 
 
 class TextFormatter(logging.Formatter):
-    """One line, with the facts behind the message, and below it, indented, the traceback of an
-    error."""
+    """One line with the message and then the facts. The traceback of an error follows, indented."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
@@ -49,15 +48,15 @@ def _escaped(text: str) -> str:
 
 
 class LogFile(logging.FileHandler):
-    """Adds to a file that only this user can read."""
+    """Appends to a file that only this user can read."""
 
     def _open(self) -> io.TextIOWrapper:
         return io.TextIOWrapper(open_private(self.baseFilename, is_new=False), "utf-8")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. Of an error it has the type and where it was raised, and not the
-    message, which may quote what a program sent."""
+    """One JSON object per line. An error has its type and the traceback's locations, but not its
+    message, which may contain a program's data."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -75,5 +74,5 @@ class JsonFormatter(logging.Formatter):
             ]
         try:
             return orjson.dumps(line, default=str).decode()
-        except orjson.JSONEncodeError:  # half a character, as in the name of a file
+        except orjson.JSONEncodeError:  # A lone surrogate, for example in a file name.
             return json.dumps(line, default=str)

@@ -1,4 +1,5 @@
-"""Metrics in Prometheus' text format: plain numbers become families only when somebody scrapes."""
+"""Metrics in Prometheus' text format. They are stored as plain numbers and become Prometheus
+families only during a scrape."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -41,9 +42,9 @@ _MAX_CANDIDATES = 1024  # Names whose uses are counted although they have no ser
 Histograms = Mapping[str, tuple[str, Sequence[float]]]
 """The help text and the bounds of each histogram, by its name."""
 Counters = Mapping[str, tuple[str, str]]
-"""The help text of each counter, and the label of its parts. Empty: it has no parts."""
+"""The help text and the extra label of each counter. Empty label: the counter has one value."""
 
-# Counters that ServeCore and engines have, by vLLM's names.
+# Counters of both ServeCore and engines, with vLLM's names.
 REUSE_COUNTERS: Counters = {
     "prefix_cache_queries": ("Prompt tokens that were looked up.", ""),
     "prefix_cache_hits": ("Prompt tokens whose KV was there already.", ""),
@@ -69,7 +70,7 @@ class Histogram:
         self._sum += sum(values)
 
     def add(self, other: "Histogram") -> None:
-        """Take over the observations of another one with the same bounds."""
+        """Add the observations of another histogram with the same bounds."""
         self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
         self._sum += other._sum
 
@@ -88,10 +89,10 @@ class Series:
     def __init__(self, histograms: Histograms) -> None:
         self.histograms = {name: Histogram(bounds) for name, (_, bounds) in histograms.items()}
         self.counts: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """By the counter's name and its part; "" if it has no parts."""
+        """Values by counter name and value of the extra label ("" without the label)."""
 
     def observe(self, name: str, values: Iterable[float | None]) -> None:
-        """Add the values to a histogram. None: nothing was measured."""
+        """Add the values to a histogram. None means "not measured" and is skipped."""
         self.histograms[name].observe(*[value for value in values if value is not None])
 
     def count(self, name: str, number: float, part: str = "") -> None:
@@ -106,7 +107,7 @@ class Series:
 
 class Addable(Protocol):
     def add(self, other: Self) -> None:
-        """Take over the counts of another."""
+        """Add the counts of `other`."""
         ...
 
 
@@ -114,22 +115,22 @@ S = TypeVar("S", bound=Addable)
 
 
 class SeriesByName(Generic[S]):
-    """At most `limit` names have series of their own, and `other` has the rest.
+    """Series for at most `limit` names. All other names share the series `other`.
 
-    A name that is used more than twice as much as the least used of those takes its place. What was
-    counted stays counted: the series of a displaced name is added to `other`, and that of a new one
-    begins with nothing, so no counter ever falls."""
+    A name with more than twice the uses of the least used series replaces that series. The replaced
+    series is added to `other`, and the new one begins at 0, so no counter of `other` decreases."""
 
     def __init__(self, limit: int, make: Callable[[], S]) -> None:
         self._limit = limit
         self._make = make
         self._own: dict[str, S] = {}
-        self._uses: Counter[str] = Counter()  # of names that have their own
-        self._candidates: Counter[str] = Counter()  # of others: no less than uses minus the cut
+        self._uses: Counter[str] = Counter()  # Uses of names with own series.
+        # Estimated uses of other names (Misra-Gries): never above the real number.
+        self._candidates: Counter[str] = Counter()
         self._other: S | None = None
 
     def use(self, name: str, times: int = 1) -> S:
-        """The series in which so many uses of this name are counted."""
+        """Count `times` uses of the name and return its series."""
         if (series := self._own.get(name)) is None and name != OTHER:
             series = self._admitted(name, times)
         if series is not None:
@@ -158,7 +159,7 @@ class SeriesByName(Generic[S]):
         return self._own.setdefault(name, self._make())
 
     def _count(self, name: str, times: int) -> int:
-        """Count in bounded memory: too many names take one use from each other (Misra-Gries)."""
+        """Count in bounded memory (Misra-Gries): above 1,024 names, each name loses one use."""
         self._candidates[name] += times
         if len(self._candidates) > _MAX_CANDIDATES:
             self._candidates = Counter({n: c - 1 for n, c in self._candidates.items() if c > 1})
@@ -182,7 +183,7 @@ def render_metrics(families: Iterable[Metric]) -> bytes:
 def histograms(
     prefix: str, about: Histograms, series: Mapping[L, Series], *labels: str
 ) -> Iterator[HistogramMetricFamily]:
-    """These histograms, each with one series for each tuple of label values."""
+    """The histograms, each with one series per tuple of label values."""
     for name, (text, _) in about.items():
         family = HistogramMetricFamily(f"{prefix}_{name}", text, labels=labels)
         for values, one in series.items():
@@ -193,8 +194,8 @@ def histograms(
 def counters(
     prefix: str, about: Counters, series: Mapping[L, Series], *labels: str
 ) -> Iterator[CounterMetricFamily]:
-    """These counters, each with one series for each tuple of label values, or for each part of
-    it."""
+    """The counters, each with one series per tuple of label values. A counter with an extra label
+    has one series for each of its values."""
     for name, (text, label) in about.items():
         family = CounterMetricFamily(
             f"{prefix}_{name}", text, labels=[*labels, label] if label else labels
@@ -210,7 +211,7 @@ def counters(
 
 
 def gauge(name: str, text: str, numbers: Mapping[L, float], *labels: str) -> GaugeMetricFamily:
-    """A gauge with one series for each tuple of label values."""
+    """A gauge with one series per tuple of label values."""
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, number in numbers.items():
         family.add_metric(values, number)
@@ -218,7 +219,7 @@ def gauge(name: str, text: str, numbers: Mapping[L, float], *labels: str) -> Gau
 
 
 def counter(name: str, text: str, counts: Mapping[L, float], *labels: str) -> CounterMetricFamily:
-    """A counter with one series for each tuple of label values."""
+    """A counter with one series per tuple of label values."""
     family = CounterMetricFamily(name, text, labels=labels)
     for values, count in counts.items():
         family.add_metric(values, count)

@@ -1,4 +1,4 @@
-"""Files that nobody but this user may read: they may hold what programs sent."""
+"""Files that only this user can read, because they may contain programs' data."""
 
 import os
 import stat
@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 
 def open_private(path: str | Path, *, is_new: bool) -> BinaryIO:
-    """A file to write at its end, with mode 600; `is_new`: emptied first. What is no regular file
-    (a pipe, /dev/stderr) stays as it is. Raises `OSError`."""
+    """Open a file for appending, with mode 600. `is_new`: truncate it first. The mode of other
+    files than regular ones (a pipe, /dev/stderr) does not change. Raises `OSError`."""
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else os.O_APPEND)
     file = open(os.open(path, flags, 0o600), "wb" if is_new else "ab")  # noqa: SIM115 - given away
     facts = os.fstat(file.fileno())

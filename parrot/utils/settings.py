@@ -1,7 +1,7 @@
-"""Settings from several places: a file, the environment, the command line; the later wins.
+"""Settings from a file, the environment and the command line. Later sources override earlier ones.
 
-`PARROT_CORE__PORT=9100` sets a key of ServeCore, `PARROT_ENGINE__SCHEDULER__MAX_BATCH_SIZE=64` one
-in a section of an engine's."""
+`PARROT_CORE__PORT=9100` sets `port` of ServeCore. `PARROT_ENGINE__SCHEDULER__MAX_BATCH_SIZE=64`
+sets `max_batch_size` in the section `scheduler` of an engine."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,18 +22,19 @@ _SECTIONS: tuple[Section, ...] = ("core", "engine")
 
 @dataclass(frozen=True, slots=True)
 class SettingsLayer:
-    """The values that one place sets; `name` says what errors call it for a key there."""
+    """The values of one source. `name` returns the source's name for error messages about a key."""
 
     values: Mapping[str, Any]
     name: Callable[[Loc], str]
 
 
 ConfigFile = SettingsLayer | str | Path | None
-"""A config file: what is in it, its path, or that there is none."""
+"""A config file: its contents or its path. None: no file."""
 
 
 class Settings:
-    """Layers, the strongest last. Sections are merged key by key, all else is replaced whole."""
+    """Layers of settings, the strongest last. Sections are merged by key. A later layer replaces
+    any other value as a whole."""
 
     def __init__(self, layers: Iterable[SettingsLayer]) -> None:
         self._layers = [layer for layer in layers if layer.values]
@@ -46,13 +47,14 @@ class Settings:
         return merged
 
     def origin(self, loc: Loc) -> str:
-        """The name of the place that sets the value at `loc`, or `DEFAULT`."""
+        """The name of the source that sets the value at `loc`, or `DEFAULT`."""
         holding = (layer for layer in reversed(self._layers) if _holds(layer.values, loc))
         layer = next(holding, None)
         return DEFAULT if layer is None else layer.name(loc)
 
     def blamed(self, loc: Loc) -> str:
-        """Where to look for what is wrong at `loc`: the place that sets it, or what is around."""
+        """The source to name in an error about `loc`: the source that sets the value, or the
+        innermost section around it."""
         for end in range(len(loc), 0, -1):
             if (origin := self.origin(loc[:end])) != DEFAULT:
                 return origin
@@ -66,8 +68,8 @@ def read_settings(
     environ: Mapping[str, str],
     model_of: Callable[[Settings], type[BaseModel]],
 ) -> Settings:
-    """The settings of a server from its config file, `environ`, and the `options` of the command
-    line. `model_of` gives the model of what is known as yet. Raises `ConfigError`."""
+    """The settings of a server from its config file, `environ` and the command line's `options`.
+    `model_of` returns the config model for the settings known so far. Raises `ConfigError`."""
     file = file if isinstance(file, SettingsLayer) else file_layer(file)
     given = SettingsLayer(options, lambda loc: COMMAND_LINE)
     known = Settings([file, _untyped(section, environ), given])
@@ -75,7 +77,7 @@ def read_settings(
 
 
 def file_layer(path: str | Path | None) -> SettingsLayer:
-    """The values of a config file; none if there is no file. Raises `ConfigError`."""
+    """The values of a config file, or no values if `path` is None. Raises `ConfigError`."""
     return layer({} if path is None else read_config_object(path), str(path))
 
 
@@ -86,8 +88,8 @@ def layer(values: Mapping[str, Any], name: str) -> SettingsLayer:
 def environment_layer(
     section: Section, environ: Mapping[str, str], model: type[BaseModel]
 ) -> SettingsLayer:
-    """The values of a section's variables: text where a key takes text, else JSON. Raises
-    `ConfigError` for a name that cannot be meant."""
+    """The values of a section's environment variables. Keys of type text take the text as it is,
+    others parse it as JSON. Raises `ConfigError` for a name that cannot be a key."""
     values: dict[str, Any] = {}
     for name, path in sorted(_variables(section, environ), key=lambda item: len(item[1])):
         owner, rest = section_at(model, path[:-1])
@@ -104,7 +106,8 @@ def environment_layer(
 
 
 def without_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for servers whose config says all, made of these variables, too."""
+    """The environment without the variables of settings, for a child server whose config already
+    contains these settings."""
     prefixes = tuple(_prefix(section) for section in _SECTIONS)
     return {name: text for name, text in environ.items() if not name.startswith(prefixes)}
 
@@ -120,7 +123,7 @@ def _spelled(section: Section, loc: Loc) -> str:
 def _variables(
     section: Section, environ: Mapping[str, str]
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Their names, and the keys that these spell."""
+    """The names of the section's variables, and the key path of each."""
     prefix = _prefix(section)
     for name in environ:
         if not name.startswith(prefix):
@@ -141,7 +144,7 @@ def _untyped(section: Section, environ: Mapping[str, str]) -> SettingsLayer:
 
 
 def _value(field: FieldInfo | None, text: str) -> Any:
-    """The value that `text` is to a field; validation finds what is wrong with it."""
+    """The text itself or its JSON value, depending on the field's type. Validation comes later."""
     if field is None or _takes_text(field, text):
         return text
     try:
@@ -174,7 +177,7 @@ def _holds(values: Mapping[str, Any], loc: Loc) -> bool:
     current: Any = values
     for part in loc:
         if not isinstance(current, Mapping):
-            return True  # a value that is whole
+            return True  # The layer sets the value as a whole.
         if part not in current:
             return False
         current = current[part]

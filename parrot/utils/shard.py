@@ -1,4 +1,4 @@
-"""Which of several ServeCores has a session or a response: their ids tell."""
+"""Shards: several ServeCores, each with its own sessions and responses. Ids contain the shard."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,9 @@ MAX_SHARDS = 64
 
 
 class ElsewhereError(Exception):
-    """Another shard has what is asked for. `may_stay`: one of these had better have it, an earlier
-    one rather than a later one, but need not."""
+    """Another shard must answer the request.
+
+    `may_stay`: the shards are preferred, in this order, but this shard may also answer."""
 
     def __init__(self, *shards: int, may_stay: bool = False) -> None:
         super().__init__(f"shard {shards[0]} has it")
@@ -17,33 +18,32 @@ class ElsewhereError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This ServeCore among `count`. Ids of its sessions leave the remainder `index` when divided by
-    `MAX_SHARDS`; tokens that it makes end with its mark. One that is alone makes and knows no such
-    ids and marks."""
+    """This ServeCore's index among `count` shards. Its session ids are congruent to `index` modulo
+    `MAX_SHARDS`, and its tokens end with `mark`. A single ServeCore uses all ids and no mark."""
 
     index: int = 0
     count: int = 1
 
     @property
     def mark(self) -> str:
-        """The end of its tokens."""
+        """The suffix of this shard's tokens."""
         return f".{self.index}" if self.count > 1 else ""
 
     @property
     def step(self) -> int:
-        """Between two of its session ids."""
+        """The difference between two consecutive session ids of this shard."""
         return MAX_SHARDS if self.count > 1 else 1
 
     def aligned(self, number: int) -> int:
-        """The first of its session ids that is not below `number`."""
+        """The smallest session id of this shard that is at least `number`."""
         return number + (self.index - number) % self.step
 
     def require_session(self, session_id: int) -> None:
-        """Raises `ElsewhereError`."""
+        """Raises `ElsewhereError` if another shard has the session."""
         self._require(session_id % MAX_SHARDS)
 
     def require_token(self, token: str) -> None:
-        """Raises `ElsewhereError` if it has another's mark."""
+        """Raises `ElsewhereError` if the token has another shard's mark."""
         mark = token.rpartition(".")[2]
         if mark.isascii() and mark.isdecimal() and len(mark) <= 2:
             self._require(int(mark))

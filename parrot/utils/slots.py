@@ -1,4 +1,4 @@
-"""Slots that owners take in turn, so that none of them can have all."""
+"""Slots that owners take in turn. No owner can hold all of them."""
 
 import asyncio
 from collections import Counter, OrderedDict, deque
@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 
 class FairSlots:
-    """`num_slots` of something. An owner has all but one of them at most (of one slot: that one),
-    so that another never waits for as long as one alone wishes. Owners that wait get a slot in
-    turn, each for the first that it asked for."""
+    """A semaphore of `num_slots` slots that is fair to owners. An owner holds at most `num_slots`
+    - 1 slots (or the only one), so other owners can always make progress. Waiting owners get slots
+    in round-robin order. The requests of one owner are served in order."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
@@ -19,7 +19,7 @@ class FairSlots:
 
     @asynccontextmanager
     async def slot(self, owner: Hashable) -> AsyncIterator[None]:
-        """Wait for a slot, and have it until the end."""
+        """Wait for a slot and hold it during the block."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(granted)
         self._grant()
@@ -37,13 +37,13 @@ class FairSlots:
             self._free(owner)
 
     def _grant(self) -> None:
-        """Give what is free to those whose turn it is; they go behind the others."""
+        """Give free slots to the next owners. An owner that gets a slot moves to the end."""
         while self._num_free and (owner := self._next_owner()) is not None:
             granted = self._waiting[owner].popleft()
             self._waiting.move_to_end(owner)
             if not self._waiting[owner]:
                 del self._waiting[owner]
-            if not granted.done():  # else it is cancelled, and about to be told so
+            if not granted.done():  # A done future was cancelled.
                 self._num_free -= 1
                 self._held[owner] += 1
                 granted.set_result(None)

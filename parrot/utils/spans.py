@@ -1,6 +1,6 @@
-"""Spans, exported by OpenTelemetry's SDK, and its samplers.
+"""Export and sampling of spans with OpenTelemetry's SDK.
 
-Needs the extra `otel`: only servers with an `otlp_endpoint` import this module."""
+Only servers with an `otlp_endpoint` import this module. It needs the extra `otel`."""
 
 import logging
 import threading
@@ -42,8 +42,8 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-# Finished spans that wait for their export, at most. More are dropped, and the SDK logs that. A
-# session of this many calls is exported whole; the spans take about 2 KB each.
+# Maximum number of finished spans that wait for their export. The SDK drops and logs further ones.
+# A session with up to this number of calls is exported completely. A span takes about 2 KB.
 _MAX_QUEUED = 16_384
 _FLUSH_S = 5.0  # Longest time, in seconds, for which `close` waits for the last export.
 _NS = 1_000_000_000
@@ -56,7 +56,7 @@ Value = str | int | float | bool | Sequence[str]
 
 
 class SpanExport:
-    """Queues finished spans. A thread of the SDK exports them in batches."""
+    """Queues finished spans. A thread of the SDK exports the spans in batches."""
 
     def __init__(self, exporter: SpanExporter, service: str) -> None:
         self._processor = BatchSpanProcessor(exporter, max_queue_size=_MAX_QUEUED)
@@ -80,8 +80,9 @@ class SpanExport:
         is_server: bool = False,
         error: str | None = None,
     ) -> None:
-        """`times`: start and end, in seconds of Unix time, as those of `events`. Attributes and
-        events that are None are left out. `links`: the spans whose results this one used."""
+        """Queue a finished span. `times` are start and end. They and the times of `events` are Unix
+        seconds. Attributes and events with the value None are omitted. `links` are the spans whose
+        results this span used."""
         present = {key: value for key, value in attributes.items() if value is not None}
         if error is not None:
             present["error.type"] = error
@@ -112,13 +113,13 @@ class SpanExport:
 
 
 class TraceSampler:
-    """Decides which traces are exported, by a sampler of the SDK."""
+    """Decides with a sampler of the SDK which traces are exported."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
 
     def takes(self, trace_id: str, caller: TraceParent | None) -> bool:
-        """`caller`: the span above, if there is one."""
+        """Whether the trace is exported. `caller` is the parent span, if any."""
         context = Context()
         if caller is not None:
             context = set_span_in_context(NonRecordingSpan(_context(caller)), context)
@@ -126,21 +127,21 @@ class TraceSampler:
         return decision is Decision.RECORD_AND_SAMPLE
 
     def trace_of(self, traceparent: str | None) -> str:
-        """The id of the trace of a session: its caller's, or a new one. Empty if the trace is not
+        """The trace id of a session: the caller's or a new one. Empty if the trace is not
         exported."""
         caller = TraceParent.parse(traceparent)
         trace_id = new_trace_id() if caller is None else caller.trace_id
         return trace_id if self.takes(trace_id, caller) else ""
 
     def judged(self, caller: TraceParent) -> TraceParent:
-        """The caller's span, marked as sampled if the spans below it are exported."""
+        """The caller's span, marked as sampled if its child spans are exported."""
         return caller._replace(is_sampled=self.takes(caller.trace_id, caller))
 
 
 def sampler_of(ratio: float | None, environ: Mapping[str, str]) -> TraceSampler:
-    """The sampler that takes this ratio of the traces and follows callers. If `ratio` is None, the
-    sampler that the environment names. Raises `ConfigError` for an unknown one, which the SDK
-    would replace by its default."""
+    """A sampler that exports this ratio of new traces and follows the callers' decisions. If
+    `ratio` is None, the environment variable selects the sampler. Raises `ConfigError` for an
+    unknown name, which the SDK would silently replace by its default."""
     if ratio is not None:
         return TraceSampler(ParentBased(TraceIdRatioBased(ratio)))
     name = environ.get(_SAMPLER) or f"{_PARENT_BASED}always_on"

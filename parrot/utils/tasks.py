@@ -1,5 +1,4 @@
-"""Supervised background tasks: none is lost, none fails unseen. And long work in steps, so that
-others have a turn of the event loop between two."""
+"""Background tasks whose errors are logged, and long work in steps that lets other tasks run."""
 
 import asyncio
 import logging
@@ -10,11 +9,11 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Yields between two steps of some milliseconds, and returns what they have made."""
+"""Yields between steps of a few milliseconds each, and returns the result of the work."""
 
 
 async def in_turns(steps: Steps[T]) -> T:
-    """Take the steps, between which others may go on, and return what they have made."""
+    """Run all steps and return the result. Other tasks may run between two steps."""
     while True:
         try:
             next(steps)
@@ -34,10 +33,10 @@ def at_once(steps: Steps[T]) -> T:
 
 
 class Backlog:
-    """Work that is done at once if it is little, and else in slices, one in a turn of the event
-    loop. Owners take turns; what one has added is done in the order in which it was. An iterator
-    that is added does a part with each step and yields how much that was, in whatever unit
-    `per_slice` is."""
+    """Work in slices of `per_slice` units, at most one slice per iteration of the event loop.
+
+    Each step of an added iterator does some work and yields the number of units. Owners take turns.
+    The work of one owner is done in order. Small work finishes inside `add`."""
 
     def __init__(self, per_slice: int = 512) -> None:
         self.per_slice = per_slice
@@ -48,7 +47,7 @@ class Backlog:
         return owner in self._work
 
     def add(self, owner: Hashable, work: Iterator[int]) -> None:
-        """Do a slice of it now, unless something of the owner is under way."""
+        """Do the first slice now, unless earlier work of the owner is pending."""
         if owner in self._work:
             self._work[owner].append(work)
             return
@@ -56,29 +55,29 @@ class Backlog:
         self._take(owner, self.per_slice)
 
     def drop(self, owner: Hashable) -> None:
-        """Do nothing more of what it has added."""
+        """Drop the owner's pending work."""
         self._work.pop(owner, deque()).clear()
 
     def finish(self) -> None:
-        """Do all there is, now."""
+        """Do all pending work now."""
         while self._work:
             self._take(next(iter(self._work)), None)
 
     def _take(self, owner: Hashable, limit: int | None) -> None:
-        """Do so much of the owner's work, and the rest later."""
+        """Do `limit` units of the owner's work (None: all) and schedule the rest."""
         work, done = self._work[owner], 0
         try:
             while work and (limit is None or done < limit):
                 first = work.popleft()
                 if (size := next(first, None)) is not None:
                     done += size
-                    if self._work.get(owner) is work:  # it was not dropped
+                    if self._work.get(owner) is work:  # The step did not drop the work.
                         work.appendleft(first)
         finally:
             if self._work.get(owner) is work:
                 del self._work[owner]
                 if work:
-                    self._work[owner] = work  # behind the others
+                    self._work[owner] = work  # After the other owners.
             self._go_on()
 
     def _go_on(self) -> None:
@@ -93,7 +92,7 @@ class Backlog:
 
 
 class TaskSet:
-    """Owns asyncio tasks: keeps a reference to each, logs what one raises, cancels all on close."""
+    """Owns asyncio tasks: keeps a reference to each, logs exceptions, and cancels all on close."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -115,7 +114,7 @@ class TaskSet:
             logger.error("background task %s failed", task.get_name(), exc_info=error)
 
     async def close(self) -> None:
-        """Cancel every task and wait until all have ended."""
+        """Cancel all tasks and wait for them."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""W3C trace context: which trace some work belongs to, and which span is above it."""
+"""W3C trace context: the trace and the parent span of some work."""
 
 import hashlib
 import re
@@ -11,7 +11,7 @@ _SAMPLED = 1
 
 
 class TraceParent(NamedTuple):
-    """Ids in lower-case hexadecimal: 32 digits of the trace, 16 of the span."""
+    """Ids in lower-case hexadecimal: 32 digits for the trace, 16 for the span."""
 
     trace_id: str
     span_id: str
@@ -19,7 +19,7 @@ class TraceParent(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | None) -> Self | None:
-        """None if it is no `traceparent`: such a header is ignored, says the standard."""
+        """Parse a `traceparent` header. None if it is invalid: the standard says to ignore it."""
         match = _FORM.fullmatch(text or "")
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
@@ -34,15 +34,15 @@ def new_trace_id() -> str:
 
 
 def span_id_of(trace_id: str, *path: int) -> str:
-    """The id of the span of something with these numbers: whoever knows them finds the same one,
-    before the span is written and after."""
+    """The span id of an object with these numbers. It is a hash, so other code can compute the same
+    id before the span is exported."""
     name = "/".join([trace_id, *map(str, path)])
     return hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
 
 
 class SessionSpans:
-    """The ids of a session's spans. `trace_id`: empty if the session is not sampled. `is_joined`:
-    some of its tasks belong to traces of their callers'."""
+    """The ids of a session's spans. `trace_id` is empty if the session is not sampled. `is_joined`:
+    at least one task belongs to its caller's trace."""
 
     __slots__ = ("_base", "_header", "is_joined", "session_id", "trace_id")
 
@@ -55,14 +55,14 @@ class SessionSpans:
 
     @property
     def session(self) -> TraceParent:
-        """The session's own span. Raises `ValueError` if it has none."""
+        """The session's own span. Raises `ValueError` if the session is not sampled."""
         if not self.trace_id:
             raise ValueError(f"session {self.session_id} is not sampled")
         return TraceParent(self.trace_id, f"{self._base:016x}")
 
     def told(self, caller: str, task_id: int) -> str:
-        """The header that tells who computes a task of its span: `str` of `task`, or empty. Called
-        for each call that is traced."""
+        """The `traceparent` header for the engine that runs a task: `str` of `task`, or empty.
+        Optimized, because each traced call needs one."""
         if not caller:
             return self._header + f"{self._base ^ task_id:016x}-01" if self.trace_id else ""
         span = self.task(caller, task_id)
@@ -70,8 +70,8 @@ class SessionSpans:
         return str(span or "")
 
     def task(self, caller: str, task_id: int) -> TraceParent | None:
-        """The span of a task: in its caller's trace, if that names one, or else in the session's.
-        None if neither is there."""
+        """The span of a task: in the caller's trace if `caller` is valid, else in the session's
+        trace. None if there is neither."""
         if not caller:
             if not self.trace_id:
                 return None
@@ -84,14 +84,14 @@ class SessionSpans:
 
 
 def _base(trace_id: str, session_id: int) -> int:
-    """The number on which a session's span ids in a trace are based; a task's differ from it by
-    the task's number alone, since they are made for each call."""
+    """The number from which a session's span ids in a trace are derived. A task's span id is this
+    number XOR the task id, which is cheap to compute for each call."""
     return int(span_id_of(trace_id, session_id), 16)
 
 
 def current_traceparent() -> str | None:
-    """The caller's current span in OpenTelemetry; None without one. Imports nothing: a program that
-    has spans has the package already."""
+    """The current OpenTelemetry span of the caller, or None. Imports nothing: a program with spans
+    has already imported the package."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None:
         return None

@@ -30,9 +30,9 @@ S = TypeVar("S", bound=WeightedShare)
 
 
 class WeightedShares(Generic[S]):
-    """The active shares of one memory and the sum of their weights.
+    """The active shares of one memory, and the sum of their weights.
 
-    The owner reports each share's activity, and calls `sweep` before it reads `is_away`."""
+    The owner reports each share's activity and calls `sweep` before it reads `is_away`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -40,7 +40,7 @@ class WeightedShares(Generic[S]):
         self._orders: list[LossOrder[S]] = []
         self.weight = 0.0
         self.num_changes = 0
-        """Rises when the order of losses may have changed."""
+        """Increases when the order of losses may have changed."""
 
     @property
     def num_present(self) -> int:
@@ -79,7 +79,7 @@ class WeightedShares(Generic[S]):
             self._leave(share)
 
     def sweep(self) -> None:
-        """Mark the shares as away that have been inactive for `PRESENT_S`."""
+        """Mark shares as away after `PRESENT_S` seconds without activity."""
         end = self._clock.now() - PRESENT_S
         while self._present and (share := next(iter(self._present))).seen <= end:
             share.is_away = True
@@ -102,7 +102,7 @@ class WeightedShares(Generic[S]):
             self.weight = sum(share.weight for share in self._present)
 
     def check_integrity(self, shares: set[S]) -> None:
-        """Recount by all shares with memory. Raises AssertionError with the difference."""
+        """Recount from all shares with memory. Raises `AssertionError` with the difference."""
         assert set(self._present) == {s for s in shares if not s.is_away}, self._present
         weight = sum(share.weight for share in self._present)
         assert abs(self.weight - weight) <= _ROUNDED * max(1.0, weight), (self.weight, weight)
@@ -111,9 +111,9 @@ class WeightedShares(Generic[S]):
 
 
 class LossOrder(Generic[S]):
-    """The shares that have something to lose, in the order in which they lose it.
+    """The shares that hold memory, in the order in which they lose it.
 
-    Each operation takes O(log n) of the shares."""
+    Each operation takes O(log n) in the number of shares."""
 
     def __init__(self, shares: WeightedShares[S], amount: Callable[[S], int]) -> None:
         self._shares = shares

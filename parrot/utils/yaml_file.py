@@ -1,4 +1,4 @@
-"""YAML as far as it says what JSON could: nothing surprising, nothing that runs."""
+"""YAML files with values that JSON also has. No implicit conversions and no code execution."""
 
 import re
 from typing import Any, ClassVar
@@ -7,9 +7,9 @@ import orjson
 import yaml
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-    """Plain words are text, but for the few that YAML 1.2 and JSON take for something else; so
-    `off` stays a word, and 12:30 is no number."""
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types.
+    """Plain words are text, except numbers, `true`, `false`, `null` and `~`, as in YAML 1.2. So
+    `off` and 12:30 are text."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[Any]]] = {}
 
@@ -39,7 +39,8 @@ for _tag, _pattern, _starts in (
 
 
 def load_yaml(raw: bytes) -> Any:
-    """The one document. Raises `ValueError` for what is not YAML, or has no JSON."""
+    """The single document in a YAML file. Raises `ValueError` for invalid YAML and for values that
+    JSON does not have."""
     try:
         return orjson.loads(orjson.dumps(_Loader(raw).get_single_data()))
     except yaml.MarkedYAMLError as error:
