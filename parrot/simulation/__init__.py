@@ -1,7 +1,7 @@
 """Simulation: the real ServeCore and real engine cores on virtual time.
 
-The room owns time, distance and what engines cost; clients reach the servers' own apps in this
-process. It knows no rule of scheduling or of engines: those are the real ones.
+This package simulates time, network latency and the duration of engine steps. Scheduling and
+engines are the real code. Clients call the servers' apps inside this process.
 
 from parrot.simulation import SimCluster, run_virtual
 

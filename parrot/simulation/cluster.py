@@ -1,4 +1,4 @@
-"""A whole cluster in one event loop: the real ServeCore over `sim` engines, without sockets."""
+"""A whole cluster in one event loop: the real ServeCore with `sim` engines, without sockets."""
 
 from functools import cached_property
 from types import TracebackType
@@ -28,14 +28,15 @@ PATIENT = CoreConfig(
     max_sessions_num=2**31 - 1,
     max_engines_num=2**31 - 1,
 )
-"""ServeCore without expiry or heartbeats: nothing happens that nobody asked for."""
+"""A config in which sessions and engines do not expire, so that only requests cause events."""
 
-_BEATS = 1e6  # heartbeat timeouts up to this are meant, so the engines beat
-_BEATS_PER_TIMEOUT = 3
+_BEATS = 1e6  # Seconds: with a shorter heartbeat timeout, the engines send heartbeats.
+_BEATS_PER_TIMEOUT = 3  # Heartbeats per heartbeat timeout.
 
 
 class SimCluster:
-    """Use as an async context manager, in `run_virtual` (any loop will do, in real time):
+    """A simulated cluster. Use it as an async context manager in `run_virtual`. On any other event
+    loop it runs in real time.
 
         async def main():
             async with SimCluster(4) as cluster:
@@ -44,11 +45,11 @@ class SimCluster:
                 ...
         run_virtual(main())
 
-    `engine`: what engines are made from; `core`: default `PATIENT`; `sandbox`: where native
-    functions run, default a `BlockingSandbox`; `trace`: is told of all that programs do. With a
-    heartbeat timeout of less than 1e6 s the engines that are alive send heartbeats (one task for
-    all). Without `leaps` every step of an engine is an event of its own: the same, but slower; on
-    other loops than a `VirtualLoop` that is right."""
+    `engine`: config of the engines. `core`: config of ServeCore, default `PATIENT`. `sandbox`: runs
+    native functions, default a `BlockingSandbox`. `trace`: receives all events of programs. With a
+    heartbeat timeout below 1e6 s, one task sends the heartbeats of all live engines. `leaps` False:
+    each engine step is a separate event, which is slower and has the same result. Use it on loops
+    other than `VirtualLoop`."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class SimCluster:
         self._num_named = 0
 
     def make_dispatcher(self, config: CoreConfig) -> Dispatcher:
-        """Make what places calls. Override it to try something else."""
+        """Create the dispatcher. Override this method to test another one."""
         return Dispatcher(config, self.clock, self.connect)
 
     def connect(self, info: EngineInfo) -> EngineClient:
@@ -108,22 +109,22 @@ class SimCluster:
 
     @cached_property
     def app(self) -> App:
-        """ServeCore's, made when it is first asked for: that takes a moment."""
+        """ServeCore's app, created on first use because that is slow."""
         return create_app(self.core)
 
     @property
-    def _app(self) -> App:  # as `app` was called once
+    def _app(self) -> App:  # The former name of `app`.
         return self.app
 
     def client(self, latency: Latency | None = None) -> ServeClient:
-        """A program `latency` away; default a LAN."""
+        """A client with this network latency (default: LAN)."""
         client = ServeClient(DistantTransport(self.app, latency or lan()))
         self._clients.append(client)
         return client
 
     async def add_engine(self, config: SimConfig | None = None, **changes: Any) -> SimEngine:
-        """Start and register one more. `config`: default the cluster's; `changes`: its keys that
-        differ. Its name is `engine<n>` unless `changes` names it."""
+        """Start and register an engine. `config`: default the cluster's `engine`. `changes`: keys
+        to override. The name is `engine<n>` unless `changes` has `engine_name`."""
         name = f"engine{self._num_named}"
         self._num_named += 1
         base = config or self._engine_config
@@ -136,8 +137,8 @@ class SimCluster:
         return engine
 
     def check_integrity(self) -> None:
-        """Recount every book of ServeCore and of the engines that are alive. Only while no step is
-        under way, so best when all is idle."""
+        """Check all counters of ServeCore and of the live engines. Call it only while no engine
+        step is running, preferably when the cluster is idle."""
         self.core.check_integrity()
         for engine in self.engines.values():
             if engine.is_alive:

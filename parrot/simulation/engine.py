@@ -1,4 +1,4 @@
-"""One engine of a simulated cluster: its service, its app, and the client to it."""
+"""One engine of a simulated cluster, with its service, its app and a client."""
 
 from parrot.engine.app import ReorderBuffer, create_app
 from parrot.engine.config import SimConfig
@@ -11,7 +11,7 @@ from parrot.utils.clock import Clock
 
 
 class SimEngine:
-    """It is `rtt_s` away from ServeCore, but its heartbeats take no time."""
+    """A simulated engine. Requests to it take `rtt_s` for a round trip. Heartbeats take no time."""
 
     def __init__(self, config: SimConfig, clock: Clock, rtt_s: float, *, leaps: bool) -> None:
         self.name = config.engine_name
@@ -24,11 +24,11 @@ class SimEngine:
         self.is_alive = True
 
     def slow_down(self, factor: float) -> None:
-        """From its next step on, every step takes `factor` times what the cost model says."""
+        """Multiply the duration of all steps from the next one by `factor`."""
         self.service.slow_down(factor)
 
     async def kill(self) -> None:
-        """End the engine as if its process died: all open and later requests fail with
+        """Simulate the death of the engine's process. All open and later requests fail with
         `Unavailable`."""
         self.is_alive = False
         await self.service.close()
@@ -40,7 +40,8 @@ class SimEngine:
         self.is_registered = True
 
     def beat(self, core: ServeCore) -> None:
-        """Send a heartbeat. An engine that was only slow may not be registered any more then."""
+        """Send a heartbeat. Sets `is_registered` to False if ServeCore has removed the engine, for
+        example because it was slow."""
         request = HeartbeatRequest(
             engine_id=self.engine_id,
             engine_name=self.name,
@@ -49,7 +50,7 @@ class SimEngine:
         self.is_registered = core.fleet.heartbeat(request).state != "unknown"
 
     async def come_back(self, core: ServeCore) -> None:
-        """Register again, without what ServeCore has forgotten."""
+        """Drop all contexts and register again."""
         self._reorder.reset()
         await self.service.reset()
         await self.register(core)

@@ -1,4 +1,4 @@
-"""Simulated network: a `Latency` gives the seconds of one round trip."""
+"""A simulated network. A `Latency` returns the seconds of one round trip."""
 
 import asyncio
 import math
@@ -13,9 +13,9 @@ from parrot.utils.tasks import TaskSet
 
 Latency = Callable[[], float]
 
-LAN_RTT_S = 0.3e-3
-WAN_MEDIAN_RTT_S = 0.238
-WAN_SPREAD = 0.076  # standard deviation of the logarithm, of clients far away
+LAN_RTT_S = 0.3e-3  # Seconds of a round trip in a LAN.
+WAN_MEDIAN_RTT_S = 0.238  # Median seconds of a round trip of distant clients.
+WAN_SPREAD = 0.076  # Standard deviation of the logarithm of a distant client's round trip.
 
 
 def fixed(rtt_s: float) -> Latency:
@@ -27,21 +27,22 @@ def lan() -> Latency:
 
 
 def wan(seed: int = 0) -> Latency:
-    """Log-normal around a median of 238 ms, nine of ten between 210 and 270."""
+    """Log-normal round trips with a median of 238 ms. 90% are between 210 and 270 ms."""
     draw = random.Random(seed)
     median = math.log(WAN_MEDIAN_RTT_S)
     return lambda: draw.lognormvariate(median, WAN_SPREAD)
 
 
 def sampled(rtts_s: Sequence[float], seed: int = 0) -> Latency:
-    """One of the measured values each time."""
+    """A random one of the measured values for each round trip."""
     draw = random.Random(seed)
     return lambda: draw.choice(rtts_s)
 
 
 class DistantTransport:
-    """A transport to an app that is `latency` away: each request draws a round trip, of which half
-    passes on either way. An abort takes no time."""
+    """A transport to an app with simulated latency. Each request draws a round trip. Half of it
+    passes before the app receives the request, half before the client receives the answer. Aborts
+    take no time."""
 
     def __init__(self, app: App, latency: Latency) -> None:
         self._transport = AppTransport(app)
@@ -66,7 +67,8 @@ class DistantTransport:
     async def stream(
         self, method: str, path: str, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[tuple[str, bytes], None]:
-        """Events follow each other on their way, as fast as they are made."""
+        """See `Transport`. Events are delayed in parallel: each arrives half a round trip after the
+        app sends it."""
         way_s = self._latency() / 2
         await asyncio.sleep(way_s)
         loop = asyncio.get_running_loop()

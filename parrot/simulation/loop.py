@@ -1,7 +1,7 @@
-"""An event loop on virtual time: when nobody can run, time moves on to the next timer.
+"""An event loop on virtual time. When no task can run, time jumps to the next timer.
 
-What is computed takes no time, what waits takes no computer: a cluster's hour passes in seconds,
-and a program that draws its random numbers from seeds runs the same way every time.
+Computation takes no virtual time and waiting takes no real time. An hour of a cluster takes
+seconds. A program with seeded random numbers runs identically each time.
 """
 
 import asyncio
@@ -16,26 +16,25 @@ from typing import Any, TypeVar, TypeVarTuple, Unpack
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-END_OF_TIME_S = 1e7  # timers behind it are only there to expire: nobody waits for them
-_MAX_NAMED = 20
+END_OF_TIME_S = 1e7  # Virtual seconds after which timers never fire. They are only timeouts.
+_MAX_NAMED = 20  # Tasks that the message of a `Deadlock` lists.
 
 
 class Deadlock(RuntimeError):
-    """Nothing is left that could ever happen, but somebody waits. The message names the tasks."""
+    """Tasks are waiting, but no event can ever occur. The message lists the tasks."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time moves only when nothing is left to run at the present one; timers that are due at the
-    same time fire in the order in which they were set. `run_in_executor` (and so
-    `asyncio.to_thread`) runs the function at once, in this thread. There is no I/O: sockets, pipes
-    and threads never wake this loop. One that would have to go beyond `end_s` raises `Deadlock`."""
+    """Time advances only when no callback is ready. Timers with the same time fire in the order in
+    which they were set. `run_in_executor` runs the function at once in this thread. Sockets, pipes
+    and threads never wake this loop. Raises `Deadlock` when time would pass `end_s` seconds."""
 
     def __init__(self, end_s: float = END_OF_TIME_S) -> None:
         super().__init__(_IdleSelector(self._pass_time))
         self._end_s = end_s
         self._now = 0.0
         self._timers: list[tuple[float, int, TimerHandle]] = []
-        self.num_timers = 0  # that were set so far
+        self.num_timers = 0  # Timers set so far.
 
     def time(self) -> float:
         return self._now
@@ -55,16 +54,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
     ) -> "asyncio.Future[T]":
-        """`executor` is not used."""
+        """Run the function now. `executor` is ignored."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is the awaiter's
+        except Exception as error:  # noqa: BLE001 - the awaiting task handles it
             done.set_exception(error)
         return done
 
     def _pass_time(self) -> None:
-        """Go to the next timer, and make all that are due then ready to run."""
+        """Advance to the next timer, and make all timers of that time ready."""
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
@@ -77,7 +76,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _IdleSelector(selectors.SelectSelector):
-    """Asked to wait, it calls `on_idle`, which has to make something ready."""
+    """Calls `on_idle` instead of waiting. `on_idle` must make a callback ready or raise."""
 
     def __init__(self, on_idle: Callable[[], None]) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class _IdleSelector(selectors.SelectSelector):
 
 
 class LoopClock:
-    """The running loop's time as a `Clock`. Use it in that loop only."""
+    """The running loop's time as a `Clock`. Use it only in that loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -103,7 +102,7 @@ class LoopClock:
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, end_s: float = END_OF_TIME_S) -> T:
-    """Like `asyncio.run`, on a `VirtualLoop` that begins at time 0. Raises `Deadlock`."""
+    """As `asyncio.run`, on a `VirtualLoop` that starts at time 0. Raises `Deadlock`."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(end_s)) as runner:
         return runner.run(main)
 
@@ -119,7 +118,7 @@ def _explain(loop: AbstractEventLoop) -> str:
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """The innermost line that the task waits in, outside of asyncio itself."""
+    """The innermost line, outside asyncio, at which the task waits."""
     waiting: Any = task.get_coro()
     place = "?"
     while waiting is not None:

@@ -1,4 +1,4 @@
-"""Native functions on virtual time."""
+"""Sandboxes for native functions on virtual time."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from parrot.protocol.errors import NativeFunctionFailed
 from parrot.serve.graph.nodes import NativeCall
 from parrot.serve.tasks import drop_output, explain, inputs_of, script_of
 
-NATIVE_S = 2e-3  # what a short function takes in the service's sandbox
+NATIVE_S = 2e-3  # Virtual seconds of a native function: a short one's time in the real sandbox.
 
 
 class BlockingSandbox:
-    """Runs each function while time stands still, then lets `NATIVE_S` pass for it."""
+    """Runs each function while virtual time stands still, then advances time by `NATIVE_S`."""
 
     def __init__(self) -> None:
         self._pool: Monty | None = None
@@ -41,7 +41,7 @@ class BlockingSandbox:
 
 
 class RecordedSandbox:
-    """Native functions take the time they took, and give texts as long as theirs."""
+    """Returns the expected outputs of recorded native functions after the recorded seconds."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[float, list[str]]] = {}
@@ -55,4 +55,4 @@ class RecordedSandbox:
         return texts
 
     async def close(self) -> None:
-        """Nothing is held here."""
+        """Holds no resources."""

@@ -1,6 +1,8 @@
-"""A recorded trace, once more on virtual time: the same requests at the same times, or as long
-after the answers that they came after. Texts are made up, of the recorded lengths; equal ones stay
-equal."""
+"""Replays a recorded trace on virtual time.
+
+A request that followed an answer is sent the recorded time after the simulated answer. Other
+requests are sent at the recorded times. Texts are random strings of the recorded lengths. Equal
+texts in the trace are equal in the replay."""
 
 import asyncio
 import random
@@ -53,16 +55,15 @@ _KEPT_SAMPLING = frozenset({"temperature", "seed", "max_gen_length"})
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Settings. `num_engines`: default as many as were recorded. `kv_tokens` of each: default what
-    they had. `engine`: costs and limits. `core`: who schedules."""
+    """Settings of a replay."""
 
-    engine: SimConfig = field(default_factory=SimConfig)
+    engine: SimConfig = field(default_factory=SimConfig)  # Step costs and limits.
     core: CoreConfig = PATIENT
-    num_engines: int | None = None
-    kv_tokens: int | None = None
+    num_engines: int | None = None  # None: the recorded number.
+    kv_tokens: int | None = None  # KV capacity of each engine. None: the recorded capacity.
 
     def run(self, trace: Trace) -> Trace:
-        """Simulate the trace under these settings; its sessions stay in their order."""
+        """Simulate the trace with these settings. The order of the sessions does not change."""
         return run_virtual(self._run(trace))
 
     async def _run(self, trace: Trace) -> Trace:
@@ -81,7 +82,7 @@ class Replay:
         return result
 
     def _engines(self, trace: Trace) -> Iterator[SimConfig]:
-        """Without recorded engines, as `engine` says."""
+        """The configs of the engines. Without recorded engines, all settings come from `engine`."""
         size = self.engine.instance.block_size
         count = self.num_engines or len(trace.engines) or 1
         for index in range(count):
@@ -100,11 +101,11 @@ class Replay:
 
 
 class Texts:
-    """Texts with a token for each character. What is equal in the trace is equal here."""
+    """Random texts with one token per character. Equal texts in the trace get equal texts."""
 
     def __init__(self, counts: TokenCounts) -> None:
         self._counts = counts
-        self._made: dict[str, str] = {}  # by id
+        self._made: dict[str, str] = {}  # Chunks by text id.
         self._used: set[str] = set()
 
     def of(self, text: TraceText) -> str:
@@ -112,7 +113,8 @@ class Texts:
         return "".join(self._chunk(text_id, num_chars) for text_id, num_chars in parts)
 
     def _chunk(self, text_id: str, num_chars: int) -> str:
-        """Letters by chance, but not those of another text, which short ones might be."""
+        """Random letters for an id. Draws again if they equal another chunk, which can happen for
+        short chunks."""
         if (known := self._made.get(text_id)) is not None:
             return known
         length = self._counts.of(text_id, num_chars)
@@ -127,7 +129,7 @@ class Texts:
 
 
 class _Player:
-    """One session's program."""
+    """Replays the requests of one session's program."""
 
     def __init__(
         self, session: TracedSession, core: ServeCore, texts: Texts, sandbox: RecordedSandbox
@@ -138,13 +140,13 @@ class _Player:
         self._sandbox = sandbox
         self._rows = {row.output_var_id: row for row in session.calls}
         self._scope: dict[str, Any] = {}
-        self._vars: dict[str, str] = {}  # recorded id to the new one, as the next
-        self._requests: dict[int, int] = {}
+        self._vars: dict[str, str] = {}  # Recorded var_id to replayed var_id.
+        self._requests: dict[int, int] = {}  # Recorded request_id to replayed request_id.
         self._reads: dict[int, asyncio.Task[float]] = {}
 
     async def play(self) -> None:
-        """An event waits for all answers before it, and then for as long as its program did since
-        the last of them."""
+        """Replay all events. Each event waits for all earlier answers, then for the recorded time
+        between the last of these answers and the event."""
         loop = asyncio.get_running_loop()
         recorded = self._session.began.at
         now = recorded
@@ -160,7 +162,7 @@ class _Player:
             await asyncio.sleep(max(0.0, now + event.at - recorded - loop.time()))
             if read is not None:
                 read.cancel()
-            with suppress(ParrotError):  # refused here, or then too: the rest goes on
+            with suppress(ParrotError):  # A rejected request does not stop the replay.
                 self._do(event)
         for read in self._reads.values():
             read.cancel()
@@ -238,7 +240,8 @@ class _Player:
         return fields
 
     def _sampling(self, parameter: TraceParameter) -> dict[str, Any]:
-        """Sampling of an output as long as the recorded one: why that ended is not known."""
+        """Sampling for an output of the recorded length. The trace does not record why an output
+        ended."""
         recorded = parameter.sampling_config or {}
         sampling = {key: value for key, value in recorded.items() if key in _KEPT_SAMPLING}
         row = self._rows.get(parameter.var_id)
@@ -247,7 +250,7 @@ class _Player:
         return sampling
 
     async def _read(self, event: ReadLine) -> float:
-        """Returns when it was answered."""
+        """Returns the virtual time of the answer."""
         var_ids = [self._vars[var_id] for var_id in event.var_ids]
         fields = self._scope | event.options
         with suppress(ParrotError):

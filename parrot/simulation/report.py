@@ -1,4 +1,4 @@
-"""Summary of a trace, recorded or replayed."""
+"""Summary of a recorded or replayed trace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,29 +9,29 @@ from parrot.simulation.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Job completion times (JCT) are those of sessions that read something, in seconds. Tokens per
-    second: generated ones, from the first session's beginning to the last answer. `recomputed` and
-    `evicted` tokens: None where the trace does not tell, as when its ServeCore was killed."""
+    """Totals of a trace. The job completion time (JCT) of a session is the time from its start to
+    the answer of its last read."""
 
     num_sessions: int
-    num_answered: int
+    num_answered: int  # Sessions with an answered read. Only these have a JCT.
     num_failed_reads: int
     jct_mean_s: float
     jct_p50_s: float
     jct_p99_s: float
-    makespan_s: float
-    tokens_per_s: float
+    makespan_s: float  # From the start of the first session to the last answer.
+    tokens_per_s: float  # Output tokens per second of the makespan.
     output_tokens: int
     cached_tokens: int
     computed_tokens: int
-    recomputed_tokens: int | None
-    evicted_tokens: int | None
-    num_reruns: int
+    recomputed_tokens: int | None  # None: unknown, for example because ServeCore was killed.
+    evicted_tokens: int | None  # None: as above.
+    num_reruns: int  # Attempts of calls after the first.
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One session's JCT under two settings, in seconds. `index`: its place in the trace."""
+    """The JCT of one session under two settings, in seconds. `index` is its position in the
+    trace."""
 
     index: int
     before_s: float
@@ -39,7 +39,7 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """Above 1: faster now."""
+        """Above 1: the session became faster."""
         return self.before_s / self.after_s if self.after_s else 1.0
 
 
@@ -69,14 +69,14 @@ def summarize(trace: Trace) -> Summary:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Linear between neighbours; 0 of nothing."""
+    """The percentile with linear interpolation. 0 for no values."""
     if len(values) < 2:
         return values[0] if values else 0.0
     return quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
 def changes(before: Trace, after: Trace) -> list[Change]:
-    """Changes of the sessions that were answered in both, largest gain first."""
+    """The changes of all sessions with a JCT in both traces, largest gain first."""
     pairs = zip(before.sessions, after.sessions, strict=True)
     found = [
         Change(index, old.jct_s, new.jct_s)

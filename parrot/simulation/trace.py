@@ -1,4 +1,4 @@
-"""Reading a trace, and what it says of tokens."""
+"""Reads a trace and estimates the number of tokens of its texts."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -29,12 +29,13 @@ from parrot.protocol.trace import (
 from parrot.utils.config import ConfigError
 
 _ADAPTER: TypeAdapter[AnyTraceEvent] = TypeAdapter(AnyTraceEvent)
-_TOKENS_PER_CHAR = 0.25  # where a trace does not tell
+_TOKENS_PER_CHAR = 0.25  # Estimate for a trace without usable calls.
 
 
 @dataclass(slots=True)
 class TracedSession:
-    """Requests of one session in order. `calls`: their results, empty if it has not ended."""
+    """The requests of one session in order. `calls` are their results. It is empty if the session
+    did not end during the recording."""
 
     began: SessionLine
     events: list[SessionEvent] = field(default_factory=list)
@@ -53,7 +54,7 @@ class TracedSession:
 
     @property
     def jct_s(self) -> float | None:
-        """From its beginning to the answer of its last read; None: it read nothing."""
+        """Seconds from the session's start to the last successful answer. None without one."""
         answered = [answer.at for answer in self.answers if answer.error is None]
         return max(answered) - self.began.at if answered else None
 
@@ -66,7 +67,8 @@ class Trace:
     _by_id: dict[int, TracedSession] = field(default_factory=dict)
 
     def add(self, event: TraceEvent) -> None:
-        """A `TraceSink`. Events of sessions that began before the trace are left out."""
+        """Add an event (a `TraceSink`). Events of sessions that began before the recording are
+        ignored."""
         match event:
             case TraceHeader():
                 pass
@@ -84,7 +86,8 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """Raises `ConfigError` for what is no trace; a last line that was cut off is left out."""
+    """Read a trace file. An incomplete last line is ignored. Raises `ConfigError` for a file that
+    is not a trace."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -106,7 +109,7 @@ def _parse(lines: list[bytes], source: str) -> Iterator[AnyTraceEvent]:
         try:
             yield _ADAPTER.validate_json(line)
         except ValidationError as error:
-            if number == len(lines):  # no line end: the writer was killed
+            if number == len(lines):  # No line end: ServeCore was killed during the write.
                 return
             message = error.errors()[0]["msg"]
             raise ConfigError(
@@ -116,8 +119,9 @@ def _parse(lines: list[bytes], source: str) -> Iterator[AnyTraceEvent]:
 
 
 class TokenCounts:
-    """Number of tokens of a trace's texts. Only sums are known, of the prompts that were computed:
-    a call's texts share what is left of its prompt behind generated inputs, by their lengths."""
+    """Estimates the number of tokens of a trace's texts. The trace has only the token count of
+    each prompt. The tokens of generated inputs are subtracted, and the rest is divided among the
+    other texts by their length in characters."""
 
     def __init__(self, sessions: Iterable[TracedSession]) -> None:
         self._by_id: defaultdict[str, list[float]] = defaultdict(list)
@@ -125,7 +129,7 @@ class TokenCounts:
         self._mean = fmean(ratios) if ratios else _TOKENS_PER_CHAR
 
     def of(self, text_id: str, num_chars: int) -> int:
-        """Number of tokens of the characters that the id adds to the one before."""
+        """Estimated tokens of the chunk with this id and length."""
         ratios = self._by_id.get(text_id)
         return max(1, round(num_chars * (fmean(ratios) if ratios else self._mean)))
 
@@ -146,7 +150,7 @@ class TokenCounts:
 
 
 def _given_chars(session: TracedSession) -> dict[str, int]:
-    """Number of characters, by variable, of those that no model made."""
+    """Number of characters of each variable that no model generated."""
     given = {var_id: text.chars for var_id, text in session.native_texts.items()}
     for event in session.events:
         if isinstance(event, VariableLine | SetLine) and event.value is not None:
@@ -157,7 +161,7 @@ def _given_chars(session: TracedSession) -> dict[str, int]:
 def _ratio(
     call: CallLine, row: CompletionInfo, generated: dict[str, int], given: dict[str, int]
 ) -> float | None:
-    """Tokens per character of a call's texts, by its first completion."""
+    """Tokens per character of a call's texts before its first output. None if unknown."""
     num_tokens = row.cached_tokens + row.computed_tokens
     if not num_tokens or "successor_of" in call.options:
         return None
@@ -172,7 +176,7 @@ def _ratio(
 
 
 def _first_pieces(call: CallLine) -> Iterator[TraceText | str]:
-    """Yield the pieces before the first output."""
+    """The pieces of the template before the first output."""
     outputs = {parameter.name for parameter in call.parameters if parameter.is_output}
     for piece in call.pieces:
         if isinstance(piece, str) and piece in outputs:
