@@ -1,6 +1,6 @@
-"""The openai engine: a server with OpenAI's API stands behind it.
+"""The openai engine, which forwards work to a foreign server with OpenAI's API.
 
-This room turns a Generate into one request to that server, tries again what may pass, and
-translates its errors. It owns the texts of the engine's contexts and the turns of their jobs. It
-must not know of tokens or KV: the foreign server has those.
+This package turns a Generate into one request to the foreign server, retries temporary failures and
+translates errors. It stores the text of each context and orders the jobs of each context. Tokens
+and KV exist only in the foreign server.
 """

@@ -1,11 +1,11 @@
-"""Contexts whose contents are text: a tree, where a fork begins with a part of its parent.
+"""Contexts of text. They form a tree: a fork shares a prefix of its parent's text.
 
     context 7   "You are a poet. " "Write of rain."          parent_len = 0
     context 8   `--- 16 chars ---' "Write of snow."          forked from 7 at parent_len = 16
 
-Jobs on one context take turns in order of arrival, so a Generate may be sent while the Fill before
-it still waits. A fork may ask for more than its parent has yet; it waits for the turn of the
-parent's last job.
+Jobs of one context run in order of arrival, so ServeCore may send a Generate while the Fill before
+it is still waiting. A fork may need more text than its parent has. It then waits for the last job
+of the parent.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from parrot.protocol.errors import InvalidRequest, NotFound, OutOfMemory
 
 
 def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | GenerateRequest) -> None:
-    """`creator` is the piece of the same request that has created the context."""
+    """Raises `InvalidRequest` if `piece` names another parent than `creator`, the earlier piece of
+    the same request that created the context."""
     same_parent = piece.parent_context_id in (NO_PARENT, creator.parent_context_id)
     if not same_parent or piece.parent_len not in (None, creator.parent_len):
         raise InvalidRequest(
@@ -30,27 +31,27 @@ def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | Generat
 
 @dataclass(frozen=True, slots=True)
 class TextFork:
-    """A fork not yet carried out, since the parent had too little text. It takes of what the parent
-    has at the end of the turn `after`, or (None: the fork's own job writes to the parent) now. If
-    `length` is None, it takes all."""
+    """A pending fork, whose parent does not have enough text yet."""
 
-    length: int | None
+    length: int | None  # Characters of the parent to share. None: all.
+    # The fork happens after this turn of the parent. None: the fork's own job writes the parent's
+    # text, so the parent is complete when the fork's turn begins.
     after: "ContextTurn | None"
 
 
 @dataclass(slots=True, eq=False)
 class TextContext:
-    """`turns` are those that are not over, in order. Freed contexts live on as parents until their
-    last fork is gone. Only requests of its `salt` may use it."""
+    """A context. Only requests with its `salt` may use it. A freed context stays in memory as a
+    parent until all its forks are freed. Lengths are in characters."""
 
     context_id: int
     salt: str = ""
     parent: "TextContext | None" = None
-    parent_len: int = field(init=False, default=0)
-    fork: TextFork | None = field(init=False, default=None)
+    parent_len: int = field(init=False, default=0)  # Length of the prefix shared with the parent.
+    fork: TextFork | None = field(init=False, default=None)  # The pending fork that creates it.
     own_len: int = field(init=False, default=0)
     pieces: list[str] = field(init=False, default_factory=list)
-    turns: list["ContextTurn"] = field(init=False, default_factory=list)
+    turns: list["ContextTurn"] = field(init=False, default_factory=list)  # Unfinished, in order.
 
     def __len__(self) -> int:
         return self.parent_len + self.own_len
@@ -66,7 +67,8 @@ class TextContext:
         return "".join(reversed(parts))
 
     def carry_out(self, fork: TextFork) -> None:
-        """Raises `NotFound` if the parent is too short. The fork's turn must be over."""
+        """Set `parent_len`. The turn `fork.after` must be over. Raises `NotFound` if the parent is
+        too short."""
         assert self.parent is not None
         known = len(self.parent) if fork.after is None else fork.after.final_len
         if fork.length is not None and fork.length > known:
@@ -79,8 +81,8 @@ class TextContext:
 
 
 class ContextTurn:
-    """One job's place in the order of a context, behind all that have one. `final_len`: the
-    context's length when the turn was over."""
+    """The turn of one job on a context. It begins after all earlier turns of the context are over.
+    `final_len` is the context's length in characters at the end of the turn."""
 
     def __init__(self, context: TextContext, job: Any) -> None:
         self.context = context
@@ -91,7 +93,7 @@ class ContextTurn:
         context.turns.append(self)
 
     async def ready(self) -> TextContext:
-        """The context, when it is this turn's and its fork is carried out."""
+        """Wait until the turn begins and a pending fork is done. Returns the context."""
         if self._before is not None:
             await self._before.wait()
         if (fork := self.context.fork) is not None:
@@ -101,7 +103,7 @@ class ContextTurn:
         return self.context
 
     def leave(self) -> None:
-        """Let the next job begin. Leaving twice is harmless."""
+        """End the turn, so that the next job can begin. Idempotent."""
         if not self.over.is_set():
             self.final_len = len(self.context)
             self.over.set()
@@ -109,10 +111,10 @@ class ContextTurn:
 
 
 class TextContexts:
-    """Owns all contexts of an engine. A fork's shared part counts once, at its parent."""
+    """All contexts of an engine. Text that a fork shares with its parent is counted once."""
 
     def __init__(self, capacity: int) -> None:
-        """`capacity` in characters."""
+        """`capacity` is in characters."""
         self.capacity = capacity
         self.num_chars = 0
         self._contexts: dict[int, TextContext] = {}
@@ -123,8 +125,10 @@ class TextContexts:
     def enter(
         self, wanted: Iterable[FillPiece | GenerateRequest], job: object, salt: str = ""
     ) -> dict[int, ContextTurn]:
-        """Take a turn on every context that a job uses, creating those that are new. A parent that
-        is unknown, of another salt, or known to be too short, raises and leaves nothing behind."""
+        """Create new contexts of a job and take a turn on each of its contexts.
+
+        Raises `NotFound` if a parent is unknown, has another salt or is too short, and
+        `InvalidRequest` for contradictory pieces. After an error nothing has changed."""
         turns: dict[int, ContextTurn] = {}
         created: dict[int, FillPiece | GenerateRequest] = {}
         try:
@@ -170,7 +174,7 @@ class TextContexts:
         self.append(context, text)
 
     def append(self, context: TextContext, text: str) -> None:
-        """For generated text: never refused. A context freed meanwhile is not counted."""
+        """Append generated text, even above the capacity. A freed context is not counted."""
         if text:
             context.pieces.append(text)
             context.own_len += len(text)

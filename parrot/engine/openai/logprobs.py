@@ -1,5 +1,5 @@
-"""Log probabilities as OpenAI's two endpoints tell them. What exactly they are of, the server
-decides."""
+"""Log probabilities in the formats of OpenAI's two endpoints. Their exact meaning, such as before
+or after temperature, depends on the foreign server."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 
-_NEVER = -9999.0  # OpenAI's log probability of a token that is too unlikely to tell
+_NEVER = -9999.0  # OpenAI's log probability for tokens of negligible probability.
 _BYTES = re.compile(r"bytes:((?:\\x[0-9a-fA-F]{2})+)")
 
 _Scored = tuple[bytes, float | None]
@@ -35,7 +35,7 @@ class _Entry(_Likely):
 
 
 class ChoiceLogprobs(BaseModel):
-    """`content`: of chats. The rest: of completions."""
+    """Chats have `content`. Completions have the other fields."""
 
     content: list[_Entry] | None = None
     tokens: list[str] | None = None
@@ -44,8 +44,8 @@ class ChoiceLogprobs(BaseModel):
 
 
 def prompt_logprobs(given: ChoiceLogprobs | None, num_tokens: int, num_top: int) -> Logprobs:
-    """Log probabilities of an echoed prompt's tokens; of the first nothing is known. Raises
-    `UnsupportedField` if the server has told others, or none."""
+    """Log probabilities of an echoed prompt's tokens. The first token has none and gets 0. Raises
+    `UnsupportedField` if the server did not return log probabilities of the prompt."""
     found, rows = AnswerLogprobs(num_top), list(() if given is None else _rows(given))
     if not num_tokens or len(rows) < num_tokens or rows[0][0][1] is not None:
         text = "the server behind this engine tells no log probabilities of prompts"
@@ -56,7 +56,8 @@ def prompt_logprobs(given: ChoiceLogprobs | None, num_tokens: int, num_top: int)
 
 
 def logprob_fields(sampling: SamplingConfig, *, is_chat: bool) -> dict[str, Any]:
-    """The fields that ask for them. Some servers take 0 for no."""
+    """The request fields that ask for log probabilities. Completions ask for at least 1, because
+    some servers treat 0 as "no"."""
     if sampling.logprobs is None:
         return {}
     if not is_chat:
@@ -66,7 +67,8 @@ def logprob_fields(sampling: SamplingConfig, *, is_chat: bool) -> dict[str, Any]
 
 
 class AnswerLogprobs:
-    """Log probabilities of one answer as it comes; `part` has what no chunk has told yet."""
+    """Collects the log probabilities of one answer, chunk by chunk. `whole` is None if they were
+    not requested."""
 
     def __init__(self, num_top: int | None) -> None:
         self._width = 1 + (num_top or 0)
@@ -74,7 +76,7 @@ class AnswerLogprobs:
         self.whole = None if num_top is None else self._empty()
 
     def add(self, given: ChoiceLogprobs | None) -> None:
-        """Nothing happens if none are wanted."""
+        """Add the log probabilities of a chunk. No effect if they were not requested."""
         if given is not None:
             self.add_rows(_rows(given))
 
@@ -93,6 +95,7 @@ class AnswerLogprobs:
             self.whole.add([*ids, *[-1] * missing], [*values, *[_NEVER] * missing])
 
     def part(self) -> Logprobs | None:
+        """The rows since the last call. None without rows."""
         if not self.whole:
             return None
         told, self._told = self._told, len(self.whole)
@@ -101,8 +104,8 @@ class AnswerLogprobs:
         return part
 
     def of_text(self, text: str) -> Logprobs | None:
-        """The whole, without tokens at the end that are no part of the text: what ended it. None if
-        the server told nothing."""
+        """All rows whose tokens are in `text`, without the stop string or stop token at the end.
+        None if the server sent no log probabilities."""
         found, ends = self.whole, text.encode()
         if not found:
             return None
@@ -110,7 +113,7 @@ class AnswerLogprobs:
         size, num = sum(map(len, tokens)), len(tokens)
         while num and size - len(tokens[num - 1]) >= len(ends):
             if tokens[num - 1] and ends.endswith(tokens[num - 1]):
-                break  # the server has stripped white space elsewhere
+                break  # The token is in the text. The server stripped white space elsewhere.
             num -= 1
             size -= len(tokens[num])
         return found.part(0, num)
@@ -120,7 +123,7 @@ class AnswerLogprobs:
 
 
 def _rows(given: ChoiceLogprobs) -> Iterator[_Row]:
-    """A token, and the likely ones in its place."""
+    """Yield each token with the most likely tokens at its position."""
     for entry in given.content or ():
         yield entry.scored(), [one.scored() for one in entry.top_logprobs or ()]
     tokens, values = given.tokens or [], given.token_logprobs or []
@@ -131,7 +134,8 @@ def _rows(given: ChoiceLogprobs) -> Iterator[_Row]:
 
 
 def _bytes(token: str) -> bytes:
-    """A token as completions name it; one that is a part of a character by its bytes."""
+    """The bytes of a token of /completions. A token that is a part of a character has the form
+    `bytes:\\xe2\\x82`."""
     found = _BYTES.fullmatch(token)
     return token.encode() if found is None else bytes.fromhex(found[1].replace("\\x", ""))
 

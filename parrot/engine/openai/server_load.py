@@ -1,4 +1,4 @@
-"""Reads the load of a foreign server, which may serve others, too."""
+"""Reads the load of a foreign server, which may also serve other clients."""
 
 import logging
 import math
@@ -13,8 +13,8 @@ from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILURES = 3  # in a row, until what was read before them is too old
-_MAX_REQUESTS = 10**6
+_MAX_FAILURES = 3  # Consecutive failures after which the last known load is dropped.
+_MAX_REQUESTS = 10**6  # Upper bound for a reported number of requests.
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{([^}\n]*)\})? ([^\s]+)", re.MULTILINE)
 
@@ -22,9 +22,10 @@ _SAMPLE = re.compile(r"^([\w:]+)(?:\{([^}\n]*)\})? ([^\s]+)", re.MULTILINE)
 def read_load(
     metrics: str, names: LoadMetrics, num_sent: int, kv_tokens: int = 0
 ) -> ServerLoad | None:
-    """Find the load in the text of `/metrics`; None if it does not tell the number of running
-    requests. `num_sent`: requests that this engine has there; `kv_tokens`: size of the KV cache, 0
-    if it is not known."""
+    """Read the load from the text of `/metrics`. None if the number of running requests is missing.
+
+    `num_sent`: this engine's own requests in the server. `kv_tokens`: size of the server's KV
+    cache in tokens, 0 if unknown."""
     wanted = {name for group in (names.running, names.waiting, names.usage) for name in group}
     found: dict[str, dict[str, float]] = {}
     for name, replica, value in _samples(metrics, wanted, names.replica):
@@ -49,8 +50,8 @@ def read_load(
 
 
 def _samples(metrics: str, wanted: set[str], label: str) -> Iterator[tuple[str, str, float]]:
-    """Yield name, replica and value of the wanted series. Where one counts by something else too,
-    such as priority or rank, the largest of a replica is its whole."""
+    """Yield name, replica and value of each wanted series. A replica can have several series of one
+    name, for example one per rank. The caller takes the largest."""
     for name, labels, text in _SAMPLE.findall(metrics):
         if name in wanted:
             try:
@@ -62,13 +63,13 @@ def _samples(metrics: str, wanted: set[str], label: str) -> Iterator[tuple[str, 
 
 
 def _first(found: dict[str, dict[str, float]], names: tuple[str, ...]) -> list[float]:
-    """The values, by replica, of the first of the names that is there."""
+    """The values of all replicas for the first name that the metrics contain."""
     return next((list(found[name].values()) for name in names if name in found), [])
 
 
 class LoadWatch:
-    """Reads the server's load when it is told to, one reading at a time. `latest`: the newest; None
-    before the first, and once several in a row have failed."""
+    """Reads the server's load on request, one reading at a time. `latest` is the newest load. It is
+    None before the first reading and after three consecutive failures."""
 
     def __init__(
         self,
@@ -76,7 +77,8 @@ class LoadWatch:
         num_sent: Callable[[], int],
         on_read: Callable[[ServerLoad | None], None],
     ) -> None:
-        """`num_sent`: requests that this engine has there now. `on_read` gets each new `latest`."""
+        """`num_sent` returns the number of this engine's requests in the server. `on_read` receives
+        each new value of `latest`."""
         self._upstream = upstream
         self._num_sent = num_sent
         self._on_read = on_read
@@ -85,7 +87,7 @@ class LoadWatch:
         self.latest: ServerLoad | None = None
 
     def begin(self) -> None:
-        """Read the load anew, unless that is under way or the server is not known to tell it."""
+        """Start a reading. No effect while one is running, or if the server has no load metrics."""
         names = self._upstream.load_metrics
         if names is not None and not len(self._tasks):
             self._tasks.spawn(self._read(names), name="read the server's load")
@@ -104,7 +106,8 @@ class LoadWatch:
                 self._set(None)
             return
         self._num_failures = 0
-        # What came or went meanwhile must not look like another's.
+        # Take the larger number, so that own requests that began or finished during the reading do
+        # not count as requests of other clients.
         num_sent = max(before, self._num_sent())
         kv_tokens = self._upstream.capabilities.kept_tokens or 0
         self._set(read_load(metrics, names, num_sent, kv_tokens))

@@ -1,4 +1,4 @@
-"""The openai engine: contexts are text, a Generate is one request to a foreign server."""
+"""The openai engine. Contexts are text, and a Generate is one request to a foreign server."""
 
 import asyncio
 import heapq
@@ -63,17 +63,17 @@ from parrot.protocol.errors import (
 from parrot.utils.clock import Clock, MonotonicClock
 
 _R = TypeVar("_R")
-_LATENCY_SMOOTHING = 0.1
+_LATENCY_SMOOTHING = 0.1  # Weight of the newest answer in the moving average of latencies.
 
 
 @dataclass(eq=False)
 class _Asked(Generic[_R]):
-    """One request. `error` is why it was aborted, if it was. The last of `chunks` is None."""
+    """One request of this engine."""
 
     turns: dict[int, ContextTurn]
-    chunks: "asyncio.Queue[StreamChunk | None]"
+    chunks: "asyncio.Queue[StreamChunk | None]"  # None marks the end.
     task: "asyncio.Task[_R]" = field(init=False)
-    error: ParrotError | None = None
+    error: ParrotError | None = None  # The reason of an abort.
 
     async def result(self) -> _R:
         try:
@@ -85,8 +85,8 @@ class _Asked(Generic[_R]):
 
 
 class PriorityGate:
-    """At most `limit` are inside. Who waits enters by priority (lower first), then by arrival. The
-    limit may be lowered: who is inside stays."""
+    """Admits at most `limit` requests at a time: by priority (lower first), then by arrival. If the
+    limit is lowered, admitted requests stay."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -116,7 +116,7 @@ class PriorityGate:
             raise
 
     def _leave(self) -> None:
-        """Give the place to the first who still waits for one, unless there are too many."""
+        """Admit the first waiting request that was not cancelled, unless the limit is exceeded."""
         while self._waiting and self.num_inside <= self.limit:
             _, _, admitted = heapq.heappop(self._waiting)
             if not admitted.done():
@@ -126,26 +126,24 @@ class PriorityGate:
 
 
 class _Totals(NamedTuple):
-    """Sums of the server's work so far: answers and their tokens of context, times seconds, and
-    prompt tokens computed."""
+    """Totals of the server's work so far."""
 
-    answer_s: float = 0.0
-    token_s: float = 0.0
-    prompt_tokens: float = 0.0
+    answer_s: float = 0.0  # Concurrent answers, integrated over seconds.
+    token_s: float = 0.0  # Context tokens of concurrent answers, integrated over seconds.
+    prompt_tokens: float = 0.0  # Prompt tokens computed.
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """One answer under way; `usage` is set when it is there."""
+    """A running answer. The caller sets `usage` when the server reports it."""
 
     usage: Usage | None = None
 
 
 class AnswerCosts:
-    """Takes the server to make one step for each token of an answer, beside all other answers that
-    are under way: this engine's, and others' as far as `heed` tells. What is not told makes steps
-    look slower, as they are. `latency_s`: seconds that an answer took of late, of `num_answered` so
-    far."""
+    """Estimates the step costs of the foreign server from its answers. The model: each token of an
+    answer takes one step, which the answer shares with all concurrent answers of this engine and,
+    if known, of other clients. `latency_s` is a moving average of seconds per answer."""
 
     def __init__(self, clock: Clock) -> None:
         self.num_answered = 0
@@ -159,17 +157,18 @@ class AnswerCosts:
         self._others = ServerLoad()
 
     def heed(self, load: ServerLoad | None) -> None:
-        """Count from now on what others have the server do; None: not known."""
+        """Include the other clients' load from now on. None: unknown."""
         self._advance()
         self._others = load or ServerLoad()
 
     def costs(self) -> StepCosts | None:
-        """The costs; None before the first answer that counts its tokens."""
+        """The estimated costs. None before the first answer with a token count."""
         return self._fit.costs()
 
     @contextmanager
     def answering(self, num_tokens: float) -> Iterator[TimedAnswer]:
-        """An answer is under way inside; its prompt has about `num_tokens`."""
+        """Measure one answer, from the start to the end of the block. `num_tokens` is the estimated
+        length of its prompt in tokens."""
         before, began = self._advance(), self._since
         self._num_answers += 1
         self._num_tokens += num_tokens
@@ -210,8 +209,8 @@ class AnswerCosts:
 
 
 class OpenAIService:
-    """An `EngineService`. Lengths are characters throughout; only the usage of an answer is in
-    tokens, as the foreign server counts them."""
+    """An `EngineService`. All lengths are in characters. Only the usage of an answer is in tokens,
+    as the foreign server reports it."""
 
     def __init__(
         self,
@@ -220,7 +219,7 @@ class OpenAIService:
         clock: Clock | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """Raises `ConfigError` when the key is missing. Connects to nothing."""
+        """Does not connect. Raises `ConfigError` if the API key is missing."""
         self._config = config
         self._clock = clock or MonotonicClock()
         self._upstream = Upstream(config, environ)
@@ -234,17 +233,18 @@ class OpenAIService:
         self._state = ServiceState.LOADING
 
     async def start(self) -> None:
-        """Ask the server what it is. It may still be starting: it is asked again when needed."""
+        """Probe the kind of the server. If the server does not answer yet, a later request probes
+        again."""
         await self._upstream.probe()
         self._heed_the_server()
         self._state = ServiceState.READY
 
     def state(self) -> ServiceState:
-        """Never `LOST`: the server may come back."""
+        """Never `LOST`, because the foreign server may recover."""
         return self._state
 
     async def prepare(self, request: GenerateRequest) -> None:
-        """The server behind does it all."""
+        """No preparation: the foreign server does all the work."""
 
     async def fill(self, request: FillRequest) -> FillResponse:
         _require_text([request])
@@ -319,8 +319,8 @@ class OpenAIService:
         await self.free_contexts([context.context_id for context in self._contexts])
 
     def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
-        """With each heartbeat the server's load is read for the next one, which waits for
-        nothing."""
+        """The engine's state. A heartbeat also starts a reading of the server's load, whose result
+        is in the next heartbeat."""
         if told is not None and self._state is ServiceState.READY:
             self._watch.begin()
         capacity, used = self._contexts.capacity, self._contexts.num_chars
@@ -390,8 +390,8 @@ class OpenAIService:
         salt: str,
         work: Callable[[_Asked[_R]], Coroutine[Any, Any, _R]],
     ) -> _Asked[_R]:
-        """Take the request's turns at once, since order of arrival is order of calling. The work is
-        a task of its own, so that whoever frees its context can stop it."""
+        """Take the request's turns now, so that turns are in order of arrival. The work runs in its
+        own task, which `free_contexts` can cancel."""
         if self._state is not ServiceState.READY:
             raise Unavailable("the engine is not running")
         if len(self._jobs) >= self._config.max_requests:
@@ -418,7 +418,8 @@ class OpenAIService:
     async def _fill(
         self, job: _Asked[Any], pieces: Sequence[FillPiece], kept: int | None = None
     ) -> None:
-        """In order. A context that this job needs no more is free for the next one."""
+        """Fill the pieces in order. After its last piece, a context other than `kept` is released
+        to the next job."""
         last_use = {piece.context_id: at for at, piece in enumerate(pieces)}
         for at, piece in enumerate(pieces):
             turn = job.turns[piece.context_id]
@@ -454,7 +455,7 @@ class OpenAIService:
         text: str,
         logprobs: AnswerLogprobs,
     ) -> None:
-        """The answer goes on with `text`."""
+        """Append `text` to the answer and to the context, and send it as a chunk."""
         if text:
             texts.append(text)
             self._contexts.append(context, text)
@@ -464,8 +465,8 @@ class OpenAIService:
     async def _ask(
         self, job: _Asked[Any], context: TextContext, request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
-        """One exchange with the server. An unstreamed answer comes all at once: its prefill is part
-        of `decode_s`. Where a server counts nothing, a chunk of a stream is taken for a token."""
+        """One request to the server and its answer. Without a stream, prefill time is included in
+        `decode_s`. If the server reports no usage, each chunk of a stream counts as one token."""
         stream = stream or self._upstream.is_serial
         started = first_text = self._clock.now()
         texts: list[str] = []
@@ -516,7 +517,8 @@ class OpenAIService:
 
 
 def _needs(request: GenerateRequest) -> frozenset[str]:
-    """See `Capabilities`; servers that take conversations keep to schemas there."""
+    """The features that the request needs, see `Capabilities`. A conversation needs `messages`
+    instead of `json_schema`, because chat endpoints support schemas."""
     needs = request.sampling_config.needs()
     return needs if request.conversation is None else needs - {"json_schema"} | {"messages"}
 

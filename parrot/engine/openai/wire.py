@@ -1,4 +1,4 @@
-"""OpenAI's request and answer bodies, for /completions and /chat/completions."""
+"""Request and answer bodies of OpenAI's /completions, /chat/completions and /embeddings."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -23,22 +23,22 @@ class _Function(BaseModel):
 
 
 class CallDelta(BaseModel):
-    """A call of a tool, or a part of the one with this index."""
+    """A tool call, or a chunk of the tool call with this index."""
 
     index: int | None = None
     function: _Function = _Function()
 
 
 class AnswerWriter:
-    """Writes answers that say more than text as text, see `conversation` of `GenerateRequest`:
-    reasoning goes before what is said, and calls of tools behind it."""
+    """Writes an answer of several parts as one text: reasoning, then the answer's text, then tool
+    calls. See `conversation` of `GenerateRequest`."""
 
     def __init__(self) -> None:
         self._is_reasoning = False
         self._calls: dict[int, _Function] = {}
 
     def add(self, reasoning: str, text: str, calls: list[CallDelta]) -> str:
-        """The text of one more chunk."""
+        """The text to append for one chunk. Tool calls are collected until `finish`."""
         written = ""
         if reasoning:
             written += reasoning if self._is_reasoning else f"<think>\n{reasoning}"
@@ -53,7 +53,7 @@ class AnswerWriter:
         return written
 
     def finish(self) -> str:
-        """The answer has ended."""
+        """The rest of the text after the last chunk: the end of the reasoning, and tool calls."""
         return self._end_of_reasoning() + "".join(self._written_calls())
 
     def _end_of_reasoning(self) -> str:
@@ -65,7 +65,7 @@ class AnswerWriter:
             try:
                 arguments = orjson.loads(call.arguments or "{}")
             except orjson.JSONDecodeError:
-                arguments = call.arguments  # no call, then, but nothing is lost
+                arguments = call.arguments  # Not a valid call, but its text is kept.
             shown = orjson.dumps({"name": call.name, "arguments": arguments}).decode()
             yield f"\n<tool_call>\n{shown}\n</tool_call>"
 
@@ -88,8 +88,8 @@ _VLLM_KINDS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Model, endpoint and field names of all requests, fixed by the configuration; `is_chat` not
-    for conversations."""
+    """Model, endpoint and field names of all requests, from the configuration. Conversations use
+    the chat endpoint even if `is_chat` is False."""
 
     model: str
     is_chat: bool
@@ -102,17 +102,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question; KV may be shared among questions of the same `salt`, and one of a lower
-    `priority` goes first. `echoes`: the prompt is part of the answer. `traceparent`: the span that
-    its own would be below. `conversation`: in place of the prompt, see `GenerateRequest`."""
+    """One request to the foreign server."""
 
     prompt: str | list[int]
     sampling: SamplingConfig
-    salt: str = ""
-    priority: int = 0
-    echoes: bool = False
-    traceparent: str = ""
-    conversation: Mapping[str, Any] | None = None
+    salt: str = ""  # The server may share KV between requests with the same salt.
+    priority: int = 0  # Lower runs first.
+    echoes: bool = False  # The answer includes the prompt.
+    traceparent: str = ""  # The parent span.
+    conversation: Mapping[str, Any] | None = None  # Replaces the prompt, see `GenerateRequest`.
 
 
 def request_body(
@@ -123,7 +121,7 @@ def request_body(
     *,
     stream: bool,
 ) -> dict[str, Any]:
-    """The caller has checked that the server's `features` are what its sampling asks for."""
+    """The JSON body. The caller has checked that `features` include all that the sampling needs."""
     sampling, is_chat = question.sampling, target.asks_chat(question)
     length_field = target.chat_length_field if is_chat else "max_tokens"
     body: dict[str, Any] = {
@@ -152,14 +150,15 @@ def request_body(
 
 
 def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises `UnsupportedField` for an option of the template that the server does not take."""
+    """The body's fields for a conversation. Raises `UnsupportedField` if the server does not accept
+    a template option."""
     if unknown := given.keys() - _CONVERSATION:
         raise InvalidRequest(f"`{min(unknown)}` is no part of a conversation", param="conversation")
     if dialect.takes_options:
         return dict(given)
     body = {name: value for name, value in given.items() if name != "chat_template_kwargs"}
     options = given.get("chat_template_kwargs", {}).keys()
-    effort = {"reasoning_effort", "enable_thinking", "thinking"}  # all say the same
+    effort = {"reasoning_effort", "enable_thinking", "thinking"}  # Synonyms.
     if options - (effort if "reasoning_effort" in given else set()):
         text = f"a {dialect.name} server takes no `{min(options)}`"
         raise UnsupportedField(text, param="chat_template_kwargs")
@@ -171,8 +170,8 @@ def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, Any]:
-    """Only what the request sets: the server's defaults hold for the rest, and some servers and
-    models know few fields."""
+    """Only the fields that the request sets. The server's defaults apply to other fields, and some
+    servers reject unknown fields."""
     fields = sampling.model_dump(include=set(_SAME_NAMES), exclude_defaults=True)
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
@@ -209,7 +208,7 @@ class _Message(BaseModel):
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name of it
+    reasoning: str | None = None  # vLLM's name of `reasoning_content`.
     tool_calls: list[CallDelta] | None = None
 
 
@@ -219,7 +218,7 @@ class _Choice(BaseModel):
     delta: _Message | None = None
     finish_reason: str | None = None
     logprobs: ChoiceLogprobs | None = None
-    stop_reason: str | int | None = None  # vLLM's: the stop string or token that ended the text
+    stop_reason: str | int | None = None  # vLLM: the stop string or token that ended the text.
 
 
 class _PromptDetails(BaseModel):
@@ -238,7 +237,7 @@ class WireUsage(BaseModel):
 
 
 class ServerAnswer(BaseModel):
-    """A whole answer, or one chunk of a stream."""
+    """A complete answer, or one chunk of a stream."""
 
     choices: list[_Choice] = []
     usage: WireUsage | None = None
@@ -251,7 +250,7 @@ class ServerAnswer(BaseModel):
         return self.choices[0].text or (message and message.content) or ""
 
     def written(self, writer: AnswerWriter) -> str:
-        """All that it says, in the words of `writer`."""
+        """The text of all parts of the answer, from `writer`."""
         if (message := self._message) is None:
             return ""
         reasoning = message.reasoning_content or message.reasoning or ""
@@ -267,13 +266,13 @@ class ServerAnswer(BaseModel):
 
     @property
     def stop_string(self) -> str | None:
-        """The one that ended the text, of servers that tell."""
+        """The stop string that ended the text, if the server reports it."""
         reason = self.choices[0].stop_reason if self.choices else None
         return reason if isinstance(reason, str) else None
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while the text goes on. Raises when it ended as no text should."""
+        """None before the end. Raises `EngineFailed` if the server aborted the text."""
         reason = self.choices[0].finish_reason if self.choices else None
         if reason is None:
             return None
@@ -286,7 +285,7 @@ _UNFINISHED = frozenset({"content_filter", "abort", "error", "function_call"})
 
 
 def parse_answer(payload: Any) -> ServerAnswer:
-    """Raises `EngineFailed` when it is none, and when the model refused to answer in the schema."""
+    """Raises `EngineFailed` if the payload is not an OpenAI answer, or if the model refused."""
     try:
         answer = ServerAnswer.model_validate(payload)
     except ValidationError:
@@ -303,8 +302,8 @@ class _Embedding(BaseModel):
     embedding: list[float] | list[list[float]]
 
     def unit(self) -> list[float]:
-        """The vector with length 1. Raises `UnsupportedField` for one of each token, and
-        `EngineFailed` for one that has no direction."""
+        """The normalized vector. Raises `UnsupportedField` for one vector per token, and
+        `EngineFailed` for a vector that is 0 or not finite."""
         vector = [value for value in self.embedding if not isinstance(value, list)]
         if len(vector) < len(self.embedding):
             text = "the server behind this engine makes an embedding of each token, not of a text"
@@ -321,7 +320,8 @@ class Embeddings(BaseModel):
 
 
 def parse_embeddings(payload: Any, count: int) -> Embeddings:
-    """In the order of their inputs. Raises `EngineFailed` unless there are so many."""
+    """The embeddings in the order of the inputs. Raises `EngineFailed` unless their number is
+    `count`."""
     try:
         answer = Embeddings.model_validate(payload)
     except ValidationError:
