@@ -1,5 +1,5 @@
-"""The only room that all tiers share: what crosses the boundary of a process.
+"""The package that clients, ServeCore and engines share: all that crosses a process boundary.
 
-It owns the payloads of both APIs, the tree of errors with its statuses, the transports and the two
-clients on them, and what servers have in common. It knows nothing of what any tier does with a
-request, and holds no state but connections."""
+It contains the payloads of both APIs, the errors with their HTTP statuses, the transports, the
+clients of both APIs, and the common parts of servers. It does not process requests, and connections
+are its only state."""

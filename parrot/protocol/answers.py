@@ -1,12 +1,11 @@
-"""Answers on their way out: JSON, errors in one form, and server-sent events, which are given up
-when the client goes away.
+"""Responses of servers: JSON, errors in one format, and server-sent events. Work for a client that
+disconnects is cancelled.
 
-Only servers import this module and those that take requests; they need FastAPI.
+Only servers import this module, because it needs FastAPI.
 
-The app of a server, and what stands before its routes, from outside in: it answers only under
-its own names (`HostGuard`), to bodies that are not too large (`BodyLimit`), and whatever goes wrong
-behind is an answer (`ErrorBoundary`). Servers put their own layers before and behind these, where
-they are configured.
+It also creates the app of a server with layers around its routes, from outside in: `HostGuard`
+rejects foreign host names, `BodyLimit` rejects large bodies, and `ErrorBoundary` turns exceptions
+into error responses. Servers add their own layers before and after these.
 """
 
 import asyncio
@@ -57,12 +56,13 @@ from parrot.utils.tasks import TaskSet
 logger = logging.getLogger(__name__)
 
 JSON = "application/json"
-KEEP_ALIVE_S = 15.0
-_REFUSAL_S = 10.0
+KEEP_ALIVE_S = 15.0  # Seconds without events after which a stream sends a comment.
+_REFUSAL_S = 10.0  # Seconds after which a stream begins without an event. See `EventStream`.
 _KEEP_ALIVE = b": keep-alive\n\n"
-_TURN_BYTES = 2**16
-_TURN_ITEMS = 4096  # of a list in an answer
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies pass it on
+_TURN_BYTES = 2**16  # Bytes that a stream sends before it yields to other tasks.
+_TURN_ITEMS = 4096  # Items of a list that are encoded before other tasks may run.
+# Proxies must forward events immediately.
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 _JSON_HEADER = b"content-type", JSON.encode()
 _HEADERS = {
@@ -75,7 +75,7 @@ R = TypeVar("R")
 
 
 class JsonResponse(Response):
-    """The fast way out, for JSON that is encoded already."""
+    """A fast response with encoded JSON and status 200."""
 
     def __init__(self, body: bytes) -> None:
         self.status_code = 200
@@ -89,7 +89,7 @@ def json_response(model: BaseModel) -> Response:
 
 
 def json_bytes(model: BaseModel) -> bytes:
-    """The bytes of what `model_dump_json` gives, without making a text of it first."""
+    """As `model_dump_json`, but directly as bytes."""
     return bytes(model.__pydantic_serializer__.to_json(model))
 
 
@@ -101,11 +101,12 @@ def has_long_list(model: BaseModel) -> bool:
 
 
 async def json_in_turns(model: BaseModel) -> bytes:
-    """The same for a model without aliases; others may go on while its long lists are encoded."""
+    """As `json_bytes`, for a model without aliases. Other tasks may run while long lists are
+    encoded."""
     fields: list[bytes] = []
     for name, value in model:
         if not isinstance(value, list) or len(value) <= _TURN_ITEMS:
-            # The model's own serializer, which knows how the fields of its classes are written.
+            # Use the model's own serializer, which knows the serializers of its fields.
             field = model.__pydantic_serializer__.to_json(model, include={name})
             fields.append(field[1:-1])
             continue
@@ -118,11 +119,11 @@ async def json_in_turns(model: BaseModel) -> bytes:
 
 
 ErrorForm = Callable[[Request, ParrotError], tuple[int, Mapping[str, Any]]]
-"""The status and the JSON of an error that a request gets."""
+"""Returns the status and the JSON payload for an error of a request."""
 
 
 def own_form(request: Request, error: ParrotError) -> tuple[int, Mapping[str, Any]]:
-    """Parrot's own: see errors.py."""
+    """Parrot's own error format, see errors.py."""
     return error.status, error.to_payload()
 
 
@@ -145,15 +146,16 @@ def error_response(
 
 
 async def run_until_disconnect(request: Request, work: Awaitable[R]) -> R:
-    """Await `work`, but cancel it and raise `Cancelled` as soon as the client has gone. Work that
-    does not suspend costs no more than itself: nobody watches it."""
+    """Await `work`. When the client disconnects, cancel it and raise `Cancelled`. Work that never
+    suspends has no overhead, because the connection is watched only from the first suspension."""
     this = asyncio.current_task()
     assert this is not None
     watcher: asyncio.Future[None] | None = None
     is_over = False
 
     def interrupt(watcher: asyncio.Future[None]) -> None:
-        if not is_over:  # the work may have ended in the turn in which the client has gone
+        # The work may finish in the iteration in which the client disconnects.
+        if not is_over:
             this.cancel()
 
     def watch() -> None:
@@ -181,21 +183,20 @@ async def _disconnected(request: Request) -> None:
 
 
 Event = tuple[str | None, BaseModel | Mapping[str, Any] | str]
-"""The name of a server-sent event, if it has one, and its data: JSON, or a line as it is."""
+"""The optional name of a server-sent event, and its data: JSON, or one line of text."""
 
 
 Events = Event | list[Event] | bytes
-"""Events that are sent at once; bytes are encoded already."""
+"""Events that are sent together. Bytes are already encoded."""
 
 
 class EventStream(Response):
-    """Server-sent events, with keep-alive comments while there are none. An exception of the
-    iterator becomes a final `error` event: the stream never just stops. A client that leaves
-    cancels the iterator.
+    """Server-sent events, with keep-alive comments. An exception of the iterator becomes a final
+    `error` event. A client that disconnects cancels the iterator.
 
-    `refuse` makes the answer for an error. If it is given, the stream begins with its first event,
-    or after 10 s: an error before that is answered so, and the data of a later one is what would
-    have been the answer's body."""
+    `refuse` makes the response for an error. With `refuse`, the stream begins with its first event
+    or after 10 s. An error before that is a normal response, and a later error is an event with
+    the same body."""
 
     media_type = "text/event-stream"
 
@@ -226,15 +227,15 @@ class EventStream(Response):
             await self._refuse(error)(scope, receive, send)
 
     async def _send_all(self, send: Send) -> None:
-        """Raises the error of a stream that has not begun."""
+        """Send all events. Raises the error of a stream that has not begun."""
         loop, tasks = asyncio.get_running_loop(), TaskSet()
         if self._refuse is None:
             await self._begin(send)
-        idle = loop.call_later(  # most streams are over before
+        idle = loop.call_later(  # Most streams end before this timer fires.
             KEEP_ALIVE_S if self._has_begun else _REFUSAL_S,
             lambda: tasks.spawn(self._keep_alive(send), name="keep-alive"),
         )
-        size = 0  # of what was sent in this turn of the loop
+        size = 0  # Bytes sent in this iteration of the event loop.
         try:
             async with aclosing(self._encoded()) as chunks:
                 async for chunk in chunks:
@@ -242,8 +243,9 @@ class EventStream(Response):
                     self._sent_at = loop.time()
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     if (size := size + len(chunk)) > _TURN_BYTES:
+                        # Without this, an iterator that never waits would block the event loop.
                         size = 0
-                        await asyncio.sleep(0)  # events that never wait leave nobody else a turn
+                        await asyncio.sleep(0)
         finally:
             idle.cancel()
             if tasks:
@@ -252,7 +254,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin(self, send: Send) -> None:
-        """No effect if it has begun."""
+        """Send the header of the response, unless it was sent."""
         if not self._has_begun:
             self._has_begun = True
             self._sent_at = asyncio.get_running_loop().time()
@@ -290,7 +292,7 @@ class EventStream(Response):
                 await aclose()
 
     def _failed(self, error: ParrotError) -> bytes:
-        """The last event. Raises the error if the stream has not begun."""
+        """The final `error` event. Raises the error if the stream has not begun."""
         if not self._has_begun:
             raise error
         if self._refuse is None:
@@ -299,7 +301,7 @@ class EventStream(Response):
 
 
 def _event_bytes(name: str | None, payload: BaseModel | Mapping[str, Any] | str) -> bytes:
-    """JSON has no line breaks, so each event is one line of data."""
+    """The encoded event. JSON has no line breaks, so the data is one line."""
     if isinstance(payload, BaseModel):
         data = json_bytes(payload)
     else:
@@ -310,15 +312,15 @@ def _event_bytes(name: str | None, payload: BaseModel | Mapping[str, Any] | str)
 
 
 Check = Callable[[Request], object]
-"""Raises `AuthenticationFailed` or `PermissionDenied` for a request that may not be made."""
+"""Raises `AuthenticationFailed` or `PermissionDenied` if the request is not allowed."""
 
 ANY_HOST = "*"
-_MAX_REQUEST_ID = 128  # characters
-_REMEMBERED = 256  # names, each with its port
+_MAX_REQUEST_ID = 128  # Characters of a client's request id that are kept.
+_REMEMBERED = 256  # `Host` headers whose check is cached.
 
 
 Layer = Callable[[ASGIApp], ASGIApp]
-"""Makes of an app one that does something more."""
+"""Wraps an app."""
 
 
 def create_base_app(
@@ -328,12 +330,14 @@ def create_base_app(
     max_body_memory: int = ConnectionLimits().max_body_memory,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
-    """A FastAPI app with these layers before its routes, from outside in: `own_layers` at least."""
+    """A FastAPI app with these layers around its routes, from outside in. They must include
+    `own_layers`."""
     app = _App(
         title=title,
         lifespan=lifespan,
-        openapi_url=None,  # ours have rules; and FastAPI's pages load scripts from elsewhere
-        # Else it looks for a provider of each in the environment, with every request.
+        # Our own page has access rules. FastAPI's pages also load scripts from other sites.
+        openapi_url=None,
+        # Otherwise FastAPI looks for a provider of each in the environment for every request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.body_budget = BodyBudget(max_body_memory)
@@ -342,8 +346,8 @@ def create_base_app(
 
 
 class _App(FastAPI):
-    """An app with our layers in the place of FastAPI's six, which cost a tenth of all of
-    ServeCore's work on a call and do nothing for plain routes."""
+    """An app with our layers instead of FastAPI's six. Those take 10% of ServeCore's time for a
+    call and have no use for plain routes."""
 
     layers: Sequence[Layer]
 
@@ -357,9 +361,9 @@ class _App(FastAPI):
 def own_layers(
     *, max_body_size: int, names: Sequence[str] = (ANY_HOST,), error_form: ErrorForm = own_form
 ) -> list[Layer]:
-    """The layers before the routes of every server: it answers under `names` and its own only (see
-    `HostGuard`), bodies have a limit, and every error, also of unknown paths and defects, is the
-    JSON of errors, in the form that `error_form` gives it."""
+    """The layers of every server. The server accepts only its own host names and `names` (see
+    `HostGuard`). Bodies are limited to `max_body_size` bytes. All errors, including unknown paths
+    and defects, are JSON in the format of `error_form`."""
     layers: list[Layer] = [
         partial(BodyLimit, max_body_size=max_body_size, error_form=error_form),
         partial(ErrorBoundary, error_form=error_form),
@@ -370,7 +374,8 @@ def own_layers(
 
 
 class RequestIds:
-    """Gives each request an id, unless its client has, and says it with every answer."""
+    """Gives each request an id, unless the client sent one, and returns the id in the response's
+    headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -389,7 +394,7 @@ class RequestIds:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # The first is OpenAI's name, the other Anthropic's.
+                # OpenAI's name, then Anthropic's name.
                 message["headers"] += [(b"x-request-id", value), (b"request-id", value)]
             await send(message)
 
@@ -397,15 +402,14 @@ class RequestIds:
 
 
 def request_id_of(request: Request) -> str:
-    """The id of a request, for which `RequestIds` must have been asked."""
+    """The id of a request. The app must have the layer `RequestIds`."""
     return str(request.scope["request_id"])
 
 
 class HostGuard:
-    """Refuses requests for names that are not the server's: a web page may give a name of its own
-    any address, also this machine's (DNS rebinding), and its browser then takes it for the same
-    site, but tells which name the request is made for. The server's names are `names`, the
-    machine's, and `localhost`; an address is no name, so nobody can have given it away."""
+    """Rejects requests whose `Host` is not a name of the server. This stops DNS rebinding: a web
+    page can point its own DNS name to this machine, but browsers send that name as `Host`. Allowed
+    are `names`, the machine's name, `localhost`, and all IP addresses, which have no DNS name."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], error_form: ErrorForm) -> None:
         self._app = app
@@ -445,11 +449,11 @@ def _refusal(header: bytes) -> MisdirectedRequest:
 
 
 class BodyLimit:
-    """Refuses bodies over the limit with our own error (FastAPI's `max_body_size` answers in plain
-    text). A body of declared length is read and dropped first, within bounds: a client that is
-    still sending would see a reset, not the answer. A body of undeclared length is counted."""
+    """Rejects bodies over the limit with our own error (FastAPI's `max_body_size` answers in plain
+    text). A body of declared length is first read and dropped, up to 256 MiB, because a client that
+    is still sending would see a reset, not the response. Other bodies are counted."""
 
-    _MAX_DISCARDED = 256 * 2**20
+    _MAX_DISCARDED = 256 * 2**20  # Bytes that are read before the error response.
 
     def __init__(self, app: ASGIApp, max_body_size: int, error_form: ErrorForm) -> None:
         self._app = app
@@ -502,8 +506,8 @@ class BodyLimit:
 
 
 class Guard:
-    """Refuses, unless `check` lets it pass, every request that is not for an open path, also for
-    paths that there are not."""
+    """Calls `check` for each request, including unknown paths, except for `open_paths`. Rejects the
+    request if `check` raises."""
 
     def __init__(self, app: ASGIApp, check: Check, open_paths: Collection[str]) -> None:
         self._app = app
@@ -521,7 +525,7 @@ class Guard:
 
 
 class ErrorBoundary:
-    """Answers with an error whatever `app` raises before it answers."""
+    """Turns exceptions of `app` into error responses, if the response has not begun."""
 
     def __init__(self, app: ASGIApp, error_form: ErrorForm) -> None:
         self._app = app
@@ -567,7 +571,7 @@ class ErrorBoundary:
 
 
 def _no_path(request: Request) -> str:
-    """The message for a path that does not exist, with a hint for a wrong base URL."""
+    """The message for an unknown path, with a hint if the base URL is wrong."""
     path, base = request.url.path, f"{request.url.scheme}://{request.url.netloc}"
     if path.startswith("/v1/v1/") and _exists(request, path.removeprefix("/v1")):
         return f'Not found: {path}. This client adds /v1 itself: use base_url="{base}"'

@@ -1,6 +1,5 @@
-"""The parts that the commands of all servers share: options, log, and the uvicorn server, whose
-connections have limits: uvicorn's protocol has none for how long a request may take to come, or how
-long its head may be."""
+"""The common parts of all server commands: options, log, and a uvicorn server with limits for each
+connection. uvicorn itself does not limit the time to receive a request or the size of its head."""
 
 import argparse
 import asyncio
@@ -26,10 +25,10 @@ from parrot.utils.server_socket import server_socket
 
 logger = logging.getLogger(__name__)
 
-# Idle connections must be closed by their clients (aiohttp's do it after 15 s, uvicorn's default
-# is 5): a request that is sent while the server closes is lost, and a POST is not sent again.
+# Seconds after which the server closes an idle connection. Clients must close it first (aiohttp
+# does after 15 s): a POST that is sent while the server closes the connection is lost.
 KEEP_ALIVE_S = 75
-_SHUTDOWN_GRACE_S = 5
+_SHUTDOWN_GRACE_S = 5  # Seconds for open requests to finish during a shutdown.
 
 
 _TOO_MANY = 503, "unavailable", "too many connections"
@@ -38,9 +37,9 @@ _HEAD_TOO_LONG = 431, "request_header_fields_too_large", "the request's head is 
 
 
 class AppServer(uvicorn.Server):
-    """Serves `app` until SIGTERM or SIGINT. `end_requests` is then called first, so that open
-    requests get their answer and shutting down takes no longer than it must; after SIGTERM it is
-    called when `drain` has returned or another signal came. Until then it serves as ever."""
+    """Serves `app` until SIGTERM or SIGINT. Then it calls `end_requests`, which must finish all
+    open requests, and shuts down. After SIGTERM it first waits for `drain`, or for another signal,
+    and serves normally until then."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class AppServer(uvicorn.Server):
                 ws="none",
                 access_log=False,
                 log_config=None,
-                proxy_headers=False,  # nobody asks for the client's address
+                proxy_headers=False,  # The client's address is not used.
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
             )
@@ -83,7 +82,7 @@ class AppServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Do as uvicorn does, but exit with status 0 after a clean end, not by the signal."""
+        """As in uvicorn, but a clean shutdown exits with status 0, not by the signal."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
         self._signals.append(sig)
@@ -103,7 +102,7 @@ class AppServer(uvicorn.Server):
 
 
 class _Options(argparse.ArgumentParser):
-    """Options are spelled with hyphens. Older scripts may spell them with underscores."""
+    """A parser that also accepts underscores instead of hyphens in options, for older scripts."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = sys.argv[1:] if args is None else list(args)
@@ -116,8 +115,8 @@ def _with_hyphens(argument: str) -> str:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """Every other obstacle is found by the server itself when it binds. The socket does not listen:
-    a client that connects now would lose its connection."""
+    """Whether another server listens on the port. Other errors are reported when the server binds.
+    The probe does not listen, because clients would connect to it and lose their connection."""
     try:
         probe, address = server_socket(host, port)
         with probe:
@@ -151,12 +150,12 @@ def server_options(description: str, log_filename: str) -> argparse.ArgumentPars
 
 
 def given_options(args: argparse.Namespace, *keys: str) -> dict[str, Any]:
-    """The options that replace the config's keys of the same name."""
+    """The given options that override the config keys of the same name."""
     return {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
 
 
 def run_server(args: argparse.Namespace, serve: Coroutine[Any, Any, None]) -> None:
-    """Log as `server_options` say, to stderr too, and run until the server ends."""
+    """Set up the log (stderr and an optional file) and run the server until it exits."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if args.log_dir is not None:
         Path(args.log_dir).mkdir(parents=True, exist_ok=True)
@@ -173,7 +172,8 @@ def run_server(args: argparse.Namespace, serve: Coroutine[Any, Any, None]) -> No
 
 
 class _Awaited(Enum):
-    """The part of a request that comes next; NOTHING also while the client waits for an answer."""
+    """The part of a request that comes next. NOTHING: the client waits for a response, or the
+    connection is idle."""
 
     HEAD = "head"
     BODY = "body"
@@ -181,17 +181,17 @@ class _Awaited(Enum):
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. It is closed when a head or a body is late, a head is too long, or too many
-    others are open; then no byte of the request is kept. It is cut when the client does not take
-    the answer."""
+    """One connection with limits. It is closed when a head or a body is late, when a head is too
+    long, or when too many connections are open. It is aborted when the client does not read the
+    response."""
 
     limits: ClassVar = ConnectionLimits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._unused = 0  # bytes since the last that were a whole head, or a body's
+        self._unused = 0  # Bytes received since the last complete head or part of a body.
         self._alarm: asyncio.TimerHandle | None = None
-        self._untaken: asyncio.TimerHandle | None = None  # rings when the client takes too little
+        self._untaken: asyncio.TimerHandle | None = None  # Fires if the client stops reading.
         self._await(_Awaited.HEAD)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(*_TOO_MANY)
@@ -236,8 +236,8 @@ class GuardedProtocol(HttpToolsProtocol):
     # Time
 
     def _await(self, awaited: _Awaited) -> None:
-        """Most requests come whole, so the alarm is only set if there is none: when it rings it
-        looks at what is awaited then."""
+        """Note the next part of the request. Most requests arrive complete, so a pending alarm is
+        not moved: when it fires, it checks the part that is awaited then."""
         self._awaited = awaited
         self._began_at = self._heard_at = self.loop.time()
         if self._alarm is None and awaited is not _Awaited.NOTHING:
@@ -267,7 +267,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._set_alarm(now)
 
     def _is_waited_for(self) -> bool:
-        """Whether the client waits: we do not read, or have not answered what came before."""
+        """Whether the client waits for the server: reading is paused, or an earlier request is not
+        answered yet."""
         if self._awaited is _Awaited.BODY:
             return self.flow.read_paused
         return self.cycle is not None and not self.cycle.response_complete
@@ -286,14 +287,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():
-            self.transport.abort()  # closing would wait for the client to take the rest
+            self.transport.abort()  # `close` would wait until the client reads the rest.
         super().timeout_keep_alive_handler()
 
     # Refusal
 
     def _refuse(self, status: int, kind: str, message: str) -> None:
-        """Close the connection. The answer is written where the client can take it for nothing but
-        the answer of the request that it sends."""
+        """Close the connection. An error response is written first, unless the client could take it
+        for the response to another request."""
         is_silent = status == _TOO_SLOW[0] and self._awaited is _Awaited.HEAD and not self._unused
         if not is_silent and not self._is_answering():
             self.transport.write(_answer(status, kind, message))
@@ -304,7 +305,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _is_answering(self) -> bool:
-        """Whether an answer is due or under way that is not that of the request that comes now."""
+        """Whether a response to an earlier request is pending or has begun."""
         if self.cycle is None:
             return False
         if self._awaited is _Awaited.BODY:

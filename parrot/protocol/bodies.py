@@ -1,17 +1,18 @@
-"""The bodies of requests: how much memory those have that are being read, and how much JSON one may
-be made of."""
+"""Limits for request bodies: the memory of all bodies that are being read, and the number of JSON
+values in one body."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from parrot.protocol.errors import PayloadTooLarge, Unavailable
 
-SMALL = 2**16  # bytes of a body that are not counted: the server has as many in its buffers
-MAX_VALUES = 2**19
-MAX_KEYS = 2**17  # of all objects
-MAX_NESTED = 2**15  # arrays and objects
-MAX_ESCAPES = 2**23  # backslashes: eight million take 0.03 s to read
-_MAX_UNREAD = 2**20  # of bytes, which take a millisecond or two to look at
+SMALL = 2**16  # First bytes of each body that are not counted. The server's buffers are as large.
+MAX_VALUES = 2**19  # JSON values in a body.
+MAX_KEYS = 2**17  # Keys of all JSON objects in a body.
+MAX_NESTED = 2**15  # Arrays and objects in a body.
+MAX_ESCAPES = 2**23  # Backslashes in a body. Eight million take 0.03 s to parse.
+# Bytes of a body that get only a rough upper bound at first. Scanning them takes 1 to 2 ms.
+_MAX_UNREAD = 2**20
 
 
 _MOST = (MAX_VALUES, MAX_KEYS, MAX_NESTED)
@@ -19,20 +20,20 @@ _WHAT = ("values", "keys", "arrays and objects")
 
 
 class JsonMeter:
-    """Counts in pieces of one text, which whoever reads it keeps until its end. What is no JSON is
-    counted somehow."""
+    """Counts JSON values, keys and containers in the chunks of one body. The caller keeps all
+    chunks. Invalid JSON gives arbitrary counts."""
 
     def __init__(self) -> None:
-        self._most = [0, 0, 0]  # what there could be, if nothing were in strings
-        self._unread: list[bytes] = []  # the first pieces, of which no more is known
-        self._num_unread = 0  # bytes of them
+        self._most = [0, 0, 0]  # Upper bounds of the counts, as if the body had no strings.
+        self._unread: list[bytes] = []  # First chunks, which only have upper bounds.
+        self._num_unread = 0  # Bytes of these chunks.
         self._counts = [0, 0, 0]
         self._num_escapes = 0
-        self._is_string = False  # the next byte is in one
-        self._held = b""  # a backslash whose meaning is not known yet
+        self._is_string = False  # The next byte is inside a string.
+        self._held = b""  # A backslash at the end of the last chunk.
 
     def feed(self, piece: bytes) -> None:
-        """Raises `PayloadTooLarge`."""
+        """Count the next chunk. Raises `PayloadTooLarge` above a limit."""
         self._num_escapes += piece.count(b"\\")
         if self._num_escapes > MAX_ESCAPES:
             raise PayloadTooLarge(f"the request body has more than {MAX_ESCAPES} escapes in texts")
@@ -62,19 +63,19 @@ class JsonMeter:
 
 
 def _signs(text: bytes) -> tuple[int, int, int]:
-    """How many commas, colons and opening brackets there are."""
+    """The numbers of commas, colons and opening brackets."""
     return text.count(b","), text.count(b":"), text.count(b"[") + text.count(b"{")
 
 
 class BodyBudget:
-    """The memory for bodies that are being read or handed on."""
+    """The memory for all bodies that are being read or forwarded."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_free = num_bytes
 
     @contextmanager
     def lease(self) -> "Iterator[BodyLease]":
-        """A part of the budget, which is given back at the end."""
+        """A lease on the budget. Its bytes are released at the end of the block."""
         lease = BodyLease(self)
         try:
             yield lease
@@ -82,7 +83,7 @@ class BodyBudget:
             self._num_free += lease.num_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Raises `Unavailable` if there is not so much."""
+        """Reserve memory. Raises `Unavailable` if the budget is exceeded."""
         if num_bytes > self._num_free:
             raise Unavailable("the server is reading too many large requests: try again")
         self._num_free -= num_bytes
@@ -94,7 +95,7 @@ class BodyLease:
         self.num_bytes = 0
 
     def hold(self, size: int) -> None:
-        """Let it be for a body of which there are so many bytes."""
+        """Change the lease to the size of its body, in bytes."""
         num_bytes = max(0, size - SMALL)
         self._budget.take(num_bytes - self.num_bytes)
         self.num_bytes = num_bytes

@@ -1,4 +1,4 @@
-"""Grammars (llguidance's Lark) of answers whose tool calls cannot be malformed.
+"""Grammars (llguidance's Lark) that allow only well-formed tool calls in an answer.
 
 text <tool_call>\\n{"name": "look", "arguments": {"at": "sky"}}\\n</tool_call>
      '-trigger-''open'---- object, of the tool's schema --------''close-----'"""
@@ -13,28 +13,26 @@ from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import MAX_GRAMMAR
 from parrot.utils.json_schemas import exact_schema
 
-_MAX_NAME = 100
-# Keywords that may say something of properties which `properties` does not name.
+_MAX_NAME = 100  # Characters of a name in an error message.
+# Keywords that can allow properties which `properties` does not name.
 _OPENING = frozenset(
     {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "$ref", "if"}
 )
 
 Function = Mapping[str, Any]
-"""A function as vendors describe it to a model: `name`, `parameters`, which are a JSON schema."""
+"""A function in the vendors' format: `name`, and `parameters`, a JSON schema."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallMarkup:
-    """How a family of models writes calls. With a `separator`, many calls stand between `open` and
-    `close`; without, each has its own, and `repeats` says whether there may be many. An empty
-    `trigger`: a call is the whole answer. A call is `before`, `label`, the name, `between`,
-    the arguments, `behind`."""
+    """The format in which a family of models writes tool calls. A call consists of `before`,
+    `label`, the name, `between`, the arguments and `behind`."""
 
-    trigger: str
+    trigger: str  # Text that starts calls. Empty: a call is the whole answer.
     open: str = ""
     close: str = ""
-    separator: str = ""
-    repeats: bool = False
+    separator: str = ""  # Between calls inside one `open` and `close`. Empty: each has its own.
+    repeats: bool = False  # Without a separator: an answer may have several calls.
     before: str = "{"
     label: str = '"name": '
     between: str = ', "arguments": '
@@ -47,17 +45,16 @@ class CallMarkup:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """The functions that an answer may call. Arguments of functions that are `strict` fit their
-    schemas, and those of others as far as the schemas can be enforced. `must_call`: it is nothing
-    but calls."""
+    """The functions that an answer may call. Arguments of `strict` functions match their schemas.
+    Other arguments match as far as llguidance can enforce their schemas."""
 
     functions: Sequence[Function]
-    must_call: bool
+    must_call: bool  # The answer consists only of calls.
     may_call_many: bool
 
     @property
     def constrains(self) -> bool:
-        """Whether there are answers that they forbid."""
+        """Whether the rules exclude any answer."""
         return self.must_call or self.has_strict
 
     @property
@@ -66,16 +63,15 @@ class CallRules:
 
 
 def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> str:
-    """The grammar of answers. `schema`: of the JSON that an answer is if it is no call; None if it
-    may be any text. Raises `InvalidRequest` if it is too long, or a
-    schema cannot be enforced exactly."""
+    """The grammar of answers. `schema`: the JSON schema of an answer without calls; None: any text.
+    Raises `InvalidRequest` if the grammar is too long or a schema cannot be enforced exactly."""
     names = " | ".join(f"f{i}" for i in range(len(rules.functions)))
     lines = [_function(i, function, markup) for i, function in enumerate(rules.functions)]
     return _grammar(markup, rules, schema, [f"named: {names}", *lines])
 
 
 def loose_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> str:
-    """The grammar of answers whose arguments may be any objects: for more tools than fit in a
+    """A grammar that allows any JSON object as arguments, for tools whose schemas do not fit in a
     grammar. Raises `InvalidRequest` if the names alone are too long."""
     names = [json.dumps(_shown_name(function, markup)) for function in rules.functions]
     any_object = _json({"type": "object"}, "the arguments", "tools", is_tight=markup.is_tight)
@@ -84,7 +80,8 @@ def loose_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> s
 
 
 def _grammar(markup: CallMarkup, rules: CallRules, schema: Any, named: Sequence[str]) -> str:
-    """`named`: the rule `named` of a call's name and arguments, and those that it refers to."""
+    """Build the grammar. `named`: the rule `named` for a call's name and arguments, and the rules
+    that it uses."""
     many = rules.may_call_many
     more = f"({_text(markup.separator)} call)*" if markup.separator and many else ""
     lines = [
@@ -123,7 +120,7 @@ def _shown_name(function: Function, markup: CallMarkup) -> str:
 
 
 def _function(index: int, function: Function, markup: CallMarkup) -> str:
-    """A rule for the name and the arguments of a call."""
+    """The grammar rule for a call of one function."""
     given = function.get("parameters")
     schema: Mapping[str, Any] = {"type": "object"} | (given if isinstance(given, dict) else {})
     if markup.is_tight:
@@ -136,7 +133,7 @@ def _function(index: int, function: Function, markup: CallMarkup) -> str:
 
 
 def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema without properties that it does not name, unless it says something of them."""
+    """The schema, but with `additionalProperties` False if no keyword allows other properties."""
     properties, required = schema.get("properties"), schema.get("required", [])
     if not (isinstance(properties, dict) and isinstance(required, list)):
         return schema

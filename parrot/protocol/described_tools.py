@@ -1,11 +1,10 @@
-"""Tools for models whose chat template has no tool format. The form is that of Hermes and Qwen:
+"""Tools for models whose chat template has no tool format. They get the format of Hermes and Qwen:
 
     system      ... <tools>\\n{"type": "function", ...}\\n</tools> ...
     assistant   Hm.\\n<tool_call>\\n{"name": "look", "arguments": {"at": "sky"}}\\n</tool_call>
     user        <tool_response>\\nIt is blue.\\n</tool_response>
 
-Models that were never trained to call tools follow it as well, since a grammar lets calls have no
-other form."""
+A grammar enforces the format of calls, so models without tool training can use it too."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -28,7 +27,7 @@ You are then told the result. When you know enough, answer in words."""
 
 
 def described(system: str, tools: Iterable[Mapping[str, Any]]) -> str:
-    """The system message, and what the model is told of its tools. A tool has OpenAI's form:
+    """The system message followed by a description of the tools. A tool has OpenAI's format:
     `{"type": "function", "function": {...}}`."""
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     explained = _EXPLAINED.format(tools=lines)
@@ -36,11 +35,11 @@ def described(system: str, tools: Iterable[Mapping[str, Any]]) -> str:
 
 
 def call_text(name: str, arguments: Any) -> str:
-    """A call exactly as the grammar lets a model write it."""
+    """A call in exactly the format that the grammar allows."""
     call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"{OPEN}\n{call}\n{CLOSE}"
 
 
 def results_text(results: Iterable[str]) -> str:
-    """The user's message after calls, which tells the model their results."""
+    """The user message after tool calls, with their results."""
     return "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)

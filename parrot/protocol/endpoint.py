@@ -1,6 +1,5 @@
-"""Endpoints: the verbs of a server, each under a method and a path, with a rule who may use it. A
-request becomes the arguments of its verb here: its head and its body, read within bounds, as strict
-JSON."""
+"""Endpoints: the functions ("verbs") of a server, each with a method, a path and an access rule.
+This module turns a request into the arguments of its verb. The body is size-limited strict JSON."""
 
 import asyncio
 import inspect
@@ -45,26 +44,26 @@ from parrot.protocol.fields import Id, Label, Path
 from parrot.utils.ids import tokens_equal
 from parrot.utils.traceparent import TraceParent
 
-_BEARERS = ("session_auth", "api_key")  # fields for which a Bearer token may stand
-_LARGE = 2**17  # bytes of a body
-_MAX_FIELDS = 64
-_MAX_KEY = 256  # characters of a client's for a request
-LARGE = 2**20
+_BEARERS = ("session_auth", "api_key")  # Fields that a Bearer token can replace.
+_LARGE = 2**17  # Bytes of a body above which other tasks may run between parsing steps.
+_MAX_FIELDS = 64  # Fields of a body's JSON object.
+_MAX_KEY = 256  # Characters of an idempotency key.
+LARGE = 2**20  # Bytes of a body above which the head must authenticate the request.
 T = TypeVar("T", bound=BaseModel)
 
 
 Verb = Callable[..., Any]
 Handler = Callable[[Request], Awaitable[Response]]
 Wrapper = Callable[[Request, Handler], Awaitable[Response]]
-"""Answers a request in the place of the handler, which it may ask."""
+"""Answers a request and may call the wrapped handler for this."""
 
 Step = Callable[[Request, dict[str, Any]], None]
-"""May add to the arguments of a request's verb, or refuse the request."""
+"""May change the arguments of a request's verb, or reject the request."""
 
 
 class Access(StrEnum):
-    """The thing that a request must present, where the server has it: without API keys nobody is
-    asked for one, without a cluster token nobody for that, and without both nobody for a cookie."""
+    """The credential of a request. It is only required if the server is configured with it: API
+    keys, a cluster token, or for the page's cookie either of them."""
 
     ANYBODY = "nothing"
     API_KEY = "an API key"
@@ -77,7 +76,7 @@ class Access(StrEnum):
 
 
 class Rule(NamedTuple):
-    """`method`: "*" is every one."""
+    """The access rule of a method and a path. `method` "*": all methods."""
 
     method: str
     path: str
@@ -85,7 +84,7 @@ class Rule(NamedTuple):
 
 
 class RuledRoute(Route):
-    """`endpoint`: what answers a request, or an ASGI app."""
+    """A route with an access rule. `endpoint`: a request handler or an ASGI app."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class RuledMount(Mount):
 
 
 def rules(routes: Iterable[BaseRoute]) -> Iterator[Rule]:
-    """Yield the rules of all methods of all routes. Raises `TypeError` for a route without one."""
+    """Yield the rules of all methods of all routes. Raises `TypeError` for a route without rule."""
     for route in routes:
         if isinstance(route, RuledMount):
             yield Rule("*", f"{route.path}/", route.access)
@@ -117,16 +116,15 @@ def rules(routes: Iterable[BaseRoute]) -> Iterator[Rule]:
 
 
 class BodyRules(NamedTuple):
-    """The bodies that a route takes. `max_size`: bytes of a body, if less than the server's limit.
-    `admits`: whether a body of more than 1 MiB is read, as the request's head tells. `is_metered`:
-    what its JSON is made of is bounded (see bodies.py)."""
+    """Limits for the bodies of a route."""
 
-    max_size: int | None = None
+    max_size: int | None = None  # Bytes. None: the server's limit.
+    # Decides from the request's head whether a body above 1 MiB is read.
     admits: Callable[[Request], bool] | None = None
-    is_metered: bool = True
+    is_metered: bool = True  # The number of JSON values is limited, see bodies.py.
 
     def check(self, request: Request, size: int) -> None:
-        """Raise `PayloadTooLarge` or `AuthenticationFailed` if a body of this size is not read."""
+        """Raises `PayloadTooLarge` or `AuthenticationFailed` if a body of this size is rejected."""
         if self.max_size is not None and size > self.max_size:
             raise PayloadTooLarge(f"the request body exceeds {self.max_size} bytes")
         if size > LARGE and self.admits is not None and not self.admits(request):
@@ -142,7 +140,7 @@ SMALL_BODY = BodyRules(SMALL)
 
 
 class PathParameters(BaseModel):
-    """The names that may stand in the braces of a path."""
+    """All parameters that a path can have, with their types."""
 
     session_id: Id = 0
     request_id: Id = 0
@@ -153,7 +151,8 @@ class PathParameters(BaseModel):
 
 
 def taking(model: type[BaseModel], verb: Verb) -> Verb:
-    """The verb, which has a parameter for each field of the model, as one that takes a request."""
+    """Wrap a verb that has a parameter for each field of `model`. The result has the parameter
+    `request` instead."""
 
     def taking_verb(request: BaseModel, **path: Any) -> Any:
         return verb(**dict(request), **path)
@@ -166,13 +165,12 @@ def taking(model: type[BaseModel], verb: Verb) -> Verb:
 
 
 class Described(NamedTuple):
-    """The description of an endpoint's answers. It changes nothing of them, but that `media_type`
-    is the type of bytes."""
+    """The description of an endpoint's responses for OpenAPI."""
 
-    errors: tuple[int, ...] = ()  # statuses that it may fail with, besides 400, 415 and 422
+    errors: tuple[int, ...] = ()  # Statuses of errors, besides 400, 415 and 422.
     about: str = "OK"
-    media_type: str = JSON
-    may_stream: bool = False  # it gives server-sent events to those who ask for them
+    media_type: str = JSON  # Also the media type of responses that are bytes.
+    may_stream: bool = False  # The endpoint sends server-sent events if a request asks for them.
 
 
 _OK = Described()
@@ -181,14 +179,12 @@ _OK = Described()
 class Endpoint:
     """One verb of a server, as an ASGI app for a route.
 
-    `verb` is called with the request (the model that annotates its parameter `request`) and with
-    those parameters of the path that are no fields of that. It gives a model, None (for `{}`),
-    bytes, or server-sent events; an awaitable of one is cancelled when the client goes away.
+    `verb` receives `request`, an instance of the model that annotates this parameter, and the path
+    parameters that are not fields of the model. It returns a model, None (for `{}`), bytes, or
+    server-sent events. If it returns an awaitable, a client that disconnects cancels it.
 
-    The fields are those of the JSON body, over the query's, for any method. A Bearer token stands
-    for the field `session_auth`, or `api_key` where there is none, if it is not given, and the
-    headers `traceparent` and `Idempotency-Key` for those fields.
-    `access` says who may use it, and `body` which bodies are read."""
+    The model's fields come from the JSON body, then from the query. Headers replace missing fields:
+    a Bearer token `session_auth` (or `api_key`), `traceparent` and `Idempotency-Key`."""
 
     def __init__(
         self,
@@ -220,8 +216,8 @@ class Endpoint:
         self._handle: Handler = self._answer
 
     def checked(self, check: Check) -> Self:
-        """The endpoint, for requests that `check` lets pass: it is asked before one is read, and
-        what it gives is the request's `state.who`, for what is wrapped around."""
+        """Call `check` before a request is read. Its result becomes the request's `state.who`.
+        Returns the endpoint."""
 
         async def answer(request: Request, endpoint: Handler) -> Response:
             request.state.who = check(request)
@@ -230,23 +226,23 @@ class Endpoint:
         return self.wrapped(answer)
 
     def wrapped(self, wrapper: Wrapper) -> Self:
-        """The endpoint, with `wrapper` around it, outside of those that it has already."""
+        """Add `wrapper` outside all present wrappers. Returns the endpoint."""
         inner = self._handle
         self._handle = lambda request: wrapper(request, inner)
         return self
 
     def stepping(self, step: Step) -> Self:
-        """The endpoint, with `step` between a request and the verb: it is called with the arguments
-        that were read, behind the steps that it has already."""
+        """Add a step that receives the verb's arguments before the verb, after all present steps.
+        Returns the endpoint."""
         self._steps = (*self._steps, step)
         return self
 
     def route(self) -> "RuledRoute":
-        """A plain route: FastAPI's, which resolve dependencies, cost more than all of ServeCore's
-        own work on a call."""
+        """A plain route. FastAPI's routes, which resolve dependencies, take more time than all work
+        of ServeCore for a call."""
         route = RuledRoute(self.path, self, self.access, methods=[self.method])
         if self.takes is not None:
-            route.methods = {self.method}  # without HEAD, which would be a read
+            route.methods = {self.method}  # Without HEAD, which would start a read.
         return route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -262,7 +258,7 @@ class Endpoint:
         return self._response(result)
 
     async def _arguments(self, request: Request) -> dict[str, Any]:
-        """The arguments that the verb is called with."""
+        """The arguments of the verb."""
         arguments: dict[str, Any] = {}
         if request.path_params:
             path = parse_payload(PathParameters, request.path_params)
@@ -283,7 +279,7 @@ class Endpoint:
     async def _read_fields(self, request: Request) -> Any:
         fields = await read_json(request, self._body)
         if not isinstance(fields, dict):
-            return fields  # validation says what is wrong with it
+            return fields  # Validation reports the error.
         if request.scope["query_string"]:
             fields = dict(request.query_params) | fields
         bearer = self._bearer
@@ -309,21 +305,21 @@ class Endpoint:
 
 
 def declared_size(request: Request) -> int:
-    """Bytes of the body; 0 if nothing is said."""
+    """The `Content-Length` in bytes, or 0 without one."""
     declared = request.headers.get("content-length", "")
     return int(declared) if declared.isdecimal() else 0
 
 
 async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
-    """The whole body, which the request does not keep. Raises what the rules and the meter raise,
-    `Unavailable` when the bodies of all requests become too large, and `Cancelled` if the client
-    leaves or is too slow."""
+    """The whole body. The request does not keep it. Raises the errors of `rules` and `JsonMeter`,
+    `Unavailable` if all bodies together exceed the budget, and `Cancelled` if the client
+    disconnects or is too slow."""
     if (declared := declared_size(request)) > 0:
         rules.check(request, declared)
     message = await request.receive()
     is_whole = message["type"] == "http.request" and not message.get("more_body", False)
     if is_whole and len(body := message["body"]) <= min(declared, SMALL):
-        return bytes(body)  # as nearly all are: small, and there at once
+        return bytes(body)  # Nearly all bodies are small and arrive as one message.
     budget: BodyBudget = request.app.state.body_budget
     with budget.lease() as lease:
         chunks, size = [], 0
@@ -349,12 +345,12 @@ async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
 async def read_json(
     request: Request, rules: BodyRules = ANY_BODY, check: Callable[[Any], None] | None = None
 ) -> Any:
-    """The request's JSON body, {} when it is empty. orjson refuses NaN, lone surrogates and deep
-    nesting, so nothing behind this line meets them; nor what `check` raises for. Each pass over a
-    large body takes some ten milliseconds, so other requests may run between two passes.
+    """The request's JSON body, or {} if it is empty. orjson rejects NaN, lone surrogates and deep
+    nesting, and `check` may reject more. Each pass over a large body takes about 10 ms, so other
+    requests may run between two passes.
 
-    A page of another site can make a browser send any body but one that is declared as JSON, for
-    which the browser asks first."""
+    The content type must be JSON. A page of another site can make a browser send any other type,
+    but for JSON the browser first asks the server (CORS)."""
     raw = await read_body(request, rules)
     if not raw:
         return {}
@@ -369,7 +365,7 @@ async def read_json(
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if isinstance(payload, dict) and len(payload) > _MAX_FIELDS:
-        # Before validation, which would say of each that it is unknown.
+        # Check before validation, whose error would list each unknown field.
         raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
     if check is not None:
         if is_large:
@@ -381,7 +377,7 @@ async def read_json(
 
 
 def parse_payload(model: type[T], payload: Any) -> T:
-    """Validate `payload`, or raise `ValidationFailed` that names the first bad field."""
+    """Validate `payload`. Raises `ValidationFailed` with the name of the first invalid field."""
     try:
         return model.model_validate(payload)
     except ValidationError as error:
@@ -403,7 +399,7 @@ def api_key_of(request: Request) -> str | None:
 
 
 def idempotency_key_of(request: Request) -> str | None:
-    """The header `Idempotency-Key`. Raises `InvalidRequest` for one that is too long."""
+    """The header `Idempotency-Key`. Raises `InvalidRequest` above 256 characters."""
     key = request.headers.get("idempotency-key")
     if key is not None and len(key) > _MAX_KEY:
         text = f"`Idempotency-Key` has more than {_MAX_KEY} characters"
@@ -412,11 +408,11 @@ def idempotency_key_of(request: Request) -> str | None:
 
 
 def knows_cluster_token(request: Request, expected: str | None) -> bool:
-    """Whether it carries the cluster's token, or none is configured."""
+    """Whether the request has the cluster token, or no token is configured."""
     return expected is None or tokens_equal(bearer_token(request) or "", expected)
 
 
 def require_cluster_token(request: Request, expected: str | None) -> None:
-    """Raises `AuthenticationFailed`."""
+    """Raises `AuthenticationFailed` if the request lacks the cluster token."""
     if not knows_cluster_token(request, expected):
         raise AuthenticationFailed("missing or wrong cluster token (`Authorization: Bearer TOKEN`)")
