@@ -349,8 +349,8 @@ async def read_json(
     nesting, and `check` may reject more. Each pass over a large body takes about 10 ms, so other
     requests may run between two passes.
 
-    The content type must be JSON. A page of another site can make a browser send any other type,
-    but for JSON the browser first asks the server (CORS)."""
+    The content type must be JSON. A page of another site can make a browser send any other type.
+    Before it sends JSON, the browser asks the server for permission (CORS)."""
     raw = await read_body(request, rules)
     if not raw:
         return {}

@@ -24,10 +24,10 @@ from parrot.protocol.sampling import MAX_LOGPROBS, DefaultSampling, SamplingConf
 from parrot.utils.addresses import is_host, is_metadata
 
 NO_PARENT = -1
-CHARS_PER_TOKEN = 4  # of an engine with text contexts, which says what it holds in tokens
-MAX_DRAFT_TEXTS = 16
-MAX_TOKENIZER = 2**27  # characters of its definition
-MAX_DRAFT_TOKENS = 131_072
+CHARS_PER_TOKEN = 4  # Engines with text contexts use this ratio to report capacities in tokens.
+MAX_DRAFT_TEXTS = 16  # Texts in one `DraftSources`.
+MAX_TOKENIZER = 2**27  # Characters of a tokenizer.json.
+MAX_DRAFT_TOKENS = 131_072  # Tokens of all texts in one `DraftSources`.
 
 ContextId = Amount
 
@@ -46,7 +46,7 @@ class EngineType(StrEnum):
 
 
 MOST_IDS = 12_288
-"""Ids that a part may have."""
+"""Maximum number of token ids in an `OutputPart`."""
 
 
 _ID_BYTES = array("I").itemsize
@@ -322,8 +322,10 @@ class PromptTokens(InternalPayload):
 
 SERVER_FEATURES = frozenset({"messages", "tools"})
 FEATURES = SERVER_FEATURES | {"cache_salt", "cached_tokens", "cancellation", "priority"}
-"""Beside fields of a sampling config: the engine renders conversations, with tools; shares KV
-within a salt only, tells how many tokens it had, stops when told to, heeds priorities all along."""
+"""Features besides the fields of a sampling config. `messages`, `tools`: the engine renders
+conversations, with tools. `cache_salt`: it shares KV only within a salt. `cached_tokens`: it
+reports cached tokens. `cancellation`: it stops cancelled requests. `priority`: it schedules by
+priority."""
 
 
 class Capabilities(InternalPayload):
@@ -362,7 +364,7 @@ class OutputPart(BaseModel):
 
     context_id: Amount
     start: Amount
-    ids: Base64UrlBytes = Field(max_length=2**16)  # characters: `MOST_IDS`
+    ids: Base64UrlBytes = Field(max_length=2**16)  # The characters of `MOST_IDS` ids.
 
     @field_validator("ids")
     @classmethod

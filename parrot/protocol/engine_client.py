@@ -1,5 +1,5 @@
-"""Async client of an engine's API. ServeCore holds one per engine: the requests, and one channel on
-which the pieces of all outputs come."""
+"""Async client of an engine's API. ServeCore has one client per engine. It sends requests, and
+receives the output chunks of all requests on one channel."""
 
 import asyncio
 import logging
@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 
 
 class CoreIdentity(NamedTuple):
-    """One start of a ServeCore, as each of its requests to engines names it. A later one has a
-    greater `epoch`."""
+    """One start of a ServeCore. Each of its requests to engines contains the identity. A later
+    start has a greater `epoch`."""
 
     epoch: int
     id: str
 
     @classmethod
     def new(cls, epoch: int | None = None) -> Self:
-        """With this epoch, or that of this moment: milliseconds since 1970."""
+        """A new identity with this epoch. None: the current time in milliseconds since 1970."""
         return cls(time.time_ns() // 1_000_000 if epoch is None else epoch, new_token())
 
     @property
@@ -59,7 +59,7 @@ class CoreIdentity(NamedTuple):
 
     @classmethod
     def parse(cls, header: str) -> Self:
-        """Raises `InvalidRequest`."""
+        """Parse the header. Raises `InvalidRequest` if it is malformed."""
         epoch, _, name = header.partition(" ")
         if not epoch.isdecimal() or not epoch.isascii() or not name or len(header) > 256:
             raise InvalidRequest(f"`{CORE_HEADER}` must be an epoch and an id, not {header!r:.80}")
@@ -69,8 +69,8 @@ class CoreIdentity(NamedTuple):
 
 
 class EngineClient:
-    """One method per verb. A job is not bounded here by a timeout: the caller cancels it, by
-    freeing its context or by closing the connection (cancelling the coroutine)."""
+    """One method per endpoint. Jobs have no timeout. The caller cancels a job by freeing its
+    context or by cancelling the coroutine, which closes the connection."""
 
     def __init__(self, http: Transport) -> None:
         self._http = http
@@ -89,8 +89,8 @@ class EngineClient:
     async def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
-        """`on_chunk` is given the pieces of the output as they come, none twice; none but the
-        last ones may be missing."""
+        """Generate and return the whole output. `on_chunk` receives the chunks in order, each once.
+        The last chunks may be missing."""
         if on_chunk is None:
             return await self._generate(_generate_body(request))
         channel = await self._channel.open()
@@ -106,8 +106,8 @@ class EngineClient:
     async def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse, None]:
-        """Chunks as they are generated, then the whole as a GenerateResponse, always last. Close
-        it to abort."""
+        """Yield the chunks, then the whole output as a `GenerateResponse`. Close the iterator to
+        abort the job."""
         body = _generate_body(request)
         stream = self._http.stream("POST", "/generate_stream", body=body)
         async with aclosing(until_done(stream)) as events:
@@ -118,7 +118,7 @@ class EngineClient:
                     yield read_answer(GenerateResponse, data)
 
     def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:
-        """The chunks of an output that `generate` was asked for, until it ends."""
+        """Yield the chunks of the output that a running `generate` produces on this context."""
         return followed(self._http, context_id)
 
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
@@ -134,7 +134,7 @@ class EngineClient:
         )
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
-        """Free contexts and abort their jobs; returns the tokens they held."""
+        """Free contexts and abort their jobs. Returns the number of freed tokens."""
         body = {"context_ids": list(context_ids)}
         answer = await self._http.request("POST", "/free_context", body=body)
         return read_answer(FreeContextResponse, answer).context_len
@@ -143,7 +143,7 @@ class EngineClient:
         return (await self._ping()).runtime_info
 
     async def incarnation(self) -> str:
-        """Which start of the engine it is that answers now."""
+        """The random id of the engine's current start."""
         return (await self._ping()).incarnation
 
     async def _ping(self) -> PingResponse:
@@ -155,7 +155,7 @@ class EngineClient:
 
 
 def _generate_body(request: GenerateRequest) -> dict[str, Any]:
-    """Give what `model_dump` would, ten to a hundred times faster: that visits every token id."""
+    """As `model_dump`, but 10 to 100 times faster because it does not visit each token id."""
     return dict(request) | {
         "drafts": None if request.drafts is None else dict(request.drafts),
         "fills": [dict(fill) for fill in request.fills],
@@ -166,7 +166,8 @@ def _generate_body(request: GenerateRequest) -> dict[str, Any]:
 def http_connect(
     cluster_token: str | None, identity: Callable[[], CoreIdentity]
 ) -> Callable[[EngineInfo], EngineClient]:
-    """Engines are reached at the address that they register with, and told who asks."""
+    """A function that makes the client for an engine, at the address that the engine registered.
+    Requests carry ServeCore's current `identity`."""
 
     def connect(info: EngineInfo) -> EngineClient:
         host = f"[{info.host}]" if ":" in info.host else info.host
@@ -182,8 +183,8 @@ def http_connect(
 async def hand_over(
     events: AsyncGenerator[StreamChunk | GenerateResponse], on_chunk: OnChunk
 ) -> GenerateResponse:
-    """The result of a stream, whose chunks are given to `on_chunk`. Raises `Unavailable` if it ends
-    without one."""
+    """Pass the chunks of a stream to `on_chunk` and return its result. Raises `Unavailable` if the
+    stream ends without a result."""
     async with aclosing(events):
         async for event in events:
             if isinstance(event, GenerateResponse):
@@ -193,7 +194,7 @@ async def hand_over(
 
 
 async def followed(http: Transport, context_id: int) -> AsyncGenerator[StreamChunk]:
-    """The chunks of an output that `/generate` was asked for, from its first token to its end."""
+    """Yield the chunks of the output of a running `/generate`, from its first token."""
     body = {"context_id": context_id}
     async with aclosing(until_done(http.stream("POST", "/follow", body=body))) as events:
         async for name, data in events:
@@ -202,7 +203,7 @@ async def followed(http: Transport, context_id: int) -> AsyncGenerator[StreamChu
 
 
 class Sink:
-    """Takes the pieces of one output for `on_chunk`, and knows how much that was given."""
+    """Passes the chunks of one output to `on_chunk` and counts the passed tokens and characters."""
 
     def __init__(self, on_chunk: OnChunk) -> None:
         self._on_chunk = on_chunk
@@ -215,7 +216,8 @@ class Sink:
         self._on_chunk(chunk)
 
     async def take_rest(self, chunks: AsyncGenerator[StreamChunk]) -> None:
-        """Take, of the output's chunks from its beginning, what has not been given."""
+        """Pass on the part of the output that was not passed yet. `chunks` begin with the output's
+        first token."""
         num_ids, num_chars = self._num_ids, self._num_chars
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -227,24 +229,25 @@ class Sink:
 
 
 def _behind(chunk: StreamChunk, num_ids: int, num_chars: int) -> StreamChunk:
-    """The chunk without so many of its first tokens, and of its first characters."""
+    """The chunk without its first `num_ids` tokens and its first `num_chars` characters."""
     logprobs = None if chunk.logprobs is None else chunk.logprobs.part(num_ids)
     return StreamChunk(ids=chunk.ids[num_ids:], text=chunk.text[num_chars:], logprobs=logprobs)
 
 
 class ChunkChannel:
-    """It is opened when it is first needed, and anew after it broke: the outputs of that time are
-    followed each by itself."""
+    """The channel for output chunks. It is opened on first use, and again after it broke. When it
+    breaks, the current outputs are followed with one stream each."""
 
     def __init__(self, http: Transport) -> None:
         self._http = http
         self._tasks = TaskSet()
-        self._opened: asyncio.Future[str | None] | None = None  # until it breaks
+        self._opened: asyncio.Future[str | None] | None = None  # None: not open, or broken.
         self._sinks: dict[int, Sink] = {}
-        self._followers: dict[int, asyncio.Task[None]] = {}  # of outputs whose channel broke
+        self._followers: dict[int, asyncio.Task[None]] = {}  # For outputs whose channel broke.
 
     async def open(self) -> str | None:
-        """Its name; None if the engine has no channels. Raises what opening it raises."""
+        """The name of the open channel. None if the engine has no channels. Raises the errors of
+        the request that opens it."""
         if self._opened is None:
             self._opened = asyncio.get_running_loop().create_future()
             self._tasks.spawn(self._run(self._opened), name="channel of an engine")
@@ -252,7 +255,7 @@ class ChunkChannel:
 
     @contextmanager
     def sending(self, context_id: int, on_chunk: OnChunk) -> Iterator[None]:
-        """In the block, pieces of the output on this context are given to `on_chunk`."""
+        """During the block, `on_chunk` receives the chunks of the output on this context."""
         self._sinks[context_id] = Sink(on_chunk)
         try:
             yield
@@ -271,7 +274,7 @@ class ChunkChannel:
         except ParrotError as error:
             if isinstance(error, NotFound) and not opened.done():
                 opened.set_result(None)
-                return  # and it is not asked for again
+                return  # `open` keeps returning None.
             broken = error
         except asyncio.CancelledError:
             opened.cancel()
@@ -280,7 +283,7 @@ class ChunkChannel:
             logger.warning("a channel broke: %s", broken.message)
         else:
             opened.set_exception(broken)
-            opened.exception()  # for whoever waits, if anybody still does
+            opened.exception()  # Mark the error as retrieved, in case no caller waits for it.
         self._opened = None
         sinks, self._sinks = self._sinks, {}
         for context_id, sink in sinks.items():
@@ -306,7 +309,7 @@ class ChunkChannel:
 
     def _give(self, chunk: ContextChunk) -> None:
         sink = self._sinks.get(chunk.context_id)
-        if sink is None:  # its request has ended
+        if sink is None:  # The request has finished.
             return
         try:
             sink.take(chunk)

@@ -1,26 +1,26 @@
-"""Every error that a user or another tier can see, and its HTTP status.
+"""All errors that a user or another process can receive, with their HTTP statuses.
 
     ParrotError
     |-- InvalidRequest            400  malformed or contradictory request
     |   |-- UnsupportedField      400  a known field that is not supported (`param` names it)
-    |   `-- PromptTooLong         400  can never fit the model or the KV pool
+    |   `-- PromptTooLong         400  longer than the model or the KV pool allows
     |-- ValidationFailed          422  a field of the wrong type or out of bounds
     |-- AuthenticationFailed      401  missing or wrong api key, session_auth or cluster token
-    |-- PermissionDenied          403  a key that is not for this
+    |-- PermissionDenied          403  a key without the required scope
     |-- NotFound                  404  no such session, variable, request, context, model or path
     |-- MethodNotAllowed          405
     |-- Conflict                  409  idempotency key reused for another request
     |   |-- AlreadySet            409  a variable is write-once
     |   |-- CyclicGraph           409  the call would close a cycle (names the variables)
-    |   `-- StaleCore             409  the engine obeys another ServeCore (engines only)
+    |   `-- StaleCore             409  the engine belongs to another ServeCore (engines only)
     |-- SessionGone               410  expired or deleted
     |-- PayloadTooLarge           413
     |-- UnsupportedMediaType      415  a body that is not declared as application/json
     |-- MisdirectedRequest        421  for a host name that is not the server's
     |-- QuotaExceeded             429  too many sessions, a provider's limit, ...
-    |   `-- QueueFull             429  nothing was done: the same request may come again
-    |       |-- RateLimited       429  after the seconds of `Retry-After`
-    |       `-- ClusterFull       503  the same: all tenants together have filled the queue
+    |   `-- QueueFull             429  nothing was done: the client may retry the request
+    |       |-- RateLimited       429  retry after the seconds of `Retry-After`
+    |       `-- ClusterFull       503  all tenants together have filled the queue
     |-- Cancelled                 499  the reader or its program cancelled the work
     |-- InternalError             500  a defect; details are only in the server's log
     |-- CallFailed                502  a producer failed, so this value will never exist
@@ -29,13 +29,13 @@
     |   `-- NativeFunctionFailed  502  raised, never set an output, or exceeded time or memory
     |-- Unavailable               503  the server cannot be reached or is shutting down
     |   |-- NoEngine              503  no live engine can serve the model
-    |   |-- OutOfMemory           503  no KV room now; may work later
+    |   |-- OutOfMemory           503  not enough free KV blocks now; may work later
     |   `-- Standby               503  another ServeCore serves, and this one waits to take over
     |-- TimedOut                  504  the read's timeout passed
     `-- InsufficientStorage       507  the journal cannot be written; the work may have been done
 
-The same classes are raised by servers, travel as `{"error": {"type", "message", "param"?}}`, and
-are raised again by the clients.
+Servers raise these classes and send them as `{"error": {"type", "message", "param"?}}`. Clients
+raise the same classes again.
 """
 
 import re
@@ -44,10 +44,10 @@ from typing import Any, ClassVar, Self
 
 
 class ParrotError(Exception):
-    """Base of the tree. `message` is shown to users; `param` names the offending field, if any.
+    """Base of all errors. `message` is shown to users. `param` names the invalid field, if any.
 
-    The `type` of a class here is its name in snake case. Subclasses elsewhere are told to others as
-    their parents, so they have those' type; nobody needs to repeat a `status`."""
+    The `type` of a class in this module is its name in snake case. Subclasses in other modules
+    inherit `type` and `status`, so clients raise their parent class."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "parrot_error"
@@ -64,9 +64,9 @@ class ParrotError(Exception):
         self.param = param
 
     def again(self) -> Self:
-        """An equal one to raise, if this one is kept for others: raised itself, it would hold on to
-        the frames that it went through, and they to whatever keeps it."""
-        other = type(self).__new__(type(self), *self.args)  # `__init__` may ask for more
+        """A copy to raise, for an error that is stored and raised several times. Raising the stored
+        error would attach a traceback to it, which keeps all frames and their objects alive."""
+        other = type(self).__new__(type(self), *self.args)  # `__init__` may need more arguments.
         vars(other).update(vars(self))
         other.__cause__ = self.__cause__
         return other
@@ -130,7 +130,7 @@ class QuotaExceeded(ParrotError, status=429): ...
 
 
 class QueueFull(QuotaExceeded):
-    """`retry_after_s`: when the same request may come again; None: nobody said."""
+    """`retry_after_s`: seconds after which the client may retry. None: unknown."""
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -186,7 +186,7 @@ def _walk(root: type[ParrotError]) -> list[type[ParrotError]]:
 
 
 _BY_TYPE = {cls.type: cls for cls in _walk(ParrotError)}
-_BY_STATUS = {  # the first of those that are nearest to the root
+_BY_STATUS = {  # The class nearest to the root for each status.
     status: min(
         (c for c in _walk(ParrotError)[1:] if c.status == status), key=lambda c: len(c.__mro__)
     )
@@ -195,7 +195,8 @@ _BY_STATUS = {  # the first of those that are nearest to the root
 
 
 def error_from_payload(payload: object, status: int) -> ParrotError:
-    """The error that a server meant; a foreign or broken body gives the class of its status."""
+    """The error in a server's response. For a body without a Parrot error, the status decides the
+    class."""
     error = payload.get("error") if isinstance(payload, Mapping) else None
     if not isinstance(error, Mapping):
         return _BY_STATUS.get(status, InternalError)(f"HTTP {status} without a Parrot error body")

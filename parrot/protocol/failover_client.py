@@ -1,5 +1,4 @@
-"""A client of several servers, of which one serves at a time; one that neither answers nor breaks
-the connection is noticed."""
+"""A client of several servers, of which only one serves at a time. It detects servers that hang."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -10,21 +9,21 @@ from parrot.protocol.errors import Standby, Unavailable
 from parrot.protocol.http import HttpClient
 from parrot.protocol.transport import RequestOptions, StreamOptions, Transport, Unreachable
 
-_PATIENCE_S = 30.0
-_PAUSE_S = 0.25
-_PROBE_S = 1.0
-_PROBE_TIMEOUT_S = 1.5
-_SHUNNED_S = 5.0
+_PATIENCE_S = 30.0  # Seconds for which a request tries the servers in turn.
+_PAUSE_S = 0.25  # Seconds of pause after each round through all servers.
+_PROBE_S = 1.0  # Seconds between health probes during a request.
+_PROBE_TIMEOUT_S = 1.5  # Seconds without an answer to a probe after which a server hangs.
+_SHUNNED_S = 5.0  # Seconds for which other servers are preferred to a server that hung.
 
 
 T = TypeVar("T")
 
 
 class LivenessProbe:
-    """Notices a server that hangs: its host answers, and its connections stay open, for ever.
+    """Detects a server that hangs: connections stay open, but no answer comes.
 
-    `ask` returns when the server is alive and raises what a waiting read is to raise when it is
-    not. It is asked on behalf of all who wait, at most once per `interval_s`."""
+    `ask` returns if the server is alive, and raises the error for pending reads if not. All pending
+    reads share its calls, at most one per `interval_s` seconds."""
 
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, None]], interval_s: float) -> None:
         self._ask = ask
@@ -33,7 +32,7 @@ class LivenessProbe:
         self._asked_at = 0.0
 
     async def guard(self, read: Awaitable[T]) -> T:
-        """Wait for `read` while the server is alive. Cancelled, it cancels `read`."""
+        """Wait for `read` while the server is alive. Cancelling `guard` cancels `read`."""
         task = asyncio.ensure_future(read)
         try:
             while not (await asyncio.wait((task,), timeout=self._interval_s))[0]:
@@ -55,7 +54,7 @@ class _Server:
 
     @property
     def is_shunned(self) -> bool:
-        """It hung a moment ago: to ask it again takes its time."""
+        """Whether the server hung less than 5 s ago. Another attempt would probably time out."""
         return asyncio.get_running_loop().time() < self._shunned_until
 
     async def _ask(self) -> None:
@@ -67,16 +66,15 @@ class _Server:
 
 
 class FailoverClient:
-    """The `Transport` to whichever of several servers serves, each with a ServeCore of one journal.
+    """The `Transport` to several ServeCores with one journal, of which one serves at a time.
 
-    A request goes to the one that served last. If that cannot have taken it (nobody listens, or it
-    stands by), or the request only reads, it goes to the next one, and so on for half a minute.
-    Else `Unavailable` says that it may have been done, and the next request goes to the next
-    server. One that does not tell its health while it is waited for is taken for dead, but by
-    streams."""
+    A request goes to the server that answered last. If that server cannot have executed the request
+    (no connection, standby, or a GET), the next server is tried, for up to 30 s. Otherwise
+    `Unavailable` is raised, and later requests go to the next server. Health probes detect a server
+    that hangs, except during streams."""
 
     def __init__(self, urls: Sequence[str], **options: Any) -> None:
-        """`options`: of each `HttpClient`."""
+        """`options` are arguments of each `HttpClient`."""
         self._servers = [_Server(url, options) for url in urls]
         self._current = 0
 
@@ -116,7 +114,7 @@ class FailoverClient:
                 await tries.go_on(error, is_read=method == "GET")
 
     def _leave(self, server: _Server, error: Unavailable) -> None:
-        """Ask another one from now on, unless the error is an answer of one that serves."""
+        """Use another server from now on, unless the error is an answer of a serving server."""
         if (
             type(error) in (Unavailable, Unreachable, Standby)
             and server is self._servers[self._current]
@@ -127,7 +125,7 @@ class FailoverClient:
 
 
 class _Tries:
-    """One request's, with a pause after each that all servers had."""
+    """The attempts of one request, with a pause after each round through all servers."""
 
     def __init__(self, num_servers: int) -> None:
         self._num_servers = num_servers
@@ -135,7 +133,7 @@ class _Tries:
         self._until = asyncio.get_running_loop().time() + _PATIENCE_S
 
     async def go_on(self, error: Unavailable, *, is_read: bool) -> None:
-        """Raise the error if there is to be no further one."""
+        """Raise the error unless another attempt is allowed. May sleep."""
         is_safe = isinstance(error, Standby | Unreachable) or (
             is_read and type(error) is Unavailable
         )
@@ -147,7 +145,7 @@ class _Tries:
 
 
 def client_of(urls: Sequence[str], **options: Any) -> Transport:
-    """The transport to a service with these addresses. `options`: of `HttpClient`."""
+    """The transport to a service with these URLs. `options` are arguments of `HttpClient`."""
     if len(urls) == 1:
         return HttpClient(urls[0], **options)
     return FailoverClient(urls, **options)

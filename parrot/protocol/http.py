@@ -1,6 +1,6 @@
-"""The one HTTP client of all tiers.
+"""The HTTP client of programs, ServeCore and engines.
 
-aiohttp is imported when the first client is made, so that `import parrot` stays fast."""
+The first request imports aiohttp, so that `import parrot` stays fast."""
 
 import errno
 import io
@@ -31,12 +31,12 @@ from parrot.utils.traceparent import TraceParent
 if TYPE_CHECKING:
     import aiohttp
 
-_MAX_ANSWER = 2**28  # bytes; a tokenizer, or thousands of embeddings
-_LARGE_BODY = 2**20  # aiohttp sends larger ones in pieces, so that the event loop stays free
+_MAX_ANSWER = 2**28  # Bytes of an answer. Enough for a tokenizer or thousands of embeddings.
+_LARGE_BODY = 2**20  # Bytes from which aiohttp sends a body in chunks, without blocking the loop.
 
 
 class HttpClient:
-    """The `Transport` over HTTP: keep-alive connections to one server."""
+    """The `Transport` over HTTP, with keep-alive connections to one server."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         read_error: ErrorReader = own_error,
     ) -> None:
-        """`max_connections` 0 means no limit. `headers` go with every request. `read_error` is for
-        servers that are not ours."""
+        """`max_connections` 0: no limit. `headers` are sent with every request. `read_error`
+        translates the errors of servers other than Parrot's."""
         self.base_url = base_url.rstrip("/")
         self._headers = dict(headers or {})
         if bearer_token:
@@ -74,13 +74,13 @@ class HttpClient:
             self._session = None
 
     async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
-        """See `Transport`. TCP keep-alive notices when the peer's host is gone."""
+        """See `Transport`. TCP keep-alive detects a lost host."""
         timeout_s = options.get("timeout_s", TIMEOUT_S)
         async with self._exchange(method, path, options, total_s=timeout_s) as response:
             return await self._decode(response)
 
     async def text(self, path: str, *, limit: int, timeout_s: float) -> str:
-        """The first `limit` bytes of what is at `path`. Raises as `request` does."""
+        """The first `limit` bytes of the text at `path`. Raises the errors of `request`."""
         async with self._exchange("GET", path, {}, total_s=timeout_s) as response:
             if response.status >= 400:
                 await self._decode(response)
@@ -128,7 +128,7 @@ class HttpClient:
                 data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
                 headers=headers,
                 timeout=aiohttp.ClientTimeout(total_s, sock_read=idle_s, sock_connect=5.0),
-                allow_redirects=False,  # nobody but the peer that was named gets prompts and keys
+                allow_redirects=False,  # A redirect would send prompts and keys to another server.
             ) as response:
                 if 300 <= response.status < 400:
                     raise Unavailable(f"{self.base_url} answered with a redirect")
@@ -154,8 +154,8 @@ class HttpClient:
         return self._session
 
     async def _read(self, response: "aiohttp.ClientResponse") -> bytes:
-        """The body of the answer. Raises `InternalError` for one that is too large, also when it is
-        unpacked."""
+        """The body of the answer. Raises `InternalError` if it is larger than 256 MiB, also after
+        decompression."""
         size = response.content_length
         if size is not None and size <= _MAX_ANSWER and "Content-Encoding" not in response.headers:
             return await response.read()
@@ -175,9 +175,9 @@ class HttpClient:
 
 
 def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:
-    """A socket that notices a vanished peer host within about a minute, however long it waits."""
+    """A socket that detects a lost peer host within about 1 min, even while a request waits."""
     family, kind, proto, _, address = addr_info
-    if is_metadata(address[0]):  # a name may lead there
+    if is_metadata(address[0]):  # A DNS name may resolve to this address.
         raise OSError(errno.EACCES, f"{address[0]} is a metadata service's address")
     sock = socket.socket(family=family, type=kind, proto=proto)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -50,12 +50,12 @@ Json = dict[str, Any]
 
 
 def _install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
-    """Have `app.openapi` describe them; it is made when it is first asked for."""
+    """Make `app.openapi` describe the endpoints. The description is built on first use."""
     described_by_fastapi = app.openapi
 
     def openapi() -> Json:
         schema = described_by_fastapi()
-        if "components" not in schema:  # it is kept, so this completes it in place
+        if "components" not in schema:  # FastAPI caches the schema, so change it in place.
             schema |= _describe(endpoints)
         return schema
 
@@ -70,8 +70,9 @@ def install(
     access: Access,
     check: Check | None = None,
 ) -> None:
-    """Make these all routes of the app, and describe them under `/openapi.json`, for whom `access`
-    and `check` say. Raises `TypeError` if a route has no rule."""
+    """Install the endpoints and `others` as the only routes of the app, and describe them under
+    `/openapi.json`. `access` and `check` protect that page. Raises `TypeError` if a route has no
+    access rule."""
 
     def openapi() -> bytes:
         return orjson.dumps(app.openapi())
@@ -121,14 +122,15 @@ def _describe(endpoints: Sequence[Endpoint]) -> Json:
 
 
 def _answer(endpoint: Endpoint) -> type[BaseModel] | None:
-    """The model of its answer; None if that is not JSON."""
+    """The model of the endpoint's answer. None if the answer is not JSON."""
     if endpoint.described.media_type != "application/json":
         return None
     return endpoint.gives or EmptyResponse
 
 
 def _has_body(endpoint: Endpoint) -> bool:
-    """GET and DELETE take query parameters (a JSON body works too); the others a JSON body."""
+    """Whether the method takes a JSON body. GET and DELETE take query parameters, although a body
+    works too."""
     return endpoint.method not in ("GET", "DELETE")
 
 

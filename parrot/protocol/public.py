@@ -27,10 +27,11 @@ from parrot.protocol.sampling import DefaultSampling, SamplingConfig, TokenLogpr
 MAX_PARAMETERS = 1024
 
 
+# Limits of one graph request.
 MAX_CALLS = 512
 MAX_VARIABLES = 2048
-MAX_BINDINGS = 4096  # parameters of all calls
-MAX_BRACES = 8192  # double ones in all templates, which may be placeholders
+MAX_BINDINGS = 4096  # Parameters of all calls.
+MAX_BRACES = 8192  # Occurrences of `{{` in all templates.
 
 
 Timeout = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
@@ -73,7 +74,7 @@ class CallParameter(Payload):
     """The variable or text of a placeholder. An input has exactly one of `var_id` and `value`. An
     output may name an unset variable in `var_id`."""
 
-    names: ClassVar[tuple[str, ...]] = ("var_id",)  # the fields that name a variable
+    names: ClassVar[tuple[str, ...]] = ("var_id",)  # The fields that name a variable.
 
     name: Name
     is_output: bool = False
@@ -226,7 +227,7 @@ class GraphRequest(Payload):
     @model_validator(mode="before")
     @classmethod
     def _few_pieces(cls, fields: Any) -> Any:
-        """Counted before any is looked at."""
+        """Check the totals before the calls are validated."""
         given = fields.get("calls") if isinstance(fields, dict) else None
         calls = (
             [call for call in given if isinstance(call, dict)] if isinstance(given, list) else []
@@ -240,7 +241,7 @@ class GraphRequest(Payload):
         return fields
 
     def begins(self) -> SessionCreateRequest | None:
-        """The session that is to begin with the graph; None if it has one."""
+        """The session that the request creates. None: the request uses an existing session."""
         if self.session is None or self.session.api_key is not None:
             return self.session
         return self.session.model_copy(update={"api_key": self.session_auth})

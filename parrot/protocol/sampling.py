@@ -1,5 +1,5 @@
-"""Sampling settings of an output: one class for the front end, REST, and the engines. And the log
-probabilities that they ask for."""
+"""Sampling settings of an output, for the front end, REST and the engines, and the log
+probabilities of its tokens."""
 
 from array import array
 from base64 import b64decode, b64encode
@@ -27,7 +27,7 @@ MAX_CHOICES = 1024
 MAX_LOGPROBS = 20
 
 CONSTRAINTS = ("json_schema", "regex", "grammar", "choices")
-"""The fields that say which texts an output may be; at most one is set."""
+"""The fields that restrict the text of an output. At most one is set."""
 
 _StopString = Annotated[str, Field(min_length=1, max_length=256)]
 _Choice = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
@@ -51,10 +51,10 @@ _MIN_P = "Minimum probability, relative to the most likely token. 0 is off."
 
 _SAME = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias")
 OPENAI_NAMES = {name: name for name in _SAME} | {"stop_str": "stop"}
-"""By our names of fields: those that OpenAI's APIs have for them."""
+"""OpenAI's field names by our names."""
 _FURTHER = ("top_k", "min_p", "repetition_penalty", "stop_token_ids")
 VLLM_NAMES = {name: name for name in _FURTHER} | {"ignore_tokenizer_eos": "ignore_eos"}
-"""By our names of further fields: those that vLLM and others have for them."""
+"""The names of further fields in vLLM and similar servers, by our names."""
 
 
 class SamplingConfig(BaseModel):
@@ -146,12 +146,12 @@ class SamplingConfig(BaseModel):
 
     @property
     def takes_the_largest(self) -> bool:
-        """Only the largest logit may be sampled."""
+        """Whether the token with the largest logit is always chosen."""
         return self.is_greedy or self.top_k == 1
 
     @property
     def adjusts_logits(self) -> bool:
-        """Logits are changed before a token is chosen, mostly by what was generated so far."""
+        """Whether penalties or biases change the logits before a token is sampled."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -161,19 +161,18 @@ class SamplingConfig(BaseModel):
 
     @property
     def is_deterministic(self) -> bool:
-        """The same prompt gives the same tokens: greedy, or seeded."""
+        """Whether the same prompt gives the same tokens: greedy or seeded sampling."""
         return self.is_greedy or self.seed is not None
 
     def needs(self) -> frozenset[str]:
-        """The fields that are set, to values with which an engine must do something."""
+        """The names of set fields whose values have an effect."""
         fields = self.__dict__
         given = self.model_fields_set
         return frozenset([name for name in given if fields[name] not in _NEEDS_NOTHING[name]])
 
     def require_support(self, supported: frozenset[str], server: str) -> None:
-        """Raise `UnsupportedField` naming the first field that is set and not in `supported`.
-
-        `server` says in the message who refuses, for example "the builtin engine"."""
+        """Raises `UnsupportedField` with the first needed field that is not in `supported`.
+        `server` names the server in the message, for example "the builtin engine"."""
         lacking = self.needs() - supported
         for name in type(self).model_fields:
             if name in lacking:
@@ -181,7 +180,7 @@ class SamplingConfig(BaseModel):
 
 
 class ResolvedSampling(SamplingConfig):
-    """A sampling config whose values all count: an engine has filled in those that were None."""
+    """A sampling config in which the engine has replaced all None values."""
 
     temperature: _Temperature = 1.0
     top_p: _TopP = 1.0
@@ -208,7 +207,7 @@ class DefaultSampling(BaseModel):
         return DefaultSampling.model_validate(dict(other) | self.model_dump(exclude_none=True))
 
     def shown(self) -> str:
-        """The values that have an effect, for people to read."""
+        """The values that have an effect, as text for users."""
         named = [
             f"{name} {value:g}"
             for name, value in self.__dict__.items()
@@ -217,8 +216,8 @@ class DefaultSampling(BaseModel):
         return ", ".join(named)
 
     def resolve(self, config: SamplingConfig) -> ResolvedSampling:
-        """Fill in the fields that `config` leaves None. Penalizing repetition would push an output
-        with a grammar towards wrong text, so that such an output has only the penalty it sets."""
+        """Fill in the fields that are None in `config`. The default `repetition_penalty` does not
+        apply to an output with a constraint, because it would distort the required syntax."""
         fields = config.__dict__.copy()
         penalizes = self.repetition_penalty not in (None, 1.0)
         if penalizes and fields["repetition_penalty"] is None and config.constraint is not None:
@@ -238,7 +237,7 @@ _NEUTRAL: dict[str, Any] = {
     "repetition_penalty": 1.0,
 }
 NEUTRAL_SAMPLING = DefaultSampling(**_NEUTRAL)
-"""The defaults if neither an engine's config nor its model has any: the model's distribution."""
+"""The defaults if neither the engine's config nor the model has any: no change of the logits."""
 _NEEDS_NOTHING: dict[str, tuple[Any, ...]] = {
     name: (value, _NEUTRAL[name]) if name in _NEUTRAL else (value,)
     for name, value in SamplingConfig().model_dump().items()
@@ -246,20 +245,19 @@ _NEEDS_NOTHING: dict[str, tuple[Any, ...]] = {
 
 
 class TokenTable(Protocol):
-    """The bytes that a token stands for, by its number."""
+    """The bytes of each token, by its id."""
 
     def __getitem__(self, number: int, /) -> bytes: ...
 
 
 class Logprobs:
-    """Log probabilities of an output's tokens: the log-softmax of the model's logits as they are,
-    before temperature, penalties, biases, masks and whatever else chooses among them.
+    """Log probabilities of an output's tokens: the log-softmax of the model's raw logits, before
+    temperature, penalties, biases and masks.
 
-    There is a row for each token, of `width` entries: the token itself, then the most likely ones
-    in its place, the most likely first. `ids` are numbers of tokens, -1 where a server told of
-    fewer, and `values` their log probabilities. Both are flat. `tokens` is the table that the
-    numbers are of; None: that of the engine's tokenizer. `ending`: the rows of what ended an output
-    and is no part of its text, where they are known."""
+    Each token has a row of `width` entries: the token itself, then the most likely tokens at its
+    position in descending order. `ids` and `values` are flat, of shape [rows * width]. An id is -1
+    if a server returned fewer tokens. `tokens` is the table for the ids (None: the engine's
+    tokenizer). `ending`: the rows of the stop string or stop token, if known."""
 
     __slots__ = ("ending", "ids", "tokens", "values", "width")
 
@@ -282,14 +280,14 @@ class Logprobs:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Logprobs) and self._fields() == other._fields()
 
-    __hash__ = None  # type: ignore[assignment]  # it grows
+    __hash__ = None  # type: ignore[assignment]  # Instances are mutable.
 
     def __repr__(self) -> str:
         return f"<Logprobs of {len(self)} tokens, {self.width - 1} others each>"
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes, about; a tokenizer's table is there anyway."""
+        """Approximate memory in bytes, without a tokenizer's table."""
         table = self.tokens
         texts = sum(map(len, table)) + 40 * len(table) if isinstance(table, list) else 0
         return 2 * self.ids.itemsize * len(self.ids) + texts
@@ -300,13 +298,13 @@ class Logprobs:
         self.values.extend(values)
 
     def part(self, start: int, stop: int | None = None) -> "Logprobs":
-        """The rows from `start` up to `stop`."""
+        """The rows [start, stop)."""
         width = self.width
         cut = slice(start * width, None if stop is None else stop * width)
         return Logprobs(width, self.ids[cut], self.values[cut], self.tokens)
 
     def extend(self, more: "Logprobs") -> None:
-        """Append the rows of `more`, which are as wide and may be of another table."""
+        """Append the rows of `more`, which must have the same width. Its table may differ."""
         assert self.width == more.width, (self, more)
         ids = more.ids
         if self.tokens is not more.tokens:
@@ -325,8 +323,9 @@ class Logprobs:
         tokens: TokenTable | None = None,
         num_shown: int | None = None,
     ) -> "Logprobs | None":
-        """Return `before` with the rows of `more` appended. Both may change. `tokens`: the table of
-        `more`; None: it has its own. Rows after the first `num_shown` become the `ending`."""
+        """Append the rows of `more` to `before` and return the result. Both may be modified.
+        `tokens`: the table of `more`, unless it has its own. Rows after the first `num_shown`
+        become the `ending`."""
         if more is None:
             return before
         if tokens is not None:
@@ -340,7 +339,7 @@ class Logprobs:
         return joined
 
     def _own_table(self) -> list[bytes]:
-        """Its tokens in a table that may grow."""
+        """A table of the used tokens that can grow. Renumbers the ids."""
         if not isinstance(self.tokens, list):
             tokens, table = self.tokens, list[bytes]()
             assert tokens is not None, "the bytes of the tokens are unknown"
@@ -365,7 +364,7 @@ class Logprobs:
 
 
 def _place(table: list[bytes], token: bytes) -> int:
-    """Enter a token into the table, at its end."""
+    """Append a token to the table and return its index."""
     table.append(token)
     return len(table) - 1
 
@@ -404,7 +403,7 @@ WireLogprobs = Annotated[
         }
     ),
 ]
-"""Log probabilities as engines send them."""
+"""Log probabilities in the format that engines send."""
 
 
 class LikelyToken(BaseModel):

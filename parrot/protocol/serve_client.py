@@ -42,11 +42,11 @@ from parrot.protocol.transport import (
 T = TypeVar("T", bound=BaseModel)
 
 _IN_HEAD = {"session_auth"}
-READ_MARGIN_S = 10.0  # how much longer than a read's timeout the client waits for its answer
+READ_MARGIN_S = 10.0  # Seconds that a client waits for an answer beyond the read's timeout.
 
 
 class ReadWishes(TypedDict, total=False):
-    """How a read is made, where that differs from the server's defaults."""
+    """Options of a read that differ from the server's defaults."""
 
     criteria: PerformanceCriteria
     timeout_s: float | None
@@ -55,8 +55,8 @@ class ReadWishes(TypedDict, total=False):
 
 
 class ServeClient:
-    """One method per route. `session_auth` is the Bearer token of each request, so that one client
-    can serve many sessions."""
+    """One method per route. `session_auth` is the Bearer token of each request, so one client can
+    serve many sessions."""
 
     def __init__(self, http: Transport) -> None:
         self._http = http
@@ -121,14 +121,14 @@ class ServeClient:
     async def get_var(
         self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadWishes]
     ) -> str:
-        """The text alone of what `read_var` gives."""
+        """As `read_var`, but returns only the text."""
         return (await self.read_var(session_id, session_auth, var_id, **options)).content
 
     async def read_var(
         self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadWishes]
     ) -> VarGetResponse:
-        """Wait for the value. Cancelling this coroutine closes the connection, which withdraws the
-        read at the server."""
+        """Wait for the value. Cancelling this coroutine closes the connection, and the server
+        withdraws the read."""
         return await self._ask(
             VarGetResponse,
             "GET",
@@ -146,8 +146,8 @@ class ServeClient:
         k: int = 1,
         **options: Unpack[ReadWishes],
     ) -> list[VarValue]:
-        """Wait for the first `k` to be ready, in the order in which they were. Cancelling this
-        coroutine withdraws the read."""
+        """Wait until `k` variables are ready. Returns them in the order in which they became ready.
+        Cancelling this coroutine withdraws the read."""
         fields = {"session_id": session_id, "var_ids": list(var_ids), "k": k}
         answer = await self._ask(
             FirstVarsResponse,
@@ -167,8 +167,8 @@ class ServeClient:
         on_done: Callable[[StreamDone], None] | None = None,
         **options: Unpack[ReadWishes],
     ) -> AsyncIterator[str]:
-        """Deltas of the value. Ends normally only after the server's `done` event, of which
-        `on_done` is told."""
+        """Yield the deltas of the value. The iteration ends after the server's `done` event, which
+        `on_done` receives. Otherwise it raises an error."""
         wishes = {"criteria": PerformanceCriteria.LATENCY} | _wishes(options)
         query = _query({"session_id": session_id} | wishes)
         path = f"/v1/semantic_var/{var_id}/stream"
@@ -189,12 +189,12 @@ class ServeClient:
         )
 
     async def health(self) -> None:
-        """Raises `Unavailable` unless the process answers within a few seconds."""
+        """Raises `Unavailable` unless the server answers within 10 s."""
         await self._http.request("GET", "/health", timeout_s=10.0)
 
 
 class RegistrationClient:
-    """The requests that engines make of ServeCore."""
+    """The requests that engines send to ServeCore."""
 
     def __init__(self, http: Transport) -> None:
         self._http = http
@@ -214,7 +214,7 @@ class RegistrationClient:
         runtime_info: RuntimeInfo,
         core: str = "",
     ) -> HeartbeatResponse:
-        """`core`: as registered."""
+        """`core`: ServeCore's id from the registration."""
         body = HeartbeatRequest(
             engine_id=engine_id,
             engine_name=engine_name,
@@ -225,8 +225,8 @@ class RegistrationClient:
         return read_answer(HeartbeatResponse, answer)
 
     async def engine_leave(self, engine_id: int, core: str, timeout_s: float) -> LeaveResponse:
-        """Get no more calls, and wait until those that are there have ended, for `timeout_s` at
-        most. `core`: as registered."""
+        """Stop receiving calls and wait for the running calls, for at most `timeout_s` seconds.
+        `core`: ServeCore's id from the registration."""
         request = LeaveRequest(engine_id=engine_id, core=core, timeout_s=timeout_s)
         answer = await self._http.request(
             "POST",
@@ -238,7 +238,7 @@ class RegistrationClient:
 
 
 def _wishes(options: ReadWishes) -> dict[str, Any]:
-    """The options under the server's names, without those that are None or False."""
+    """The options under the server's names. Options that are None or False are omitted."""
     named = {name.removesuffix("_s"): value for name, value in options.items()}
     return {name: value for name, value in named.items() if value not in (None, False)}
 
@@ -248,6 +248,6 @@ def _query(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _patience(options: ReadWishes) -> float | None:
-    """Seconds to wait for a read's answer."""
+    """The client's timeout for a read, in seconds. None: no timeout."""
     timeout_s = options.get("timeout_s")
     return None if timeout_s is None else timeout_s + READ_MARGIN_S

@@ -1,5 +1,5 @@
-"""Configuration that ServeCore and engines have in common: limits of connections, and the secret
-that they know each other by, with the file that keeps one."""
+"""Configuration that ServeCore and engines share: limits of connections, and the cluster token with
+its file."""
 
 import os
 import stat
@@ -28,7 +28,7 @@ _PLACEHOLDER = "replace-me"
 
 
 def _no_placeholder(secret: str) -> str:
-    """Raises `ValueError` for what the sample configurations have in the place of a secret."""
+    """Raises `ValueError` for the placeholder that the sample configurations have as secrets."""
     if secret.startswith(_PLACEHOLDER):
         raise ValueError(
             "is the placeholder of the sample: set your own secret, such as the output of "
@@ -74,12 +74,13 @@ def settled_token(
     is_alone: bool = False,
     state_dir: str | None = None,
 ) -> str | None:
-    """The cluster token of a server that binds `host` and is configured with `token`: without one,
-    on loopback, that of this user's token file, but None if it `is_alone`: there is nobody to share
-    a file with, and it lets in this machine's programs. None if `insecure`, too: then nobody is
-    asked for one. `has_api_keys` None: it has no programs.
+    """The cluster token of a server that binds `host` and is configured with `token`.
 
-    Raises `ConfigError` if a token or keys must be configured and are not."""
+    Without a configured token, a server on loopback uses the token file of this user. The result is
+    None (no token required) if `insecure`, or on loopback if the server `is_alone` and shares the
+    token with no other server. `has_api_keys` None: programs do not call this server.
+
+    Raises `ConfigError` if a required token or API key is missing."""
     if token is not None:
         if has_api_keys is False and not insecure and not is_loopback(host):
             raise ConfigError(
@@ -106,8 +107,9 @@ def settled_token(
 
 
 def kept_token(state_dir: str | None) -> str:
-    """The token in the file of `state_dir` (null: this user's own folder), made by whoever asks
-    first. Raises `ConfigError` if the file cannot be had, or others can read it."""
+    """The token in the file of `state_dir` (None: this user's state folder). The first call creates
+    the file. Raises `ConfigError` if the file cannot be created or read, or if other users can
+    read it."""
     try:
         folder = state_folder() if state_dir is None else Path(state_dir)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -121,14 +123,14 @@ def kept_token(state_dir: str | None) -> str:
 
 
 def state_folder() -> Path:
-    """The folder of this user's own in which servers keep what outlives them. Raises
-    `RuntimeError` if this user has no home."""
+    """The folder of this user for persistent state of servers. Raises `RuntimeError` if this user
+    has no home folder."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "parrot"
 
 
 def _make(path: Path) -> None:
-    """Make the file, whole, unless it is there: of several processes one wins."""
+    """Create the file atomically unless it exists. If several processes try, one succeeds."""
     if path.exists():
         return
     draft = path.with_name(f"{_FILE_NAME}.{new_token()}")

@@ -1,4 +1,4 @@
-"""The one parser of prompt templates: text with `{{name}}` placeholders."""
+"""The parser of prompt templates: text with `{{name}}` placeholders."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class Placeholder:
 
 
 def parse_template(template: str) -> Iterator[TemplateText | Placeholder]:
-    """Yield the pieces in order. Texts are never empty; two texts are never adjacent."""
+    """Yield texts and placeholders in order. Texts are not empty, and no two texts are adjacent."""
     end = 0
     for match in _PLACEHOLDER.finditer(template):
         if match.start() > end:
@@ -30,5 +30,5 @@ def parse_template(template: str) -> Iterator[TemplateText | Placeholder]:
 
 
 def placeholder(name: str) -> str:
-    """The text of a placeholder, the inverse of parsing."""
+    """The text of a placeholder in a template."""
     return "{{" + name + "}}"

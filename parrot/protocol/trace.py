@@ -1,8 +1,8 @@
-"""A trace: what programs asked of a ServeCore and what came of it, one JSON object a line.
+"""A trace: all requests of programs to a ServeCore and their results, one JSON object per line.
 
-Texts are not in it. Of each there are its length and ids of its beginnings, which are the same for
-equal beginnings in one trace and mean nothing outside of it. Times are seconds since the recording
-began; lines are in order of time. The first line is a `TraceHeader`."""
+A trace does not contain texts. Each text is replaced by its length and by ids of its prefixes.
+Within one trace, equal prefixes have equal ids. Times are seconds since the recording began. Lines
+are in order of time. The first line is a `TraceHeader`."""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
@@ -14,11 +14,11 @@ from parrot.protocol.public import CompletionInfo
 
 TRACE_VERSION = 1
 CHUNK_CHARS = 256
-WITHDRAWN = "withdrawn"  # the error of a read whose reader went away
+WITHDRAWN = "withdrawn"  # The `error` of a read whose reader disconnected.
 
 
 class TraceEvent(BaseModel):
-    """A newer version may have more fields; they are ignored."""
+    """Base of all lines. Unknown fields, from newer versions, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -48,32 +48,32 @@ class SessionLine(SessionEvent):
 
 
 class TraceText(BaseModel):
-    """`ids`: of the first `CHUNK_CHARS`, twice, three times ... as many, and of the whole."""
+    """A text. `ids` are those of its prefixes of `CHUNK_CHARS`, 2 * `CHUNK_CHARS`, ... characters
+    and of the whole text."""
 
     chars: int
     ids: list[str]
 
     def lengths(self) -> Iterator[int]:
-        """Characters that each id adds to the one before."""
+        """Yield the number of characters that each prefix adds to the previous one."""
         for start in range(0, self.chars, CHUNK_CHARS):
             yield min(CHUNK_CHARS, self.chars - start)
 
 
 class TraceParameter(BaseModel):
-    """`var_id` of every parameter; `was_bound`: the request named the variable. `value`: of an
-    input that was given as text."""
+    """A parameter of a call."""
 
     name: str
     var_id: str
     is_output: bool = False
-    was_bound: bool = False
-    value: TraceText | None = None
+    was_bound: bool = False  # The request named the variable.
+    value: TraceText | None = None  # The value of an input that was given as text.
     sampling_config: dict[str, Any] | None = None
 
 
 class CallLine(SessionEvent):
-    """`pieces`: the template, with a name for each placeholder. `options`: the request's other
-    fields that are not their defaults."""
+    """A semantic call. `pieces` is the template: texts, and names of placeholders. `options` are
+    the request's other fields with values other than the defaults."""
 
     event: Literal["call"] = "call"
     request_id: int
@@ -104,7 +104,7 @@ class SetLine(SessionEvent):
 
 
 class ReadLine(SessionEvent):
-    """`k`: the first so many of the variables; null: the one."""
+    """A read of one variable (`k` null), or of the first `k` variables to be ready."""
 
     event: Literal["read"] = "read"
     read_id: int
@@ -115,7 +115,7 @@ class ReadLine(SessionEvent):
 
 
 class AnswerLine(SessionEvent):
-    """`error`: the type of error it ended with; `withdrawn` when the reader went away."""
+    """The answer of a read. `error` is the error's type, or `withdrawn` after a disconnect."""
 
     event: Literal["answer"] = "answer"
     read_id: int
@@ -137,8 +137,8 @@ class DeleteLine(SessionEvent):
 
 
 class EndLine(SessionEvent):
-    """In whatever way. `calls`: its graph with all times (since the session began) and tokens.
-    `native_texts`: the outputs of native calls, by variable."""
+    """The session ended. `calls`: its calls with tokens and times, in seconds since the session
+    began. `native_texts`: the outputs of native calls, by var_id."""
 
     event: Literal["end"] = "end"
     calls: list[CompletionInfo]
@@ -146,8 +146,8 @@ class EndLine(SessionEvent):
 
 
 class TraceEnded(TraceEvent):
-    """ServeCore went down. Counts are tokens: `hit`, prompt tokens that were cached; `recomputed`,
-    computed once more; `evicted`, freed for want of room."""
+    """ServeCore stopped. All counts are in tokens. `hit`: cached prompt tokens. `recomputed`:
+    computed again. `evicted`: freed because the KV cache was full."""
 
     event: Literal["ended"] = "ended"
     hit: int = 0

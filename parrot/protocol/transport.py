@@ -1,4 +1,4 @@
-"""The way from a client to its server: over HTTP (`HttpClient`), or inside one process."""
+"""Transports between a client and its server: over HTTP (`HttpClient`), or inside one process."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ from parrot.protocol.errors import (
 from parrot.utils.tasks import TaskSet
 from parrot.utils.traceparent import TraceParent
 
-_MAX_SSE_EVENT = 64 * 2**20
+_MAX_SSE_EVENT = 64 * 2**20  # Bytes of one server-sent event.
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -39,29 +39,28 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 M = TypeVar("M", bound=BaseModel)
 ErrorReader = Callable[[Any, int, Mapping[str, str]], ParrotError]
-"""The error meant by an answer's decoded body (None: not JSON), status and headers."""
+"""Returns the error for an answer's decoded body (None: not JSON), status and headers."""
 
 
-TIMEOUT_S = 30.0
-IDLE_TIMEOUT_S = 60.0  # servers send a comment every 15 s
+TIMEOUT_S = 30.0  # Default seconds for a whole request.
+IDLE_TIMEOUT_S = 60.0  # Default seconds without data in a stream. Servers send one every 15 s.
 
 
 class Unreachable(Unavailable):
-    """No connection was made: the server has not got the request."""
+    """The connection failed, so the server has not received the request."""
 
 
 class Options(TypedDict, total=False):
-    """`params`: the query. `body`: orjson-serialisable. `bearer`: instead of the client's token.
-    `traceparent`: the span that the peer's own would be below; ignored if it is no such thing."""
+    """Options of a request or a stream."""
 
-    params: Mapping[str, str] | None
-    body: Any
-    bearer: str | None
-    traceparent: str
+    params: Mapping[str, str] | None  # The query.
+    body: Any  # Serializable with orjson.
+    bearer: str | None  # Replaces the client's token.
+    traceparent: str  # The parent span. Ignored if invalid.
 
 
 class RequestOptions(Options, total=False):
-    """`timeout_s`: 30 by default; None waits as long as the peer is there."""
+    """`timeout_s`: 30 by default. None: no limit while the connection is open."""
 
     timeout_s: float | None
 
@@ -73,39 +72,40 @@ class StreamOptions(Options, total=False):
 
 
 class Transport(Protocol):
-    """One server, as its clients see it. Use from one event loop; close when done.
+    """A connection to one server. Use it from one event loop and close it.
 
-    Raises `Unreachable` when the server cannot be reached, `Unavailable` when the connection
-    breaks, and the server's own error (errors.py) for any status of 400 and above. Cancelling a
-    request, or closing a stream, aborts it at the server."""
+    Raises `Unreachable` if the connection fails, `Unavailable` if it breaks, and the server's error
+    (errors.py) for statuses from 400. Cancelling a request, or closing a stream, aborts the work in
+    the server."""
 
     async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
-        """One exchange; returns the decoded JSON answer."""
+        """Send a request and return the decoded JSON answer."""
         ...
 
     def stream(
         self, method: str, path: str, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[tuple[str, bytes], None]:
-        """Server-sent events as (event name, data). Keep-alive comments are skipped, but
-        silence of more than `idle_timeout_s` is `Unavailable`.
+        """Yield server-sent events as (event name, data), without comments. Raises `Unavailable`
+        after `idle_timeout_s` without data.
 
-        The end of the body is only the end of iteration: the caller must insist on the protocol's
-        final event, since a broken server may close in the middle (see `until_done`)."""
+        The iteration ends with the body, which a failing server may cut off. The caller must check
+        for the final event (see `until_done`)."""
         ...
 
     async def close(self) -> None: ...
 
 
 class AppTransport:
-    """The transport's in-process twin: calls an ASGI app, with the same bytes as over HTTP. A
-    stream is never silent for too long, since only a peer elsewhere can vanish."""
+    """A transport inside one process: calls an ASGI app with the same bytes as over HTTP. Streams
+    have no idle timeout, because the app cannot become unreachable."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._streams = TaskSet()
 
     async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
-        """See `Transport`. The app runs in the caller's task, so cancelling reaches it at once."""
+        """See `Transport`. The app runs in the caller's task, so a cancellation reaches it
+        immediately."""
         timeout_s = options.get("timeout_s", TIMEOUT_S)
         messages: list[Message] = []
 
@@ -118,7 +118,7 @@ class AppTransport:
         except TimeoutError:
             raise Unavailable(f"no answer to {method} {path} within {timeout_s} s") from None
         except Exception:
-            if not messages:  # a defect is told to the client before the server hears of it
+            if not messages:  # Otherwise the app has sent an error response before it raised.
                 raise
         answer = b"".join([message.get("body", b"") for message in messages])
         return decode_answer(answer, messages[0]["status"], {}, path)
@@ -161,8 +161,8 @@ class AppTransport:
 def _called(
     method: str, path: str, options: Options, is_gone: asyncio.Event
 ) -> tuple[Message, Receive]:
-    """The arguments of an app: the request's scope, and the client's side, which tells its body
-    and, when `is_gone`, that it has left."""
+    """The arguments of an ASGI app: the scope, and a `receive` that returns the body and then, once
+    `is_gone` is set, the disconnect."""
     raw = encode_body(options.get("body")) or b""
     headers = [(b"content-length", b"%d" % len(raw)), (b"content-type", b"application/json")]
     if (bearer := options.get("bearer")) is not None:
@@ -196,7 +196,7 @@ def _called(
 
 
 def encode_body(body: Any) -> bytes | None:
-    """The body as JSON. Raises `InvalidRequest` for what JSON cannot say."""
+    """The body as JSON. Raises `InvalidRequest` if it cannot be encoded."""
     if body is None:
         return None
     try:
@@ -214,7 +214,7 @@ def own_error(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotEr
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """From `retry-after-ms`, or `retry-after` in seconds or as a date."""
+    """Seconds from the header `retry-after-ms`, or `retry-after` in seconds or as a date."""
     try:
         if (millis := headers.get("retry-after-ms")) is not None:
             return max(0.0, float(millis) / 1000)
@@ -237,7 +237,8 @@ def decode_answer(
     server: str,
     read_error: ErrorReader = own_error,
 ) -> Any:
-    """The answer's JSON. Raises the error that it means, or `InternalError` if it is not JSON."""
+    """The answer's JSON. Raises the server's error for statuses from 400, and `InternalError` if
+    the answer is not JSON."""
     try:
         payload = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -250,8 +251,8 @@ def decode_answer(
 
 
 def read_answer(kind: type[M], answer: Any) -> M:
-    """The answer of a Parrot server, or, of bytes, the data of an event. Raises `InternalError` if
-    it is nothing of this kind."""
+    """Validate the decoded answer of a Parrot server, or the data of an event (bytes). Raises
+    `InternalError` if it is not a `kind`."""
     try:
         if isinstance(answer, bytes):
             return kind.model_validate_json(answer)
@@ -266,8 +267,8 @@ def read_answer(kind: type[M], answer: Any) -> M:
 async def until_done(
     events: AsyncGenerator[tuple[str, bytes], None],
 ) -> AsyncGenerator[tuple[str, bytes], None]:
-    """A Parrot server's events, of which the last is `done`. Raises the error of an `error` event,
-    and `Unavailable` when the stream ends before its final event."""
+    """Yield the events of a Parrot server up to the final `done`. Raises the error of an `error`
+    event, and `Unavailable` if the stream ends earlier."""
     async with aclosing(events):
         async for name, data in events:
             if name == "error":
@@ -286,16 +287,16 @@ def _json_or_none(data: bytes) -> Any:
 
 
 class EventParser:
-    """Reads the part of the SSE format that servers of JSON use: `event`, `data` and comment lines,
-    ended by LF or CRLF."""
+    """Parses the part of the SSE format that JSON servers use: `event`, `data` and comment lines
+    with LF or CRLF."""
 
     def __init__(self) -> None:
-        self._pending: list[bytes] = []  # of the line that has begun
+        self._pending: list[bytes] = []  # Chunks of the incomplete line.
         self._size = 0
         self._name, self._data = "message", bytearray()
 
     def feed(self, chunk: bytes) -> Iterator[tuple[str, bytes]]:
-        """Yield the events, (name, data), that the next bytes complete."""
+        """Yield the events (name, data) that the chunk completes."""
         self._size += len(chunk)
         if self._size + len(self._data) > _MAX_SSE_EVENT:
             raise InternalError("an event of the stream is too large")
@@ -315,7 +316,7 @@ class EventParser:
 
 
 async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:
-    """Yield the events in these chunks of a stream, as they come."""
+    """Yield the events of a stream of chunks."""
     parser = EventParser()
     async for chunk in chunks:
         for event in parser.feed(chunk):
