@@ -1,7 +1,7 @@
-"""ServeCore and engines as child processes of this one: for `parrot launch`, tests, benchmarks.
+"""ServeCore and engines as child processes, for `parrot launch`, tests and benchmarks.
 
-The room owns the processes: their ports, logs, deaths and restarts. It knows servers only by their
-module's name, their config file and `/ready`, never by importing them."""
+This package manages the processes: their ports, logs, crashes and restarts. It does not import the
+servers. It uses only the name of their module, their config file and `/ready`."""
 
 from parrot.cluster.cluster import Cluster
 from parrot.cluster.process import ClusterError, ServerProcess

@@ -1,10 +1,10 @@
-"""Run a server's module as `python -m` does, but never outlive the process that started it.
+"""Runs a server's module like `python -m`, and exits when the parent process exits.
 
-`python -m parrot.cluster.child MODULE NAME [ARGS...]`: the name is for whoever lists processes.
-Stdin is a lifeline, a pipe whose other end only the parent holds. Its first line is the server's
-config, a JSON object, which the module finds at `--config_path`: a file without a name, so that no
-secret of it is left behind. However the parent ends, `kill -9` included, the kernel closes that
-end, the read returns, and this process stops itself, first politely."""
+Usage: `python -m parrot.cluster.child MODULE NAME [ARGS...]`. NAME only appears in process lists.
+Stdin is a pipe from the parent. Its first line is the server's config, a JSON object. The module
+reads it at `--config_path` from an unnamed temporary file, so no secret stays on disk. When the
+parent exits, even after `kill -9`, the kernel closes the pipe. The child then sends itself SIGTERM,
+and after 5 s SIGKILL."""
 
 import os
 import runpy
@@ -14,11 +14,11 @@ import tempfile
 import threading
 from typing import IO
 
-GRACE_S = 5.0
+GRACE_S = 5.0  # Seconds from SIGTERM to SIGKILL after the parent has exited.
 
 
 def _received(lifeline: int) -> IO[bytes]:
-    """The parent's first line, or as much of it as there is."""
+    """The parent's first line. It is incomplete if the parent exits."""
     file = tempfile.TemporaryFile()  # noqa: SIM115 - given away
     while data := os.read(lifeline, 2**16):
         file.write(data)
@@ -39,7 +39,7 @@ def _follow_parent(lifeline: int) -> None:
 
 
 def main() -> None:
-    """The module sees an empty stdin and its own arguments."""
+    """Run the module with an empty stdin and its own arguments."""
     lifeline = os.dup(sys.stdin.fileno())
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     config = _received(lifeline)

@@ -22,19 +22,19 @@ from parrot.utils.private_files import open_private
 Config = Mapping[str, Any]
 CORE = "core"
 _HOST = "127.0.0.1"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25
-_NOTICED_S = 0.1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.25  # Seconds between two polls of `/ready`.
+_NOTICED_S = 0.1  # Seconds that `dead` waits for each process.
 
 
 class Cluster:
-    """Processes from config dicts, on free ports where a config gives none.
+    """Server processes from config dicts. A config without a port gets a free port.
 
         with Cluster(engines=[{"engine_type": "sim"}] * 2) as cluster:
             vm = P.VirtualMachine(cluster.core_url)
 
-    `with_core` False: engines alone (`--without_core`). Entering starts all and waits until every
-    engine has registered or, alone, is ready; leaving stops all. Each process logs to
-    `log_dir/NAME.log`; engines are named by their `engine_name`, by default engine-0, engine-1, ...
+    Entering starts all processes and waits until all engines have registered. Leaving stops them.
+    `with_core` False: no ServeCore; entering waits until the engines are ready. Each process logs
+    to `log_dir/NAME.log`. NAME is the `engine_name`, by default engine-0, engine-1, ...
     """
 
     CORE_MODULE: ClassVar = "parrot.server.http_server"
@@ -59,13 +59,13 @@ class Cluster:
         self._ready_timeout_s = ready_timeout_s
         self._ports: set[int] = set()
         self._deaths: queue.SimpleQueue[ServerProcess] = queue.SimpleQueue()
-        self._former_ids: dict[str, int] = {}  # registrations of runs that are over
+        self._former_ids: dict[str, int] = {}  # Engine ids from before the last restart.
         if with_core:
             self._add(CORE, self.CORE_MODULE, _with_token(core or {}), [])
         for config in engines:
             self._add_engine(config)
 
-    # What there is.
+    # State.
 
     @property
     def core_url(self) -> str:
@@ -73,7 +73,7 @@ class Cluster:
 
     @property
     def cluster_token(self) -> str | None:
-        """The token that callers of `/register_engine` and of the engines must present."""
+        """The token for requests to `/register_engine` and to engines."""
         token: str | None = self.configs.get(CORE, {}).get("cluster_token")
         return token
 
@@ -91,7 +91,7 @@ class Cluster:
     def log(self, name: str) -> str:
         return self._processes[name].log()
 
-    # Life.
+    # Start and stop.
 
     def __enter__(self) -> Self:
         try:
@@ -106,7 +106,7 @@ class Cluster:
         self.stop()
 
     def start(self) -> None:
-        """Start all processes at once; engines wait for their ServeCore by themselves."""
+        """Start all processes. Engines wait until ServeCore answers."""
         for name, config in self.configs.items():
             host, port = config["host"], config["port"]
             with binding(name, host):
@@ -120,9 +120,9 @@ class Cluster:
     def wait_ready(
         self, names: Iterable[str] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Return when ServeCore lists these engines (default: all) as live or, without a ServeCore,
-        when they are ready. Raises `ClusterError` with the end of a log as soon as any process
-        dies, or after the timeout."""
+        """Return when ServeCore lists these engines (default: all) as live. Without a ServeCore,
+        return when they are ready. Raises `ClusterError` with the end of a log when a process
+        exits, or after the timeout."""
         missing = set(self.engine_names if names is None else names)
         deadline = time.monotonic() + (timeout_s or self._ready_timeout_s)
         pause_s = _FIRST_PAUSE_S
@@ -137,18 +137,18 @@ class Cluster:
             pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
     def wait_death(self, timeout_s: float | None = None) -> ServerProcess | None:
-        """The next process that ended although nobody asked it to; None after the timeout."""
+        """Wait for the next process that exits unexpectedly. None after the timeout."""
         try:
             while (dead := self._deaths.get(timeout=timeout_s)).is_alive:
-                pass  # it was restarted in the meantime
+                pass  # The process was restarted in the meantime.
         except queue.Empty:
             return None
         return dead
 
     def supervise(self, tell: Callable[[str], None]) -> ServerProcess:
-        """Start engines again that ended by themselves, each after a pause that doubles until the
-        engine has run for a minute; `tell` hears of every death, and of engines that serve again.
-        Returns ServeCore's process once that has ended."""
+        """Restart engines that exit unexpectedly. The pause before a restart doubles each time,
+        until the engine has run for 60 s. `tell` receives a message for each exit, and for each
+        engine that serves again. Returns ServeCore's process when it exits."""
         restarts = Restarts(*self.RESTART_PAUSES_S)
         starting: set[str] = set()
         while True:
@@ -173,16 +173,16 @@ class Cluster:
                 starting.add(name)
 
     def dead(self) -> ServerProcess | None:
-        """A process that does not run (any more), if there is one. Deaths are noticed a moment
-        after broken connections, so this waits a moment for each."""
+        """A process that does not run, or None. Waits up to 0.1 s for each process, because an exit
+        is detected shortly after the process's connections break."""
         return next((p for p in self._processes.values() if p.wait(_NOTICED_S)), None)
 
     def kill(self, name: str) -> None:
-        """`kill -9`, as the out-of-memory killer would. `restart` brings it back."""
+        """Kill a process with SIGKILL, like the out-of-memory killer."""
         self._processes[name].kill()
 
     def restart(self, name: str) -> None:
-        """Start a killed or stopped process again: same config, same port, same log."""
+        """Stop a process if it runs, and start it with the same config, port and log."""
         self._processes[name].stop()
         if name == CORE:
             self._former_ids.clear()
@@ -191,14 +191,14 @@ class Cluster:
         self._start(name)
 
     def add_engine(self, config: Config) -> str:
-        """Start one more engine; returns its name. `wait_ready([name])` waits for it."""
+        """Start another engine and return its name. `wait_ready([name])` waits for the engine."""
         name = self._add_engine(config)
         self._start(name)
         return name
 
     def stop(self) -> None:
-        """Stop all, engines first so that they can say goodbye, and with a `drain_timeout` finish
-        their calls while ServeCore still serves. Safe in any state."""
+        """Stop all processes, engines first. Engines with a `drain_timeout` finish their calls
+        while ServeCore still serves. Safe in any state."""
         began = time.monotonic()
         for name in self.engine_names:
             self._processes[name].terminate()
@@ -211,7 +211,7 @@ class Cluster:
             for process in self._processes.values():
                 stack.callback(process.stop)
 
-    # Inside.
+    # Internal methods.
 
     def _add_engine(self, config: Config) -> str:
         name = str(config.get("engine_name") or f"engine-{len(self.engine_names)}")
@@ -231,7 +231,7 @@ class Cluster:
         return name
 
     def _add(self, name: str, module: str, config: Config, args: list[str]) -> None:
-        """Complete the config and prepare the process."""
+        """Add host and port to the config and prepare the process."""
         full = {"host": _HOST, **config}
         if "port" not in full:
             with binding(name, full["host"]):
@@ -269,13 +269,14 @@ class Cluster:
         }
 
     def _registered_ids(self) -> dict[str, int]:
-        """Engine ids by name of the engines that ServeCore believes to be live."""
+        """The ids, by name, of the engines that ServeCore considers live."""
         answer = self._ask(CORE, "/ready") if CORE in self.configs else None
         engines = None if answer is None else ReadyResponse.model_validate(answer).engines
         return {engine.engine_name: engine.engine_id for engine in engines or []}
 
     def _ask(self, name: str, path: str) -> Any:
-        """The decoded answer of one of our servers; None if it gives none, or one of failure."""
+        """The decoded answer of a server. None without an answer, or for a status other than
+        200."""
         config = self.configs[name]
         host, token = _reachable(config["host"]), self.cluster_token
         answer = ask(host, config["port"], path, token=token)
@@ -289,7 +290,7 @@ class Cluster:
 
 @contextmanager
 def binding(name: str, host: str) -> Iterator[None]:
-    """Raises `ClusterError` when there is no such host here."""
+    """Raises `ClusterError` if `host` is not an address of this machine."""
     try:
         yield
     except OSError as error:
@@ -300,8 +301,8 @@ def binding(name: str, host: str) -> Iterator[None]:
 
 
 def _with_token(core: Config) -> Config:
-    """The config with the token that ServeCore will have: on loopback, also with `api_keys`, that
-    of this user's file unless it is given. Raises `ClusterError` where it would refuse to start."""
+    """The config with ServeCore's cluster token. On loopback, also with `api_keys`, the default is
+    the token in this user's file. Raises `ClusterError` if ServeCore would refuse to start."""
     host, token = core.get("host", _HOST), core.get("cluster_token")
     is_insecure = bool(core.get("insecure"))
     try:
@@ -315,5 +316,5 @@ def _with_token(core: Config) -> Config:
 
 
 def _reachable(host: str) -> str:
-    """Host to connect to for a server that binds `host`."""
+    """The host to connect to for a server that binds `host`."""
     return "localhost" if host in ("0.0.0.0", "::", "") else host

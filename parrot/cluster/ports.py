@@ -1,4 +1,4 @@
-"""Ports of this machine: which are free, and what answers there."""
+"""Finds free ports of this machine, and sends requests to servers."""
 
 import http.client
 import json
@@ -8,15 +8,15 @@ from typing import Any
 
 from parrot.utils.server_socket import server_socket
 
-# Below the ranges from which Linux (32768) and macOS (49152) take ports for outgoing connections,
-# so that no client socket grabs a port between our test and the server's bind.
+# Ports to try. Linux takes ports for outgoing connections from 32768, and macOS from 49152. Lower
+# ports are not taken by a client socket between our test and the server's bind.
 _FIRST, _END = 10_000, 32_000
-_TRIES = 200
+_TRIES = 200  # Random ports to try before an error.
 
 
 def free_port(host: str, taken: set[int], first: int = _FIRST) -> int:
-    """A random port, no lower than `first`, that can be bound on `host` now and is not in `taken`;
-    it is added there."""
+    """A random free port of `host` that is at least `first` and not in `taken`. It is added to
+    `taken`."""
     for _ in range(_TRIES):
         port = random.randrange(first, _END)
         if port not in taken and is_free(host, port):
@@ -26,7 +26,7 @@ def free_port(host: str, taken: set[int], first: int = _FIRST) -> int:
 
 
 def is_free(host: str, port: int) -> bool:
-    """True if a server could listen on `host`:`port` now."""
+    """Whether a server can listen on `host`:`port` now."""
     probe, address = server_socket(host, port)
     with probe:
         try:
@@ -40,9 +40,9 @@ def is_free(host: str, port: int) -> bool:
 def ask(
     host: str, port: int, path: str, timeout_s: float = 2.0, token: str | None = None
 ) -> tuple[int, Any] | None:
-    """(status, decoded JSON or None) of a GET, or None when nobody answers.
+    """(status, decoded JSON or None) of a GET request. None without an answer.
 
-    Plain `http.client`: it ignores proxy settings, and needs no event loop."""
+    Uses `http.client`, which ignores proxy settings and needs no event loop."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
         try:

@@ -1,4 +1,4 @@
-"""One server as a child process: its log, its death, its end, and when it starts again."""
+"""One server as a child process: its log, its exit and its restarts."""
 
 import json
 import os
@@ -15,20 +15,19 @@ from typing import Any
 from parrot.utils.private_files import open_private
 from parrot.utils.settings import without_settings
 
-_STOP_GRACE_S = 10.0
-_TAIL_LINES, _TAIL_BYTES = 25, 2**16
+_STOP_GRACE_S = 10.0  # Default seconds from SIGTERM to SIGKILL.
+_TAIL_LINES, _TAIL_BYTES = 25, 2**16  # The end of a log that error messages show.
 
 
 class ClusterError(Exception):
-    """A server could not start or died; the message holds the end of its log."""
+    """A server could not start, or exited. The message contains the end of its log."""
 
 
 class ServerProcess:
-    """A Python module running in a process group of its own, tied to this process's life.
+    """A Python module that runs in its own process group and exits with this process.
 
-    What it writes to stdout and stderr goes to `log_path`, appended over restarts.
-    `on_death(self)` is called, from a thread of its own, when it has ended though nobody here
-    asked it to."""
+    Its stdout and stderr are appended to `log_path`. If it exits and was not stopped by a method of
+    this class, a separate thread calls `on_death(self)`."""
 
     def __init__(
         self,
@@ -45,9 +44,9 @@ class ServerProcess:
         self._env = {**without_settings(os.environ), "PYTHONUNBUFFERED": "1", **env}
         self._on_death = on_death
         self._is_to_end = False
-        self._log_start = 0  # where this run's part of the log begins
+        self._log_start = 0  # Byte offset in the log at which the current run begins.
         self.started_at = 0.0
-        """On the clock `time.monotonic`."""
+        """Start time of the current run, from `time.monotonic`."""
         self._popen: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
         self._ended.set()
@@ -60,7 +59,8 @@ class ServerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative: ended by that signal."""
+        """The exit code. None while the process runs. Negative: the number of the signal that
+        ended the process."""
         return self._popen.returncode if self._popen is not None and not self.is_alive else None
 
     @property
@@ -68,11 +68,11 @@ class ServerProcess:
         return not self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait at most `timeout_s`; True if the process has ended."""
+        """Wait at most `timeout_s` seconds. Returns whether the process has exited."""
         return self._ended.wait(timeout_s)
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Run it with this config, which only the process gets to see."""
+        """Start the process. Only the process receives the config, through a pipe."""
         assert not self.is_alive, f"{self.name} already runs"
         self._is_to_end = False
         self.started_at = time.monotonic()
@@ -96,28 +96,28 @@ class ServerProcess:
         self._watcher.start()
 
     def _watch(self, popen: subprocess.Popen[bytes], config: bytes) -> None:
-        with popen:  # waits, and closes our end of its stdin
+        with popen:  # Waits for the exit, and closes our end of its stdin.
             assert popen.stdin is not None
             with suppress(BrokenPipeError):
                 while config:
                     config = config[popen.stdin.write(config) :]
             popen.wait()
-        _signal_group(popen.pid, signal.SIGKILL)  # whatever it started and left behind
+        _signal_group(popen.pid, signal.SIGKILL)  # Kill remaining children of the process.
         self._ended.set()
         if not self._is_to_end:
             self._on_death(self)
 
     def kill(self) -> None:
-        """`kill -9`, of it and of what it started; returns when it is gone."""
+        """Send SIGKILL to the process and its children, and wait for the exit."""
         self._signal(signal.SIGKILL)
         self._join()
 
     def terminate(self) -> None:
-        """Ask it to end; returns at once."""
+        """Send SIGTERM without waiting."""
         self._signal(signal.SIGTERM)
 
     def stop(self, grace_s: float = _STOP_GRACE_S) -> None:
-        """Ask it to end, insist after `grace_s`; returns when it is gone."""
+        """Send SIGTERM, after `grace_s` seconds SIGKILL, and wait for the exit."""
         self.terminate()
         if not self.wait(grace_s):
             self._signal(signal.SIGKILL)
@@ -136,7 +136,7 @@ class ServerProcess:
         return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def log_tail(self, num_lines: int = _TAIL_LINES) -> str:
-        """The last lines since it was started last."""
+        """The last lines of the log since the last start."""
         if not self.log_path.exists():
             return ""
         with self.log_path.open("rb") as log:
@@ -152,16 +152,16 @@ class ServerProcess:
 def _signal_group(pid: int, signum: signal.Signals) -> None:
     try:
         os.killpg(pid, signum)
-    except (ProcessLookupError, PermissionError):  # gone; macOS says EPERM of a zombie's group
+    except (ProcessLookupError, PermissionError):  # Exited. macOS raises EPERM for zombies.
         return
 
 
-_STABLE_S = 60.0  # what ran for so long starts again after the first pause
+_STABLE_S = 60.0  # Seconds of uptime after which the next restart uses the first pause again.
 
 
 class Restarts:
-    """Pauses by name: each twice as long as the one before, until what ended had run for a minute.
-    Times are on the clock `time.monotonic`."""
+    """Exponential backoff for restarts, by name. The pause doubles with each exit, and is reset
+    after an uptime of 60 s. Times are from `time.monotonic`."""
 
     def __init__(self, first_s: float = 1.0, longest_s: float = 60.0) -> None:
         self._first_s, self._longest_s = first_s, longest_s
@@ -169,7 +169,7 @@ class Restarts:
         self._due: dict[str, float] = {}
 
     def ended(self, name: str, started_at: float, now: float) -> float:
-        """Note that it has ended; returns the pause."""
+        """Schedule a restart after an exit. Returns the pause in seconds."""
         is_stable = now - started_at > _STABLE_S
         pause_s = self._first_s if is_stable else self._next_s.get(name, self._first_s)
         self._next_s[name] = min(2 * pause_s, self._longest_s)
@@ -177,12 +177,12 @@ class Restarts:
         return pause_s
 
     def take_due(self, now: float) -> list[str]:
-        """The names whose pause is over, each once."""
+        """Remove and return the names whose pause is over."""
         names = [name for name, when in self._due.items() if when <= now]
         for name in names:
             del self._due[name]
         return names
 
     def wait_s(self, now: float) -> float | None:
-        """Seconds until one is due; None: none will be."""
+        """Seconds until the next restart. None: no restart is scheduled."""
         return min((max(0.0, when - now) for when in self._due.values()), default=None)

@@ -1,4 +1,4 @@
-"""The front ends: what programs import to call a ServeCore.
+"""The front ends, which programs import to call a ServeCore.
 
-The room owns how functions, calls and variables look to a program, and one session's exchanges with
-the service. It must not know ServeCore or the engines but by the protocol."""
+This package defines functions, calls and variables for programs, and sends the requests of their
+sessions. It must import neither ServeCore nor the engines, only the protocol."""

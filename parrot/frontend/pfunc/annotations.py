@@ -1,4 +1,4 @@
-"""The annotations of parameters and of what a function returns."""
+"""The annotations of parameters and return values."""
 
 import inspect
 import json
@@ -31,7 +31,7 @@ _ROLE_NAME = re.compile(r"\b(Input|Output|Returns)\b")
 
 
 class Returned(Generic[T]):
-    """The type of a function's outputs, for type checkers; at run time, `kind`."""
+    """The type of a function's outputs for type checkers. At run time it holds `kind`."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -92,7 +92,7 @@ class Output:
 
 
 def _schema_of(kind: Any) -> dict[str, Any]:
-    """Raises `TypeError` for what pydantic does not know as JSON."""
+    """The JSON schema of a type. Raises `TypeError` if pydantic has none."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         schema: dict[str, Any] = _closed(kind.model_json_schema())
         return schema
@@ -105,8 +105,8 @@ def _schema_of(kind: Any) -> dict[str, Any]:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema without objects that may have more than their properties, which the model class
-    would only drop."""
+    """The schema with `additionalProperties` False. The model class would drop further
+    properties."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
@@ -118,12 +118,12 @@ def _closed(schema: Any) -> Any:
 
 
 def constraint_problem(sampling: SamplingConfig) -> str | None:
-    """The mistake in the regular expression or in the schema, if it is one for every engine."""
+    """The error in the regular expression or in the schema, if no engine could accept it."""
     if sampling.regex is not None:
         try:
             re.compile(sampling.regex)
         except re.error as error:
-            # Engines know other syntax than Python, such as `\\p{L}`, but not these.
+            # Engines accept syntax that Python lacks, such as `\\p{L}`. No engine accepts these.
             if error.msg.startswith(_BROKEN_REGEX):
                 return f"regex `{sampling.regex}`: {error}"
     schema: Any = sampling.json_schema
@@ -138,7 +138,7 @@ def constraint_problem(sampling: SamplingConfig) -> str | None:
 
 
 def _schema_problem(schema: dict[str, Any]) -> str | None:
-    """A `type` that JSON does not have, in the schema or in one of its properties or items."""
+    """An unknown `type` in the schema, or in one of its properties or items."""
     kinds = schema.get("type", [])
     for kind in kinds if isinstance(kinds, list) else [kinds]:
         if kind not in _JSON_TYPES:
@@ -152,14 +152,14 @@ def _schema_problem(schema: dict[str, Any]) -> str | None:
 
 
 def role_of(annotation: Any, pyfunc: Callable[..., Any], name: str) -> Any:
-    """`Input`, an `Output`, or an annotation that means neither."""
+    """`Input`, an `Output`, or any other annotation unchanged."""
     role = _only_role(_evaluated(annotation, pyfunc), name)
     return Output() if role is Output else role
 
 
 def returned_outputs(annotation: Any, pyfunc: Callable[..., Any]) -> list[Output] | None:
-    """The outputs that a return annotation stands for; None if it is no `P.Returns`. Raises
-    `TypeError` or `ValueError`."""
+    """The outputs of a return annotation. None if it is not a `P.Returns`. Raises `TypeError` or
+    `ValueError` for a wrong one."""
     annotation = _evaluated(annotation, pyfunc)
     parts = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     returned, *options = parts
@@ -173,7 +173,7 @@ def returned_outputs(annotation: Any, pyfunc: Callable[..., Any]) -> list[Output
 
 
 def _typed_output(kind: Any, options: Output | SamplingConfig) -> Output:
-    """An output whose value is of this type."""
+    """An output whose value has this type."""
     if isinstance(options, SamplingConfig):
         options = Output(options)
     if kind is str and options.model is None:
@@ -190,7 +190,7 @@ def _typed_output(kind: Any, options: Output | SamplingConfig) -> Output:
 
 
 def _only_role(annotation: Any, name: str) -> Any:
-    """The role in an `Annotated[str, P.Output(...)]`, which type checkers take for a `str`."""
+    """The role in an `Annotated[str, P.Output(...)]`, which type checkers see as `str`."""
     if get_origin(annotation) is not Annotated:
         return annotation
     parts = annotation.__metadata__
@@ -201,8 +201,8 @@ def _only_role(annotation: Any, name: str) -> Any:
 
 
 def _evaluated(annotation: Any, pyfunc: Callable[..., Any]) -> Any:
-    """The object that a postponed annotation (`from __future__ import annotations`) names. Other
-    types may be known to type checkers only; they mean a Python object anyway."""
+    """The value of a postponed annotation (`from __future__ import annotations`). An annotation
+    without a role may be unknown at run time, and stays text."""
     if not isinstance(annotation, str):
         return annotation
     scope = inspect.getclosurevars(pyfunc).nonlocals

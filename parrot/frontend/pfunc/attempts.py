@@ -1,4 +1,4 @@
-"""How often a call is tried, and what is called in its place when it fails."""
+"""The retries and the fallback of a function."""
 
 from dataclasses import dataclass
 
@@ -19,29 +19,26 @@ from parrot.protocol.errors import (
 
 _MAX_RETRIES = 20
 _MAX_TIMEOUT_S = 86_400.0
-# The next attempt may fare better; with another function also after what is not among these.
+# Errors after which the same call may succeed. A fallback also runs after other errors.
 _TRANSIENT = (CallFailed, NoEngine, OutOfMemory, QuotaExceeded, TimedOut, ValidationFailed)
 _FINAL = (AuthenticationFailed, Cancelled, SessionGone)
 
 
 @dataclass(frozen=True)
 class Attempts:
-    """How a function is tried. `retries`: further attempts of a call that fails, or whose output
-    is no value of its type. `feed_back`: the attempt after such an output goes on behind it, and is
-    told what was wrong. `fallback`: the function that is called when all have failed, with its own.
-    `timeout`: the seconds that an attempt has for all its outputs, unless it is the last of all."""
+    """The attempts of a call."""
 
-    retries: int = 0
-    feed_back: bool = False
-    fallback: Signature | None = None
-    timeout: float | None = None
+    retries: int = 0  # Further attempts if a call fails, or an output is not valid for its type.
+    feed_back: bool = False  # A retry continues the invalid output and its prompt names the error.
+    fallback: Signature | None = None  # Called with its own attempts when all attempts failed.
+    timeout: float | None = None  # Seconds for all outputs of an attempt, except the last attempt.
 
     @property
     def are_many(self) -> bool:
         return self.retries > 0 or self.fallback is not None
 
     def check(self, func: Signature) -> None:
-        """Raise `TypeError` or `ValueError` if the function cannot be tried so."""
+        """Raises `TypeError` or `ValueError` if these options do not fit the function."""
         if isinstance(self.retries, bool) or not isinstance(self.retries, int):
             raise TypeError(f"retries must be a number, not {self.retries!r}")
         if not 0 <= self.retries <= _MAX_RETRIES:
@@ -66,10 +63,10 @@ class Attempts:
 
 
 def may_succeed_again(error: ParrotError) -> bool:
-    """Whether the same call may fare better another time."""
+    """Whether the same call may succeed in another attempt."""
     return isinstance(error, _TRANSIENT) and not isinstance(error, NativeFunctionFailed)
 
 
 def is_final(error: ParrotError) -> bool:
-    """Whether no call could succeed."""
+    """Whether the error ends all attempts, including the fallback."""
     return isinstance(error, _FINAL)

@@ -1,5 +1,5 @@
-"""An event loop in a thread of its own: blocking code and any number of other event loops share one
-asynchronous implementation."""
+"""An event loop in its own thread. Blocking code and other event loops share one asynchronous
+implementation through it."""
 
 import asyncio
 import queue
@@ -14,13 +14,13 @@ from parrot.protocol.errors import SessionGone
 T = TypeVar("T")
 Producer = Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]
 
-_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0  # Seconds to wait for the farewell, and for the thread.
 _GONE = "the session has ended"
 
 
 class BackgroundLoop:
-    """The loop of one session: it starts at once, and whatever waits for it, or comes later, gets
-    `SessionGone` when it is closed. All methods may be called from any other thread."""
+    """The event loop of one session. After `close`, all waiting and later calls raise
+    `SessionGone`. All methods may be called from any other thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -29,7 +29,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def run(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Wait for the result. An interrupt (Ctrl-C) ends the wait at once, and the coroutine."""
+        """Run a coroutine and return its result. An interrupt (Ctrl-C) cancels the coroutine."""
         future = self._start(coro)
         try:
             return _result(future)
@@ -37,7 +37,7 @@ class BackgroundLoop:
             future.cancel()
 
     async def arun(self, coro: Coroutine[Any, Any, T]) -> T:
-        """The same for a caller with an event loop. Cancelling the caller cancels the coroutine."""
+        """`run` for async code. Cancelling the caller cancels the coroutine."""
         future = self._start(coro)
         try:
             return await asyncio.wrap_future(future)
@@ -48,7 +48,8 @@ class BackgroundLoop:
             return _result(future)
 
     def items(self, produce: Producer[T]) -> Iterator[T]:
-        """Yield what `produce(emit)` emits, never None, as it comes. Leaving early cancels it."""
+        """Yield the items that `produce(emit)` emits. Items must not be None. Closing the iterator
+        cancels `produce`."""
         emitted: queue.SimpleQueue[T | None] = queue.SimpleQueue()
         future = self._start(produce(emitted.put))
         future.add_done_callback(lambda _: emitted.put(None))
@@ -60,12 +61,12 @@ class BackgroundLoop:
             future.cancel()
 
     async def aitems(self, produce: Producer[T]) -> AsyncGenerator[T]:
-        """The same for a caller with an event loop: close it to cancel at a certain moment."""
+        """`items` for async code. `aclose` cancels `produce` immediately."""
         emitted: asyncio.Queue[T | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def put(item: T | None) -> None:
-            with suppress(RuntimeError):  # the caller's loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # The caller's loop is closed.
                 loop.call_soon_threadsafe(emitted.put_nowait, item)
 
         future = self._start(produce(put))
@@ -78,7 +79,7 @@ class BackgroundLoop:
             future.cancel()
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Cancel what still runs, run `farewell`, and end the thread. Does nothing once closed."""
+        """Cancel all running coroutines, run `farewell`, and end the thread. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -89,7 +90,7 @@ class BackgroundLoop:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _start(self, coro: Coroutine[Any, Any, T]) -> Future[T]:
-        """Cancelling the future cancels the coroutine."""
+        """Start a coroutine. Cancelling the future cancels the coroutine."""
         if self._is_closed:
             coro.close()
             raise SessionGone(_GONE)
@@ -105,7 +106,7 @@ class BackgroundLoop:
 
 
 def _result(future: Future[T]) -> T:
-    """Wait for it. Only the end of the loop cancels it."""
+    """Wait for the result. Only `close` cancels the future, hence `SessionGone`."""
     try:
         return future.result()
     except CancelledError:

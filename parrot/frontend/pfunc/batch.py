@@ -1,4 +1,4 @@
-"""Batches: what a program submits in a block goes to ServeCore in one request.
+"""Batches: all calls of a block go to ServeCore in one request.
 
 with vm.batch():                       draft: v0 = summarize(...)    nothing is sent
     parts = [summarize(t) for t in ts]        v1 = summarize(...)
@@ -26,18 +26,19 @@ from parrot.protocol.public import (
     SemanticGraphCall,
 )
 
-_MAX_CHARS = 4 * 2**20  # of a draft's texts, before its last call
+_MAX_CHARS = 4 * 2**20  # Characters of a draft's texts above which the draft is sent.
 _CALL_FIELD = re.compile(r"calls\.(\d+)(?:\.(.*))?")
 
 
 class Batch:
-    """Sends all that is called and made in the block at its end, in one request or, if it is more
-    than 512 calls or some megabytes, in several: each is submitted whole or not at all. What needs
-    the id of a variable of the block (to read, set or cancel it, or to call something outside with
-    it) and what goes on with a kept context sends first what there is.
+    """Sends all calls and new variables of a block at its end, in one request. A block with more
+    than 512 calls or 4 million characters is sent in several requests. Each request succeeds or
+    fails as a whole.
 
-    The end raises the error of a request. An exception of the block passes through, and what was
-    not sent by then is dropped. A batch in another one is part of that."""
+    The pending part is sent earlier if the program reads, sets or cancels a variable of the block,
+    passes one to a call outside the block, or continues a kept context. Leaving the block raises
+    the error of a request. After an exception in the block, unsent calls are dropped. An inner
+    batch is part of the outer batch."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -79,11 +80,12 @@ class Batch:
             await draft.request.send()
 
     async def send(self) -> None:
-        """Send what there is now. Raises what the request raises."""
+        """Send the pending part now. Raises the error of the request."""
         await self._draft.request.send()
 
     async def _open_draft(self, call: BasicCall | None = None) -> "Draft":
-        """The draft to add to, once the call's variables that are in other drafts have ids."""
+        """The draft for the next call. First sends other drafts that contain variables of the
+        call."""
         given = [] if call is None else [var for _, var in call.given_variables()]
         while True:
             if not self._draft.request.is_open:
@@ -99,7 +101,7 @@ class Batch:
         self._draft.request.drop(Cancelled(f"a {kind.__name__} ended the batch before it was sent"))
 
     def _leave(self) -> bool:
-        """Close it, unless it is part of another."""
+        """Close the batch. False if it is part of an outer batch."""
         if self._tokens is None:
             return False
         session, batch = self._tokens
@@ -111,12 +113,12 @@ class Batch:
 
 
 class Draft:
-    """Calls and new variables that are sent together, once. Only on the session's loop. The
-    variables know it until they have ids."""
+    """Calls and new variables that are sent in one request. Use it only on the session's loop. Each
+    variable refers to its draft until the variable has an id."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._names: dict[SemanticVariable, str] = {}  # in the request
+        self._names: dict[SemanticVariable, str] = {}  # Names in the request.
         self._variables: list[GraphVariable] = []
         self._calls: list[SemanticGraphCall | NativeGraphCall] = []
         self._functions: list[BasicCall] = []
@@ -127,7 +129,7 @@ class Draft:
 
     @property
     def is_full(self) -> bool:
-        """Whether another call might be too much for one request."""
+        """Whether another call could exceed the limits of one request."""
         return (
             len(self._calls) >= MAX_CALLS
             or self._num_bindings > MAX_BINDINGS - MAX_PARAMETERS
@@ -137,7 +139,7 @@ class Draft:
         )
 
     def declare(self, var: SemanticVariable) -> None:
-        """Raises `ValidationFailed`."""
+        """Add a new variable. Raises `ValidationFailed`."""
         name = self._new_name()
         fields = {"name": name, "var_name": var.name, "content": var.content}
         self._variables.append(checked(GraphVariable, "P.variable()", fields))
@@ -145,7 +147,8 @@ class Draft:
         self._enter(var, name)
 
     def add(self, call: BasicCall) -> None:
-        """Raises `ValidationFailed`, and `InvalidRequest` for variables of other sessions."""
+        """Add a call. Raises `ValidationFailed`, and `InvalidRequest` for variables of other
+        sessions."""
         for var in call.loose_variables():
             if var.draft is None and var.session is None:
                 self.declare(var)
@@ -180,7 +183,7 @@ class Draft:
             call.request_id = response.request_id
 
     def _named(self, error: ParrotError) -> ParrotError:
-        """The same error, which names the function instead of the call's place in the request."""
+        """The error with the function's name instead of the call's index in the request."""
         field = _CALL_FIELD.fullmatch(error.param or "")
         if field is None:
             return error
@@ -200,7 +203,7 @@ current_batch: ContextVar[Batch | None] = ContextVar("parrot_batch", default=Non
 
 
 def batch_of(session: Session) -> Batch | None:
-    """The batch that calls to the session go to here; None: they are sent at once."""
+    """The open batch of this context for the session. None: calls are sent at once."""
     batch = current_batch.get()
     return batch if batch is not None and batch.is_open and batch.session is session else None
 

@@ -1,4 +1,4 @@
-"""A call: a function with its arguments bound, and what is sent of it."""
+"""A call: a function with bound arguments, and its request."""
 
 import logging
 from abc import ABC, abstractmethod
@@ -25,20 +25,22 @@ logger = logging.getLogger("parrot.frontend.pfunc")
 
 Single = str | SemanticVariable
 Value = Single | tuple[Single, ...]
-Names = Mapping[SemanticVariable, str]  # in a request
+Names = Mapping[SemanticVariable, str]  # Names of variables in a request.
 Returned = SemanticVariable | tuple[SemanticVariable, ...]
 
 
 class BasicCall(ABC):
-    """Raises `ValueError` for too many positional arguments, and `TypeError` naming an argument
-    that is unknown, missing, given twice, no variable where an output is to go, or a collection
-    with variables in it that is no list of them."""
+    """A function with bound arguments.
 
-    joins_lists = False  # whether a list of variables can be an input
+    Raises `ValueError` for too many positional arguments. Raises `TypeError` for an argument that
+    is unknown, missing or given twice, for an output that is not a variable, and for a collection
+    that contains variables but is not a list of variables."""
+
+    joins_lists = False  # Whether an input accepts a list of variables.
 
     def __init__(self, func: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.func = func
-        self.request_id: int | None = None  # once it is submitted
+        self.request_id: int | None = None  # Set when the call is submitted.
         self.bindings: dict[str, Value] = {}
         self._bind(args, kwargs)
         self.new_outputs = [p for p in func.outputs if p.name not in self.bindings]
@@ -53,7 +55,8 @@ class BasicCall(ABC):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Tell who takes it for an output variable, as in a new thread, why it is none."""
+            """Explain the error of a program that uses the call as an output variable, for example
+            in a new thread."""
             raise AttributeError(
                 f"a {type(self).__name__} has no `{name}`: it was called outside any session, so "
                 "nothing was sent; call it inside vm.running_scope() (also in each new thread)"
@@ -61,7 +64,7 @@ class BasicCall(ABC):
 
     @property
     def output_vars(self) -> list[SemanticVariable]:
-        """In the order of declaration."""
+        """The output variables in the order of declaration."""
         outputs = (self.bindings[param.name] for param in self.func.outputs)
         return [var for var in outputs if isinstance(var, SemanticVariable)]
 
@@ -72,7 +75,7 @@ class BasicCall(ABC):
         return variables[0] if len(variables) == 1 else tuple(variables)
 
     def given_variables(self) -> Iterator[tuple[Parameter, SemanticVariable]]:
-        """The variables that the caller brought."""
+        """The variables that the caller passed, with their parameters."""
         for param in self.func.params:
             value = self.bindings[param.name]
             if param not in self.new_outputs:
@@ -80,12 +83,12 @@ class BasicCall(ABC):
                 yield from ((param, part) for part in parts if isinstance(part, SemanticVariable))
 
     def new_variables(self) -> list[SemanticVariable]:
-        """The variables that were made for its outputs."""
+        """The variables that the call created for its outputs."""
         made = (self.bindings[param.name] for param in self.new_outputs)
         return [var for var in made if isinstance(var, SemanticVariable)]
 
     def loose_variables(self) -> list[SemanticVariable]:
-        """Given variables that ServeCore has to know, and does not yet."""
+        """Passed variables that must be registered with ServeCore first."""
         return [
             var
             for param, var in self.given_variables()
@@ -94,7 +97,7 @@ class BasicCall(ABC):
 
     @property
     def session(self) -> "Session | None":
-        """The current session; outside any (for example in a new thread) that of an argument."""
+        """The current session. Without one, for example in a new thread, an argument's session."""
         given = (var.session for _, var in self.given_variables())
         return current_session.get() or next(filter(None, given), None)
 
@@ -102,13 +105,13 @@ class BasicCall(ABC):
     def to_request_payload(
         self, session: "Session | None" = None, names: Names | None = None
     ) -> dict[str, Any]:
-        """The body of the request, without the session's fields; or the call's part of a draft.
-        `names`: the draft's, of variables without an id."""
+        """The body of the request without the session's fields, or the call's entry in a draft.
+        `names`: the draft's names of variables without an id."""
 
     def parameters(
         self, params: Iterable[Parameter], session: "Session | None", names: Names | None
     ) -> list[dict[str, Any]]:
-        """The bindings of these parameters, as they are sent."""
+        """The request's entries for these parameters."""
         payloads = []
         for param in params:
             for name, value in self.parts_of(param):
@@ -119,7 +122,7 @@ class BasicCall(ABC):
         return payloads
 
     def parts_of(self, param: Parameter) -> Iterator[tuple[str, Single]]:
-        """The parameter's bindings: one, by its own name, or one for each part of its list."""
+        """Yield name and value of the parameter, or of each item if its value is a list."""
         value = self.bindings[param.name]
         if not isinstance(value, tuple):
             yield param.name, value
@@ -131,8 +134,8 @@ class BasicCall(ABC):
             yield name, part
 
     async def submit(self, session: "Session", overrides: dict[str, Any]) -> int:
-        """Returns the request id. The call's variables are registered afterwards. `overrides` are
-        fields of the request that its function alone does not know."""
+        """Submit the call, register its variables and return the request id. `overrides` replace
+        fields of the request."""
         await self._register_loose(session)
         response = await self._send(session, self.to_request_payload(session) | overrides)
         self.request_id = response.request_id
@@ -147,7 +150,7 @@ class BasicCall(ABC):
     async def _send(self, session: "Session", payload: dict[str, Any]) -> "CallResponse": ...
 
     async def _register_loose(self, session: "Session") -> None:
-        """Variables from outside any session become its own when a call first uses them."""
+        """Register variables that belong to no session yet. They then belong to this session."""
         loose = self.loose_variables()
         if loose:
             async with session.registering:
@@ -244,7 +247,7 @@ class PyNativeCall(BasicCall):
 
 
 def _holds_variable(value: Any) -> bool:
-    """Whether `str(value)` would be the representation of variables, and not their values."""
+    """Whether the value contains variables. Its `str` would then not contain their values."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
@@ -259,8 +262,8 @@ def _source(
     session: "Session | None",
     names: Names | None,
 ) -> dict[str, str | None]:
-    """Where ServeCore finds it. A variable of another session can only give its value, if that is
-    known."""
+    """The reference to the value in the request: text, id or name in the draft. For a variable of
+    another session, only a known value can be sent."""
     if isinstance(value, str):
         return {"value": value}
     if names is not None and (drafted := names.get(value)) is not None:
@@ -270,7 +273,7 @@ def _source(
     given = f"variable `{value.name}`, given for "
     if param.is_output:
         if not value.is_registered:
-            return {}  # ServeCore makes it
+            return {}  # ServeCore creates the variable.
         raise InvalidRequest(f"{given}output `{name}`, is of another session", param=name)
     if value.content is not None:
         return {"value": value.content}

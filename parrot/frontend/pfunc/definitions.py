@@ -26,7 +26,7 @@ from parrot.protocol.template import placeholder
 
 
 class SemanticDefinition(Signature):
-    """A prompt template with inputs and outputs, and how often a call of it is tried."""
+    """A prompt template with inputs and outputs, and the attempts of its calls."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SemanticDefinition(Signature):
         self.body = without_pure_fill(body) if self.metadata.remove_pure_fill else body
         self.attempts = Attempts()
         self.pyfunc: Callable[..., Any] | None = None
-        """The function that it was made of, if any: where errors find its template's lines."""
+        """The decorated function, if any. Errors show lines of its source."""
 
     def line_of(self, param: Parameter) -> str:
         template = self.to_template_str()
@@ -56,15 +56,14 @@ class SemanticDefinition(Signature):
 
     @property
     def locations(self) -> list[Parameter]:
-        """The parameters in the order of their places in the template."""
+        """The parameters in the order of their placeholders in the template."""
         return [piece.param for piece in self.body if isinstance(piece, ParameterLoc)]
 
     def to_template_str(self) -> str:
         return "".join(piece.text for piece in self.body)
 
     def with_template(self, template: str) -> Self:
-        """A copy with other constants. Raises `ValueError` if the placeholders are not the same as
-        before."""
+        """A copy with other constants. Raises `ValueError` if the placeholders differ."""
         new = copy(self)
         new.body = parse_body(template, self.params_map)
         if new.locations != self.locations:
@@ -78,7 +77,7 @@ class SemanticDefinition(Signature):
 
 
 class NativeDefinition(Signature):
-    """Python code that ServeCore runs in a sandbox. `source` is all that travels."""
+    """Python code that ServeCore runs in a sandbox. Only `source` is sent."""
 
     def __init__(
         self,
@@ -101,11 +100,11 @@ def _without_sampling(name: str, param: Parameter) -> Parameter:
 
 
 def _source_of(pyfunc: Callable[..., Any]) -> str:
-    """The source text of a native function, as it travels to ServeCore: the `def` alone, without
-    decorators, annotations, defaults or indentation.
+    """The source text of a native function for ServeCore: the `def` without decorators,
+    annotations, defaults and indentation.
 
-    Raises `ValueError` for what cannot travel: a lambda, a coroutine, code without source text,
-    anything that uses names from outside itself."""
+    Raises `ValueError` for code that cannot run there: a lambda, a coroutine, code without source
+    text, or code that uses names from outside the function."""
     name = getattr(pyfunc, "__name__", repr(pyfunc))
     if not inspect.isfunction(pyfunc) or name == "<lambda>":
         raise ValueError(f"native function `{name}` must be made with `def`")
@@ -114,7 +113,7 @@ def _source_of(pyfunc: Callable[..., Any]) -> str:
     definition = _definition(pyfunc)
     definition.decorator_list = []
     definition.returns = None
-    definition.args.defaults = []  # the caller fills in defaults
+    definition.args.defaults = []  # The front end fills in defaults.
     definition.args.kw_defaults = [None] * len(definition.args.kwonlyargs)
     for arg in ast.walk(definition.args):
         if isinstance(arg, ast.arg):
@@ -143,7 +142,7 @@ def _definition(pyfunc: Callable[..., Any]) -> ast.FunctionDef:
 
 
 def _free_names(source: str) -> Iterator[str]:
-    """Names that the code takes from neither itself nor the builtins."""
+    """Names that the code uses but neither defines nor finds in the builtins."""
     tables = list(symtable.symtable(source, "<native function>", "exec").get_children())
     while tables:
         table = tables.pop()

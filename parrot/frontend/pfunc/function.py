@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from parrot.frontend.pfunc.session import Session
 
 Given = ParamSpec("Given", default=...)
-"""The parameters of a call, as type checkers know them."""
+"""The parameters of a call, for type checkers."""
 Result = TypeVar("Result", covariant=True, default=Any)
 """The result of a call: a variable, or a tuple of them."""
 
@@ -158,8 +158,8 @@ class SemanticFunction(BasicFunction[Given, Result], SemanticDefinition):
         batch: "Batch | None",
         successor: "SemanticFunction | None" = None,
     ) -> Result:
-        """A context that was kept for this function is used up only if the call is accepted. A call
-        that goes on with one, or keeps one, is sent at once, after all that was made before it."""
+        """Submit the call. A kept context is consumed only if the call is accepted. A call that
+        continues or keeps a context is sent at once, after the pending part of the batch."""
         if successor is None and not self.outputs:
             raise InvalidRequest(f"`{self.name}` has no output: call it with invoke_statefully")
         if self.attempts.are_many:
@@ -175,9 +175,9 @@ class SemanticFunction(BasicFunction[Given, Result], SemanticDefinition):
             return await super()._submit(session, call, batch)
         predecessor = session.contexts.pop(self, None)
         overrides: dict[str, Any] = {}
-        if successor is not None:  # which is to see what follows the last output
+        if successor is not None:  # The successor needs the text after the last output.
             overrides["remove_pure_fill"] = False
-        if predecessor is not None:  # the chat has begun with a system message, or without
+        if predecessor is not None:  # Only the first call of a chat sets the system message.
             overrides |= {"successor_of": predecessor, "system": None}
         try:
             if batch is not None:
@@ -193,12 +193,12 @@ class SemanticFunction(BasicFunction[Given, Result], SemanticDefinition):
 
 
 class PyNativeFunction(BasicFunction, NativeDefinition):
-    """Python code that ServeCore runs in a sandbox. `source` is all that travels."""
+    """Python code that ServeCore runs in a sandbox. Only `source` is sent."""
 
     call_type = PyNativeCall
 
 
 def _batch_of(session: "Session") -> "Batch | None":
-    from parrot.frontend.pfunc.batch import batch_of  # asyncio: it is there with a session
+    from parrot.frontend.pfunc.batch import batch_of  # Imports asyncio, which a session has loaded.
 
     return batch_of(session)

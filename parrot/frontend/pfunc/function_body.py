@@ -1,4 +1,4 @@
-"""The parts of a semantic function: parameters, and a template cut into pieces."""
+"""The parts of a semantic function: its parameters and the pieces of its template."""
 
 import inspect
 import re
@@ -13,7 +13,7 @@ from parrot.frontend.pfunc.template_errors import TemplateError
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import TemplateText, parse_template, placeholder
 
-# What looks like a placeholder: any number of braces, and spaces within.
+# Text similar to a placeholder: a name in any number of braces, with optional spaces.
 _BRACES = re.compile(r"\{+\s*([a-zA-Z_][a-zA-Z0-9_]*)\s*\}+")
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -64,7 +64,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Constant:
-    """`idx` is its place in the body."""
+    """A constant text of a template. `idx` is its index in the body."""
 
     idx: int
     text: str
@@ -72,7 +72,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class ParameterLoc:
-    """The place of an input or an output."""
+    """The placeholder of an input or an output."""
 
     idx: int
     param: Parameter
@@ -86,8 +86,8 @@ FuncBodyPiece = Constant | ParameterLoc
 
 
 def output_names(template: str, inputs: Sequence[str], number: int) -> list[str]:
-    """The placeholders that are no inputs, each once, in order: the names of outputs. Raises
-    `TemplateError` unless there are so many."""
+    """The names of outputs: the distinct placeholders that are not inputs, in order. Raises
+    `TemplateError` unless there are `number` of them."""
     places: dict[str, int] = {}
     start = 0
     for piece in parse_template(template):
@@ -115,7 +115,7 @@ def output_names(template: str, inputs: Sequence[str], number: int) -> list[str]
 
 
 def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiece]:
-    """Cut a template into pieces. Raises `TemplateError` for a placeholder that is no parameter."""
+    """Split a template into pieces. Raises `TemplateError` for an unknown placeholder."""
     body: list[FuncBodyPiece] = []
     start = 0
     for idx, piece in enumerate(parse_template(template)):
@@ -132,8 +132,8 @@ def parse_body(template: str, params: dict[str, Parameter]) -> list[FuncBodyPiec
 
 
 def check_body(body: Sequence[FuncBodyPiece], params: Iterable[Parameter]) -> None:
-    """Raise `TemplateError` unless every output has exactly one place, with something before it
-    that is not an output; and for a parameter that is only there in other braces than two."""
+    """Raises `TemplateError` unless each output has exactly one placeholder, directly after an
+    input or a constant. Also raises it for a parameter in single or triple braces."""
     template = "".join(piece.text for piece in body)
     ends = list(accumulate(len(piece.text) for piece in body))
 
@@ -161,8 +161,8 @@ def check_body(body: Sequence[FuncBodyPiece], params: Iterable[Parameter]) -> No
 
 
 def _check_unused(param: Parameter, template: str) -> None:
-    """Raise `TemplateError` for an output without a place, and for an input that the template names
-    in other braces; what an input is that it does not name at all has no effect."""
+    """Raises `TemplateError` for an output without a placeholder, and for a parameter in other
+    braces than two. An unused input is allowed and has no effect."""
     right = placeholder(param.name)
     for found in _BRACES.finditer(template):
         if found[1] == param.name:
@@ -174,14 +174,14 @@ def _check_unused(param: Parameter, template: str) -> None:
 
 
 def no_parameter(name: str, params: Iterable[str]) -> str:
-    """Say that there is no such parameter, and which one may be meant."""
+    """The end of an error message about an unknown parameter, with a suggestion."""
     for close in get_close_matches(name, params, 1):
         return f"has no parameter `{name}`: did you mean `{close}`?"
     return f"has no parameter `{name}`, only {', '.join(f'`{one}`' for one in params) or 'none'}"
 
 
 def without_pure_fill(body: list[FuncBodyPiece]) -> list[FuncBodyPiece]:
-    """The body up to its last output; all of it if there is none."""
+    """The body up to its last output, or the whole body without an output."""
     places = _output_places(body)
     return body[: places[-1].idx + 1] if places else body
 
@@ -209,5 +209,5 @@ class Signature:
         return f"{self.name}({', '.join(f'{p.name}: {p.typ.name}' for p in self.params)})"
 
     def line_of(self, param: Parameter) -> str:
-        """Where its code names the parameter, behind a line break; "" if that is not known."""
+        """The source line with the parameter, after a line break. Empty if unknown."""
         return ""

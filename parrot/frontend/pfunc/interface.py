@@ -86,7 +86,7 @@ def semantic_function(
     None and `P.Returns`. The same error is raised for an unknown placeholder, and for an output
     that is the first part of the prompt, follows another output directly, has two places or has no
     place. Raises `TypeError` for an unknown option."""
-    if inspect.isfunction(formatter):  # a decorator without parentheses
+    if inspect.isfunction(formatter):  # The decorator was used without parentheses.
         return semantic_function()(formatter)
     mutators: list[FuncMutator] = []
     for mutator in (formatter, conversation_template):
@@ -109,7 +109,7 @@ def semantic_function(
         except (TypeError, ValueError) as error:
             raise type(error)(f"semantic function `{name}`: {error}") from None
         func.pyfunc = pyfunc
-        update_wrapper(func, pyfunc)  # for `help`, and for `?` in notebooks
+        update_wrapper(func, pyfunc)  # For `help`, and `?` in notebooks.
         for mutator in mutators:
             func = mutator.transform(func)
         return func
@@ -149,7 +149,8 @@ def variable(name: str | None = None, content: str | None = None) -> SemanticVar
     session, it belongs to the session that uses it first."""
     var = SemanticVariable(name, None if content is None else str(content))
     if (session := current_session.get()) is not None:
-        from parrot.frontend.pfunc.batch import batch_of  # asyncio: it is there with a session
+        # Imports asyncio, which a session has already loaded.
+        from parrot.frontend.pfunc.batch import batch_of
 
         batch = batch_of(session)
         session.loop.run(register(session, var) if batch is None else batch.declare(var))
@@ -161,7 +162,7 @@ def _name_of(pyfunc: Callable[..., Any]) -> str:
 
 
 def _semantic_parameters(pyfunc: Callable[..., Any], template: str) -> list[Parameter]:
-    """The parameters of the signature, and the outputs of `P.Returns`."""
+    """The parameters of the signature, and the outputs in `P.Returns`."""
     params = _parameters(pyfunc)
     annotation = _return_annotation(pyfunc)
     if annotation is None:
@@ -179,7 +180,7 @@ def _semantic_parameters(pyfunc: Callable[..., Any], template: str) -> list[Para
 
 
 def _return_annotation(pyfunc: Callable[..., Any]) -> Any:
-    """None if there is none."""
+    """The return annotation. None without one."""
     annotation = inspect.signature(pyfunc).return_annotation
     return None if annotation in _NO_RETURNS else annotation
 

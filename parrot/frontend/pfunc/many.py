@@ -31,7 +31,7 @@ V = TypeVar("V")
 A = TypeVar("A")
 B = TypeVar("B")
 
-Outputs = SemanticVariable | tuple[SemanticVariable, ...]  # of a call
+Outputs = SemanticVariable | tuple[SemanticVariable, ...]  # The outputs of a call.
 
 
 def first_k(
@@ -249,8 +249,9 @@ def aas_completed(
 
 
 class _Reads:
-    """Reads of many variables at once: yields each as soon as it is ready or failed, those whose
-    value is known here first. The first error of the type `raised` ends all; None: all are kept."""
+    """Concurrent reads of many variables. Yields each variable when it is ready or has failed,
+    variables with a known value first. The first error of type `raised` ends the reads and is
+    raised. `raised` None: all errors are collected."""
 
     def __init__(
         self,
@@ -289,7 +290,7 @@ class _Reads:
                         yield self._counted(var, error, report)
 
     def values(self, items: Iterable[Outputs]) -> list[Any]:
-        """The values of all, once they are read, or the errors of those that failed."""
+        """The values of the items after the reads. Collected errors replace failed values."""
         return list(map(self._outcome, items))
 
     def _outcome(self, item: Outputs) -> Any:
@@ -334,7 +335,7 @@ def _gathering(
 def _race(
     variables: Sequence[SemanticVariable], k: int
 ) -> "tuple[Session | None, list[SemanticVariable], list[SemanticVariable]]":
-    """As `_split`. The session is None also when `k` of the candidates are ready."""
+    """As `_split`, but the session is None if `k` variables are already ready."""
     if not 1 <= k <= len(variables):
         raise ValueError(f"k is {k}, but there are {len(variables)} variables")
     ready = [var for var in _distinct(variables) if var.is_ready][:k]
@@ -350,8 +351,8 @@ def _distinct(variables: Sequence[SemanticVariable]) -> Sequence[SemanticVariabl
 def _split(
     variables: Collection[SemanticVariable],
 ) -> "tuple[Session | None, list[SemanticVariable], list[SemanticVariable]]":
-    """The session to ask for the missing ones (None: nothing is missing), the variables whose value
-    is not known here, and those whose value is."""
+    """The session of the unread variables (None: all are read), the unread variables, and the read
+    ones."""
     pending = [var for var in variables if not var.is_ready]
     sessions = {var.live_session() for var in pending}
     if len(sessions) > 1:
@@ -368,8 +369,8 @@ async def _read_each(
     options: ReadOptions,
     emit: Callable[[tuple[SemanticVariable, ParrotError | None]], None],
 ) -> None:
-    """Read all at once, and emit each as soon as it is ready or failed (with its error). The last
-    read alone says that the program is blocked: the reads before it say how their calls run."""
+    """Read all variables concurrently. Emit each with its error or None. Only the last read has
+    `blocked`, so that ServeCore first receives the criteria of all reads."""
     import asyncio
 
     unblocked: ReadOptions = {**options, "blocked": False}
@@ -390,7 +391,7 @@ async def _read_each(
 async def _read_first(
     session: "Session", variables: Sequence[SemanticVariable], k: int, options: ReadOptions
 ) -> list[SemanticVariable]:
-    """The first `k` to be ready, in that order. All are of this session."""
+    """The first `k` ready variables, in order. All variables must belong to the session."""
     by_id = {await id_of(var): var for var in variables}
     values = await session.read_first(list(by_id), k, options)
     for value in values:

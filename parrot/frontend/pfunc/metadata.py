@@ -1,4 +1,4 @@
-"""The options of functions, as decorators and `define_function` take them."""
+"""The options of functions, for decorators and `define_function`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,7 +20,7 @@ Criteria = PerformanceCriteria | str
 
 
 def parse_criteria(value: Criteria) -> PerformanceCriteria:
-    """Raises `ValueError` that lists the criteria."""
+    """Raises `ValueError` with the allowed criteria for an unknown value."""
     try:
         return PerformanceCriteria(value)
     except ValueError:
@@ -38,36 +38,32 @@ ParsedCriteria = Annotated[PerformanceCriteria, BeforeValidator(parse_criteria)]
 
 
 class FuncMetadata(BaseModel, frozen=True):
-    """`output_criteria`: run at once, as if a reader wanted the last output so. `on_demand`: only a
-    reader makes its calls run (None: as the session says)."""
+    """Options of semantic and native functions."""
 
+    # Run at once, as if the last output was read with these criteria.
     output_criteria: ParsedCriteria | None = None
-    on_demand: StrictBool | None = None
+    on_demand: StrictBool | None = None  # Run only for a reader. None: the session's setting.
 
     def to_payload(self) -> dict[str, Any]:
         return self.model_dump(mode="json", exclude={"sep"})
 
 
 class SemanticFuncMetadata(FuncMetadata):
-    """`models`: names of the models that may serve it (empty: any). `model_type`: a hint.
-    `remove_pure_fill`: drop the text after the last output. `cache_prefix`: let other calls reuse
-    the KV of the constant beginning. `sep`: text between the parts of a list of variables.
-    `fuse_fill`: a hint. `reuse`: when greedy or seeded, the result of an identical call may be
-    taken. `chat` and its `system` message: set by `chat_template`, no options."""
+    """Options of semantic functions. `chat` and `system` are set by `chat_template` only."""
 
-    models: tuple[StrictStr, ...] = ()
-    model_type: Literal["token_id", "text"] = "token_id"
-    remove_pure_fill: StrictBool = True
-    cache_prefix: StrictBool = True
-    fuse_fill: StrictBool = False
-    reuse: StrictBool = True
-    sep: Annotated[StrictStr, AfterValidator(_without_placeholder)] = "\n"
+    models: tuple[StrictStr, ...] = ()  # Models that may serve calls. Empty: any.
+    model_type: Literal["token_id", "text"] = "token_id"  # Has no effect.
+    remove_pure_fill: StrictBool = True  # Drop the text after the last output.
+    cache_prefix: StrictBool = True  # Other calls may reuse the KV of the constant prefix.
+    fuse_fill: StrictBool = False  # Has no effect.
+    reuse: StrictBool = True  # A greedy or seeded call may take the result of an identical call.
+    sep: Annotated[StrictStr, AfterValidator(_without_placeholder)] = "\n"  # Between list items.
     chat: StrictBool = False
     system: StrictStr | None = None
 
 
 class NativeFuncMetadata(FuncMetadata):
-    """`timeout` in seconds, for one run in ServeCore."""
+    """Options of native functions. `timeout`: seconds that a call may run in ServeCore."""
 
     timeout: float = Field(1.0, gt=0, le=60)
 

@@ -1,4 +1,4 @@
-"""A request that has not been sent yet, and that other requests may need."""
+"""A request that is not sent yet. Other requests may depend on it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,20 +14,21 @@ class PendingRequest:
         self._sending: asyncio.Task[None] | None = None
         self._error: ParrotError | None = None
         self.sent = asyncio.Event()
-        """It is sent, or will not be."""
+        """Set when the request was sent or dropped."""
 
     @property
     def is_open(self) -> bool:
         return self._sending is None and self._error is None
 
     def drop(self, error: ParrotError) -> None:
-        """It will not be sent any more: whoever wants its variables gets the error."""
+        """Drop the request if it was not sent. Later `send` calls raise the error."""
         if self.is_open:
             self._error = error
             self.sent.set()
 
     async def send(self) -> None:
-        """Raises what the request raises, every time. Cancelling it leaves the request alone."""
+        """Send the request once and wait for it. Each call raises the request's error. Cancelling
+        the caller does not cancel the request."""
         if self.is_open:
             self._sending = asyncio.ensure_future(self._send())
         if self._sending is not None:

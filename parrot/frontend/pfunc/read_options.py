@@ -9,23 +9,23 @@ Limit = float | None  # seconds
 
 
 class ReadOptions(TypedDict):
-    """`blocked`: the thread that reads waits until it has the answer, so ServeCore starts the other
-    calls of the session at once. It is true for synchronous reads (`get`, `gather`, `as_completed`,
-    `first_k`, `any_of`), and false for streams and async reads: other tasks of the program run on.
-
-    Other threads may still read or submit. A call that was started for the blocked thread takes
-    over the criteria of a read that comes later, and calls submitted later keep the delay."""
+    """Options of a read."""
 
     criteria: PerformanceCriteria
     timeout_s: Limit
     deadline_s: Limit
+    # The reading thread waits for the answer, so ServeCore starts the session's other calls at
+    # once. True for synchronous reads (`get`, `gather`, `as_completed`, `first_k`, `any_of`). False
+    # for streams and async reads, because other tasks of the program continue. Other threads may
+    # still read or submit: a call that was started early takes the criteria of a later read, and
+    # calls that are submitted later are delayed as usual.
     blocked: bool
 
 
 def read_options(
     criteria: Criteria, timeout: Limit, deadline: Limit, *, blocked: bool = False
 ) -> ReadOptions:
-    """Raises `ValueError` that lists the criteria."""
+    """Raises `ValueError` with the allowed criteria for an unknown value."""
     return {
         "criteria": parse_criteria(criteria),
         "timeout_s": timeout,

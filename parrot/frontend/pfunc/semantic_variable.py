@@ -1,4 +1,4 @@
-"""A program's handle of a semantic variable: text that is there now or will be later."""
+"""A program's handle of a semantic variable: text that exists now or later."""
 
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
@@ -28,8 +28,9 @@ Value = TypeVar("Value", covariant=True, default=Any)
 
 
 class CurrentSession:
-    """The session that calls go to: that of the innermost scope of this context, else the whole
-    process's, for threads and notebook cells, which have contexts of their own."""
+    """The session for calls: the session of the innermost scope in this context, or else the
+    process's session. Threads and notebook cells have their own contexts, so they use the
+    latter."""
 
     def __init__(self) -> None:
         self.of_context: ContextVar[Session | None] = ContextVar("parrot_session", default=None)
@@ -75,31 +76,31 @@ class SemanticVariable(Generic[Value]):
         self._is_cancelled = False
         self._id: str | None = None
         self._session: Session | None = None
-        self.draft: PendingRequest | None = None  # what it is to be registered with
+        self.draft: PendingRequest | None = None  # The unsent request that registers the variable.
         self.on_cancel: Callable[[], Awaitable[None]] | None = None
-        """Stops the attempts that are to set it; None: a call produces it, or the program."""
+        """Stops the attempts that produce the value. None: a call or the program produces it."""
         self.finish_reason: Literal["stop", "length"] | None = None
-        """Known with the value: why generating it ended. `length`: it was cut at `max_gen_length`,
-        or for want of room. None for a text that was not generated."""
+        """Set with the value. `length`: the text was cut at `max_gen_length` or because the KV
+        cache was full. None: the text was not generated."""
         self.usage: TokenUsage | None = None
-        """Known with the value: the tokens that generating it took."""
+        """Set with the value: the tokens of the run that generated the text."""
         self.logprobs: list[TokenLogprob] | None = None
-        """Known with the value, if its output asks for them: its tokens, and how likely they and
-        others were."""
+        """Set with the value if the output has `logprobs`: the tokens, and their log probabilities
+        and those of the most likely tokens."""
 
     def __repr__(self) -> str:
         content = "" if self._content is None else f", content={self._content!r}"
         return f"SemanticVariable(name={self.name!r}, id={self._id!r}{content})"
 
     def _repr_html_(self) -> str:
-        """The HTML for notebooks; it never asks for the value."""
+        """The HTML for notebooks. It does not read the value."""
         from parrot.frontend.pfunc.display.shown import variable_html
 
         return variable_html(self.name, self._content)
 
     def __str__(self) -> str:
-        """The value, for text that the program makes. Raises `TypeError` if it is not known here:
-        such a text would be wrong, silently."""
+        """The value, for use in other text. Raises `TypeError` if the program has not read it,
+        because the other text would be wrong without an error."""
         if self._content is None:
             raise TypeError(
                 f"variable `{self.name}` has no value here yet, so it cannot be made part of a "
@@ -126,7 +127,7 @@ class SemanticVariable(Generic[Value]):
 
     @property
     def registered_id(self) -> str:
-        """Its id; it must be registered."""
+        """The id in ServeCore. The variable must be registered."""
         assert self._id is not None, self
         return self._id
 
@@ -141,12 +142,13 @@ class SemanticVariable(Generic[Value]):
         return self._content is not None
 
     def attach(self, session: "Session", by: "str | PendingRequest") -> None:
-        """Record its id, or the draft that it gets one with. Only for who registers it."""
+        """Set the id, or the draft that registers the variable. Only for code that registers it."""
         self._session = session
         self._id, self.draft = (by, None) if isinstance(by, str) else (None, by)
 
     def settle(self, value: "VarGetResponse | SemanticVariable[Any]") -> None:
-        """Record its value, unless it has one. Only for who read it, or sets it to another's."""
+        """Set the value unless the variable has one. Only for code that has read the value, or
+        copies it from another variable."""
         if self._content is not None:
             return
         self.finish_reason, self.usage = value.finish_reason, value.usage
@@ -239,7 +241,7 @@ class SemanticVariable(Generic[Value]):
             self._is_cancelled = self._content is None
 
     def live_session(self) -> "Session":
-        """The session to read it from. Raises `InvalidRequest` if it belongs to no session."""
+        """The session for reads. Raises `InvalidRequest` if the variable belongs to no session."""
         if self._is_cancelled:
             raise Cancelled(f"variable `{self.name}` was cancelled")
         if self._session is None:
@@ -254,7 +256,7 @@ class SemanticVariable(Generic[Value]):
 
 
 async def id_of(var: SemanticVariable) -> str:
-    """Its id, for which what it was drafted with is sent."""
+    """The variable's id. First sends the draft that registers the variable, if any."""
     if var.draft is not None:
         await var.draft.send()
     return var.registered_id

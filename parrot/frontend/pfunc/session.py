@@ -1,4 +1,4 @@
-"""A program's session at a ServeCore: every exchange of the front end goes through here."""
+"""A program's session with a ServeCore. The front end sends all requests through it."""
 
 import asyncio
 import atexit
@@ -45,15 +45,15 @@ logger = logging.getLogger("parrot.frontend.pfunc")
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
-_NUM_CALL_CONNECTIONS = 32
-_NUM_READ_CONNECTIONS = 512  # each pending read holds one
-_NUM_TRIALS = 256  # that are watched at a time; each has a connection to itself
-_NUM_ATTEMPTS = 3
-_ROOM_TIMEOUT_S = 60.0
-_MAX_ROOM_PAUSE_S = 1.0
-_READ_MARGIN_S = 1.0  # the server ends a read at its timeout; after this we do
-_CLOSE_TIMEOUT_S = 5.0
-_LIVENESS_INTERVAL_S = 30.0
+_NUM_CALL_CONNECTIONS = 32  # Connections for requests other than reads.
+_NUM_READ_CONNECTIONS = 512  # Connections for reads. Each pending read needs one.
+_NUM_TRIALS = 256  # Trials that run concurrently. Each needs one connection.
+_NUM_ATTEMPTS = 3  # Attempts of a request whose connection breaks.
+_ROOM_TIMEOUT_S = 60.0  # Seconds for which a request is retried while ServeCore's queue is full.
+_MAX_ROOM_PAUSE_S = 1.0  # Longest pause between these retries, in seconds.
+_READ_MARGIN_S = 1.0  # Seconds after a read's timeout until the client ends the read itself.
+_CLOSE_TIMEOUT_S = 5.0  # Seconds to end the session at the server.
+_LIVENESS_INTERVAL_S = 30.0  # Seconds between health probes while reads are pending.
 _NOBODY_THERE = (
     "Start a ServeCore there (`parrot up embedded`), or give another's address to P.VirtualMachine"
 )
@@ -62,9 +62,9 @@ _NOBODY_THERE = (
 class Session:
     """One session. Its coroutines run on its own `loop`.
 
-    Reads, calls and cancellations are tried again when the connection breaks (a call carries an
-    idempotency key); making a session or a variable and setting one are not. Calls and reads also
-    wait for a full queue to have room again, up to a minute."""
+    Reads, calls and cancellations are retried when the connection breaks. Calls have an idempotency
+    key for this. The creation of sessions and variables, and setting variables, are not retried.
+    While ServeCore's queue is full, calls and reads are retried for up to 60 s."""
 
     def __init__(
         self,
@@ -75,20 +75,21 @@ class Session:
         app: str | None = None,
         restart_timeout_s: float | None = None,
     ) -> None:
-        """Raises `Unavailable` if nobody answers there, `AuthenticationFailed` for a bad key."""
+        """Raises `Unavailable` if no server answers, and `AuthenticationFailed` for a wrong key."""
         self.loop = BackgroundLoop()
         self.contexts: dict[Hashable, int] = {}
-        """The requests whose contexts the next calls continue, by function."""
+        """Kept contexts: the request_id whose context the next call of a function continues."""
         urls = core_http_addr.split(",")
         self._calls = ServeClient(client_of(urls, max_connections=_NUM_CALL_CONNECTIONS))
         self._reads = ServeClient(client_of(urls, max_connections=_NUM_READ_CONNECTIONS))
         self._watches = ServeClient(client_of(urls, max_connections=_NUM_TRIALS))
-        # Reads of trials wait for no others: in this order, each needs only those before it.
+        # Trials get slots in the order of submission, and a trial depends only on earlier ones. So
+        # a waiting trial never blocks a running one.
         self.trial_slots = asyncio.Semaphore(_NUM_TRIALS)
         self.trials: set[asyncio.Task[None]] = set()
         self.registering = asyncio.Lock()
         """Held while variables are registered, so that two calls never register the same one."""
-        # Behind a first attempt whose connection broke.
+        # For the attempts after a first attempt whose connection broke.
         self._retrying: dict[str, Any] = {"attempts": _NUM_ATTEMPTS - 1, "timeout": None}
         if restart_timeout_s is not None:
             self._retrying = {"attempts": None, "timeout": restart_timeout_s, "wait_max": 1.0}
@@ -113,13 +114,13 @@ class Session:
         atexit.register(self.close)
 
     def close(self) -> None:
-        """End the session at the server, and every read that is still pending here. Never raises
-        for a server that does not answer: a session that nobody uses expires."""
+        """End the session at the server and cancel all pending reads. Does not raise if the server
+        does not answer: it removes unused sessions after some time."""
         atexit.unregister(self.close)
         self.loop.close(self._leave)
 
     async def semantic_call(self, subject: str, payload: dict[str, Any]) -> CallResponse:
-        """`subject`: what an invalid payload is said to be of."""
+        """Submit a semantic call. `subject` begins the error message for an invalid payload."""
         request = checked(SemanticCallRequest, subject, self._completed(payload))
         return await self._when_there_is_room(partial(self._calls.semantic_call, request))
 
@@ -135,7 +136,7 @@ class Session:
         variables: list[GraphVariable],
         calls: list[SemanticGraphCall | NativeGraphCall],
     ) -> GraphResponse:
-        """All of it, or nothing."""
+        """Submit variables and calls in one request, which succeeds or fails as a whole."""
         request = GraphRequest(
             **self._fields, variables=variables, calls=calls, idempotency_key=new_token()
         )
@@ -143,14 +144,15 @@ class Session:
         return await self._when_there_is_room(send)
 
     async def create_variable(self, name: str, content: str | None) -> str:
-        """Returns its id."""
+        """Create a variable and return its id."""
         return await self._calls.create_var(*self._scope, name, content)
 
     async def set(self, var_id: str, content: str) -> None:
         await self._calls.set_var(*self._scope, var_id, content)
 
     async def set_again(self, var_id: str, content: str) -> None:
-        """Set it, and try again when the connection breaks. Does nothing if it is set already."""
+        """Set a variable, with retries when the connection breaks. No effect if it is already
+        set."""
         set_var = partial(self._calls.set_var, *self._scope, var_id, content)
         with suppress(AlreadySet):
             await self._with_retries(set_var)
@@ -171,7 +173,7 @@ class Session:
     async def read_first(
         self, var_ids: Sequence[str], k: int, options: ReadOptions
     ) -> list[VarValue]:
-        """The first `k` to be ready, in that order."""
+        """The values of the first `k` ready variables, in order."""
         read = partial(self._reads.first_vars, *self._scope, list(var_ids), k, **options)
         return await self._wait_for(read, f"not {k} of {len(var_ids)} values", options)
 
@@ -183,7 +185,8 @@ class Session:
         emit: Callable[[str], None],
         on_done: Callable[[VarGetResponse], None],
     ) -> None:
-        """Call `emit` with each piece. A broken stream is opened again and goes on where it was."""
+        """Call `emit` with each chunk. A broken stream is opened again and continues where it
+        broke."""
         num_emitted = 0
 
         async def attempt() -> None:
@@ -208,8 +211,8 @@ class Session:
     async def _wait_for(
         self, read: Callable[[], Coroutine[Any, Any, T]], failure: str, options: ReadOptions
     ) -> T:
-        """The result of a read. Raises `TimedOut` also if the server does not end it in time, and
-        `Unavailable` if it hangs."""
+        """The result of a read. Raises `TimedOut` if the server does not end the read within its
+        timeout, and `Unavailable` if the server hangs."""
         timeout_s = options["timeout_s"]
         if timeout_s is None:
             return await self._when_there_is_room(lambda: self._liveness.guard(read()))
@@ -220,8 +223,8 @@ class Session:
             raise TimedOut(f"{failure} within {timeout_s} s") from None
 
     async def _when_there_is_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """A service whose queue is full has room again when it has worked for a while: in as long
-        as it says."""
+        """Run `attempt`, and retry it for up to 60 s while ServeCore's queue is full. The server
+        suggests the pauses."""
         try:
             return await self._with_retries(attempt)
         except QueueFull as error:
@@ -241,7 +244,8 @@ class Session:
         )(lambda error: pause_s(error, until - loop.time()), again)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """The first attempt is made plainly: it is the hot path, and all but always succeeds."""
+        """Run `attempt` and retry it when the connection breaks. The first attempt runs without the
+        retry library, because nearly all attempts succeed."""
         try:
             return await attempt()
         except Unavailable as error:
@@ -263,9 +267,9 @@ class Session:
 
 
 def pause_s(error: Exception, left_s: float) -> bool | float:
-    """The seconds until a request that the error has refused may come again: as long as the server
-    says, and a little more, so that those refused together do not come together, but no more than
-    are left. True: nobody says how long. False: it was not refused for want of room."""
+    """Seconds to wait before a rejected request is retried: the server's `Retry-After` plus up to
+    20% at random, so that clients do not retry together, and at most `left_s`. True: retry after
+    the default pause. False: do not retry, because the error is not a full queue."""
     if not isinstance(error, QueueFull):
         return False
     if error.retry_after_s is None:
@@ -274,7 +278,7 @@ def pause_s(error: Exception, left_s: float) -> bool | float:
 
 
 def checked(kind: type[M], subject: str, fields: dict[str, Any]) -> M:
-    """The payload with these fields. Raises `ValidationFailed` that names the subject."""
+    """The validated payload. Raises `ValidationFailed` with the subject and the invalid field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -284,6 +288,6 @@ def checked(kind: type[M], subject: str, fields: dict[str, Any]) -> M:
 
 
 def _is_broken_connection(error: BaseException) -> bool:
-    """Whether the connection broke, or was not made. Other subclasses of `Unavailable` are
-    answers of the server."""
+    """Whether the connection failed or broke. Other subclasses of `Unavailable` are answers of the
+    server."""
     return type(error) in (Unavailable, Unreachable)

@@ -1,4 +1,4 @@
-"""Errors of templates, which show the line at fault as tracebacks do.
+"""Errors of templates. They show the wrong line, like tracebacks.
 
 the template names `topc`, which is no parameter: did you mean `topic`?
   File "program.py", line 12
@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_MAX_WIDTH = 100  # of a line that is shown
+_MAX_WIDTH = 100  # Characters of a line that are shown.
 _AFTER_NAME = r"\b\s*(?=[:,=)\n]|$)"
 
 
 class TemplateError(ValueError):
-    """A template that cannot work. `start` and `end` are the half-open range of its text that is
-    wrong; `parameter` is what is wrong instead, where a parameter has no place in it."""
+    """An invalid template. [start, end) is the wrong range of its text. If a parameter has no
+    placeholder, `parameter` is its name instead."""
 
     def __init__(
         self, problem: str, template: str, start: int = 0, end: int = 0, *, parameter: str = ""
@@ -29,15 +29,15 @@ class TemplateError(ValueError):
         super().__init__(self.shown(None))
 
     def shown(self, pyfunc: Callable[..., Any] | None) -> str:
-        """The problem, and the line: of the file of `pyfunc`, whose docstring the template is, else
-        of the template."""
+        """The problem and the wrong line: from the source of `pyfunc`, whose docstring is the
+        template, or else from the template."""
         if self.parameter:
             return self.problem + parameter_line(pyfunc, self.parameter)
         return self.problem + template_line(pyfunc, self.template, *self.range)
 
 
 def template_line(pyfunc: Callable[..., Any] | None, template: str, start: int, end: int) -> str:
-    """The line with this range of a template, behind a line break."""
+    """A line break and the line with this range of a template."""
     begin = template.rfind("\n", 0, start) + 1
     line = template[begin:].partition("\n")[0]
     width = min(end, begin + len(line)) - start
@@ -53,7 +53,7 @@ def template_line(pyfunc: Callable[..., Any] | None, template: str, start: int, 
 
 
 def parameter_line(pyfunc: Callable[..., Any] | None, name: str) -> str:
-    """The line with this parameter in the signature, behind a line break; "" if it is not known."""
+    """A line break and the line of the signature with this parameter. Empty if unknown."""
     for place, source in _source_lines(pyfunc):
         if found := re.search(rf"(?<=[(,\s]){re.escape(name)}{_AFTER_NAME}", source):
             return _pointed(place, source, found.start(), len(name))
@@ -61,7 +61,7 @@ def parameter_line(pyfunc: Callable[..., Any] | None, name: str) -> str:
 
 
 def _source_lines(pyfunc: Callable[..., Any] | None) -> Sequence[tuple[str, str]]:
-    """(where it is, the line) of a function's lines; none if they cannot be found."""
+    """(location, text) of each line of a function. Empty if its source cannot be found."""
     if pyfunc is None:
         return ()
     try:

@@ -1,12 +1,12 @@
-"""Trials: calls that are attempted again, or replaced by others, until one succeeds.
+"""Trials: a call is attempted several times, or replaced by its fallback, until one succeeds.
 
-    out = f(x)        out: a variable that the program sets, which others may read and chain on
-      |- attempt 1    fails, or its text is no value of the type
+    out = f(x)        out: a variable that the program sets; other calls may depend on it
+      |- attempt 1    fails, or its text is not valid for the type
       |- attempt 2    succeeds: the program sets `out` to its text
-      `- attempt 3    the last one would make `out` itself: what it gives or raises counts
+      `- attempt 3    the last attempt would produce `out` itself: its value or its error is final
 
-So the value of an attempt that is not the last takes a way by the program before dependents have
-it, and whatever the last one's fate is, dependents have it as ever."""
+Except for the last attempt, a value goes through the program before dependent calls receive it.
+Dependent calls receive the value or the error of the last attempt directly."""
 
 import asyncio
 import logging
@@ -39,15 +39,15 @@ from parrot.protocol.template import placeholder
 
 logger = logging.getLogger("parrot.frontend.pfunc")
 
-_NO_ROOM = (Unavailable, QuotaExceeded)  # which passes
-_PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0  # before another attempt then; it doubles
-_LEAST_S = 1e-3  # for an output whose attempt has used its time: it may be there
+_NO_ROOM = (Unavailable, QuotaExceeded)  # Temporary errors after which an attempt is delayed.
+_PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0  # First and longest delay in seconds. The delay doubles.
+_LEAST_S = 1e-3  # Seconds for an output after the attempt's timeout: it may already be ready.
 _PROBLEM = "That is not valid: {}. Write it again, correctly and completely."
 
 
 async def submit_trial(session: Session, call: SemanticCall, batch: Batch | None) -> None:
-    """Submit the first attempt of a call, with the variables that it is to set. The others follow
-    in the background."""
+    """Submit the first attempt of a call and declare its output variables. Further attempts run in
+    the background."""
     trial = Trial(session, call)
     sending = batch or Batch(session)
     for out in trial.outs:
@@ -68,7 +68,8 @@ def _supervise(
     variables: Sequence[SemanticVariable],
     work: Callable[[], Coroutine[Any, Any, None]],
 ) -> None:
-    """Run what is to set the variables. If it fails, or one of them is cancelled, all are."""
+    """Run `work`, which sets the variables, in the background. If `work` fails or one variable is
+    cancelled, all variables are cancelled."""
     task = asyncio.ensure_future(_supervised(session, variables, work))
     session.trials.add(task)
     for var in variables:
@@ -90,7 +91,7 @@ async def _supervised(
     try:
         async with session.trial_slots:
             await work()
-    except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+    except Exception as error:  # noqa: BLE001 - readers must get an error
         names = ", ".join(var.name for var in variables)
         logger.warning("the attempts to make %s ended: %s", names, error)
         for var in variables:
@@ -107,7 +108,8 @@ async def _cancel_all(
 
 
 def _attempts_of(func: Signature) -> list[list[Signature]]:
-    """The functions that are called until one succeeds: for each, its attempts."""
+    """The functions to call until one succeeds: a list of attempts for the function, then one for
+    each fallback."""
     if not isinstance(func, SemanticDefinition):
         return [[func]]
     again = func.with_metadata(reuse=False)
@@ -116,19 +118,21 @@ def _attempts_of(func: Signature) -> list[list[Signature]]:
 
 
 class Trial:
-    """The attempts of one call. Only on the session's loop."""
+    """The attempts of one call. Use it only on the session's loop."""
 
     def __init__(self, session: Session, call: SemanticCall) -> None:
         self.outs = call.output_vars
         self._session = session
         self._inputs = {param.name: call.bindings[param.name] for param in call.func.inputs}
         self._criteria = call.func.metadata.output_criteria or PerformanceCriteria.THROUGHPUT
-        self._groups = _attempts_of(call.func)  # what is left to do: of the function, of others
+        self._groups = _attempts_of(
+            call.func
+        )  # Remaining attempts: the function's, its fallbacks'.
         self.attempt = self._call(self._groups[0].pop(0))
         self._pause_s = _PAUSE_S
 
     async def run(self) -> None:
-        """Make attempts until one succeeds; the last makes the variables itself."""
+        """Run attempts until one succeeds. The last attempt produces the variables itself."""
         error = await self._outcome()
         while error is not None:
             if is_final(error):
@@ -151,18 +155,18 @@ class Trial:
         await self._settle()
 
     def _next(self, error: ParrotError) -> tuple[Signature, bool]:
-        """The function to call next, and whether it is the one that failed."""
+        """The function to call next, and whether it is the function that failed."""
         own = self._groups[0]
         if len(self._groups) > 1 and not (own and may_succeed_again(error)):
             self._groups.pop(0)
             return self._groups[0].pop(0), False
         func = own.pop(0)
         if not may_succeed_again(error):
-            own.clear()  # it fails as before, for all to see
+            own.clear()  # The last attempt fails again, and readers receive its error.
         return func, True
 
     async def _outcome(self) -> ParrotError | None:
-        """Why the attempt failed; None if it did not."""
+        """Wait for the attempt. Returns its error, or None if it succeeded."""
         made, func = self.attempt.output_vars, self.attempt.func
         timeout = func.attempts.timeout if isinstance(func, SemanticDefinition) else None
         clock = asyncio.get_running_loop()
@@ -176,10 +180,10 @@ class Trial:
                 options = read_options(self._criteria, left, None)
                 var.settle(await self._session.watch(await id_of(var), var.name, options))
                 var.model = out.model
-                var.get()  # which is known
+                var.get()  # The value is known. `get` validates it.
         except TimedOut as error:
             for var in made:
-                with suppress(ParrotError):  # the next attempt is made whatever becomes of this one
+                with suppress(ParrotError):  # The next attempt runs in any case.
                     await cancel(self._session, var)
             return error
         except ParrotError as error:
@@ -210,8 +214,8 @@ class Trial:
         else:
             self.attempt = self._call(func, outputs)
         if is_last and not overrides:
-            # ServeCore refuses a single call whose model is not served. In a graph the call fails
-            # instead, and the readers of `outs` get the reason.
+            # ServeCore rejects a single call whose model is not served. In a graph request the call
+            # fails instead, and the readers of `outs` receive the error.
             graph = Batch(self._session)
             await graph.add(self.attempt)
             await graph.send()
@@ -226,7 +230,7 @@ class Trial:
 
 
 def _repair(func: SemanticDefinition) -> SemanticDefinition:
-    """The function that goes on behind an output which is not valid."""
+    """The function that continues after an invalid output and asks for a correction."""
     problem = Parameter("problem", ParamType.INPUT_LOC)
     (output,) = func.outputs
     while problem.name == output.name:

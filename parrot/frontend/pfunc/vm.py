@@ -1,7 +1,7 @@
-"""The virtual machine: a program's way to a ServeCore.
+"""The virtual machine: a program's connection to a ServeCore.
 
-What needs asyncio or the network is imported when a session is opened: `from parrot import P` stays
-fast, also where nothing is ever run."""
+Modules that need asyncio or the network are imported when a session is opened, so that `from parrot
+import P` stays fast."""
 
 import importlib
 import inspect
@@ -58,7 +58,7 @@ class VirtualMachine:
         `http://` or `https://`."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
-        # The address that OpenAI's clients are given is one of the same server.
+        # Accept the base URL of OpenAI clients, which ends with /v1.
         given = core_http_addr or os.environ.get("PARROT_URL") or _DEFAULT_URL
         urls = [url.strip().rstrip("/").removesuffix("/v1") for url in given.split(",")]
         for url in urls:
@@ -155,7 +155,7 @@ class VirtualMachine:
                     asyncio.run(_awaited(result))
         finally:
             if inspect.iscoroutine(program):
-                program.close()  # which does nothing, unless there was no session to run it in
+                program.close()  # Only has an effect if no session could be opened.
         return self.stat_run_time
 
     def profile(
@@ -238,7 +238,7 @@ class VirtualMachine:
     def _report(self) -> None:
         from parrot.frontend.pfunc.display.shown import cost_report
 
-        with suppress(ParrotError):  # a program that failed says why by itself
+        with suppress(ParrotError):  # The program's own error is more useful.
             sys.stderr.write(cost_report(self.session_info(), self.stat_run_time))
 
     def _live_session(self) -> "Session":

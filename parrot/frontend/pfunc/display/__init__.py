@@ -1,1 +1,1 @@
-"""How a program is shown: tables, values and bars, in notebooks and on terminals."""
+"""Displays for notebooks and terminals: tables, values and progress bars."""

@@ -1,4 +1,4 @@
-"""Progress bars on terminals and in notebooks: tqdm's where it is installed, else a line."""
+"""Progress bars in terminals and notebooks: tqdm if it is installed, else a line of text."""
 
 import sys
 import time
@@ -9,16 +9,16 @@ from typing import Any
 
 Callback = Callable[[int, int], None]
 Progress = Callback | bool | str | None
-"""A function of the number of those that are done and of all; or a bar, whose label it may be."""
+"""A function of the numbers of finished and of all variables, or a bar (True, or its label)."""
 
-_WIDTH = 30
-_INTERVAL_S = 0.1
+_WIDTH = 30  # Characters of a full bar.
+_INTERVAL_S = 0.1  # Seconds between two updates of a bar.
 
 
 @contextmanager
 def reporting(progress: Progress, total: int) -> Iterator[Callback | None]:
-    """A function of the number of those that are done and of all; None if nobody would see a
-    bar."""
+    """A function to call with the numbers of finished and of all variables. None if no display is
+    wanted or stderr is not visible."""
     if callable(progress):
         yield progress
     elif not progress or not _is_seen():
@@ -32,7 +32,7 @@ def reporting(progress: Progress, total: int) -> Iterator[Callback | None]:
 
 
 class Line:
-    """A bar in one line of text, which is drawn at most ten times a second."""
+    """A bar in one line of text. It is drawn at most ten times per second."""
 
     def __init__(self, label: str, total: int) -> None:
         self.n = 0
@@ -43,13 +43,13 @@ class Line:
         self._draw()
 
     def update(self, more: int) -> None:
-        """Count `more` as done."""
+        """Count `more` further items as finished."""
         self.n += more
         if time.monotonic() - self._drawn_at >= _INTERVAL_S:
             self._draw()
 
     def close(self) -> None:
-        """Draw what is done, and leave it there."""
+        """Draw the final state and end the line."""
         self._draw()
         sys.stderr.write("\n")
 
@@ -64,7 +64,7 @@ class Line:
 def _bar(label: str, total: int) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a notebook has no widgets
+            warnings.simplefilter("ignore")  # tqdm warns in notebooks without widgets.
             from tqdm.auto import tqdm
     except ImportError:
         return Line(label, total)

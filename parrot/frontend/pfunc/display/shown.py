@@ -1,18 +1,18 @@
-"""The displays of a program: its graph and its variables in notebooks, its cost at its end."""
+"""Displays of a session's calls and variables in notebooks, and a cost report as text."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from parrot.protocol.public import CompletionInfo, SessionInfo
 
-_SHOWN_CHARS = 4000  # of a value
-_SHOWN_CALLS = 200
+_SHOWN_CHARS = 4000  # Characters of a value that are shown.
+_SHOWN_CALLS = 200  # Calls of a session that are shown.
 _HEAD = ("call", "reads", "state", "engine", "prompt tokens", "cached", "output tokens", "seconds")
 _COST_HEAD = ("function", "calls", "failed", "prompt tokens", "cached", "output tokens", "run s")
 
 
 class ShownSession(SessionInfo):
-    """A session that a notebook shows as a table: a row per call, with what it reads."""
+    """A session that notebooks show as a table with one row per call and the variables it reads."""
 
     def _repr_html_(self) -> str:
         reads: dict[str, list[str]] = {}
@@ -25,7 +25,7 @@ class ShownSession(SessionInfo):
 
 
 def table_html(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table of texts, of long ones the beginning."""
+    """An HTML table. Cells are cut after 4,000 characters."""
     titles = "".join(f"<th>{escape(title)}</th>" for title in head)
     lines = ("".join(f"<td>{escape(cell[:_SHOWN_CHARS])}</td>" for cell in row) for row in rows)
     body = "".join(f"<tr>{line}</tr>" for line in lines)
@@ -47,7 +47,7 @@ def _row(call: CompletionInfo, reads: Iterable[str]) -> tuple[str, ...]:
 
 
 def variable_html(name: str, content: str | None) -> str:
-    """A variable's name and the beginning of its value, if that is known here."""
+    """A variable's name and the first 4,000 characters of its value, if the program has read it."""
     head = f"<b>{escape(name)}</b>"
     if content is None:
         return f"{head}: <i>not read yet</i>"
@@ -57,8 +57,8 @@ def variable_html(name: str, content: str | None) -> str:
 
 
 def cost_report(info: SessionInfo, seconds: float) -> str:
-    """A table as text: what the calls of each function took, and all together in `seconds`. The
-    last column is there if ServeCore has prices."""
+    """A text table with the costs of each function, and a total for all calls in `seconds`. The
+    column `cost` appears if ServeCore has prices."""
     by_function: dict[str, list[CompletionInfo]] = {}
     for call in info.calls:
         by_function.setdefault(call.func_name or "call", []).append(call)
@@ -83,7 +83,7 @@ def cost_report(info: SessionInfo, seconds: float) -> str:
 
 
 def _money(cost: float) -> str:
-    """In the prices' currency."""
+    """The cost as text, in the currency of the prices."""
     return f"{cost:.2f}" if cost >= 1 else f"{cost:.6f}"
 
 
@@ -102,7 +102,7 @@ def _cost(name: str, calls: Sequence[CompletionInfo]) -> tuple[str, ...]:
 
 
 def _run_seconds(calls: Iterable[CompletionInfo]) -> float:
-    """Seconds on engines, of those that have finished."""
+    """Total seconds on engines of the finished calls."""
     return sum(
         call.finished_s - call.started_s
         for call in calls

@@ -1,1 +1,1 @@
-"""Tools, which are functions of the program that a model may call, and agents that call them."""
+"""Tools, which are functions of the program that a model may call, and agents that use them."""

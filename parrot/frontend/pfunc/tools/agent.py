@@ -1,4 +1,4 @@
-"""An agent: a model that calls tools, turn by turn, until it answers in words."""
+"""An agent: a model that calls tools in each turn until it gives an answer."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -24,8 +24,9 @@ from parrot.protocol.errors import CallFailed, InvalidRequest
 from parrot.protocol.sampling import SamplingConfig
 
 _TEMPLATE = "{{message}}{{reply}}"
-_MAX_ERROR = 1000  # characters that the model is told
-_MAX_RESULTS = 100_000  # characters of a turn, unless a tool of the agent may show more
+_MAX_ERROR = 1000  # Characters of a tool's error that the model receives.
+# Characters of all results in a turn. A tool with a larger `max_chars` raises this limit.
+_MAX_RESULTS = 100_000
 
 
 class MaxTurnsExceeded(CallFailed):
@@ -101,7 +102,7 @@ class Agent:
         return AgentRun(self, message, after)
 
     def turns(self) -> tuple[SemanticFunction, SemanticFunction]:
-        """Functions of a chat's first turn and of all others."""
+        """The functions of a chat's first turn and of all later turns."""
         return self._turn(self._first_sampling), self._turn(self._turn_sampling)
 
     def _turn(self, sampling: SamplingConfig) -> SemanticFunction:
@@ -132,7 +133,7 @@ class AgentRun:
         self._agent = agent
         self._message = str(message)
         self._after = after
-        self._runs: list[AgentRun] = [] if after is None else after._runs  # of the chat
+        self._runs: list[AgentRun] = [] if after is None else after._runs  # All runs of the chat.
         self._first: SemanticFunction
         self._next: SemanticFunction
         self._first, self._next = agent.turns() if after is None else (after._next, after._next)
@@ -145,7 +146,7 @@ class AgentRun:
         return f"<AgentRun: {self.num_turns} turns, calls [{names}], {self.text!r}>"
 
     def _repr_html_(self) -> str:
-        """The HTML for notebooks: the answer, and what was called for it."""
+        """The HTML for notebooks: the answer and the tool calls."""
         from parrot.frontend.pfunc.display.shown import table_html, variable_html
 
         rows = [(call.name, str(dict(call.arguments)), call.result) for call in self.calls]
@@ -206,7 +207,7 @@ class AgentRun:
         return read_calls(str(var), self._agent.max_calls) if self._agent.tools else []
 
     def _take(self, var: SemanticVariable[str], calls: Sequence[ToolCall]) -> None:
-        """Go on with the results of the calls, or end with the answer."""
+        """Prepare the next turn with the results of the calls, or end with the answer."""
         if calls:
             self.calls += calls
             self._message = results_message(calls, self._agent.max_results)
@@ -236,7 +237,7 @@ class AgentRun:
 
 
 def _failed(call: ToolCall, error: Exception) -> ToolCall:
-    """The call, whose result is the error in one line."""
+    """The call with the error, in one line, as its result."""
     if isinstance(error, ValidationError):
         problems = error.errors(include_url=False, include_input=False)
         shown = "; ".join(f"`{'.'.join(map(str, p['loc']))}`: {p['msg']}" for p in problems[:5])

@@ -1,4 +1,4 @@
-"""A tool: a Python function, with what a model is told of it."""
+"""A tool: a Python function with its description for a model."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _MAX_CHARS = 20_000
 _TIMEOUT = 600.0
-# "Args:" with "name: text" or "name (type): text" below, as in Google's style; and Sphinx's.
+# Google's docstring style ("Args:" with lines "name: text" or "name (type): text"), and Sphinx's.
 _SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$")
 _GOOGLE = re.compile(r"^(\s+)\*{0,2}(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
 _SPHINX = re.compile(r"^\s*:(param|return|returns|raises|rtype|type)\b[^:]*?(\w*)\s*:\s*(.*)$")
@@ -62,7 +62,7 @@ class Tool(Generic[Given, Result]):
         self._warn_of_gaps()
 
     def _warn_of_gaps(self) -> None:
-        """Warn if the model is not told what the tool does, or which arguments it takes."""
+        """Warn if the tool has no description, or parameters without types."""
         if not self.description:
             logger.warning("tool `%s` has no docstring: the model sees its name only", self.name)
         annotations = inspect.get_annotations(self.pyfunc)
@@ -116,7 +116,7 @@ class Tool(Generic[Given, Result]):
 
 
 def shortened(text: str, max_chars: int) -> str:
-    """The text, or its beginning and how much more there is."""
+    """The text, or its first `max_chars` characters and the number of omitted characters."""
     more = len(text) - max_chars
     return text if more <= 0 else f"{text[:max_chars]}... ({more} more characters)"
 
@@ -157,7 +157,7 @@ def tool(
 
 
 def _schema_of(name: str, pyfunc: Callable[..., Any]) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    """An adapter that checks arguments and calls the function, and the JSON schema of these."""
+    """An adapter that validates arguments and calls the function, and their JSON schema."""
     for param in inspect.signature(pyfunc).parameters.values():
         if param.kind not in _NAMED_KINDS:
             raise ValueError(f"tool `{name}`: parameter `{param}` must have a name of its own")
@@ -169,12 +169,12 @@ def _schema_of(name: str, pyfunc: Callable[..., Any]) -> tuple[TypeAdapter[Any],
         raise TypeError(f"a parameter of tool `{name}` cannot be said in JSON: {problem}") from None
     schema.setdefault("properties", {})
     for part in schema["properties"].values():
-        part.pop("title", None)  # it repeats the name
+        part.pop("title", None)  # The title repeats the name.
     return adapter, schema
 
 
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
-    """The text about the function, and that about each parameter."""
+    """The description of the function, and the description of each parameter."""
     about: list[str] = []
     parameters: dict[str, list[str]] = {}
     section: str | None = None

@@ -1,11 +1,11 @@
-"""Turns of an agent: how tools are shown to a model, and how its answers call them.
+"""Turns of an agent: the description of its tools, and the calls in the model's answers.
 
-    Let me look.                                            text, which people are shown
+    Let me look.                                            text that users see
     <tool_call>
     {"name": "weather", "arguments": {"city": "Oslo"}}      a call
     </tool_call>
 
-The form is that of `parrot.protocol.described_tools`."""
+`parrot.protocol.described_tools` defines this format."""
 
 import json
 import re
@@ -33,20 +33,20 @@ class ToolCall:
 
 
 def system_message(system: str, tools: Sequence[Tool[..., Any]]) -> str:
-    """The instructions, and what the model is told of its tools."""
+    """The instructions and the description of the tools."""
     return described(system, [tool.json_schema for tool in tools]) if tools else system
 
 
 def turn_grammar(tools: Sequence[Tool[..., Any]], *, must_call: bool) -> str:
-    """The grammar (Lark) of answers, whose calls fit the schemas as far as they can be enforced.
-    Raises `InvalidRequest` if it is too long."""
+    """The Lark grammar of answers. It enforces the schemas of calls as far as possible. Raises
+    `InvalidRequest` if the grammar is too long."""
     functions = [{"name": tool.name, "parameters": tool.parameters} for tool in tools]
     return call_grammar(DESCRIBED, CallRules(functions, must_call, may_call_many=not must_call))
 
 
 def read_calls(text: str, max_calls: int) -> list[ToolCall]:
-    """The first calls in an answer. One that cannot be read has the `error` that says so, and no
-    name; so has one more, which stands for all further ones."""
+    """The first `max_calls` calls in an answer. A call that cannot be parsed has an `error` and no
+    name. If there are more calls, one additional entry with an `error` stands for all of them."""
     found = _CALL.findall(text)
     calls = [_read_call(call) for call in found[:max_calls]]
     if (more := len(found) - max_calls) > 0:
@@ -56,8 +56,8 @@ def read_calls(text: str, max_calls: int) -> list[ToolCall]:
 
 
 def results_message(calls: Sequence[ToolCall], max_chars: int) -> str:
-    """The next turn's message, of the results of calls. Together they have `max_chars` at most, or
-    each is cut to an equal share of that."""
+    """The next turn's message, with the results of calls. If they have more than `max_chars`
+    characters together, each is cut to an equal share."""
     results = [call.result for call in calls]
     if sum(map(len, results)) > max_chars:
         results = [shortened(result, max_chars // len(results)) for result in results]
@@ -65,15 +65,15 @@ def results_message(calls: Sequence[ToolCall], max_chars: int) -> str:
 
 
 class Words:
-    """Takes an answer as it grows, and gives what of it are words: neither calls nor what may be
-    the beginning of one."""
+    """Filters tool calls from a streamed answer and returns the remaining text. Text that may be
+    the start of a call is held back."""
 
     def __init__(self) -> None:
         self._held = ""
         self._is_call = False
 
     def feed(self, piece: str) -> str:
-        """The words that are certain now."""
+        """The text that is now known not to be part of a call."""
         self._held += piece
         words = ""
         while True:
@@ -90,12 +90,12 @@ class Words:
         return words
 
     def finish(self) -> str:
-        """The rest, when the answer has ended."""
+        """The rest of the text after the end of the answer."""
         return "" if self._is_call else self._held
 
 
 def _common_end(text: str, mark: str) -> int:
-    """The length of the longest end of the text that begins the mark."""
+    """The length of the longest suffix of the text that is a prefix of the mark."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
@@ -104,7 +104,7 @@ def _read_call(text: str) -> ToolCall:
     text = text.strip()
     try:
         call, end = json.JSONDecoder().raw_decode(text)
-        if not CLOSE.startswith(text[end:].strip()):  # which is where it may have been cut
+        if not CLOSE.startswith(text[end:].strip()):  # The answer may be cut inside CLOSE.
             raise ValueError(f"more follows: {text[end:][:80]!r}")
     except (ValueError, RecursionError) as error:
         return _unreadable(f"it is not JSON, or was cut: {error}")

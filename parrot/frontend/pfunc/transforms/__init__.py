@@ -1,6 +1,6 @@
-"""Transforms of prompts: formatters tidy up constants, conversation templates make chats.
+"""Transforms of prompts. Formatters clean up constants, and conversation templates make chats.
 
-Each makes a new function from a function before it is called. None may look at values."""
+Each transform makes a new function from a function, before any call. It cannot see values."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from parrot.frontend.pfunc.function import SemanticFunction
 class FuncMutator(ABC):
     @abstractmethod
     def transform(self, func: SemanticFunction) -> SemanticFunction:
-        """A new function; `func` stays as it is."""
+        """A new function. `func` does not change."""
 
 
 class Sequential(FuncMutator):
-    """Applies several transforms, one after the other."""
+    """Applies several transforms in order."""
 
     def __init__(self, mutators: Sequence[FuncMutator]) -> None:
         self._mutators = tuple(mutators)

@@ -1,5 +1,5 @@
-"""Conversation templates make a chat of a function: what leads to an output is the user's turn, the
-output is the assistant's."""
+"""Conversation templates turn a function into a chat. The text before an output is the user's turn,
+and the output is the assistant's turn."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, auto
@@ -68,8 +68,8 @@ class ChatTemplate(FuncMutator):
 
 
 def _rounds(body: Sequence[FuncBodyPiece]) -> Iterator[tuple[str, str | None]]:
-    """(the user's turn, the output that answers it); None after the last output. A turn has no
-    white space at its edges, as the chat formats have none there."""
+    """Yield (the user's turn, the output that answers it). The output is None for text after the
+    last output. Turns are stripped of white space, as chat formats require."""
     turn = ""
     for piece in body:
         if isinstance(piece, ParameterLoc) and piece.param.is_output:
@@ -81,7 +81,7 @@ def _rounds(body: Sequence[FuncBodyPiece]) -> Iterator[tuple[str, str | None]]:
         yield rest, None
 
 
-# Source of the text: FastChat's conversation.py, "vicuna_v1.1".
+# Copied from FastChat's conversation.py, "vicuna_v1.1".
 vicuna_template = ConversationTemplate(
     system_message="A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions.",

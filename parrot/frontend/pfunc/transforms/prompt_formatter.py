@@ -1,4 +1,4 @@
-"""Formatters tidy up the constants of a template; they touch nothing else."""
+"""Formatters clean up the constants of a template and change nothing else."""
 
 import re
 from abc import abstractmethod
@@ -12,8 +12,8 @@ _SPACES = re.compile(r" {2,}")
 
 
 class PromptFormatter(FuncMutator):
-    """Changes each constant on its own. `at_line_start` tells whether the constant begins a line,
-    which only the template's first one does: the others follow a placeholder."""
+    """Formats each constant separately. `at_line_start` is True only for a constant at the start of
+    the template. All other constants follow a placeholder."""
 
     @abstractmethod
     def format(self, text: str, at_line_start: bool) -> str: ...
@@ -27,8 +27,7 @@ class PromptFormatter(FuncMutator):
 
 
 class PyIndentRemover(PromptFormatter):
-    """A docstring is indented like the code around it: removes tabs, and at the beginning of lines
-    spaces in fours."""
+    """Removes the indentation of a docstring: tabs, and groups of four spaces at line starts."""
 
     def format(self, text: str, at_line_start: bool) -> str:
         text = text.replace("\t", "")
@@ -39,14 +38,14 @@ class PyIndentRemover(PromptFormatter):
 
 
 class SquashIntoOneLine(PromptFormatter):
-    """Newlines become spaces."""
+    """Replaces newlines with spaces."""
 
     def format(self, text: str, at_line_start: bool) -> str:
         return text.replace("\n", " ")
 
 
 class AlwaysOneSpace(PromptFormatter):
-    """Runs of spaces become one."""
+    """Replaces several spaces with one."""
 
     def format(self, text: str, at_line_start: bool) -> str:
         return _SPACES.sub(" ", text)
