@@ -1,7 +1,7 @@
 """The `parrot` command.
 
-The room owns what a person sees: arguments, tables, pictures and exit codes. It decides nothing
-that a library user could not have, and each subcommand imports what it needs when it runs."""
+This package contains the user interface: arguments, tables, pictures and exit codes. All functions
+behind it are also available to library users. Each subcommand imports its modules when it runs."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 
 def _with_hyphens(name: str) -> str:
-    """An option's name as it is declared. Scripts may have the older spelling with underscores."""
+    """An option's name with hyphens. Older scripts may use underscores."""
     return name.replace("_", "-")
 
 
@@ -82,7 +82,7 @@ def engine(context: typer.Context) -> None:
 
 
 def _run_server(module: str, name: str, args: list[str]) -> None:
-    sys.argv[0] = name  # as its help shows it
+    sys.argv[0] = name  # The name in the help text.
     import_module(module).main(args)
 
 

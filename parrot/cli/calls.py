@@ -1,4 +1,4 @@
-"""How the calls of a session are shown: as a table when all is done."""
+"""A table of the finished calls of a session."""
 
 from collections import Counter
 
@@ -8,21 +8,21 @@ from parrot.protocol.public import CompletionInfo, SessionInfo
 
 
 def run_seconds(call: CompletionInfo) -> float | None:
-    """Seconds on the engine, None while it has not finished."""
+    """Seconds on the engine. None before the call has finished."""
     if call.started_s is None or call.finished_s is None:
         return None
     return call.finished_s - call.started_s
 
 
 def queue_seconds(call: CompletionInfo) -> float | None:
-    """Seconds from the moment its inputs were there until an engine took it."""
+    """Seconds from the moment when all inputs were ready until the call started on an engine."""
     if call.ready_s is None or call.started_s is None:
         return None
     return max(call.started_s - call.ready_s, 0.0)
 
 
 def calls_table(info: SessionInfo, total_s: float) -> Table:
-    """A row per call, in order of finishing, and one for the whole job."""
+    """A table with one row per call, in order of finishing, and a row for the whole job."""
     calls = sorted(
         info.calls,
         key=lambda call: (call.finished_s is None, call.finished_s or 0.0, call.request_id),

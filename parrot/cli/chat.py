@@ -1,4 +1,4 @@
-"""`parrot chat`: a conversation with a model, by the API of OpenAI, as any client would have it."""
+"""`parrot chat`: a conversation with a model through the OpenAI-compatible API."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from parrot.cli.word_wrap import WordWrap
 _FORGET = "/new"
 _HELP = "/help"
 _UNSEEN = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}
-"""Control characters, by which a text could write elsewhere on the screen."""
+"""Control characters, with which a text could change other parts of the screen."""
 _LEAVE = ("/exit", "/quit")
 _COMMAND = re.compile(r"/\w*")
 _COMMANDS = """\
@@ -34,14 +34,14 @@ _TOY = (
 
 
 class AnswerPiece(NamedTuple):
-    """Some of an answer. `is_cut`: the answer ends here, at its maximum length."""
+    """A chunk of an answer. `is_cut`: the answer was cut here at its maximum length."""
 
     text: str
     is_cut: bool
 
 
 class Chat:
-    """The turns until now; each request sends them all."""
+    """The turns so far. Each request contains all of them."""
 
     def __init__(
         self, server: RemoteServer, model: str, system: str | None, options: dict[str, Any]
@@ -57,8 +57,8 @@ class Chat:
         self._messages = list(self._first)
 
     def turn(self, text: str) -> Iterator[AnswerPiece]:
-        """The answer in pieces. A turn that fails, or is not read to its end, leaves no trace.
-        Raises `RequestFailed`."""
+        """Yield the answer in chunks. A turn that fails or is not read completely is not added to
+        the chat. Raises `RequestFailed`."""
         messages = [*self._messages, {"role": "user", "content": text}]
         body = {"model": self.model, "messages": messages, "stream": True, **self._options}
         pieces: list[str] = []
@@ -82,7 +82,7 @@ def chat(
     max_tokens: int,
     temperature: float | None,
 ) -> None:
-    """Talk until the input ends, or ask one `question`. Ends by `SystemExit` when that fails."""
+    """Chat until the end of the input, or ask one `question`. Raises `SystemExit` on failure."""
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     server = RemoteServer(*host_and_port(core), headers)
     options: dict[str, Any] = {"max_tokens": max_tokens}
@@ -105,7 +105,7 @@ def chat(
 def _talk(conversation: Chat, core: str) -> None:
     is_terminal = sys.stdin.isatty()
     if is_terminal:
-        import readline  # noqa: F401  # edits and remembers the lines of `input`
+        import readline  # noqa: F401  # Line editing and history for `input`.
 
         OUT.print(
             f"[bold]{escape(conversation.model)}[/] at {core}. {_FORGET} starts a new chat, "
@@ -154,12 +154,12 @@ def _answer(conversation: Chat, text: str) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)  # rich would hold it back to the end of its line
+    sys.stdout.write(text)  # rich would write it only at the end of the line.
     sys.stdout.flush()
 
 
 def _piece(data: str) -> AnswerPiece:
-    """The text in a chunk. Raises `RequestFailed` for an error in it."""
+    """The text in a chunk. Raises `RequestFailed` if the chunk is an error."""
     try:
         chunk = json.loads(data)
         if "error" in chunk:
@@ -174,7 +174,7 @@ def _piece(data: str) -> AnswerPiece:
 
 
 def _chosen(server: RemoteServer, model: str | None) -> str:
-    """The model, or the first that is served. Raises `RequestFailed`."""
+    """The model, or the first model of the server. Raises `RequestFailed`."""
     answer, _ = server.ask("GET", "/v1/models")
     try:
         served = [str(card["id"]) for card in answer["data"]]

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 SMALL_MODEL = "Qwen/Qwen3-0.6B"
-"""A model that calls tools, has room for every agent here, and runs on a laptop."""
+"""A model that supports tool calls, has enough context for all agents, and runs on a laptop."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodingAgent:
-    """`context`: tokens that its instructions and tools leave no smaller model room for. `line`
-    makes its shell line of the server's URL, the model and an API key."""
+    """A coding agent. `context`: the minimum context length in tokens, because of the agent's
+    instructions and tools. `line` makes its shell line from the server's URL, the model and a
+    key."""
 
     name: str
     context: int
@@ -62,8 +63,8 @@ CODING_AGENTS = (
 
 
 def agent_lines(url: str, model: str, key: str, context: int | None) -> dict[str, str]:
-    """The lines of those agents that a model with this `context` has room for, by their names.
-    None: it is unknown, and all are given."""
+    """The shell lines, by agent name, of the agents that work with a context of this length. None:
+    the length is unknown, and all agents are returned."""
     return {
         agent.name: agent.line(url, model, key)
         for agent in CODING_AGENTS
@@ -72,7 +73,7 @@ def agent_lines(url: str, model: str, key: str, context: int | None) -> dict[str
 
 
 def why_not_all(model: str, context: int | None) -> str | None:
-    """Why some agents have no line. None: all have one."""
+    """Why some agents have no line. None: all agents have one."""
     lacking = [agent for agent in CODING_AGENTS if context is not None and context < agent.context]
     if not lacking:
         return None

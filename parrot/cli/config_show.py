@@ -1,4 +1,4 @@
-"""`parrot config show`: the values that servers would use, and where each comes from."""
+"""`parrot config show`: the values that servers would use, and the source of each value."""
 
 import os
 import re
@@ -19,12 +19,12 @@ from parrot.utils.config import ConfigError, Loc, parse_config
 from parrot.utils.settings import DEFAULT, Settings, file_layer
 
 _HIDDEN = "(set, not shown)"
-_PASSWORD = re.compile(r"""(://[^:@/"]*:|[?&]password=)[^@/"&]*(@|&|")""")  # in an address
+_PASSWORD = re.compile(r"""(://[^:@/"]*:|[?&]password=)[^@/"&]*(@|&|")""")  # In a URL.
 
 
 def show_config(path: Path | None, options: dict[str, Any], only_set: bool) -> None:
-    """A table for the server whose file it is; without a file, for both kinds. Ends by `SystemExit`
-    when a value is wrong."""
+    """Print a table for the server of the config file. Without a file, print tables for ServeCore
+    and engines. Raises `SystemExit` for an invalid value."""
     try:
         file = file_layer(path)
         if "engines" in file.values:
@@ -58,7 +58,7 @@ def _table(title: str, config: BaseModel, settings: Settings, only_set: bool) ->
 
 
 def _values(section: BaseModel, loc: Loc) -> Iterator[tuple[Loc, str]]:
-    """(place, value as JSON) of all keys; secrets are not shown."""
+    """Yield (path, value as JSON) of all keys. Secrets are hidden."""
     for key, field in type(section).model_fields.items():
         value = getattr(section, key)
         if isinstance(value, BaseModel):

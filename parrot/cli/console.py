@@ -25,9 +25,9 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 @contextmanager
 def orderly_exit(hurry: Callable[[], None] | None = None) -> Iterator[None]:
-    """Turn SIGTERM, SIGHUP and Ctrl-C into an exception, so that every `with` on the way out cleans
-    up, and end with the shell's exit code for that signal. A second Ctrl-C calls `hurry`, which
-    must not wait, so that the clean-up waits for no calls; it goes on whatever else comes."""
+    """Turn SIGTERM, SIGHUP and Ctrl-C into an exception, so that all `with` blocks clean up. Then
+    exit with the shell's code for the signal. A second Ctrl-C calls `hurry`, which must not block
+    and makes the cleanup skip running calls. Further signals are ignored."""
 
     def insist(signum: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

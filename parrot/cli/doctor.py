@@ -1,4 +1,4 @@
-"""`parrot doctor`: what is wrong with this machine or a config, and what to do about it."""
+"""`parrot doctor`: finds problems of this machine and of configs, with a fix for each."""
 
 import os
 import re
@@ -65,7 +65,7 @@ _TORCH = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`advice`: what to do; empty if nothing need be done."""
+    """The result of a check. `advice` is the fix. Empty: no action is needed."""
 
     level: Level
     what: str
@@ -73,7 +73,7 @@ class Finding:
 
 
 def doctor(paths: list[Path]) -> None:
-    """Print a line for each finding; exit code 1 if something is wrong."""
+    """Print a line for each finding. The exit code is 1 if there is a problem."""
     findings = []
     for check in _checks(paths):
         for finding in check():
@@ -92,7 +92,7 @@ def doctor(paths: list[Path]) -> None:
 
 
 def _summary(*, is_fine: bool) -> str:
-    """The last lines: which models can run here, and the commands that install the rest."""
+    """The last lines: the models that can run here, and commands to install missing packages."""
     lines = lines_for_models(visible_gpus(os.environ) > 0, embedded=True)
     if not lines:
         return "[bold green]Nothing is wrong[/]" if is_fine else ""
@@ -166,7 +166,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def check_torch() -> Iterator[Finding]:
-    """Asked in a process of its own, since importing it takes seconds and may fail in many ways."""
+    """Check torch in a child process, because its import takes seconds and can crash."""
     if missing := missing_model_packages():
         yield Finding("note", f"not installed, and needed to run models: {', '.join(missing)}")
     if "torch" in missing:
@@ -202,7 +202,7 @@ def check_model() -> Iterator[Finding]:
 
 
 def check_room() -> Iterator[Finding]:
-    """Memory that is free, and the disk of the working folder, where logs go."""
+    """Check the free memory, and the disk of the working folder, which holds the logs."""
     if (free := _free_memory()) is not None:
         text = f"{free / 2**30:.1f} GiB of memory are free, for {os.cpu_count()} cores"
         if free < _LOW_MEMORY:
@@ -225,7 +225,7 @@ def _free_memory() -> int | None:
 
 
 def check_token(state_dir: str | None = None) -> Iterator[Finding]:
-    """The file by which servers of this user know each other; it is made if it is not there."""
+    """Check this user's cluster token file, and create it if it is missing."""
     try:
         kept_token(state_dir)
     except ConfigError as error:
@@ -253,7 +253,7 @@ def _check_port(name: str, host: str, port: int) -> Iterator[Finding]:
 
 
 def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Files as `parrot launch` takes them, or one of ServeCore alone; their models and ports."""
+    """Check config files, as for `parrot launch` or of ServeCore alone, with models and ports."""
     num_wrong = 0
     for path in paths:
         try:
@@ -293,7 +293,7 @@ def check_configs(paths: list[Path], environ: Mapping[str, str]) -> Iterator[Fin
 
 
 def _read(paths: list[Path], environ: Mapping[str, str]) -> tuple[Config, list[Config]]:
-    """ServeCore's config and the engines'; raises `ConfigError`."""
+    """The configs of ServeCore and of the engines. Raises `ConfigError`."""
     contents = [read_config_object(path) for path in paths]
     if len(paths) > 1 or "engines" in contents[0] or is_engine_config(contents[0]):
         return read_configs(paths, environ)
@@ -302,7 +302,7 @@ def _read(paths: list[Path], environ: Mapping[str, str]) -> tuple[Config, list[C
 
 
 def _check_secrets(path: Path) -> Iterator[Finding]:
-    """Keys in a file that others can read."""
+    """Report secrets in a file that other users can read."""
     content = read_config_object(path)
     secrets = [key for key in ("cluster_token", "api_keys") if content.get(key)]
     if secrets and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):

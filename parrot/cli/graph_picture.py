@@ -26,7 +26,7 @@ from parrot.cli.calls import run_seconds
 from parrot.protocol.public import CompletionInfo, SessionInfo
 
 _SWEEPS = 8
-_COLUMN, _ROW = 336, 90  # pixels from node to node
+_COLUMN, _ROW = 336, 90  # Pixels between the centres of two nodes.
 _BOX_WIDTH, _BOX_HEIGHT = 240, 62
 _MARGIN, _TITLE = 40, 20
 _LEAST_WIDTH = 480
@@ -46,14 +46,14 @@ orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{_FAINT}"/></marker>
 """
 
 Node = TypeVar("Node", bound=Hashable)
-Slot = Hashable  # what takes a place in a column: a node, or a waypoint
+Slot = Hashable  # An item of a column: a node or a waypoint.
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout(Generic[Node]):
-    """`places`: (column, row) of each node, rows centred about 0 and at least 1 apart in a column.
-    `paths`: for each edge the points from its source to its target, waypoints included."""
+    """`places`: (column, row) of each node. Rows are centred around 0, and at least 1 apart within
+    a column. `paths`: the points of each edge from source to target, including waypoints."""
 
     places: dict[Node, Point]
     paths: dict[tuple[Node, Node], list[Point]]
@@ -70,8 +70,8 @@ class Layout(Generic[Node]):
 
 
 def layout(nodes: Sequence[Node], edges: Iterable[tuple[Node, Node]]) -> Layout[Node]:
-    """Lay out; the order of `nodes` decides ties. Edges may repeat. Raises `ValueError` when an
-    edge names an unknown node or the edges form a cycle."""
+    """Compute the layout. The order of `nodes` breaks ties. Edges may repeat. Raises `ValueError`
+    if an edge has an unknown node, or if the edges form a cycle."""
     unique_edges = list(dict.fromkeys(edges))
     layer_of = _layers(nodes, unique_edges)
     columns: list[list[Slot]] = [[] for _ in range(1 + max(layer_of.values(), default=-1))]
@@ -109,8 +109,8 @@ def _layers(nodes: Sequence[Node], edges: Sequence[tuple[Node, Node]]) -> dict[N
 
 
 def _reduce_crossings(columns: list[list[Slot]], chains: Iterable[list[Slot]]) -> None:
-    """Sort each column by the mean row of its neighbours on the left, then on the right, and so
-    on; keep the best order seen. Changes `columns` in place."""
+    """Sort each column by the mean row of its neighbours, alternating between the left and the
+    right neighbours. Keep the order with the fewest crossings. Changes `columns` in place."""
     left, right = defaultdict[Slot, list[Slot]](list), defaultdict[Slot, list[Slot]](list)
     for chain in chains:
         for a, b in pairwise(chain):
@@ -142,7 +142,7 @@ def _sort_by_neighbours(
 
 
 def _num_crossings(columns: list[list[Slot]], right: dict[Slot, list[Slot]]) -> int:
-    """Inversions among the right ends of the edges, taken in the order of their left ends."""
+    """The number of inversions of the edges' right ends, in the order of their left ends."""
     total = 0
     for column, following in pairwise(columns):
         row = {slot: y for y, slot in enumerate(following)}
@@ -152,8 +152,8 @@ def _num_crossings(columns: list[list[Slot]], right: dict[Slot, list[Slot]]) -> 
 
 
 def draw_session(info: SessionInfo, title: str, path: Path) -> None:
-    """Write a picture of the calls and of the variables between them, as SVG. Raises `OSError` when
-    the file cannot be written."""
+    """Write an SVG picture of the calls and of the variables between them. Raises `OSError` if the
+    file cannot be written."""
     known = {call.output_var_id for call in info.calls}
     edges = [(e.source, e.target) for e in info.edges if e.source in known and e.target in known]
     plan = layout([call.output_var_id for call in info.calls], edges)
@@ -171,7 +171,7 @@ def draw_session(info: SessionInfo, title: str, path: Path) -> None:
 
 
 def _centre(place: Point, top: float) -> Point:
-    """The centre of a place, in pixels from the upper left corner; `top` is the first row."""
+    """The centre of a node, in pixels from the upper left corner. `top` is the first row."""
     x = _MARGIN + _BOX_WIDTH / 2 + place[0] * _COLUMN
     return x, _MARGIN + _TITLE + _BOX_HEIGHT / 2 + (place[1] - top) * _ROW
 
@@ -202,7 +202,7 @@ def _box(call: CompletionInfo, centre: Point) -> str:
 
 
 def _text(text: str) -> str:
-    """With nothing that XML 1.0 cannot have."""
+    """The text without characters that XML 1.0 forbids."""
     return escape(_NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 

@@ -1,4 +1,4 @@
-"""`parrot keys`: the file of API keys, their tenants, and what these may have."""
+"""`parrot keys`: the file of API keys, with their tenants, scopes and limits."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,7 +85,7 @@ def remove(tenant: IdArgument, file: FileOption) -> None:
 
 
 def _limits(given: list[str]) -> dict[str, Any]:
-    """The limits that options name; what is wrong with a value is found later."""
+    """The limits from the options. Values are validated later."""
     limits: dict[str, Any] = {}
     for text in given:
         name, _, number = text.partition("=")

@@ -1,4 +1,4 @@
-"""`parrot launch`: a cluster from config files, here or on Ray."""
+"""`parrot launch`: a cluster from config files, on this machine or on Ray."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ from parrot.utils.installation import install_line
 
 @dataclass(frozen=True, slots=True)
 class RayOptions:
-    """Where on Ray: the cluster's address, and the service's name there."""
+    """The address of the Ray cluster, and the name of the service."""
 
     address: str
     name: str
@@ -30,7 +30,7 @@ class RayOptions:
 
 
 def refuse_inventories(paths: list[Path]) -> None:
-    """End by `SystemExit` if one of the files is an inventory, or cannot be read."""
+    """Raises `SystemExit` if one of the files is an inventory or cannot be read."""
     try:
         for path in paths:
             refuse_inventory(path, read_config_object(path))
@@ -41,8 +41,8 @@ def refuse_inventories(paths: list[Path]) -> None:
 
 
 def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) -> None:
-    """Run until a signal comes or ServeCore dies, and end by `SystemExit`. An engine that dies is
-    started again."""
+    """Run until a signal or until ServeCore exits, then raise `SystemExit`. Engines that exit are
+    restarted."""
     try:
         core, engines = read_configs(paths, os.environ)
         require_packages(engines)
@@ -59,8 +59,8 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
 
 
 def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
-    """Run on a Ray cluster until a signal comes, and end by `SystemExit`; or, detached, return when
-    all is ready."""
+    """Run on a Ray cluster until a signal, then raise `SystemExit`. Detached: return when all
+    servers are ready."""
     _require_ray()
     from parrot.launch.on_ray.pools import ray_plan
     from parrot.launch.on_ray.service import connected, launch_detached, serving
@@ -90,7 +90,7 @@ def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
 
 
 def stop_on_ray(address: str, name: str) -> None:
-    """End what a launch has begun there, after its calls."""
+    """Drain and stop a service on Ray."""
     _require_ray()
     from parrot.launch.on_ray.service import connected, end_service
 

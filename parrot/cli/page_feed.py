@@ -1,5 +1,5 @@
-"""Requests of a person at a terminal, one after the other, streams line by line; and the views of
-the page, as an operator or the holder of an API key has them."""
+"""Blocking requests of terminal commands, with streams line by line, and the views of the web page
+for an operator or the owner of an API key."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ _MAX_BODY = 2**26
 
 
 class RequestFailed(Exception):
-    """The server is not there, or refuses; the message says which. `status` is None or its."""
+    """The server does not answer, or rejects the request. `status`: the HTTP status, or None."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -28,14 +28,14 @@ class RequestFailed(Exception):
 
 
 class RemoteServer:
-    """The server at an address. `headers` go with every request."""
+    """A server. `headers` are sent with every request."""
 
     def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None) -> None:
         self._host, self._port = host, port
         self.headers = dict(headers or {})
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[Any, http.client.HTTPMessage]:
-        """The JSON of an answer, and its headers. Raises `RequestFailed`."""
+        """The JSON of an answer and its headers. Raises `RequestFailed`."""
         with closing(self._connection()) as connection:
             try:
                 answer = self._answer(connection, method, path, body)
@@ -46,7 +46,7 @@ class RemoteServer:
                 ) from None
 
     def events(self, method: str, path: str, body: Any = None) -> Iterator[str]:
-        """The data of server-sent events as they come. Raises `RequestFailed`."""
+        """Yield the data of server-sent events. Raises `RequestFailed`."""
         parser = EventParser()
         with closing(self._connection()) as connection:
             try:
@@ -61,7 +61,7 @@ class RemoteServer:
         return f"http://{self._host}:{self._port}"
 
     def _connection(self) -> http.client.HTTPConnection:
-        """Plain `http.client`: it ignores proxy settings, and needs no event loop."""
+        """Uses `http.client`, which ignores proxy settings and needs no event loop."""
         return http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT_S)
 
     def _answer(
@@ -98,22 +98,23 @@ Rows = dict[str, Row]
 
 
 class PageFeed:
-    """One visitor of one ServeCore."""
+    """The web page's views of one ServeCore for one visitor."""
 
     def __init__(self, core: str, config_path: Path | None, api_key: str | None) -> None:
-        """Raises `RequestFailed` that says what to do, and `ConfigError`."""
+        """Sign in. Raises `RequestFailed` with advice, and `ConfigError`."""
         self._core = core
         host, port = host_and_port(core)
         self._server = RemoteServer(host, port)
         if self._is_let_in():
             return
         if api_key is None and config_path is None and not is_loopback(host):
-            # This user's own token is for servers of this machine.
+            # The token file of this user is only for servers on this machine.
             raise RequestFailed(f"{core} asks for a key: --api-key, or its config by --config-path")
         self._enter(page_key(operator_token(config_path)) if api_key is None else api_key)
 
     def rows(self, view: str) -> Iterator[Rows]:
-        """All rows of a view, now and after each change, for ever. Raises `RequestFailed`."""
+        """Yield all rows of a view now and after each change, without end. Raises
+        `RequestFailed`."""
         rows: Rows = {}
         for data in self._server.events("GET", f"/ui/api/{view}"):
             try:
@@ -127,7 +128,7 @@ class PageFeed:
         raise RequestFailed(f"{self._core} has ended the view")
 
     def now(self, view: str) -> Rows:
-        """The rows of a view. Raises `RequestFailed`."""
+        """The current rows of a view. Raises `RequestFailed`."""
         return next(self.rows(view))
 
     def _is_let_in(self) -> bool:

@@ -1,4 +1,4 @@
-"""`parrot run`, `parrot ping` and `parrot page`: with a ServeCore at an address."""
+"""`parrot run`, `parrot ping` and `parrot page`: commands for a running ServeCore."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ from parrot.utils.config import ConfigError, parse_config
 
 
 def run_program(program: Path, args: list[str], core: str, embedded: bool) -> None:
-    """Ends by `SystemExit` with the program's exit code."""
+    """Run a program and raise `SystemExit` with its exit code."""
     if not program.is_file():
         fail(f"no such file: {program}")
     host, port = host_and_port(core)
@@ -43,14 +43,15 @@ def run_program(program: Path, args: list[str], core: str, embedded: bool) -> No
             [sys.executable, str(program), *args], env={**os.environ, "PARROT_URL": url}
         )
         stack.callback(child.wait)
-        stack.callback(child.terminate)  # does nothing after the normal end
+        stack.callback(child.terminate)  # No effect after the program has exited.
         code = child.wait()
     sys.exit(code if code >= 0 else 128 - code)
 
 
 def show_health(core: str, config_path: Path | None) -> None:
-    """Exit code 0: ready; 1: nobody answers, or no engine is up. The token of `config_path` shows
-    engines; without one nothing secret is sent, since anybody may listen at an address."""
+    """Print the health of a server. Exit code 0: ready. 1: no answer, or no engine is available.
+    Engines are shown only with the token of `config_path`. Without it no secret is sent, because
+    another program may listen at the address."""
     address = host_and_port(core)
     try:
         token = None if config_path is None else operator_token(config_path)
@@ -90,7 +91,7 @@ def _show_sampling(defaults: Iterable[tuple[str, DefaultSampling | None]]) -> No
 
 
 def _models(host: str, port: int) -> list[ModelCard]:
-    """The models that are served; none if programs need an API key, which is not sent."""
+    """The served models. Empty if the server requires an API key, which is not sent."""
     status, answer = ask(host, port, "/v1/models", timeout_s=5.0) or (None, None)
     with suppress(ValidationError):
         return [] if status != 200 else ModelsResponse.model_validate(answer).data
@@ -102,7 +103,7 @@ def _fail_without_core(core: str) -> NoReturn:
 
 
 def show_page_address(core: str, config_path: Path | None) -> None:
-    """Ends by `SystemExit` if there is no token, or nobody answers."""
+    """Print the page's address. Raises `SystemExit` without a token, or without an answer."""
     try:
         token = operator_token(config_path)
     except ConfigError as error:
@@ -113,8 +114,8 @@ def show_page_address(core: str, config_path: Path | None) -> None:
 
 
 def operator_token(config_path: Path | None) -> str:
-    """The cluster token of ServeCore's config, or of this user's file, of which the page's key is
-    made. Raises `ConfigError`."""
+    """The cluster token from ServeCore's config or this user's token file. The page's key is
+    derived from it. Raises `ConfigError`."""
     settings = core_settings(config_path, {}, os.environ)
     config = parse_config(CoreConfig, settings.payload, settings.blamed)
     return config.cluster_token or kept_token(config.state_dir)
@@ -147,7 +148,7 @@ def host_and_port(url: str) -> tuple[str, int]:
 
 
 def _agree_to_start(core: str, embedded: bool) -> None:
-    """Ends the command unless the user wants a cluster, by the flag or by answering."""
+    """Ends the command unless the user agrees to start a cluster, with the flag or an answer."""
     if embedded:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):

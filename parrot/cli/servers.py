@@ -1,4 +1,4 @@
-"""The servers that commands start: what they find here, running them, showing what they do."""
+"""Starts the servers of commands: checks their packages, runs them and shows their progress."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,15 +15,15 @@ from parrot.utils.installation import how_to_install, lines_for_models, missing_
 
 
 def require_packages(engines: Iterable[Mapping[str, Any]]) -> None:
-    """End the command with an error if an engine would not find its packages here."""
+    """End the command with an error if packages of an engine are missing."""
     for engine in engines:
         if (lack := lack_of_packages(engine)) is not None:
             fail("; ".join(lack))
 
 
 def lack_of_packages(engine: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The packages that an engine of this config needs and that are missing here, as a sentence,
-    and how to install them. None: nothing is missing."""
+    """A message with the missing packages of an engine config, and the commands to install them.
+    None: no package is missing."""
     if engine.get("engine_type", "builtin") not in ("builtin", "huggingface"):
         return None
     model = engine.get("model", "embedded")
@@ -38,7 +38,8 @@ def lack_of_packages(engine: Mapping[str, Any]) -> tuple[str, str] | None:
 
 @contextmanager
 def running(cluster: Cluster) -> Iterator[None]:
-    """Enter when all is ready; leaving stops all. Ends the command when the cluster fails."""
+    """Start a cluster, enter when it is ready, and stop it on exit. Ends the command if the cluster
+    fails."""
     with started(cluster):
         with showing_progress(cluster):
             cluster.wait_ready()
@@ -47,8 +48,8 @@ def running(cluster: Cluster) -> Iterator[None]:
 
 @contextmanager
 def started(cluster: Cluster) -> Iterator[None]:
-    """Enter as soon as the processes are; leaving stops all. Ends the command when the cluster
-    fails."""
+    """Start a cluster, enter when its processes have started, and stop it on exit. Ends the command
+    if the cluster fails."""
     try:
         cluster.start()
         yield
@@ -59,21 +60,21 @@ def started(cluster: Cluster) -> Iterator[None]:
 
 
 def hurry(cluster: Cluster) -> None:
-    """Let stopping the cluster, which has begun or is about to, wait for no calls: an engine that
-    is asked to end a second time ends them."""
+    """Stop the cluster without waiting for calls: a second SIGTERM makes an engine cancel its
+    calls."""
     for name in cluster.engine_names:
         cluster.process(name).terminate()
 
 
 @contextmanager
 def showing_progress(cluster: Cluster) -> Iterator[None]:
-    """On a terminal, show meanwhile what each process does."""
+    """Show the last log line of each process during the block, on a terminal."""
     with ERR.status(_Progress(cluster)):
         yield
 
 
 class _Progress:
-    """The last line of the log of each process, read anew at each refresh of the screen."""
+    """The last log line of each process, read at each refresh of the screen."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

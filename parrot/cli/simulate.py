@@ -1,4 +1,4 @@
-"""`parrot simulate`: what would have been, under other settings."""
+"""`parrot simulate`: replays a recorded trace with other settings."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from parrot.simulation.report import Change, Summary, changes, summarize
 from parrot.simulation.trace import load_trace
 from parrot.utils.config import ConfigError, load_config, parse_config
 
-_NUM_CHANGES = 5  # sessions that are shown at either end
+_NUM_CHANGES = 5  # Sessions to show with the largest gains, and with the largest losses.
 _NOTABLE = 0.01
 _ROWS: Sequence[tuple[str, str, str]] = (
     ("sessions answered", "num_answered", "d"),
@@ -44,7 +44,7 @@ def simulate(
     against: Sequence[str],
     output: Path | None,
 ) -> None:
-    """Print a column for the recording, one for `settings`, and one for each of `against`."""
+    """Print a column for the recording, for `settings`, and for each of `against`."""
     try:
         recorded = load_trace(path)
         core = _load_core(core_config)
@@ -73,7 +73,7 @@ def simulate(
 
 
 def _load_core(path: Path | None) -> CoreConfig:
-    """The file's scheduler; nothing expires in a replay that did not expire by a request."""
+    """The config of a replay: the file's scheduler, without the expiry of sessions and engines."""
     if path is None:
         return PATIENT
     scheduler = load_config(CoreConfig, path).global_scheduler
@@ -81,7 +81,7 @@ def _load_core(path: Path | None) -> CoreConfig:
 
 
 def _parse(text: str) -> dict[str, Any]:
-    """`policy=fcfs,engines=8`: values as in JSON, or else words."""
+    """Parse settings such as `policy=fcfs,engines=8`. Values are JSON, or else text."""
     settings: dict[str, Any] = {}
     for part in text.split(","):
         key, separator, value = part.partition("=")
@@ -95,7 +95,8 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _apply(replay: Replay, settings: Mapping[str, Any]) -> Replay:
-    """`engines`, `kv_tokens` and `engine_config`; all other keys are the global scheduler's."""
+    """Apply `engines`, `kv_tokens` and `engine_config`. Other keys belong to the global
+    scheduler."""
     rest = dict(settings)
     if (engine_config := rest.pop("engine_config", None)) is not None:
         config = load_engine_config(str(engine_config))
@@ -113,7 +114,7 @@ def _apply(replay: Replay, settings: Mapping[str, Any]) -> Replay:
 
 
 def _count(settings: dict[str, Any], key: str) -> int | None:
-    """Take it out; None: it is not there."""
+    """Remove the setting and return its number. None if it is missing."""
     count = settings.pop(key, None)
     if count is None or (type(count) is int and count > 0):
         return count

@@ -1,4 +1,4 @@
-"""`parrot top`: engines and applications as they run."""
+"""`parrot top`: a live view of engines and applications."""
 
 import os
 import signal
@@ -21,12 +21,12 @@ from parrot.cli.console import OUT, fail
 from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows
 from parrot.utils.config import ConfigError
 
-_FRAME_LINES = 12  # of a screen, that are not sessions
+_FRAME_LINES = 12  # Lines of the screen that are not sessions.
 
 
 def top(core: str, config_path: Path | None, api_key: str | None, once: bool) -> None:
-    """Show until q or Ctrl-C, or once without a terminal. Raises `SystemExit` if ServeCore does not
-    answer or refuses."""
+    """Show the view until q or Ctrl-C, or once without a terminal. Raises `SystemExit` if ServeCore
+    does not answer or rejects the request."""
     try:
         feed = PageFeed(core, config_path, api_key)
         if once or not OUT.is_terminal:
@@ -43,7 +43,7 @@ def top(core: str, config_path: Path | None, api_key: str | None, once: bool) ->
 
 @contextmanager
 def _q_interrupts() -> Iterator[None]:
-    """The key q has the effect of Ctrl-C."""
+    """Make the key q act as Ctrl-C."""
     if not sys.stdin.isatty():
         yield
         return
@@ -65,7 +65,7 @@ def _q_interrupts() -> Iterator[None]:
 
 
 def screen(rows: Rows, height: int | None) -> Group:
-    """All there is, or as many sessions as fit, those that run first."""
+    """The screen with the sessions that fit. Running sessions come first."""
     engines = [row for key, row in rows.items() if key.startswith("engine:")]
     sessions = [row for key, row in rows.items() if key.startswith("session:")]
     sessions.sort(key=lambda row: (row.get("running", 0) == 0, -row.get("created_at", 0.0)))
@@ -120,12 +120,12 @@ def _session_table(sessions: Iterable[Row]) -> Table:
 
 
 def _table(*columns: Column | str) -> Table:
-    """Without borders, so that all columns fit 80 characters."""
+    """A table without borders, so that all columns fit in 80 characters."""
     return Table(*columns, box=None, padding=(0, 1, 0, 0))
 
 
 def _state(engine: Row) -> str:
-    """As the page says it."""
+    """The state in the words of the web page."""
     if not engine.get("is_draining"):
         return "serving"
     return "[yellow]draining[/]" if engine.get("num_running", 0) else "[yellow]drained[/]"

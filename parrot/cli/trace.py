@@ -1,9 +1,9 @@
-"""`parrot trace`: what one session did and when, as files to look at: a picture of its graph, and a
-trace for Perfetto (ui.perfetto.dev) and Chrome (chrome://tracing).
+"""`parrot trace`: exports a session as a picture of its graph, and as a trace for Perfetto
+(ui.perfetto.dev) and Chrome (chrome://tracing).
 
-There each engine is a process with as many lanes as calls that were there at once; a call is its
-queue, then its run with prefill and decode inside. Arrows go from a call's end to its readers'
-starts."""
+In the trace, each engine is a process with one lane per concurrent call. A call consists of its
+queue time and its run, which contains prefill and decode. Arrows lead from the end of a call to the
+start of the calls that read its output."""
 
 import json
 import sys
@@ -42,8 +42,8 @@ _FACTS = (
 
 
 def chrome_trace(info: SessionInfo) -> dict[str, Any]:
-    """An object in the trace event format; times are microseconds since the session began."""
-    lanes: dict[str, list[float]] = {}  # of each process, when each lane is free again
+    """An object in the trace event format. Times are in microseconds since the session began."""
+    lanes: dict[str, list[float]] = {}  # The end of the last call in each lane of a process.
     places: dict[str, tuple[int, int]] = {}
     spans = {call.output_var_id: _span(call, info.age_s) for call in info.calls}
     events: list[Event] = []
@@ -63,7 +63,7 @@ def chrome_trace(info: SessionInfo) -> dict[str, Any]:
 
 
 def _span(call: CompletionInfo, now: float) -> tuple[float, float] | None:
-    """From when it could have run until its end, or until now; None if it waits for inputs."""
+    """The time from a call's last input to its end, or to now. None while it waits for inputs."""
     begin = call.started_s if call.ready_s is None else call.ready_s
     if begin is None:
         begin = call.finished_s
@@ -138,8 +138,8 @@ def trace(
     file: Path | None,
     output_dir: Path,
 ) -> None:
-    """Write the files of a session, or without one list those that there are. Ends by `SystemExit`
-    when there is no such session, or ServeCore refuses."""
+    """Write the files of a session. Without a session, list all sessions. Raises `SystemExit` for
+    an unknown session, or if ServeCore rejects the request."""
     try:
         found = (
             _live(session, PageFeed(core, config_path, api_key))
@@ -175,7 +175,7 @@ def _live(session: str | None, feed: PageFeed) -> SessionInfo | None:
 
 
 def _session_info(session_id: int, rows: Rows) -> SessionInfo:
-    """The page's rows as REST would give them, without its variables."""
+    """The page's rows in the format of the REST API, without variables."""
     calls = {key.removeprefix("call:"): row for key, row in rows.items() if key.startswith("call:")}
     edges = []
     for target, row in calls.items():
@@ -195,7 +195,7 @@ def _session_info(session_id: int, rows: Rows) -> SessionInfo:
 
 
 def _recorded(session: str | None, file: Path) -> SessionInfo | None:
-    """A session that has ended, out of a file that ServeCore wrote to its `trace_path`."""
+    """An ended session from a file that ServeCore wrote to its `trace_path`."""
     sessions = {str(one.began.session_id): one for one in load_trace(file).sessions}
     if session is None:
         _list([(name, one.began.at, len(one.calls)) for name, one in sessions.items()], file)
@@ -211,7 +211,7 @@ def _recorded(session: str | None, file: Path) -> SessionInfo | None:
 
 
 def _edges(session: TracedSession) -> Iterator[GraphEdge]:
-    """From variable to variable; the outputs of one call are made one after the other."""
+    """The edges between variables. The outputs of one call are chained in order."""
     producers = {
         var_id: call.output_var_id
         for call in session.calls
@@ -250,7 +250,7 @@ def _info(
 
 
 def _write(info: SessionInfo, output_dir: Path) -> None:
-    """Raises `OSError`."""
+    """Write a file. Raises `OSError`."""
     ends = [call.finished_s for call in info.calls if call.finished_s is not None]
     begins = [call.submitted_s for call in info.calls if call.submitted_s is not None]
     seconds = max(ends, default=0.0) - min(begins, default=0.0)
@@ -265,7 +265,8 @@ def _write(info: SessionInfo, output_dir: Path) -> None:
 
 
 def _list(sessions: Iterable[tuple[str, float, int]], file: Path | None = None) -> None:
-    """(id, when it began, calls) of the newest: by the clock, or in the recording."""
+    """Print (id, start, calls) of the newest sessions. The start is a time of day, or the time in
+    the recording."""
     newest = sorted(sessions, key=lambda session: -session[1])
     table = Table("session", "began", "calls")
     for name, began, calls in newest[:_LISTED]:

@@ -1,4 +1,4 @@
-"""Wrapping a text at words while it is written, for a terminal that would cut them."""
+"""Wraps a text at words while it is written to a terminal, which would break inside words."""
 
 from rich.cells import cell_len
 
@@ -6,7 +6,7 @@ _TAB = "    "
 
 
 class WordWrap:
-    """Breaks lines of at most `width` columns. It holds back the last word until that is whole."""
+    """Breaks lines at `width` columns. It holds back the last word until the word is complete."""
 
     def __init__(self, width: int) -> None:
         self._width = max(1, width)
@@ -15,7 +15,7 @@ class WordWrap:
         self._word = ""
 
     def feed(self, text: str) -> str:
-        """The text that can be written now."""
+        """Add a chunk. Returns the text that can be written now."""
         return "".join(map(self._next, text.replace("\t", _TAB)))
 
     def end(self) -> str:
@@ -32,12 +32,12 @@ class WordWrap:
             self._spaces += char
             return written
         self._word += char
-        # A longer word is broken by the terminal. Chinese and Japanese may break anywhere.
+        # The terminal breaks longer words. Chinese and Japanese text may break anywhere.
         is_open = cell_len(char) < 2 and cell_len(self._word) < self._width
         return "" if is_open else self._take_word()
 
     def _take_word(self) -> str:
-        """The word with the spaces before it, or on the next line where they do not fit."""
+        """The word with the spaces before it. If they do not fit, the word on a new line."""
         if not self._word:
             return ""
         spaces, word = self._spaces, self._word

@@ -21,8 +21,8 @@ Tokens = dict[str, int]  # "prompt_tokens" and "completion_tokens" of a recorded
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The recorded lengths of one round. `constant`: instructions, the same for all files.
-    `outputs`: one for each file."""
+    """The recorded lengths of one round, in tokens. `constant`: instructions, the same for all
+    files. `outputs`: one for each file."""
 
     constant: int
     outputs: Sequence[int]

@@ -7,7 +7,7 @@ from parrot.cli.bench.plan import Plan, Workload, numbered
 from parrot.cli.bench.program import Piece, Program, ProgramOutput
 from parrot.cli.bench.text import PromptText, TextSource
 
-INSTRUCTION = 60  # tokens
+INSTRUCTION = 60  # Tokens.
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class JobRun:
         self._num_calls = 0
 
     def call(self, function: str, own: int, tokens: int, *taken: ProgramOutput) -> ProgramOutput:
-        """`own`: tokens of the prompt that no other call has."""
+        """Add a call. `own`: tokens of its prompt that no other prompt contains."""
         self._num_calls += 1
         instruction = self._text.constant(self._mix.sized(INSTRUCTION), function)
         data = self._text.data(self._mix.sized(own), self._seed, self._num_calls)

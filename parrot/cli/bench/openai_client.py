@@ -33,7 +33,7 @@ class OpenAITarget:
         return "/v1/chat/completions" if self.is_chat else "/v1/completions"
 
     def body(self, prompt: str, *, ignore_eos: bool, **fields: Any) -> dict[str, Any]:
-        """A request with those of the fields that are not None."""
+        """A request body without fields that are None."""
         if self.ignores_eos:
             fields["ignore_eos"] = ignore_eos
         asked: Any = {"prompt": prompt}
@@ -44,7 +44,7 @@ class OpenAITarget:
 
 
 def openai_http(base_url: str, api_key: str | None) -> HttpClient:
-    """`base_url` with or without its `/v1`."""
+    """A client for `base_url`, which may end with `/v1`."""
     root = base_url.rstrip("/").removesuffix("/v1")
     return HttpClient(root, bearer_token=api_key, read_error=_refusal)
 

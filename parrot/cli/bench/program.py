@@ -171,5 +171,6 @@ class Network:
     is_far = False
 
     def trip(self) -> AbstractAsyncContextManager[float]:
-        """The block runs at the server. Gives the seconds of the way back."""
+        """Simulate one request around the block, which runs at the server. Yields the latency of
+        the answer, in seconds."""
         return nullcontext(0.0)

@@ -1,3 +1,3 @@
-"""`parrot demo`: a real application on a real model, from start to finish, on this machine.
+"""`parrot demo`: runs a complete application with a real model on this machine.
 
-`command` starts the servers, at once, and shows what happens; `program` is the application."""
+`command` starts the servers and shows the run. `program` is the application."""

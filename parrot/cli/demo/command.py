@@ -1,4 +1,4 @@
-"""Start the servers, run the program, and show what happens."""
+"""Starts the servers, runs the program and shows its calls."""
 
 import sys
 import time
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 _TEXT = Path(__file__).with_name("bees.txt")
 _ENGINE = {"engine_type": "builtin", "model": "embedded", "device": "cpu"}
-# Calls wait for an engine that loads; whoever waits hears of one that has died.
+# Calls wait while the engine loads. If a server exits, the calls are cancelled.
 _CORE = {"engine_heartbeat_timeout": 10.0, "no_engine_timeout": 300.0}
 
 
 def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
-    """Ends by `SystemExit` unless all went well."""
+    """Run the demo. Raises `SystemExit` on failure."""
     begin = time.perf_counter()
     document = file or _TEXT
     text = read_document(document)
@@ -32,7 +32,7 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
     require_packages([_ENGINE])
     with orderly_exit(), started(cluster := Cluster(_CORE, [_ENGINE])):
-        # This process has much to import, too; the others do so at the same time.
+        # Import in this process while the servers start, because all imports take seconds.
         from parrot.cli.calls import calls_table
         from parrot.cli.demo.program import split_text
         from parrot.protocol.errors import ParrotError
@@ -52,7 +52,7 @@ def run_demo(file: Path | None, max_parts: int, output_dir: Path) -> None:
 
 @contextmanager
 def _using(path: Path) -> Iterator[None]:
-    """Ends the command when the path cannot be used."""
+    """Ends the command if the path cannot be used."""
     try:
         yield
     except OSError as error:
@@ -60,7 +60,7 @@ def _using(path: Path) -> Iterator[None]:
 
 
 def read_document(path: Path) -> str:
-    """Ends the command when there is no text in it."""
+    """The text of a file. Ends the command if the file has no text."""
     try:
         with _using(path):
             text = path.read_text(encoding="utf-8")
@@ -72,8 +72,8 @@ def read_document(path: Path) -> str:
 
 
 def _summarize(cluster: Cluster, parts: list[str], begin: float) -> "tuple[SessionInfo, float]":
-    """The executed graph, and the seconds from the first call to the last word. The calls wait for
-    the engine at ServeCore."""
+    """Run the program. Returns the executed graph, and the seconds from the first call to the end
+    of the answer. Calls wait in ServeCore until the engine is ready."""
     from parrot import P
     from parrot.cli.demo.program import summarize
 
@@ -99,7 +99,7 @@ def _summarize(cluster: Cluster, parts: list[str], begin: float) -> "tuple[Sessi
 
 
 def _write(head: str, pieces: Iterable[str]) -> None:
-    """A line, as it comes; rich would hold it back to its end."""
+    """Write a line in chunks. rich would write it only at its end."""
     sys.stdout.write(head)
     for number, piece in enumerate(pieces):
         sys.stdout.write(piece if number else piece.lstrip())
@@ -108,7 +108,8 @@ def _write(head: str, pieces: Iterable[str]) -> None:
 
 
 def _cancel_when_a_server_dies(cluster: Cluster, wanted: "list[P.SemanticVariable]") -> None:
-    """Without its only engine ServeCore would wait a while for another."""
+    """Cancel the wanted variables when a server exits. Otherwise ServeCore would wait up to 300 s
+    for another engine."""
     from parrot.protocol.errors import ParrotError
 
     if cluster.wait_death() is not None:

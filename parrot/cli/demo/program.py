@@ -1,5 +1,5 @@
-"""The demo's program: find the main fact in each part of a text, then sum them up until one text is
-left."""
+"""The demo's program: a call finds the main fact in each part of a text. Further calls summarize
+groups of facts until one text is left."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,8 +13,8 @@ _PART_TOKENS, _FINAL_TOKENS = 48, 128
 
 
 def split_text(text: str, words_per_part: int = WORDS_PER_PART) -> list[str]:
-    """The text's paragraphs if none is longer than a part, else parts of at most so many words, of
-    nearly equal length. Whitespace becomes single blanks."""
+    """The paragraphs of a text if none exceeds the limit in words. Otherwise parts of nearly equal
+    length within the limit. White space becomes single spaces."""
     paragraphs = [words for part in text.split("\n\n") if (words := part.split())]
     if all(len(words) <= words_per_part for words in paragraphs):
         return [" ".join(words) for words in paragraphs]
@@ -27,8 +27,8 @@ def split_text(text: str, words_per_part: int = WORDS_PER_PART) -> list[str]:
 def summarize(
     parts: Sequence[str | P.SemanticVariable],
 ) -> tuple[list[P.SemanticVariable], P.SemanticVariable]:
-    """The facts, and their summary. Submits all calls at once; nothing runs before someone reads a
-    variable."""
+    """The variables of the facts and of their summary. Submits all calls at once. They run when a
+    variable is read."""
     assert parts
     facts = [main_fact(part) for part in parts]
     summaries = facts
@@ -39,8 +39,8 @@ def summarize(
 
 
 def _prompt(name: str, body: str, max_tokens: int) -> SemanticFunction:
-    """A chat whose answer is the output. Greedy, so that each run gives the same text; without the
-    penalty a model of this size repeats itself."""
+    """A chat prompt whose answer is the output. Sampling is greedy, so each run gives the same
+    text. Without the penalty, a model of this size repeats itself."""
     sampling = P.SamplingConfig(temperature=0, max_gen_length=max_tokens, repetition_penalty=1.05)
     text = P.Parameter("text", P.ParamType.INPUT_LOC)
     summary = P.Parameter("summary", P.ParamType.OUTPUT_LOC, sampling)
