@@ -1,4 +1,4 @@
-"""The APIs that applications already speak, as calls of Parrot's own graph.
+"""The APIs of OpenAI, Anthropic and vLLM, served as calls of Parrot's graphs.
 
-The room owns each vendor's wire format: its fields, its events, its errors. It must not know how a
-turn is scheduled or run: it asks `Turns`, and writes down what comes of it."""
+This package owns each vendor's wire format: fields, events and errors. It does not know how a turn
+is scheduled or run. It submits a `TurnRequest` to `Turns` and formats the answer."""

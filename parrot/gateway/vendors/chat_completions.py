@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: from its fields to a turn, and the answers of that as chat
+"""`POST /v1/chat/completions`: converts a request into a turn, and the turn's answers into chat
 completions or their chunks."""
 
 import time
@@ -75,7 +75,7 @@ class ChatMessage(Item):
     tool_calls: list[SentToolCall] | None = Field(None, max_length=MAX_PARTS)
     tool_call_id: ForeignId | None = None
     reasoning_content: Text | None = None
-    reasoning: Text | None = None  # vLLM's name of it
+    reasoning: Text | None = None  # vLLM's name for `reasoning_content`
     refusal: Text | None = None
     annotations: Ignored = None
     audio: None = None
@@ -101,8 +101,8 @@ class ChatRequest(GenerationFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of likely tokens whose log probabilities are wanted; None: of no token. Raises
-        `InvalidRequest`."""
+        """The number of alternatives per token whose log probabilities are requested; None: no log
+        probabilities. Raises `InvalidRequest`."""
         if not self.logprobs:
             if self.top_logprobs:
                 text = "`top_logprobs` needs `logprobs: true`"
@@ -112,7 +112,7 @@ class ChatRequest(GenerationFields):
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as chat templates take them."""
+    """The messages in the form that chat templates expect."""
     return [
         {"role": message.role, "content": message.content}
         if _is_plain(message)
@@ -127,7 +127,7 @@ def _is_plain(message: ChatMessage) -> bool:
 
 
 def template_options(request: ChatRequest) -> dict[str, Any]:
-    """The variables of the chat template beside the messages."""
+    """The variables of the chat template, except the messages."""
     given = request.chat_template_kwargs
     if reserved := given.keys() & {"messages", "add_generation_prompt", "tools"}:
         raise UnsupportedField(f"a template's `{reserved.pop()}` cannot be replaced")
@@ -140,7 +140,7 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
 
 
 def rules_of(request: ChatRequest) -> CallRules | None:
-    """The rules for the calls in an answer."""
+    """The rules for the tool calls in an answer."""
     return call_rules(
         _functions(request),
         must_call=request.tool_choice == "required",
@@ -315,7 +315,7 @@ class _Stream:
         self.has_begun = False
         self._frame = frame
         self._index = index
-        self._entries: list[Entry] = []  # of tokens that no chunk has shown yet
+        self._entries: list[Entry] = []  # of tokens that no chunk contains yet
 
     def write(self, parts: Sequence[Part]) -> Iterator[Json]:
         if not self.has_begun:

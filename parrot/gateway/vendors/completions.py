@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: plain text that goes on, in OpenAI's format."""
+"""`POST /v1/completions`: continues plain text, in OpenAI's format."""
 
 import math
 import time
@@ -32,14 +32,14 @@ from parrot.protocol.public import VarGetResponse
 from parrot.protocol.sampling import MAX_GEN_LENGTH, Logprobs
 from parrot.utils.ids import new_token
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
-_MAX_SCORED = 2**18  # tokens of prompts in an answer
-MAX_PROMPTS = 128
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default.
+_MAX_SCORED = 2**18  # Prompt tokens whose log probabilities fit into one answer, over all choices.
+MAX_PROMPTS = 128  # Prompts per request.
 Prompt = list[int] | str
 
 
 def _prompt_kind(value: Any) -> str:
-    """By the first of many, so that the others need not be tried as anything else."""
+    """The kind of a prompt, from its first element, so that pydantic validates only that kind."""
     if not isinstance(value, list):
         return "text"
     first = value[0] if value else ""
@@ -69,12 +69,13 @@ class CompletionRequest(GenerationFields):
 
     @property
     def num_made(self) -> int:
-        """How many answers are made of a prompt, of which the best are choices."""
+        """The number of answers that are generated for each prompt. The best become choices."""
         return max(self.best_of or 1, self.num_choices)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether engines are asked how likely the prompt is: also to read it if that is all."""
+        """Whether an engine computes the prompt's log probabilities. With `max_tokens: 0` it only
+        reads the prompt."""
         return bool(self.echo) and (self.logprobs is not None or self.max_tokens == 0)
 
 
@@ -95,13 +96,13 @@ class TextCompletion(VendorAnswer):
 
 @dataclass(slots=True)
 class _Echo:
-    """The part of an answer that shows its prompt. `scored`: how likely its tokens are."""
+    """The part of an answer that repeats its prompt."""
 
     text: str = ""
-    scored: Logprobs | None = None
+    scored: Logprobs | None = None  # log probabilities of the prompt's tokens
 
     async def logprobs(self) -> CompletionLogprobs:
-        """The log probabilities of an answer, of which the prompt's come first."""
+        """The answer's log probabilities, which start with the prompt's."""
         if self.scored is None:
             return CompletionLogprobs(offset=len(self.text))
         logprobs = CompletionLogprobs(offset=0)
@@ -144,7 +145,7 @@ class Completions:
     async def _submit_behind(
         self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
     ) -> "_Answers":
-        """Submit it behind what takes a while: the text of tokens, and how likely prompts are."""
+        """Submit the request after the slow steps: decoding token prompts, and scoring prompts."""
         found: list[TokenPrompt] = [
             (prompt, None)
             if isinstance(prompt, str)
@@ -206,8 +207,8 @@ class Completions:
 
 
 class _Answers:
-    """The answers to some prompts. Without `turns` nothing is generated: they are the `echoes` of
-    the prompts, of so many tokens in all."""
+    """The answers to some prompts. Without `turns` nothing is generated, and the answers are the
+    `echoes` of the prompts, which have `num_tokens` tokens together."""
 
     def __init__(
         self,
@@ -256,7 +257,7 @@ class _Answers:
         return orjson.dumps(self._frame | {"choices": choices, "usage": usage})
 
     async def _echoed(self) -> AsyncGenerator[Json]:
-        """The choices of which nothing is generated."""
+        """The choices of a request that generates nothing."""
         for i in range(len(self._echoes) * self._num_choices):
             echo = self._echo(i)
             logprobs = await (await echo.logprobs()).part([]) if self._is_scored else None
@@ -267,8 +268,8 @@ class _Answers:
         return {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}
 
     def _best(self, turn: Turn) -> list[int]:
-        """The answers that are choices: those whose tokens were the likeliest on average, the best
-        first; in their order if all are."""
+        """The answers that become choices: those with the highest mean log probability, best first.
+        If all answers become choices, their order stays."""
         made = list(range(len(turn.completions)))
         if len(made) == self._num_choices:
             return made
@@ -329,7 +330,7 @@ class _Answers:
 
 
 def _prompts(request: CompletionRequest) -> Sequence[Prompt]:
-    """The prompts of the request."""
+    """The validated prompts of the request."""
     if request.max_tokens == 0 and not request.echo:
         text = "nothing is wanted: `max_tokens` may be 0 with `echo` only"
         raise InvalidRequest(text, param="max_tokens")
@@ -366,7 +367,7 @@ def _check_best_of(request: CompletionRequest) -> None:
 
 
 def _mean_logprob(turn: Turn, choice: int) -> float:
-    """The log probabilities of an answer's tokens; an empty one comes last."""
+    """The mean log probability of an answer's tokens; an empty answer is worst."""
     found = turn.logprobs(choice)
     if found is None or not len(found):
         return -math.inf

@@ -1,4 +1,4 @@
-"""Endpoints in a vendor's format: who asks, and errors as the vendor's clients read them."""
+"""Endpoints in a vendor's format: the caller of a request, and errors in the vendor's form."""
 
 import inspect
 import logging
@@ -32,43 +32,43 @@ from parrot.utils.traceparent import TraceParent
 
 logger = logging.getLogger(__name__)
 
+# Headers that name the program of a request; the first one that is set counts.
 _PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
-_MAX_NAME = 1024  # characters
-_MAX_DEPTH = 246  # of JSON: what writes it can do 254
+_MAX_NAME = 1024  # Characters of a program's name. The rest is cut off.
+_MAX_DEPTH = 246  # Nesting levels of a request's JSON. orjson writes at most 254 levels.
 
 Verb = Callable[..., Any]
 ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
-"""The status and the JSON of an error, from it and the request's id."""
+"""Returns the status and the JSON of an error, from the error and the request's id."""
 
 
-_MAX_FIELDS = 256  # of an object
+_MAX_FIELDS = 256  # Fields of one JSON object. Validating a million fields would take seconds.
 
 
 class Caller(NamedTuple):
-    """Who asks. `program`: what a header calls it, if one does. `headers` of the answer may be
-    added to. `traceparent`: the caller's span; empty: none. `idempotency_key`: what is made with it
-    is made once, where that is kept."""
+    """The client of a request."""
 
     tenant: str
-    program: str | None
+    program: str | None  # the program's name in a header
     request_id: str
-    headers: dict[str, str]
-    traceparent: str = ""
-    idempotency_key: str | None = None
+    headers: dict[str, str]  # of the answer; may be extended
+    traceparent: str = ""  # the caller's span; empty: none
+    idempotency_key: str | None = None  # a stored response with this key is created once
 
     def tell(self, turn: Turn) -> None:
-        """Say in a header what the turn's prompt shares with the one before it."""
+        """Set the header that describes how much the turn's prompt shares with the previous one."""
         self.headers["x-parrot-prefix"] = turn.prefix
 
 
 class VendorAnswer(BaseModel):
-    """An answer in the vendor's format, of which the vendor documents more. It only describes."""
+    """An answer in the vendor's format. It serves only the API description, and lists the main
+    fields; the vendor documents the rest."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class Bounded(BaseModel):
-    """Base of objects with any fields, but not with a million, which would take seconds."""
+    """Base of objects with arbitrary fields, at most `_MAX_FIELDS`."""
 
     model_config = ConfigDict(
         extra="allow", defer_build=True, json_schema_extra={"maxProperties": _MAX_FIELDS}
@@ -87,19 +87,19 @@ def _check_size(value: Any) -> None:
 
 
 class Wire(Bounded):
-    """Base of what clients send: fields that are not known are refused by name."""
+    """Base of objects that clients send. Unknown fields are rejected with their names."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class Item(BaseModel):
-    """The same for what stands in a list of which `Few` checks all: a conversation has hundreds."""
+    """Like `Wire`, for elements of a list whose sizes `Few` checks in one pass."""
 
     model_config = Wire.model_config
 
 
 def check_sizes(values: Any) -> Any:
-    """The values, if none has too many fields. Raises `ValueError`."""
+    """Returns the values if no object has too many fields. Raises `ValueError`."""
     for value in values if isinstance(values, list) else ():
         _check_size(value)
     return values
@@ -109,7 +109,7 @@ Few = BeforeValidator(check_sizes)
 
 
 class Offer(NamedTuple):
-    """A verb under its path, and the model that describes what it gives."""
+    """A verb with its path, and the model that describes its answer."""
 
     method: str
     path: str
@@ -120,9 +120,9 @@ class Offer(NamedTuple):
 
 
 class VendorEndpoint(Endpoint):
-    """The offer's verb is called with what an endpoint's verb is, and the caller, and gives the
-    same. An answer that exists at once waits as `wait` says. The API key is the Bearer token, or
-    the header `x-api-key`."""
+    """An endpoint whose verb also receives the `caller`. The verb returns bytes, an awaitable or
+    events, as for `Endpoint`. An immediate answer waits for the journal as `wait` says. The API key
+    is the Bearer token or the header `x-api-key`."""
 
     def __init__(
         self,
@@ -174,8 +174,8 @@ class VendorEndpoint(Endpoint):
         return response
 
     async def _read_fields(self, request: Request) -> Any:
-        """The body's, or the query's where there is no body: clients put fields into the query of
-        a POST that mean nothing here."""
+        """The body's fields, or the query's if the method has no body. The query of a POST is
+        ignored, because clients put meaningless fields there."""
         if self.method != "POST":
             return dict(request.query_params)
         return await read_json(request, check=require_shallow)
@@ -191,8 +191,7 @@ class VendorEndpoint(Endpoint):
 
 
 def require_shallow(value: Any) -> None:
-    """Raise `InvalidRequest` for JSON that is nested so deeply that it could not be written with
-    something around it."""
+    """Raise `InvalidRequest` if the JSON is nested more deeply than `_MAX_DEPTH`."""
     level: list[Any] = [[value]]
     for _ in range(_MAX_DEPTH + 1):
         inner = [one.values() if isinstance(one, dict) else one for one in level]
@@ -203,7 +202,7 @@ def require_shallow(value: Any) -> None:
 
 
 def _span(request: Request) -> TraceParent | None:
-    """The caller's."""
+    """The caller's span, from the header `traceparent`."""
     given = request.headers.get("traceparent")
     return None if given is None else TraceParent.parse(given)
 

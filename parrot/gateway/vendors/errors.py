@@ -1,4 +1,4 @@
-"""Errors as the clients of each API read them.
+"""Errors in the form that each API's clients expect.
 
 OpenAI       {"error": {"message", "type", "param", "code"}}
 Anthropic    {"type": "error", "error": {"type", "message"}, "request_id"}
@@ -27,7 +27,7 @@ _NOT_FOUND = {
     "model": "model_not_found",
     "previous_response_id": "previous_response_not_found",
 }
-"""By the field that names what is not there."""
+"""Codes of `NotFound`, by the field that names the missing object."""
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -43,7 +43,7 @@ _KINDS = {
 def openai_error(
     error: ParrotError, request_id: str = "", *, prompt: str = "prompt"
 ) -> tuple[int, dict[str, Any]]:
-    """The status and the body. OpenAI has no 422: what is wrong with a request is always a 400.
+    """The status and the body. OpenAI has no 422, so an invalid request is always a 400.
     `prompt`: the field that holds the prompt."""
     status = 400 if error.status == 422 else error.status
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
@@ -57,7 +57,7 @@ def openai_error(
 
 
 def openai_message(error: ParrotError, prompt: str) -> str:
-    """OpenAI's words for a prompt that is too long, which clients parse; else the error's own."""
+    """For a prompt that is too long, OpenAI's message, which clients parse; else the error's."""
     if not isinstance(error, CountedPromptTooLong):
         return error.message
     return (
@@ -67,7 +67,7 @@ def openai_message(error: ParrotError, prompt: str) -> str:
 
 
 def _anthropic_message(error: ParrotError) -> str:
-    """The same in Anthropic's words."""
+    """For a prompt that is too long, Anthropic's message; else the error's."""
     if isinstance(error, CountedPromptTooLong):
         return f"prompt is too long: {_count(error)} > {error.limit - 1} maximum"
     is_long = isinstance(error, PromptTooLong)

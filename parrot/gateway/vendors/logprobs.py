@@ -23,18 +23,18 @@ _COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class LogprobsReader:
-    """The log probabilities of one answer that is read as it comes: each token's come with the
-    text that it completes."""
+    """Reads the log probabilities of one streamed answer. Each token is returned with the text that
+    it completes."""
 
     def __init__(self, turn: Turn, choice: int) -> None:
         self._turn = turn
         self._choice = choice
         self._num_taken = 0
-        self._num_bytes = 0  # of the text up to there, by its tokens
-        self._num_shown = 0  # of the text that was read
+        self._num_bytes = 0  # UTF-8 bytes of the returned tokens
+        self._num_shown = 0  # UTF-8 bytes of the text that was passed in
 
     async def take(self, text: str) -> list[ScoredToken]:
-        """Log probabilities of some more of the text; empty if none are wanted."""
+        """The log probabilities that belong to the next `text`; empty if none were requested."""
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
             return []
@@ -49,9 +49,10 @@ class LogprobsReader:
         return taken
 
     async def pieces(self, text: str) -> list[tuple[str, list[ScoredToken]]]:
-        """Some more of the text, cut where its tokens end, and the tokens that end there: what a
-        token is a part of may change in the middle of the text. One piece if none are wanted."""
-        at = self._num_bytes - self._num_shown  # where the next token begins
+        """The next `text`, split at its tokens' ends, with the tokens that end in each part. The
+        parser may assign each part to a different item, such as reasoning or the answer. Without
+        log probabilities the text stays whole."""
+        at = self._num_bytes - self._num_shown  # where the next token begins in `text`
         scored = await self.take(text)
         if len(scored) < 2:
             return [(text, scored)]
@@ -60,7 +61,7 @@ class LogprobsReader:
         for one in scored:
             at += len(one.token)
             pieces[-1][1].append(one)
-            if start < at < len(data) and data[at] & 0xC0 != 0x80:  # a character begins
+            if start < at < len(data) and data[at] & 0xC0 != 0x80:  # a UTF-8 character begins here
                 pieces[-1] = (data[start:at].decode(), pieces[-1][1])
                 pieces.append(("", []))
                 start = at
@@ -68,7 +69,8 @@ class LogprobsReader:
         return pieces
 
     async def rest(self, *, with_ending: bool = False) -> list[ScoredToken]:
-        """Log probabilities not yet taken, of an answer that has ended; also of what ended it."""
+        """The remaining log probabilities of a finished answer, `with_ending` also of the tokens
+        that ended it."""
         found = self._turn.logprobs(self._choice)
         if found is None or found.tokens is None:
             return []
@@ -79,7 +81,7 @@ class LogprobsReader:
 
 
 async def entries_of(scored: Sequence[ScoredToken]) -> list[Entry]:
-    """The tokens as chat completions show them."""
+    """The tokens in the format of chat completions."""
     entries: list[Entry] = []
     for first in range(0, len(scored), SLICE):
         if first:
@@ -89,19 +91,19 @@ async def entries_of(scored: Sequence[ScoredToken]) -> list[Entry]:
 
 
 class CompletionLogprobs:
-    """The tokens of one text, in the format of completions, part by part. Each part is written as
-    it is made, since that of a long prompt has megabytes."""
+    """The tokens of one text, in the format of completions, in parts. Each part is serialized at
+    once, because a long prompt's log probabilities take megabytes."""
 
     def __init__(self, offset: int) -> None:
-        """`offset`: characters before the first token."""
+        """`offset`: number of characters before the first token."""
         self._offset = offset
-        self._held = b""  # the beginning of a character
+        self._held = b""  # the first bytes of an incomplete UTF-8 character
         self._is_unknown = False
         self._written: list[list[bytes]] = [[] for _ in _COLUMNS]
 
     async def add_prompt(self, found: Logprobs, text: str) -> None:
-        """The tokens of a prompt, for the next part. Nothing is known of the first. Tokens may
-        begin with what `text` does not: a BOS token, a space."""
+        """Add a prompt's tokens to the next part. The first token has no log probability. The
+        tokens may begin with a BOS token or a space that `text` does not contain."""
         some: list[ScoredToken] = []
         self._is_unknown = True
         async for scored in scored_tokens(found):
@@ -115,7 +117,7 @@ class CompletionLogprobs:
         self._add(some)
 
     async def part(self, scored: Sequence[ScoredToken]) -> Json:
-        """The next tokens, behind what was added."""
+        """The added tokens and these, as one part."""
         for first in range(0, len(scored), SLICE):
             if first:
                 await asyncio.sleep(0)
@@ -153,8 +155,8 @@ def _entry(token: bytes, logprob: float) -> Json:
 
 
 def _name(token: bytes) -> str:
-    """The token as text, or, if it is only a part of a character, its bytes as OpenAI writes
-    them."""
+    """The token as text. If the token is only a part of a character, its bytes in OpenAI's
+    notation."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -162,7 +164,7 @@ def _name(token: bytes) -> str:
 
 
 def _whole_characters(data: bytes) -> tuple[str, bytes]:
-    """The characters, and the beginning of another one at the end."""
+    """The complete characters, and the bytes of an incomplete one at the end."""
     for size in range(min(3, len(data)) + 1):
         try:
             return data[: len(data) - size].decode(), data[len(data) - size :]

@@ -1,5 +1,5 @@
-"""`POST /v1/messages` and `/v1/messages/count_tokens`, in Anthropic's format: their fields, the
-messages that chat templates are shown for them, and the answers."""
+"""`POST /v1/messages` and `/v1/messages/count_tokens`, in Anthropic's format: fields, messages for
+chat templates, and answers."""
 
 import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
@@ -68,8 +68,8 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """Reasoning of earlier turns, which the chat template shows again or leaves out; what another
-    service has redacted is left out."""
+    """Reasoning of earlier turns. The chat template decides whether the model sees it. Reasoning
+    that another service has redacted is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
     thinking: _Text = ""
@@ -78,7 +78,7 @@ class ThinkingBlock(_Block):
 
 
 class OtherBlock(Bounded):
-    """An image, a document and the like; there is no model for them."""
+    """A block that is not supported, such as an image or a document."""
 
     type: str = Field(max_length=64)
 
@@ -132,7 +132,7 @@ class OutputConfig(Wire):
 
 
 class Thinking(Bounded):
-    """A budget, and what is displayed, change nothing."""
+    """`type` turns reasoning on or off. A budget and the display option have no effect."""
 
     type: str = Field(max_length=64)
 
@@ -176,7 +176,7 @@ class MessagesRequest(CountRequest, ChainedFields):
 
 
 def template_messages(request: CountRequest) -> list[Json]:
-    """The messages as chat templates take them."""
+    """The messages in the form that chat templates expect."""
     messages: list[Json] = []
     if request.system is not None:
         messages.append({"role": "system", "content": _text(request.system)})
@@ -189,14 +189,14 @@ def template_messages(request: CountRequest) -> list[Json]:
 
 
 def template_options(request: CountRequest) -> Json:
-    """The variables of the chat template beside the messages."""
+    """The variables of the chat template, except the messages."""
     tools = [shown(function) for function in _functions(request)]
     options = dict(reasoning_options(None if request.thinking is None else request.thinking.type))
     return options | ({"tools": tools} if tools else {})
 
 
 def rules_of(request: MessagesRequest) -> CallRules | None:
-    """The rules for the calls in an answer."""
+    """The rules for the tool calls in an answer."""
     choice = request.tool_choice or ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
         raise InvalidRequest("the `tool_choice` of a tool has a `name`", param="tool_choice")
@@ -214,7 +214,7 @@ def _functions(request: CountRequest) -> list[Json]:
 
 
 def _messages(role: str, blocks: Sequence[Any], param: str) -> Iterator[Json]:
-    """A user's message may begin with results of tools, which are messages of their own."""
+    """A message's blocks as template messages. Each tool result becomes a message of its own."""
     texts: list[str] = []
     calls: list[Json] = []
     thoughts: list[str] = []
@@ -309,7 +309,7 @@ class Messages:
         return self._whole(turn, parser, frame)
 
     async def count(self, request: CountRequest, caller: Caller) -> bytes:
-        """The tokens of the prompt that the request would have."""
+        """The number of tokens of the request's prompt."""
         count = await self._turns.count_tokens(
             request.model, template_messages(request), template_options(request)
         )
@@ -350,12 +350,12 @@ class Messages:
 
 
 class _Stream:
-    """The events of an answer's content blocks, of which each is reasoning, a text or a call."""
+    """The events of an answer's content blocks: reasoning, text or a tool call."""
 
     def __init__(self) -> None:
         self.answer = WholeAnswer()
         self._num_blocks = 0
-        self._open: type[AnswerEvent] | None = None  # what the block that is open is made of
+        self._open: type[AnswerEvent] | None = None  # the kind of the open block
 
     def write(self, parts: Sequence[Part]) -> Iterator[Event]:
         for part in parts:
@@ -410,7 +410,7 @@ def _event(kind: str, **fields: object) -> Event:
 
 
 def _thinking(reasoning: str) -> Json:
-    """A block of reasoning. Clients send the signature back, and nothing depends on it."""
+    """A reasoning block. Clients send the signature back, and it is not checked."""
     signature = hashlib.sha256(reasoning.encode()).hexdigest() if reasoning else ""
     return {"type": "thinking", "thinking": reasoning, "signature": signature}
 
@@ -420,7 +420,7 @@ def _tool_use(call: ParsedToolCall, arguments: object) -> Json:
 
 
 def _ended(answer: WholeAnswer, value: VarGetResponse) -> Json:
-    """Why the message ends, and the stop sequence that ended it, if one did."""
+    """The stop reason, and the stop sequence that ended the message, if any."""
     if answer.calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if value.stop_string is not None:
@@ -430,7 +430,7 @@ def _ended(answer: WholeAnswer, value: VarGetResponse) -> Json:
 
 
 def _usage(usage: TokenUsage | None) -> Json:
-    """Anthropic counts tokens that were cached apart from the others."""
+    """Anthropic counts cached tokens separately from other input tokens."""
     prompt, cached, output = 0, 0, 0
     if usage is not None:
         prompt, cached, output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens

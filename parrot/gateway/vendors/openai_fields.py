@@ -1,5 +1,5 @@
-"""The fields that OpenAI's APIs share, and their answers' frame; and which of its tools an
-answer may or must call, in the words of all vendors."""
+"""Fields that OpenAI's APIs share, and common parts of their answers. Also the rules for tool
+calls, for all vendors."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -41,15 +41,15 @@ from parrot.protocol.sampling import (
     StopStrings,
 )
 
-MAX_CHOICES = 16
-MAX_PARTS = 1024  # of a message
+MAX_CHOICES = 16  # Answers per request.
+MAX_PARTS = 1024  # Parts of a message.
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
-DEFAULT_MAX_TOKENS = 16_384
+DEFAULT_MAX_TOKENS = 16_384  # Output tokens if the request sets no limit.
 
 Json = dict[str, Any]
 
 Ignored = AnyJson
-"""The type of a field that changes nothing in the answer: it is accepted, and not looked at."""
+"""The type of a field that does not affect the answer. Any value is accepted and ignored."""
 
 
 class TextPart(Wire):
@@ -58,11 +58,11 @@ class TextPart(Wire):
     annotations: Ignored = None
     cache_control: Ignored = None
     logprobs: Ignored = None
-    parsed: Ignored = None  # what the client made of it
+    parsed: Ignored = None  # the client's parsed value
 
 
 class OtherPart(Bounded):
-    """A part that is no text; there is no model for it."""
+    """A part that is not text. Such parts are not supported."""
 
     type: str = Field(max_length=64)
 
@@ -90,12 +90,12 @@ Content = Annotated[
 
 
 def text_of(content: Content) -> str:
-    """The text of a message. Raises `UnsupportedField` for images and the like."""
+    """The text of a message. Raises `UnsupportedField` for other parts, such as images."""
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
-        # The usual type first: models are slow to tell that something is of another.
+        # Check the usual type first: an `isinstance` that fails is slow for pydantic models.
         if isinstance(part, TextPart):
             texts.append(part.text)
         else:
@@ -104,7 +104,7 @@ def text_of(content: Content) -> str:
 
 
 def arguments_of(text: str, call: str, param: str) -> Any:
-    """A call's arguments as an object, since templates write them themselves. Raises
+    """A call's arguments as an object, because chat templates serialize them themselves. Raises
     `InvalidRequest`."""
     try:
         arguments = orjson.loads(text or "{}")
@@ -122,13 +122,13 @@ class ChunkOptions(Wire):
 
 
 class Metadata(Bounded):
-    """`user_id` names the program, as coding agents use it."""
+    """`user_id` names the program; coding agents set it."""
 
     user_id: ForeignId | None = None
 
 
 class ChainFields(Wire):
-    """Parrot's own: variables of a session in a prompt, and an answer that is one."""
+    """Parrot's own fields: session variables in the prompt, and the answer as a variable."""
 
     session_id: Id | None = None
     session_auth: Credential | None = None
@@ -140,7 +140,7 @@ class ChainFields(Wire):
 
 
 class ChainedFields(Wire):
-    """A request whose prompt may have variables in it, and whose answer may be one."""
+    """A request that may contain session variables and may set one with its answer."""
 
     stream: bool | None = None
     parrot: ChainFields | None = None
@@ -163,7 +163,7 @@ class ChainedFields(Wire):
         return self.parrot is not None and self.parrot.defer
 
     def chain(self) -> TurnChain | None:
-        """Raises `UnsupportedField` for a deferred answer that is to be streamed."""
+        """Raises `UnsupportedField` for a deferred answer with `stream: true`."""
         fields = self.parrot
         if fields is None:
             return None
@@ -191,24 +191,24 @@ class CommonFields(ChainedFields):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     stream_options: ChunkOptions | None = None
-    # What names the program that asks, and how urgent it is.
+    # The program's name and the urgency of the request.
     prompt_cache_key: ForeignId | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    # Nothing in the answer depends on these.
+    # These do not affect the answer.
     user: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_retention: Ignored = None
 
     @property
     def criteria(self) -> PerformanceCriteria:
-        """Somebody waits for it, unless it is declared to have time."""
+        """Latency, except for the service tier `flex`, which accepts delays."""
         is_patient = self.service_tier == "flex"
         return PerformanceCriteria.THROUGHPUT if is_patient else PerformanceCriteria.LATENCY
 
 
 class StructuredOutputs(Wire):
-    """vLLM's field of this name."""
+    """vLLM's field `structured_outputs`."""
 
     json_: JsonObject | Text | None = Field(None, alias="json")
     regex: Grammar | None = None
@@ -231,7 +231,7 @@ class GenerationFields(CommonFields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias | None = None
     response_format: JsonObject | None = None
-    # Not OpenAI's, but what other servers of this API take.
+    # vLLM's extensions of OpenAI's API.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=0, le=10)
@@ -242,7 +242,7 @@ class GenerationFields(CommonFields):
     guided_regex: Grammar | None = None
     guided_choice: Choices | None = None
     guided_grammar: Grammar | None = None
-    # Nothing in the answer depends on these. A prediction makes it faster where it is right.
+    # These do not affect the answer. A correct prediction makes the answer faster.
     store: Ignored = None
     prediction: PredictedContent | None = None
 
@@ -255,8 +255,8 @@ class GenerationFields(CommonFields):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
     def _constraint(self) -> Json:
-        """The field of `SamplingConfig` that constrains the text. Raises `InvalidRequest` if there
-        are two."""
+        """The field of `SamplingConfig` that constrains the output. Raises `InvalidRequest` for
+        more than one constraint."""
         of_format, given = constraint(self.response_format), self.structured_outputs
         asked = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice")}
         asked["grammar"] = self.guided_grammar
@@ -278,8 +278,9 @@ class GenerationFields(CommonFields):
     def samplings(
         self, max_tokens: int | None, logprobs: int | None = None, *, count: int | None = None
     ) -> list[SamplingConfig]:
-        """One for each choice, or so many; seeded ones differ in their seeds. `logprobs`: of so
-        many likely tokens. Raises `ValidationFailed` naming the field of `SamplingConfig`."""
+        """One sampling config per choice, or `count`. With a seed, each has a different seed.
+        `logprobs`: alternatives per token. Raises `ValidationFailed` with the field of
+        `SamplingConfig`."""
         given = sampling_fields(
             self,
             top_k=0 if self.top_k == -1 else self.top_k,
@@ -296,8 +297,8 @@ class GenerationFields(CommonFields):
 
 
 def sampling_fields(request: ChainedFields, **given: Any) -> dict[str, Any]:
-    """The fields of `SamplingConfig` that a request sets by these names, unless they are `given`;
-    None stands for what is not set, as do no stop strings and no biases."""
+    """The fields of `SamplingConfig` that a request sets under vendors' names, except those in
+    `given`. None, empty stop strings and empty biases count as not set."""
     names = {**OPENAI_NAMES, **VLLM_NAMES}
     found = {ours: getattr(request, names[ours], None) for ours in names.keys() - given.keys()}
     is_set = {
@@ -329,7 +330,7 @@ def constraint(response_format: Json | None) -> Json:
 
 
 def chained(request: ChainedFields, turns: Sequence[Turn]) -> Json:
-    """Where the answers are as variables, for a request that has such fields itself."""
+    """The session and variables of the answers, if the request has `parrot` fields."""
     if request.parrot is None or not turns:
         return {}
     outputs = [completion.output.id for turn in turns for completion in turn.completions]
@@ -337,13 +338,13 @@ def chained(request: ChainedFields, turns: Sequence[Turn]) -> Json:
 
 
 def program_of(request: CommonFields, caller: Caller) -> str | None:
-    """The name of the program that asks: one of its own, or that of its user."""
+    """The program's name: the request's cache key, a header or the user."""
     user = None if request.metadata is None else request.metadata.user_id
     return request.prompt_cache_key or caller.program or user
 
 
 def usage_of(answers: Sequence[VarGetResponse], num_choices: int) -> Json | None:
-    """The usage of all answers, of which `num_choices` share one prompt."""
+    """The total usage of all answers. Each prompt has `num_choices` answers and counts once."""
     known = [answer.usage for answer in answers if answer.usage is not None]
     if len(known) < len(answers):
         return None
@@ -366,7 +367,7 @@ def usage_of(answers: Sequence[VarGetResponse], num_choices: int) -> Json | None
 
 
 def chosen_tool(choice: str | Json | None) -> str | None:
-    """The one function that OpenAI's `tool_choice` names. Raises `UnsupportedField`."""
+    """The function that `tool_choice` names; None: none. Raises `UnsupportedField`."""
     match choice:
         case None | "auto" | "none" | "required":
             return None
@@ -381,8 +382,8 @@ def chosen_tool(choice: str | Json | None) -> str | None:
 def call_rules(
     functions: Sequence[Json], *, must_call: bool, name: str | None, may_call_many: bool
 ) -> CallRules | None:
-    """`name`: of the only function that may, and must, be called. None if there are no tools.
-    Raises `InvalidRequest`."""
+    """The rules for tool calls; None if there are no tools. `name`: the only function that may be
+    called, and must be. Raises `InvalidRequest`."""
     if name is not None:
         functions = [function for function in functions if function["name"] == name]
         if not functions:
@@ -395,6 +396,6 @@ def call_rules(
 
 
 def shown(function: dict[str, Any]) -> Json:
-    """A function as the chat template shows it to the model."""
+    """A function in the form that chat templates show to the model."""
     described = {key: value for key, value in function.items() if key != "strict"}
     return {"type": "function", "function": described}

@@ -1,9 +1,9 @@
-"""Answers as typed parts, which each API writes in its own form.
+"""Answers as typed parts, which each API converts into its own format.
 
     "I will look.\\n<tool_call>..."    Likelihoods? TextDelta* ReasoningDelta* ToolCall* ... Ended
 
-Text, reasoning and calls come as their parser finds them, behind the log probabilities of the
-tokens that they are made of, if those are wanted; all of the answer comes at its end."""
+Text, reasoning and tool calls are emitted as the parser finds them. If log probabilities are
+requested, they come before the text of their tokens. The last part contains the whole answer."""
 
 import asyncio
 import time
@@ -19,28 +19,28 @@ from parrot.protocol.public import VarGetResponse
 from parrot.serve.readers import ScoredToken
 
 _Delta = str | VarGetResponse
-_MAX_AHEAD = 64  # deltas that wait for the client
+_MAX_AHEAD = 64  # Deltas that are buffered for a slow client. More make the readers wait.
 
 
 class AnswerEnd(NamedTuple):
     value: VarGetResponse
-    at: int  # in seconds since 1970
+    at: int  # Unix time in seconds
 
 
 class Likelihoods(NamedTuple):
-    """How likely the next tokens of the answer's text were."""
+    """Log probabilities of the answer's next tokens."""
 
     entries: list[Entry]
 
 
 Part = TextDelta | ReasoningDelta | ParsedToolCall | Likelihoods | AnswerEnd
-"""Some more of an answer, or its end."""
+"""A part of an answer, or its end."""
 
 
 async def whole_parts(
     turn: Turn, choice: int, value: VarGetResponse, parser: AnswerParser
 ) -> list[Part]:
-    """All parts of an answer that is there."""
+    """All parts of a finished answer."""
     parts: list[Part] = []
     if turn.is_scored(choice):
         parts = await _likelihoods(await LogprobsReader(turn, choice).rest())
@@ -50,9 +50,9 @@ async def whole_parts(
 async def stream_parts(
     turn: Turn, parsers: Sequence[AnswerParser]
 ) -> AsyncGenerator[tuple[int, list[Part]]]:
-    """The index of an answer with its next parts, which are none while its parser holds them back.
-    Raises the first error. What is not done when this ends is cancelled. There is a parser for each
-    answer."""
+    """Yield the index of an answer with its next parts; no parts while its parser holds text back.
+    `parsers` has one for each answer. Raises the first error. Unfinished answers are cancelled when
+    the generator closes."""
     taken = [LogprobsReader(turn, i) if turn.is_scored(i) else None for i in range(len(parsers))]
     async with aclosing(stream_all([turn])) as deltas:
         async for i, delta in deltas:
@@ -76,7 +76,8 @@ def _ended(value: VarGetResponse) -> AnswerEnd:
 
 
 async def read_all(turns: Sequence[Turn]) -> list[VarGetResponse]:
-    """The answers, or the first error. What is not done when this ends is cancelled."""
+    """All answers. Raises the first error. Unfinished answers are cancelled after an error, or if
+    the caller is cancelled."""
     reads = [asyncio.ensure_future(turn.read(i)) for turn, i in _choices(turns)]
     try:
         return await asyncio.gather(*reads)
@@ -85,9 +86,9 @@ async def read_all(turns: Sequence[Turn]) -> list[VarGetResponse]:
 
 
 async def stream_all(turns: Sequence[Turn]) -> AsyncGenerator[tuple[int, _Delta]]:
-    """The index of an answer with some more of its text, or with all of it at its end. Raises the
-    first error. An answer's end, good or bad, is told when it is on disk, if it is written down.
-    What is not done when this ends is cancelled."""
+    """Yield the index of an answer with its next text, and at its end with the whole answer. Raises
+    the first error. With a journal, the end or error is on disk first. Unfinished answers are
+    cancelled when the generator closes."""
     choices = _choices(turns)
     if len(choices) == 1:
         ((turn, choice),) = choices

@@ -1,4 +1,4 @@
-"""Which endpoint of which vendor answers which path."""
+"""The routes of all vendors' endpoints."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -42,7 +42,7 @@ _COUNTING = Described((*_KNOWN, 413))
 
 
 def error_form(request: Request, error: ParrotError) -> tuple[int, dict[str, Any]]:
-    """The status and the JSON of an error, as whoever uses this path reads it."""
+    """The status and the JSON of an error, in the format of the API that the path belongs to."""
     path = request.url.path
     if path.startswith("/v1/messages") or "anthropic-version" in request.headers:
         return anthropic_error(error, request_id_of(request))
@@ -91,7 +91,7 @@ def _prompt_of(path: str) -> str:
 
 
 def _openai_offers(core: ServeCore, turns: Turns) -> Sequence[Offer]:
-    """The endpoints with errors in OpenAI's form."""
+    """The endpoints whose errors are in OpenAI's form."""
     direct = _direct(core)
     tokenize = Tokenize(core, turns)
     return (

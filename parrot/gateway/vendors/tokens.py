@@ -18,7 +18,7 @@ from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.fields import MAX_TOKENS, Name, Text, TokenIds
 from parrot.serve.core import ServeCore
 
-MAX_INPUTS = 2048  # OpenAI's
+MAX_INPUTS = 2048  # OpenAI's limit of inputs per request.
 _TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 _Ids = Annotated[list[_TokenId], Field(fail_fast=True, max_length=MAX_TOKENS)]
 _Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
@@ -26,7 +26,7 @@ _Lists = Annotated[list[_Ids], Field(fail_fast=True, min_length=1, max_length=MA
 
 
 class TokenizeRequest(Wire):
-    """Has a `prompt` or `messages`."""
+    """Has either `prompt` or `messages`."""
 
     model: Name
     prompt: Text | None = None
@@ -56,14 +56,14 @@ class Tokenize:
         self._turns = turns
 
     async def tokenize(self, request: TokenizeRequest, caller: Caller) -> bytes:
-        """The ids of a prompt, as a completion or a chat completion would have it."""
+        """The token ids of a prompt or of chat messages, as the completion APIs encode them."""
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either a `prompt` or `messages`", param="prompt")
         prompt: Any = request.prompt
         if request.messages is not None:
             prompt = template_messages(request.messages)
         ids = await self._turns.tokens(request.model, prompt, {})
-        await asyncio.sleep(0)  # there may be millions
+        await asyncio.sleep(0)  # Millions of ids take long: let other tasks run first.
         longest = {card.id: card.max_model_len for card in self._core.models().data}
         return orjson.dumps(
             {"count": len(ids), "max_model_len": longest.get(request.model), "tokens": ids}
@@ -75,7 +75,7 @@ class Tokenize:
 
 
 def _kind(value: Any) -> str:
-    """All items are taken to be as the first is, so that a long list is looked at once."""
+    """The kind of all items, from the first item, so that pydantic validates only that kind."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(first, list):
         return "lists"
@@ -95,7 +95,7 @@ class EmbeddingRequest(Wire):
     ]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, le=2**20)
-    # Nothing in the answer depends on it.
+    # It does not affect the answer.
     user: Ignored = None
 
 
@@ -130,7 +130,7 @@ class EmbeddingsApi:
 
 
 async def _written(request: EmbeddingRequest, embeddings: Sequence[str], num_tokens: int) -> bytes:
-    """The answer, written piece by piece, since it may have millions of numbers."""
+    """The answer as JSON, serialized in steps, because it may contain millions of numbers."""
     pieces = []
     for index, embedding in enumerate(embeddings):
         value: str | tuple[float, ...] = embedding

@@ -1,1 +1,1 @@
-"""OpenAI's responses: turns whose items are kept, so that the next turn need not bring them."""
+"""OpenAI's Responses API: turns whose items are stored, so that later turns can refer to them."""

@@ -1,5 +1,5 @@
-"""The fields of requests for responses and the frame of the answers; the items of both (messages,
-calls, their results), and the messages that chat templates are shown for them."""
+"""Fields of the Responses API: requests, answers and items, which are messages, calls and results.
+Also converts items to messages for chat templates."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,10 +48,10 @@ from parrot.protocol.fields import (
 )
 from parrot.protocol.sampling import GenLength, ResolvedSampling, SamplingConfig
 
-MAX_ITEMS = 4096
+MAX_ITEMS = 4096  # Items of a request's input.
 _KINDS = ("message", "function_call", "function_call_output", "item_reference", "reasoning")
-_JOINED = {"tool_calls", "reasoning_content"}  # a message with these takes an answer's text
-MAX_TOOLS = 512
+_JOINED = {"tool_calls", "reasoning_content"}  # Text of the answer joins a message with these.
+MAX_TOOLS = 512  # Tools of a request.
 
 
 def _drop_nulls(value: Any) -> Any:
@@ -61,7 +61,7 @@ def _drop_nulls(value: Any) -> Any:
 
 
 class Dumped(Wire):
-    """An item that clients may send as they got it, with nulls for fields that are not there."""
+    """An object that clients may send back as received, with nulls for missing fields."""
 
     _without_nulls = model_validator(mode="before")(_drop_nulls)
 
@@ -74,11 +74,11 @@ class ResponseItem(ListItem):
 
     @property
     def written(self) -> str:
-        """All texts that it keeps."""
+        """All texts of the item, to count their bytes."""
         return orjson.dumps(self.model_dump()).decode()
 
     def listed(self) -> Json:
-        """The item as clients read it."""
+        """The item in the form that clients receive."""
         return {"status": "completed"} | self.model_dump(exclude_none=True)
 
 
@@ -116,7 +116,7 @@ class CallItem(ResponseItem):
     namespace: ForeignId | None = None
     arguments: Text = "{}"
     caller: Ignored = None
-    parsed_arguments: Ignored = Field(None, exclude=True)  # what the client made of them
+    parsed_arguments: Ignored = Field(None, exclude=True)  # the client's parsed arguments
 
 
 class CallOutputItem(ResponseItem):
@@ -130,7 +130,7 @@ class CallOutputItem(ResponseItem):
 
 
 class ItemReference(Wire):
-    """Stands for an item of a response that is kept."""
+    """Refers to an item of a stored response."""
 
     type: Literal["item_reference"] | None = None
     id: ForeignId
@@ -141,8 +141,8 @@ class ReasoningText(Bounded):
 
 
 class ReasoningItem(ResponseItem):
-    """Reasoning before an answer, which the chat template shows again or leaves out. What another
-    service has encrypted or summed up is left out."""
+    """Reasoning before an answer. The chat template decides whether the model sees it. Encrypted
+    reasoning and summaries of other services are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     id_prefix = "rs"
@@ -157,14 +157,14 @@ class ReasoningItem(ResponseItem):
 
 
 class OtherItem(Bounded):
-    """An item of a tool that is not here."""
+    """An item of a tool that is not supported."""
 
     type: str = Field(max_length=64)
 
 
 def _kind(value: Any) -> str:
     if not isinstance(value, dict):
-        return "message"  # validation says what is wrong with it
+        return "message"  # validation reports the error
     kind = value.get("type")
     if kind is None:
         return "message" if "role" in value else "item_reference"
@@ -183,11 +183,11 @@ _AnyItem = Annotated[
 
 
 def _as_items(value: Any) -> Any:
-    """A text is a message of the user. Clients may send items as they got them, with nulls."""
+    """Converts a string to a user message, and drops nulls from items that clients send back."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or len(value) > MAX_ITEMS:
-        return value  # validation says what is wrong with it
+        return value  # validation reports the error
     return [_drop_nulls(item) for item in check_sizes(value)]
 
 
@@ -203,17 +203,17 @@ _OUTPUT = TypeAdapter(list[_AnyItem])
 
 
 def output_items(output: Sequence[Json]) -> list[ResponseItem]:
-    """The items that a response has made."""
+    """The items of a response's output."""
     return [item for item in _OUTPUT.validate_python(output) if isinstance(item, ResponseItem)]
 
 
 def template_messages(items: Iterable[ResponseItem]) -> list[Json]:
-    """The messages as chat templates take them. Reasoning, what an answer says and the calls that
-    it makes are items of their own, but one message."""
+    """The messages in the form that chat templates expect. A model's reasoning, text and tool calls
+    are separate items, but become one message."""
     messages: list[Json] = []
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        # The usual type first: models are slow to tell that something is of another.
+        # Check the usual type first: an `isinstance` that fails is slow for pydantic models.
         if isinstance(item, MessageItem):
             text = text_of(item.content)
             if item.role == "assistant" and last is not None and last.keys() & _JOINED:
@@ -250,7 +250,7 @@ class FunctionTool(Dumped):
 
 
 class Namespace(Dumped):
-    """Functions under a name, which a call of one of them has beside the function's."""
+    """Functions in a namespace. A call contains the namespace and the function's name."""
 
     type: Literal["namespace"]
     name: Label
@@ -259,7 +259,7 @@ class Namespace(Dumped):
 
 
 class OtherTool(Bounded):
-    """A tool that OpenAI runs, or that takes no JSON; there is none here."""
+    """A tool that is not supported: one that OpenAI runs, or one without JSON arguments."""
 
     type: str = Field(max_length=64)
 
@@ -278,8 +278,8 @@ _AnyTool = Annotated[
 
 
 class Reasoning(Bounded):
-    """`effort` is a variable of the chat template, and says whether it lets the model reason; the
-    rest changes nothing."""
+    """`effort` is a variable of the chat template and turns reasoning on or off. Other fields have
+    no effect."""
 
     effort: str | None = Field(None, max_length=64)
 
@@ -304,14 +304,14 @@ class ResponseRequest(CommonFields):
     include: list[Label] | None = Field(None, max_length=64)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["auto", "disabled"] | None = None
-    ignore_eos: bool | None = None  # not OpenAI's, but what vLLM takes
-    # They would change the answer.
+    ignore_eos: bool | None = None  # vLLM's extension
+    # These would affect the answer, and are rejected.
     prompt: AnyJson = None
     conversation: AnyJson = None
     max_tool_calls: AnyJson = None
     moderation: AnyJson = None
     context_management: AnyJson = None
-    # Nothing in the answer depends on these.
+    # These do not affect the answer.
     client_metadata: Ignored = None
     prompt_cache_options: Ignored = None
 
@@ -325,13 +325,13 @@ class ResponseRequest(CommonFields):
 
     @property
     def num_logprobs(self) -> int | None:
-        """The number of likely tokens whose log probabilities are wanted; None: not even the
-        token's own."""
+        """The number of alternatives per token whose log probabilities are requested; None: no log
+        probabilities."""
         is_included = "message.output_text.logprobs" in (self.include or ())
         return self.top_logprobs or (0 if is_included else None)
 
     def require_support(self) -> None:
-        """Raise `UnsupportedField` naming a field that would change the answer."""
+        """Raise `UnsupportedField` with the name of a field that is not supported."""
         for name in ("prompt", "conversation", "max_tool_calls", "moderation"):
             if getattr(self, name) is not None:
                 raise UnsupportedField(f"`{name}` is not supported", param=name)
@@ -355,7 +355,7 @@ class ResponseRequest(CommonFields):
         return parse_payload(SamplingConfig, given)
 
     def template_options(self) -> Json:
-        """The variables of the chat template beside the messages."""
+        """The variables of the chat template, except the messages."""
         effort = None if self.reasoning is None else self.reasoning.effort
         options = dict(reasoning_options(effort))
         if effort is not None:
@@ -365,7 +365,7 @@ class ResponseRequest(CommonFields):
         return options
 
     def call_rules(self) -> CallRules | None:
-        """The rules for the calls in an answer."""
+        """The rules for the tool calls in an answer."""
         return call_rules(
             self._functions(),
             must_call=self.tool_choice == "required",
@@ -380,7 +380,7 @@ class ResponseRequest(CommonFields):
         return [] if self.tool_choice == "none" else list(map(_function, tools))
 
     def frame(self, response_id: str, sampling: ResolvedSampling) -> Json:
-        """The response before anything of it is there."""
+        """The response before it has any output."""
         text = None if self.text is None else self.text.format
         effort = None if self.reasoning is None else self.reasoning.effort
         return {
@@ -419,14 +419,14 @@ class ResponseRequest(CommonFields):
 
 
 class Asked(NamedTuple):
-    """A request without its input, whose items are in its record, and who made it."""
+    """A request without its input, whose items are in its record, and its client."""
 
     request: ResponseRequest
     program: str | None
     traceparent: str
 
     def fields(self) -> dict[str, Any]:
-        """All of it as JSON, for `of`."""
+        """The JSON form, which `of` reads."""
         request = self.request.model_dump(mode="json", exclude={"input"}, exclude_unset=True)
         return {"request": request, "program": self.program, "traceparent": self.traceparent}
 
@@ -465,7 +465,7 @@ class InputTokens(VendorAnswer):
 
 
 class RetrieveRequest(Wire):
-    """`starting_after`: the number of the event behind which the stream goes on."""
+    """`starting_after`: the number of the last event that the client has received."""
 
     stream: bool = False
     starting_after: Amount | None = None
@@ -487,7 +487,7 @@ class ListRequest(Wire):
 
 
 def _format(text_format: Json | None) -> Json | None:
-    """The same as a `response_format` of chat completions, which has one level more."""
+    """The text format as a `response_format` of chat completions, which has one more level."""
     if text_format is None or text_format.get("type") != "json_schema":
         return text_format
     if not isinstance(text_format.get("schema"), dict):

@@ -1,4 +1,4 @@
-"""`/v1/responses`: turns whose items are kept, in OpenAI's format."""
+"""`/v1/responses`, in OpenAI's format: turns whose items are stored."""
 
 import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
@@ -52,7 +52,7 @@ from parrot.utils.tasks import TaskSet
 
 
 class Responses:
-    """Close when done: it owns the work of background responses."""
+    """The endpoints' verbs. Owns the tasks of background responses; close it when done."""
 
     def __init__(self, turns: Turns, config: CoreConfig) -> None:
         self._turns = turns
@@ -95,7 +95,7 @@ class Responses:
     def _given_again(
         self, record: StoredResponse, request: ResponseRequest
     ) -> bytes | AsyncGenerator[Events]:
-        """The answer to a request that was repeated. Raises `Conflict` while the first is made."""
+        """The answer to a repeated request. Raises `Conflict` if the first one is not finished."""
         if record.job is not None:
             return record.job.events() if request.stream else record.body or record.job.body()
         if not record.body:
@@ -130,7 +130,7 @@ class Responses:
         return turn, turn.parser(may_call_many=request.parallel_tool_calls is not False)
 
     async def count(self, request: ResponseRequest, caller: Caller) -> bytes:
-        """The tokens of the prompt that the request would have."""
+        """The number of tokens of the request's prompt."""
         request.require_support()
         if request.parrot is not None:
             text = "the tokens of variables are known only when they have values"
@@ -150,7 +150,7 @@ class Responses:
         return record.body or _job(record).body()
 
     def cancel(self, request: CancelRequest, response_id: str, caller: Caller) -> bytes:
-        """Stop the work of a background response. Nothing happens if it has ended."""
+        """Cancel a background response. A finished one is returned unchanged."""
         record = self._store.find(response_id, caller.tenant)
         job = _job(record)
         job.cancel()
@@ -158,7 +158,7 @@ class Responses:
         return record.body
 
     def delete(self, response_id: str, caller: Caller) -> bytes:
-        """Forget a response; those that continue it keep its items."""
+        """Delete a response. Responses that continue it keep its items."""
         record = self._store.find(response_id, caller.tenant)
         self._store.remove(record)
         if record.job is not None:
@@ -166,7 +166,7 @@ class Responses:
         return orjson.dumps({"id": response_id, "object": "response", "deleted": True})
 
     def input_items(self, request: ListRequest, response_id: str, caller: Caller) -> bytes:
-        """All items that the response was made from, in pages."""
+        """The input items of the response, including those of earlier responses, in pages."""
         items = self._store.find(response_id, caller.tenant).context()
         if request.order == "desc":
             items.reverse()
@@ -188,7 +188,8 @@ class Responses:
         )
 
     def _record(self, request: ResponseRequest, tenant: str) -> StoredResponse:
-        """A record of the request's items, which get ids, behind those that they continue."""
+        """A record with the request's items, which get ids, after the items of the previous
+        response."""
         previous = None
         if request.previous_response_id is not None:
             param = "previous_response_id"
@@ -204,7 +205,7 @@ class Responses:
         return StoredResponse(f"resp_{token}", tenant, previous, items, has_variables=has_variables)
 
     def _items(self, request: ResponseRequest, tenant: str, token: str) -> Iterator[ResponseItem]:
-        """The items of the request's input, with ids that have the response's token."""
+        """The items of the request's input. Their ids contain the response's token."""
         for i, item in enumerate(request.input):
             if isinstance(item, ResponseItem):
                 item.id = f"{item.id_prefix}_{token}_i{i}"
@@ -247,7 +248,7 @@ class Responses:
                     events = [] if has_begun else list(writer.begin())
                     has_begun = True
                     events += writer.write(part)
-                    if isinstance(part, AnswerEnd):  # before the client knows, and continues it
+                    if isinstance(part, AnswerEnd):  # Store it before the client can refer to it.
                         self._end(turn, writer, record)
                         await self.kept.durable(is_stored=bool(record.body))
                     yield [(event["type"], event) for event in events]
@@ -270,17 +271,17 @@ class Responses:
         except ParrotError as error:
             job.add(error)
         finally:
-            job.add(InternalError("internal error"))  # who follows must not wait for ever
+            job.add(InternalError("internal error"))  # ends the streams after an unknown error
             self._keep(job.writer, record)
 
     def _end(self, turn: Turn, writer: ResponseWriter, record: StoredResponse) -> None:
-        """There is an answer, which can be continued from now on."""
+        """Store the finished answer, so that other responses can continue it."""
         self._turns.remember(turn, 0, writer.answer.message())
         record.output = output_items(writer.response["output"])
         self._keep(writer, record)
 
     def _keep(self, writer: ResponseWriter, record: StoredResponse) -> None:
-        """It has ended."""
+        """Store the finished response."""
         if writer.response["store"] and not record.body:
             record.body = orjson.dumps(writer.response)
             self._store.keep(record)
@@ -289,8 +290,8 @@ class Responses:
     # After a restart
 
     def _begin(self, asked: Asked, frame: Json, record: StoredResponse) -> None:
-        """Write down the work of a background response. What is made of variables is not begun
-        again: it is their session's."""
+        """Journal a background response. With variables, it is journaled as interrupted: after a
+        restart its session runs the call, and the response is not resumed."""
         if asked.request.parrot is None:
             self.kept.write(record, asked.fields() | {"frame": frame})
             return
@@ -299,8 +300,9 @@ class Responses:
         record.body = b""
 
     def resume(self, joined: Callable[[], Awaitable[None]], timeout_s: float) -> None:
-        """Make what the journal has begun. A response waits for an engine with its model, which
-        `joined` tells of, for `timeout_s` at most, and for a journal that can be written."""
+        """Resume the responses that the journal contains as unfinished. Each waits up to
+        `timeout_s` for an engine with its model, which `joined` reports. Each also waits until the
+        journal can be written."""
         for record, fields in self.kept.unfinished.values():
             record.job = Background(None, fields["frame"], self.kept.published)
             work = self._again(record.job, fields, record, joined, timeout_s)
@@ -332,7 +334,7 @@ class Responses:
 
 
 async def _parts(turn: Turn, parser: AnswerParser) -> AsyncGenerator[Part]:
-    """An answer as it comes, beginning with an empty text."""
+    """The parts of an answer, after an empty text that opens the response."""
     has_begun = False
     async with aclosing(stream_parts(turn, [parser])) as answers:
         async for _, parts in answers:
@@ -342,7 +344,8 @@ async def _parts(turn: Turn, parser: AnswerParser) -> AsyncGenerator[Part]:
 
 
 def _interrupted(frame: Json) -> bytes:
-    """The body of a response that was not made to its end."""
+    """The body of a response that a restart has interrupted."""
+
     writer = ResponseWriter(frame)
     for _ in writer.write(Unavailable("ServeCore was restarted while the response was made")):
         pass

@@ -1,10 +1,11 @@
-"""Responses that are kept, so that others can continue them.
+"""Stores responses, so that other responses can continue them.
 
-    r1 <- r2 <- r3          a response holds its own items, and refers to the one that it continues
+    r1 <- r2 <- r3          a response holds its own items, and refers to the previous response
             `-- r4
 
-Their bytes are bounded. When there is no room, those go that nothing continues, the least recently
-used of the tenant that keeps the most: here r3 or r4, then r2. Whatever lives can be continued."""
+The stored bytes are limited. When they exceed the limit, leaves are evicted: responses that no
+other response continues. The least recently used leaf of the tenant with the most bytes goes first:
+here r3 or r4, then r2. All stored responses can be continued."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,17 +22,16 @@ from parrot.utils.heaps import LazyHeap, LruDict
 from parrot.utils.ids import new_token
 from parrot.utils.shard import ALONE, Shard
 
-_RECORD_BYTES = 4096  # what a record takes beside its texts
-_ITEM_BYTES = 1024
-_PART_BYTES = 160  # of a part of an answer that can be streamed again
+_RECORD_BYTES = 4096  # Estimated bytes of a record without its texts.
+_ITEM_BYTES = 1024  # Estimated bytes of an item without its text.
+_PART_BYTES = 160  # Estimated bytes of a part that can be streamed again.
 _KEPT = "response"
-_DELETED = "response_deleted"  # nobody finds it, but others continue it
+_DELETED = "response_deleted"  # The response cannot be found, but other responses continue it.
 Fields = Mapping[str, Any]
 
 
 class Once(NamedTuple):
-    """The key with which a client asks for a response so that it is made once, and a digest of what
-    it asks for."""
+    """A client's idempotency key, and a digest of the request."""
 
     key: str
     fingerprint: str
@@ -39,25 +39,24 @@ class Once(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """A response. `body`: its JSON, once it has ended. `output`: None if there is no answer. `job`:
-    the work of a background response. `has_variables`: in its own items, which have their names."""
+    """A response, its items and its link to the previous one."""
 
     id: str
     tenant: str
     previous: "StoredResponse | None"
     input: Sequence[ResponseItem]
-    output: Sequence[ResponseItem] | None = None
-    body: bytes = b""
-    has_variables: bool = False
+    output: Sequence[ResponseItem] | None = None  # None: there is no answer
+    body: bytes = b""  # the response as JSON, once it has ended
+    has_variables: bool = False  # its own items contain names of session variables
     once: Once | None = field(default=None, init=False)
-    job: Background | None = field(default=None, init=False)
+    job: Background | None = field(default=None, init=False)  # None: not a background response
     num_bytes: int = field(default=0, init=False)
     is_kept: bool = field(default=False, init=False)
     is_deleted: bool = field(default=False, init=False)
     num_successors: int = field(default=0, init=False, repr=False)
 
     def context(self) -> list[ResponseItem]:
-        """All items that the response was made from."""
+        """All input items of the response, including those of earlier responses."""
         parts: list[Sequence[ResponseItem]] = [self.input]
         record = self.previous
         while record is not None:
@@ -66,21 +65,19 @@ class StoredResponse:
         return [item for part in reversed(parts) for item in part]
 
     def history(self) -> list[ResponseItem]:
-        """All items behind which the response can be continued."""
+        """All items of the response and its predecessors. A successor's prompt starts with them."""
         return [*self.context(), *(self.output or ())]
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """`leaves`: its responses that nothing continues, the least recently used first."""
-
-    leaves: LruDict[str, StoredResponse] = field(default_factory=LruDict)
+    leaves: LruDict[str, StoredResponse] = field(default_factory=LruDict)  # without successors
     num_bytes: int = 0
 
 
 class ResponseStore:
-    """`on_dropped` hears of each that was removed: when it can be found no more, and, if others
-    continue it, again when it is not kept any more either."""
+    """Owns the stored responses. `on_dropped` is called when a response can no longer be found. If
+    other responses continue it, `on_dropped` is called again when its items are dropped."""
 
     def __init__(self, max_bytes: int, shard: Shard = ALONE) -> None:
         self.on_dropped: Callable[[StoredResponse], None] = _nobody_hears
@@ -90,15 +87,15 @@ class ResponseStore:
         self._by_id: dict[str, StoredResponse] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._by_key: dict[tuple[str, str], StoredResponse] = {}  # by tenant and key
-        self._largest: LazyHeap[str, float] = LazyHeap()  # tenants with leaves, by bytes negated
+        self._largest: LazyHeap[str, float] = LazyHeap()  # tenants with leaves, by negative bytes
 
     def new_token(self) -> str:
-        """The token of the ids of a new response and its items."""
+        """A token for the ids of a new response and its items."""
         return new_token() + self._shard.mark
 
     def find(self, response_id: str, tenant: str, *, param: str | None = None) -> StoredResponse:
-        """Counts as a use. Raises `NotFound`, also for another tenant's, and `ElsewhereError` if
-        another shard has it."""
+        """A response of this tenant; marks it as used. Raises `NotFound`, and `ElsewhereError` if
+        another shard owns it."""
         self._shard.require_token(response_id)
         record = self._by_id.get(response_id)
         if record is None or record.tenant != tenant:
@@ -108,7 +105,7 @@ class ResponseStore:
         return record
 
     def find_item(self, item_id: str, tenant: str, *, param: str) -> ResponseItem:
-        """An item of a response that is kept. Raises `NotFound`."""
+        """An item of a stored response. Raises `NotFound`."""
         token = item_id.partition("_")[2].rpartition("_")[0]
         record = self.find(f"resp_{token}", tenant, param=param)
         for item in (*record.input, *(record.output or ())):
@@ -117,8 +114,8 @@ class ResponseStore:
         raise NotFound(f"no item `{item_id}` is kept here", param=param)
 
     def find_once(self, tenant: str, once: Once) -> StoredResponse | None:
-        """The response that is kept, or being made, for this key. Raises `Conflict` if it is
-        another."""
+        """The response that is stored or in progress for this key. Raises `Conflict` if the key
+        belongs to a different request."""
         record = self._by_key.get((tenant, once.key))
         if record is not None and record.once != once:
             raise Conflict("the key was used for another request", param="Idempotency-Key")
@@ -126,7 +123,8 @@ class ResponseStore:
 
     @contextmanager
     def making(self, record: StoredResponse) -> Iterator[None]:
-        """For the block in which it is made: if it is not kept then, its key is free again."""
+        """Reserve the response's key in the block. If the response is not stored then, the key is
+        released."""
         self._claim(record)
         try:
             yield
@@ -135,17 +133,17 @@ class ResponseStore:
                 self._release(record)
 
     def begin(self, record: StoredResponse) -> None:
-        """It is being made, and can be found. It counts for nothing until it is kept."""
+        """Make an unfinished response findable. Its bytes count once it is stored."""
         self._by_id[record.id] = record
         self._claim(record)
 
     def keep(self, record: StoredResponse) -> None:
-        """It has ended, and does not change any more. Nothing happens if it was removed, and one
-        that alone exceeds the bound is removed."""
+        """Store a finished response. Does nothing if it was deleted. A response larger than the
+        limit is removed at once."""
         if record.is_deleted:
             return
         if record.previous is not None and not record.previous.is_kept:
-            record.input, record.previous = record.context(), None  # those went meanwhile
+            record.input, record.previous = record.context(), None  # the earlier ones were evicted
         record.num_bytes = _num_bytes(record)
         if record.num_bytes > self._max_bytes:
             self.remove(record)
@@ -167,7 +165,7 @@ class ResponseStore:
             self.remove(oldest[1])
 
     def remove(self, record: StoredResponse) -> None:
-        """It can be found no more. Those that continue it keep its items."""
+        """Delete a response. Responses that continue it keep its items."""
         record.is_deleted = True
         self._by_id.pop(record.id, None)
         self._release(record)
@@ -192,7 +190,7 @@ class ResponseStore:
             self._count(last.tenant, 0)
 
     def check_integrity(self) -> None:
-        """Recount what is kept."""
+        """Recount the stored responses. For tests."""
         kept: dict[str, StoredResponse] = {}
         for tenant in self._tenants.values():
             for leaf in tenant.leaves.values():
@@ -226,7 +224,7 @@ class ResponseStore:
                 del self._by_key[place]
 
     def _count(self, name: str, num_bytes: int) -> None:
-        """The tenant's leaves or bytes have changed. One with bytes has leaves, too."""
+        """Update a tenant's bytes. A tenant with bytes always has leaves."""
         tenant = self._tenants[name]
         tenant.num_bytes += num_bytes
         self.num_bytes += num_bytes
@@ -238,7 +236,7 @@ class ResponseStore:
 
 
 def _nobody_hears(record: StoredResponse) -> None:
-    """They are kept in memory alone."""
+    """Without a journal, responses are only in memory."""
 
 
 def _num_bytes(record: StoredResponse) -> int:
@@ -250,8 +248,8 @@ def _num_bytes(record: StoredResponse) -> int:
 
 
 class KeptResponses:
-    """Writes down what the store keeps, and removes, and the work of background responses, which is
-    done once more if it had not ended: `unfinished`, after the restart."""
+    """Journals the stored and deleted responses, and the requests of background responses. After a
+    restart, `unfinished` contains the background responses to resume."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -265,15 +263,15 @@ class KeptResponses:
         }
 
     def keep_in(self, journal: CommandLog, is_closing: Callable[[], bool]) -> None:
-        """From now on. What ends without an answer when `is_closing` goes on in the next
-        process."""
+        """Journal changes from now on. A response that fails while `is_closing` is not journaled,
+        so that the next process resumes it."""
         self._journal, self._is_closing = journal, is_closing
         self._restored.clear()
         self._store.on_dropped = self._dropped
 
     def write(self, record: StoredResponse, work: Fields | None = None) -> None:
-        """Journal a response, so that it can be restored; or the `work` of one that is being made,
-        from which `unfinished` tells how to make it."""
+        """Journal a response. `work`: the request of an unfinished background response, which is
+        resumed after a restart."""
         if self._journal is None or record.is_deleted:
             return
         if record.output is None and self._is_closing():
@@ -293,18 +291,18 @@ class KeptResponses:
         self._journal.append(record.id, _KEPT, fields)
 
     async def durable(self, *, is_stored: bool) -> None:
-        """Wait until what was written is on disk. Raises `InsufficientStorage` if it cannot be
-        written now and the response `is_stored`: then its id must not be given to anybody, for
-        whom it would be lost."""
+        """Wait until all written records are on disk. Raises `InsufficientStorage` if they cannot
+        be written and the response `is_stored`: a client must not receive the id of a response
+        that would be lost."""
         if self._journal is not None:
             await (self._journal.durable() if is_stored else self._journal.published())
 
     async def published(self) -> None:
-        """Do the same, but do not wait while nothing can be written."""
+        """Wait like `durable`, but return at once while records cannot be written."""
         await self.durable(is_stored=False)
 
     async def has_room(self) -> None:
-        """Wait until something can be written."""
+        """Wait until records can be written."""
         if self._journal is not None:
             await self._journal.has_room()
 
@@ -342,5 +340,5 @@ class KeptResponses:
 
 
 def _item_fields(item: ResponseItem) -> dict[str, Any]:
-    # Not by pydantic as JSON: log probabilities are written already, as the journal takes them.
+    # `model_dump` without JSON mode keeps log probabilities as they are: they are already JSON.
     return item.model_dump(exclude_none=True)

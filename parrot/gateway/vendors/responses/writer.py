@@ -1,4 +1,4 @@
-"""A response as it is written: its items, and the events that tell of each step.
+"""Builds a response from an answer's parts: its items, and the event of each step.
 
 response.created  response.in_progress
 response.output_item.added
@@ -9,8 +9,7 @@ response.output_item.added
 response.output_item.done
 response.completed
 
-A response in the background is written though nobody waits for it, and can be followed by who comes
-later."""
+A background response is built without a reader. Its events can be streamed later."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -41,21 +40,20 @@ from parrot.serve.graph.nodes import CompletionState
 
 T = TypeVar("T")
 
-_MAX_SKIPPED = 256  # events that are passed over at once
+_MAX_SKIPPED = 256  # Events that are replayed before other tasks may run.
 
 
 class ResponseWriter:
-    """Makes the same events, with the same numbers and ids, whenever it is given the same frame and
-    parts. `response` is the response after what was written, `answer` what its model said."""
+    """Builds the same events, with the same numbers and ids, for the same frame and parts."""
 
     def __init__(self, frame: Json) -> None:
-        self.response = frame | {"output": []}
-        self.answer = WholeAnswer()
+        self.response = frame | {"output": []}  # the response so far
+        self.answer = WholeAnswer()  # the model's answer so far
         self._number = 0  # of the next event
-        self._texts: list[str] | None = None  # of the message that is open
-        self._is_reasoning = False  # an item of reasoning is open
-        self._entries: list[Entry] = []  # of its tokens
-        self._new_entries: list[Entry] = []  # those that no event has shown
+        self._texts: list[str] | None = None  # of the open message; None: no message is open
+        self._is_reasoning = False  # a reasoning item is open
+        self._entries: list[Entry] = []  # log probabilities of the open message
+        self._new_entries: list[Entry] = []  # those that no event contains yet
         self._namespaces = {
             function["name"]: tool["name"]
             for tool in frame["tools"]
@@ -85,7 +83,7 @@ class ResponseWriter:
             return
         self.answer.add(part)
         if isinstance(part, ParsedToolCall):
-            self._new_entries.clear()  # its own tokens, which are no text
+            self._new_entries.clear()  # Tokens of a call are not text of the message.
             yield from self._close_reasoning()
             yield from self._close_message()
             yield from self._call(part)
@@ -96,7 +94,7 @@ class ResponseWriter:
             yield from self._text(part.text)
 
     def end_as(self, response: Json) -> Iterator[Json]:
-        """End like a response that is there, whose items were written."""
+        """End like the stored `response`, after its items were written."""
         if response["status"] == "cancelled":
             yield from self._fail(Cancelled("the response was cancelled"))
             return
@@ -191,7 +189,7 @@ class ResponseWriter:
         yield self._state(f"response.{status}")
 
     def _fail(self, error: ParrotError) -> Iterator[Json]:
-        """No event says that a response was cancelled, so that is an error of the stream."""
+        """End with an error. OpenAI has no event for "cancelled", so that is an `error` event."""
         if isinstance(error, Cancelled):
             self.response["status"] = "cancelled"
             yield self._event("error", code="cancelled", message=error.message, param=None)
@@ -222,7 +220,7 @@ class ResponseWriter:
         }
 
     def _id(self, kind: str) -> str:
-        """The id of the item that is written now."""
+        """The id of the current item."""
         token = self.response["id"].partition("_")[2]
         return f"{kind}_{token}_{len(self.response['output'])}"
 
@@ -244,7 +242,7 @@ class ResponseWriter:
 
 
 def told_again(response: Json) -> Iterator[Json]:
-    """The events of a response that has ended, with one delta for all of a text."""
+    """The events of a finished response, with one delta per text."""
     begun = {"status": "in_progress", "usage": None, "completed_at": None, "error": None}
     writer = ResponseWriter(response | begun | {"incomplete_details": None})
     yield from writer.begin()
@@ -274,7 +272,7 @@ def _reasoning_part(text: str) -> Json:
 
 
 def _code(error: ParrotError) -> str:
-    """One of the codes that a response may fail with."""
+    """The error code of a failed response, out of OpenAI's list."""
     if isinstance(error, PromptTooLong):
         return "context_length_exceeded"
     if isinstance(error, QuotaExceeded) and not isinstance(error, ClusterFull):
@@ -298,9 +296,10 @@ async def when_served(
     has_room: Callable[[], Awaitable[None]],
     timeout_s: float,
 ) -> T:
-    """Submit as soon as engines with the model are there and the journal can be written; `joined`
-    waits for the next engine, and `has_room` for the journal, however long that takes. Raises what
-    `submit` does otherwise, and after `timeout_s` that there is no engine."""
+    """Call `submit` once engines with the model exist and the journal can be written. `joined`
+    waits for the next engine, for up to `timeout_s`. `has_room` waits for the journal, without
+    a limit. Raises the other errors of `submit`, and its `NoEngine` or `NotFound` at the timeout.
+    """
     while True:
         try:
             return await _when_served(submit, joined, timeout_s)
@@ -323,17 +322,16 @@ async def _when_served(
 
 
 class Background:
-    """The state of one response so far. `writer` has the response as it is now. `turn`: None if it
-    is submitted later. `published` waits until what was made is on disk."""
+    """The state of one background response."""
 
     def __init__(
         self, turn: Turn | None, frame: Json, published: Callable[[], Awaitable[None]]
     ) -> None:
-        self.writer = ResponseWriter(frame)
-        self.turn = turn
+        self.writer = ResponseWriter(frame)  # has the response as it is now
+        self.turn = turn  # None: not submitted yet
         self.frame = frame
         self.has_ended = False
-        self._published = published
+        self._published = published  # waits until the answer is on disk
         self._parts: list[Part | ParrotError] = []
         self._changed = asyncio.Event()
 
@@ -350,7 +348,7 @@ class Background:
         return orjson.dumps(response)
 
     def add(self, part: Part | ParrotError) -> None:
-        """Nothing happens if it has ended."""
+        """Add a part. Does nothing after the response has ended."""
         if self.has_ended:
             return
         for _ in self.writer.write(part):
@@ -362,7 +360,7 @@ class Background:
         self._changed = asyncio.Event()
 
     def cancel(self) -> None:
-        """Nothing happens if it has ended."""
+        """Cancel the response. Does nothing after it has ended."""
         if self.has_ended:
             return
         self.add(Cancelled("the response was cancelled"))
@@ -370,8 +368,9 @@ class Background:
             self.turn.cancel()
 
     async def events(self, after: int = -1) -> AsyncGenerator[Events]:
-        """All events whose numbers are larger than `after`, until it has ended. The end is told
-        when it is on disk: until then a restart may make another answer."""
+        """Yield all events with numbers above `after`, until the response has ended. The last event
+        waits for the journal, because until then a restart may produce another answer."""
+
         writer = ResponseWriter(self.frame)
         num_written = 0
         events = list(writer.begin())
