@@ -1,4 +1,4 @@
-"""Other people's APIs on the graph: what vendors' clients, browsers, auditors and other shards ask,
-as verbs of ServeCore.
+"""APIs on top of ServeCore: vendors' APIs, the web page, the audit log, and forwarding between
+shards.
 
-The package uses `parrot.serve`, which does not know it. `parrot/server` puts both together."""
+The package uses `parrot.serve`, which does not import it. `parrot/server` connects the two."""

@@ -1,18 +1,18 @@
-"""The parts of an answer: text, and calls of tools in the markup that its model was trained to
-write.
+"""Parses answers into text, reasoning and tool calls, in the markup of each model family.
 
     "I will look.\\n<tool_call>\\n{"name": "look", "arguments": {"at": "sky"}}\\n</tool_call>"
      TextDelta                   ToolCall(name="look", arguments='{"at": "sky"}')
 
-Answers are read as they come. No character is lost: what looks like a call and is none is text.
+Answers are parsed while they are generated. No character is lost: text that looks like a call but
+is not valid stays text.
 
-Reasoning: what models write before their answers, between `<think>` and `</think>`.
+Reasoning is the text between `<think>` and `</think>`, which some models write before an answer.
 
     "<think>\\nThe sky is up.\\n</think>\\n\\nLook up."
               ReasoningDelta           TextDelta
 
-The chat template tells whether a model does so; it may begin the reasoning itself, as the end of
-the prompt, or say there that there is none."""
+The chat template shows whether a model reasons. The template may also open the reasoning at the end
+of the prompt, or close it there to turn it off."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ import orjson
 
 from parrot.utils.ids import new_token
 
-_MAX_CALL = 2**20  # characters; a longer one is text
+_MAX_CALL = 2**20  # Characters of a call. A longer one is text.
 _BEGIN, _END = "<think>", "</think>"
 _EFFORTS_OF_NONE = ("none", "disabled")
 
@@ -32,14 +32,14 @@ class TextDelta(NamedTuple):
 
 
 class ReasoningDelta(NamedTuple):
-    """Text that the model thinks before it answers."""
+    """Text of the model's reasoning."""
 
     reasoning: str
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """`arguments`: a JSON object, as text."""
+    """A tool call. `arguments` is a JSON object, as text."""
 
     name: str
     arguments: str
@@ -47,7 +47,7 @@ class ParsedToolCall:
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> "ParsedToolCall":
-        """Raises `ValueError` for arguments that are too deep for JSON."""
+        """Raises `ValueError` for arguments that are nested too deeply for JSON."""
         try:
             text = orjson.dumps(arguments).decode()
         except TypeError as error:
@@ -55,7 +55,7 @@ class ParsedToolCall:
         return cls(name, text, f"call_{new_token()}")
 
     def message(self) -> dict[str, Any]:
-        """The call as chat templates take it."""
+        """The call in the form that chat templates expect."""
         function = {"name": self.name, "arguments": orjson.loads(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -65,7 +65,7 @@ Event = TextDelta | ReasoningDelta | ParsedToolCall
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """All that an answer says."""
+    """The complete answer."""
 
     text: str = ""
     calls: list[ParsedToolCall] = field(default_factory=list)
@@ -80,7 +80,7 @@ class WholeAnswer:
             self.text += event.text
 
     def message(self) -> dict[str, Any]:
-        """The answer as chat templates take it."""
+        """The answer in the form that chat templates expect."""
         fields: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             fields["tool_calls"] = [call.message() for call in self.calls]
@@ -91,14 +91,14 @@ class WholeAnswer:
 
 class AnswerParser(Protocol):
     def feed(self, text: str) -> Iterator[Event]:
-        """Some more of the answer. Text is held back while it may become a call."""
+        """Parse the next text. Text that may become a call is held back."""
 
     def finish(self) -> Iterator[Event]:
-        """The answer has ended: whatever was held back."""
+        """The answer has ended: returns the parts of the held text."""
 
 
 Read = Callable[[str], Sequence[ParsedToolCall] | None]
-"""Finds the calls in a text; None, or a `ValueError`, if it is something else."""
+"""Returns the calls in a text. None or a `ValueError` means that the text is not a call."""
 
 
 def _calls_in(text: str, read: Read) -> Sequence[ParsedToolCall] | None:
@@ -109,7 +109,7 @@ def _calls_in(text: str, read: Read) -> Sequence[ParsedToolCall] | None:
 
 
 class PlainParser:
-    """For answers that call no tools."""
+    """For answers without tools."""
 
     def feed(self, text: str) -> Iterator[Event]:
         yield TextDelta(text)
@@ -119,7 +119,7 @@ class PlainParser:
 
 
 class FirstCallParser:
-    """For answers that may call one tool only: further calls are dropped."""
+    """For answers that may contain one call: later calls are dropped."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -141,15 +141,15 @@ class FirstCallParser:
 
 
 class TaggedParser:
-    """Calls between two tags. White space around them is markup."""
+    """Parses calls between two tags. White space around the tags belongs to the markup."""
 
     def __init__(self, begin: str, end: str, read: Read) -> None:
-        """An empty `end` stands for the answer's end."""
+        """`end` is empty if the call extends to the answer's end."""
         self._begin = begin
         self._end = end
         self._read = read
         self._held = ""
-        self._gap = ""  # white space before the tag that was found
+        self._gap = ""  # white space before the opening tag
         self._is_inside = False
         self._follows_call = False
 
@@ -192,7 +192,7 @@ class TaggedParser:
             yield from calls
 
     def _num_safe(self) -> int:
-        """The characters that no tag can make part of a call: white space may stand before one."""
+        """The number of held characters that are not a tag's start or white space before it."""
         held = self._held
         for size in range(min(len(held), len(self._begin) - 1), 0, -1):
             if held.endswith(self._begin[:size]):
@@ -206,8 +206,8 @@ class TaggedParser:
 
 
 class WholeParser:
-    """For calls that are the whole answer: it begins with one of some characters. Other answers are
-    left to another parser."""
+    """For models whose call is the whole answer, and starts with one of the characters `begins`.
+    Other answers go to `other`."""
 
     def __init__(self, begins: str, read: Read, other: AnswerParser) -> None:
         self._begins = begins
@@ -236,7 +236,7 @@ class WholeParser:
 
 
 def read_answer(parser: AnswerParser, text: str) -> WholeAnswer:
-    """An answer that is there as a whole."""
+    """Parse a finished answer."""
     answer = WholeAnswer()
     for event in (*parser.feed(text), *parser.finish()):
         answer.add(event)
@@ -244,9 +244,9 @@ def read_answer(parser: AnswerParser, text: str) -> WholeAnswer:
 
 
 class ReasoningParser:
-    """Tells reasoning from what follows it, which is for another parser. Newlines around the tags
-    are markup. An answer that does not begin with the tag has no reasoning, unless it begins
-    inside; what is not closed is reasoning."""
+    """Separates reasoning from the text after it, which goes to `answer`. Newlines around the tags
+    belong to the markup. Without the opening tag there is no reasoning, unless the prompt has
+    opened it (`begins_inside`). Without the closing tag, the whole answer is reasoning."""
 
     def __init__(self, answer: AnswerParser, *, begins_inside: bool = False) -> None:
         self._answer = answer
@@ -318,7 +318,7 @@ class ReasoningParser:
 def with_reasoning(
     make_parser: Callable[[], AnswerParser], template: str, prompt: str
 ) -> Callable[[], AnswerParser]:
-    """For answers to a prompt that the template has rendered."""
+    """Add a `ReasoningParser` if the template has reasoning and `prompt` does not close it."""
     end = prompt.rstrip()
     if _END not in template or end.endswith(_END):
         return make_parser
@@ -327,8 +327,7 @@ def with_reasoning(
 
 
 def reasoning_options(effort: str | None) -> Mapping[str, Any]:
-    """The options, for an effort that is wanted, of templates that can switch reasoning on and
-    off."""
+    """The template variables that turn reasoning on or off for the requested effort."""
     if effort is None:
         return {}
     thinks = effort not in _EFFORTS_OF_NONE

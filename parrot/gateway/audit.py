@@ -1,4 +1,4 @@
-"""The log of what operators and tenants do beside their work: who, what, when and from where."""
+"""The audit log of operators' and tenants' actions: caller, action, time and address."""
 
 import logging
 import time
@@ -19,16 +19,16 @@ from parrot.utils.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
-_MAX_REFUSED = 10  # lines of refused requests in each period
-_PERIOD_S = 10.0
+_MAX_REFUSED = 10  # Failed authentications that are logged per period. The rest is only counted.
+_PERIOD_S = 10.0  # Seconds.
 
 
 class AuditLog:
-    """Lines of JSON in a file that only this user can read."""
+    """JSON lines in a file that only the server's user can read."""
 
     def __init__(self, path: str) -> None:
-        """Raises `ConfigError` if it cannot be written."""
-        self._period = -1.0  # when the last one of refused requests began
+        """Raises `ConfigError` if the file cannot be written."""
+        self._period = -1.0  # when the current period of failed authentications began
         self._num_refused = 0
         try:
             self._file: BinaryIO = open_private(path, is_new=False)
@@ -36,18 +36,19 @@ class AuditLog:
             raise ConfigError(f"audit_path: {path}: {error.strerror}") from None
 
     def note(self, request: Request, who: str | None, outcome: str, **facts: Any) -> None:
-        """On disk before the request is answered. `outcome`: "ok", or the error's type."""
+        """Log a request. The line is written before the answer. `outcome`: "ok", or the error's
+        type."""
         address = None if request.client is None else request.client.host
         what = f"{request.method} {request.url.path[:512]}"
         self._write({"who": who, "from": address, "what": what, "outcome": outcome, **facts})
 
     def event(self, what: str, outcome: str, **facts: Any) -> None:
-        """Note what no request did."""
+        """Log an event that no request caused."""
         self._write({"who": None, "from": None, "what": what, "outcome": outcome, **facts})
 
     def refused(self, request: Request) -> None:
-        """Note a failed authentication, unless there were many just now: of those the number is
-        told with the next."""
+        """Log a failed authentication. Beyond 10 in 10 s they are counted, and the next period
+        logs their number."""
         now = time.monotonic()
         if self._period < 0 or now - self._period > _PERIOD_S:
             left_out = max(0, self._num_refused - _MAX_REFUSED)
@@ -72,8 +73,8 @@ class AuditLog:
 
 
 def audited(endpoint: Endpoint, audit: AuditLog) -> Endpoint:
-    """The endpoint, of which the log has what it does, and by whom, before it is answered: what
-    its check gives. Reads are not noted."""
+    """The endpoint, with each request logged before it is answered. Reads (GET) are not logged.
+    The caller's name is the result of the endpoint's check."""
     if endpoint.method == "GET":
         return endpoint
 
@@ -84,7 +85,7 @@ def audited(endpoint: Endpoint, audit: AuditLog) -> Endpoint:
         try:
             response = await endpoint(request)
         except ParrotError as error:
-            if hasattr(request.state, "who"):  # else it may not be made
+            if hasattr(request.state, "who"):  # Otherwise the caller was not authenticated.
                 audit.note(request, request.state.who, error.type)
             raise
         audit.note(request, request.state.who, "ok", **request.state.facts)
@@ -94,12 +95,12 @@ def audited(endpoint: Endpoint, audit: AuditLog) -> Endpoint:
 
 
 def of_operators(endpoint: Endpoint) -> bool:
-    """Whether its requests change the service itself."""
+    """Whether the endpoint's requests change the service itself."""
     return endpoint.access is Access.ADMIN or endpoint.path == "/register_engine"
 
 
 def _facts(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a verb's arguments that is logged: nothing that is a secret."""
+    """The arguments that are logged. They contain no secrets."""
     facts = {name: value for name, value in arguments.items() if isinstance(value, int | str)}
     match arguments.get("request"):
         case RegisterRequest(engine_config=info):
@@ -111,7 +112,7 @@ def _facts(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AuditedRefusals:
-    """A layer that notes which requests fail to say who they are from."""
+    """A layer that logs requests that fail authentication."""
 
     def __init__(self, app: ASGIApp, audit: AuditLog) -> None:
         self._app = app

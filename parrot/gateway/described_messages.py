@@ -1,4 +1,4 @@
-"""Conversations with tools as a chat template without a tool format can show them.
+"""Shows conversations with tools to a chat template that has no tool format.
 
     sent                                          shown
     (tools)                                       system: ... <tools> ... </tools> ...
@@ -6,8 +6,8 @@
     assistant, tool call weather(city=Paris)      assistant: <tool_call> ... </tool_call>
     tool: It rains.                               user: <tool_response> It rains. </tool_response>
 
-A call is shown exactly as a model's grammar lets it be written, so that the prompt of the next turn
-begins with all of the turn before."""
+A call is shown exactly as the model's grammar generates it. So the prompt of the next turn starts
+with the whole previous turn, and its KV is reused."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,19 +19,19 @@ _CALLS = frozenset({"tool_calls", "tool_call_id", "name"})
 
 
 class DescribedMessages(NamedTuple):
-    """`are_as_sent`: each stands for the message in its place."""
+    """Messages with tools as text."""
 
     messages: list[Message]
-    are_as_sent: bool
+    are_as_sent: bool  # each message corresponds to the sent message with the same index
 
 
 def describe(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, takes_system: bool
 ) -> DescribedMessages:
-    """The messages with the tools, the calls and their results as text. Unless the template
-    `takes_system`, the first message of the user describes the tools."""
+    """The messages, with tools, calls and results as text. If the template has no system message
+    (`takes_system`), the first user message describes the tools."""
     shown: list[Message] = []
-    results: list[str] = []  # of the calls of the last answer, with what the user says after them
+    results: list[str] = []  # results of the last answer's calls, and the user messages after them
     for message in messages:
         if message.get("role") == "tool":
             results.append(results_text([_text(message)]))
@@ -63,10 +63,11 @@ def _with_calls(message: Message) -> Message:
 
 
 def _add_description(shown: list[Message], tools: Sequence[Mapping[str, Any]], role: str) -> bool:
-    """Whether the description is a new message: else it is a part of the first with the role."""
+    """Describe the tools in the first message with this role, or in a new one. Returns whether a
+    new message was added."""
     first = next((i for i, message in enumerate(shown) if message.get("role") == role), None)
     if role == "system" and first:
-        first = None  # one that comes later is about what was said before it
+        first = None  # A later system message refers to the messages before it.
     if first is None:
         shown.insert(0, {"role": role, "content": described("", tools)})
         return True

@@ -1,5 +1,5 @@
-"""Embeddings, and log probabilities of prompts: requests to engines that belong to no session, and
-of which nothing is kept."""
+"""Embeddings and log probabilities of prompts: requests to engines that belong to no session and
+leave no state."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -23,21 +23,20 @@ from parrot.serve.tenants.limits import Meters, QueuedByTenant, require_share
 from parrot.serve.tenants.table import TenantTable
 
 Input = list[int] | str
-"""Token ids, or text for engines whose contexts are text."""
+"""Token ids; text for engines whose contexts are text."""
 
-_MAX_FAILED = 3  # attempts
-_MAX_INPUTS = 64  # of one request to an engine
-_MAX_UNITS = 65_536  # tokens or characters of one request to an engine, but for a longer input
-_PRIORITY = 2**30  # behind calls, so that beside them a long text comes in small parts
+_MAX_FAILED = 3  # Failed attempts after which the request fails.
+_MAX_INPUTS = 64  # Inputs per request to an engine.
+_MAX_UNITS = 65_536  # Tokens or characters per request to an engine, except for one longer input.
+_PRIORITY = 2**30  # Lower than that of all calls, so long texts are computed in small chunks.
 
 
 class DirectRequests:
-    """Asks the engines of a model, for at most as many programs at once as may be queued. An input
-    never waits for a turn in ServeCore's queue: it waits at the engine, behind the calls that are
-    there. Its tokens are found on the way if it is text, unless only the engines know these.
+    """Sends inputs directly to a model's engines, without ServeCore's queue. They wait at the
+    engine, after its calls. At most `max_queue_size` requests are in flight.
 
-    Raises `NotFound` for the model, `NoEngine`, `QueueFull`, `PromptTooLong` naming the input, and
-    what the engine raises."""
+    Raises `NotFound` for the model, `NoEngine`, `QueueFull`, `PromptTooLong` with the input's
+    index, and the engine's errors."""
 
     def __init__(
         self,
@@ -59,8 +58,8 @@ class DirectRequests:
     async def embed(
         self, tenant: str, model: str, given: Sequence[Input], traceparent: str = ""
     ) -> tuple[list[str], int]:
-        """The embedding of each input, as base64 of little-endian float32, and the tokens of all.
-        `traceparent`: the span of who asks."""
+        """The embedding of each input as base64 of little-endian float32, and the number of tokens
+        of all inputs. `traceparent`: the caller's span."""
         request = EmbedRequest.model_construct(
             priority=_PRIORITY,
             cache_salt=self._tenants.cache_salt(tenant),
@@ -82,8 +81,8 @@ class DirectRequests:
         max_tokens: int,
         traceparent: str = "",
     ) -> tuple[list[Logprobs], int]:
-        """How likely the tokens of each input are (see `ScoreResponse`), and the tokens of all.
-        Raises `InvalidRequest` if they are more than `max_tokens`."""
+        """The log probabilities of each input's tokens (see `ScoreResponse`), and the number of
+        tokens of all inputs. Raises `InvalidRequest` for more than `max_tokens`."""
         model = self._aliases.get(model, model)
         request = ScoreRequest.model_construct(
             priority=_PRIORITY,
@@ -110,8 +109,8 @@ class DirectRequests:
         request: EmbedRequest,
         max_tokens: int | None = None,
     ) -> tuple[list[Any], int]:
-        """The answers to requests like this one, for some of the inputs each, and the tokens of all
-        inputs, which the tenant has used."""
+        """The answers to copies of `request`, each with some of the inputs, and the number of
+        tokens of all inputs. The tokens are charged to the tenant."""
         inputs = await self._inputs(model, given)
         count = sum(len(i) if isinstance(i, list) else len(i) // CHARS_PER_TOKEN for i in inputs)
         if max_tokens is not None and count > max_tokens:
@@ -135,7 +134,7 @@ class DirectRequests:
                 raise InvalidRequest(f"input {index} is empty", param="input")
             if isinstance(one, str) and tokenizer is not None:
                 inputs.append(await prompt_tokens(one, {}, model, tokenizer))
-                await asyncio.sleep(0)  # others may go on
+                await asyncio.sleep(0)  # Let other tasks run.
             else:
                 inputs.append(one)
         return inputs
@@ -154,7 +153,7 @@ class DirectRequests:
             self._asking.leave(tenant)
 
     def _check_lengths(self, model: str, inputs: Sequence[Input]) -> None:
-        """Raises `PromptTooLong` for what no engine of the model takes."""
+        """Raises `PromptTooLong` for an input that is too long for all engines of the model."""
         engines = self._engines(model)
         if not engines:
             raise self._fleet.unserved([model], param="model")
@@ -168,7 +167,7 @@ class DirectRequests:
         return [engine for engine in self._fleet if engine.info.model == model]
 
     async def _ask(self, model: str, request: EmbedRequest) -> Any:
-        """Ask one engine after the other, as runs go on elsewhere."""
+        """Send the request to one engine after another, until one succeeds."""
         failed: list[int] = []
         while True:
             engine = self._choose(model, request.inputs, failed)
@@ -185,7 +184,7 @@ class DirectRequests:
                 return answer
 
     def _choose(self, model: str, inputs: Sequence[Input], failed: Collection[int]) -> Engine:
-        """The engine with the least to do, of those that have not failed if there are any."""
+        """The least loaded engine. Engines that have failed before come last."""
         longest = max(len(given) if isinstance(given, list) else 0 for given in inputs)
         engines = [engine for engine in self._engines(model) if engine.max_len >= longest]
         if not engines:
@@ -194,7 +193,7 @@ class DirectRequests:
 
 
 async def _answer(engine: Engine, request: EmbedRequest) -> Any:
-    """Raises `Unavailable` when the engine is lost meanwhile."""
+    """The engine's answer. Raises `Unavailable` if the engine is lost meanwhile."""
     client = engine.client
     asked: asyncio.Task[Any] = asyncio.create_task(
         client.score(request) if isinstance(request, ScoreRequest) else client.embed(request)

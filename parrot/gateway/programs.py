@@ -1,18 +1,18 @@
-"""Programs that begin no sessions, since the API that they speak has none: the session that each
-has, and where in it the prompt that it sends goes on.
+"""Programs that use a vendor's API, which has no sessions: finds each program's session, and the
+turn that its prompt continues.
 
-A prompt continues the turn with whose text, answer included, it begins.
+A prompt continues a turn if it starts with the turn's prompt and answer.
 
     messages   |-- hashed at once: all up to the last answer --|-- the rest --|
-    text       |-- what the turn before it had, answer included --|-- the rest --|
+    text       |-- the previous turn's prompt and answer --|-- the rest --|
 
-Turns are looked up by the messages that their programs sent, and told by their texts: chat
-templates do not show all that a message says. A hash goes on where that of the turn before ended,
-so of a long conversation only the new messages are hashed as text.
+Turns are found by a hash of their messages, and then compared by text, because chat templates omit
+parts of messages. The text's hash extends the previous turn's hash. So in a long conversation only
+the new messages are hashed as text.
 
-The prefix doctor says where a program's prompt left the one before it, and the likely reason. A
-prompt shares the KV of an earlier one up to the first character that differs, and no further: a
-program that resends its history with a new date in its system prompt shares nothing."""
+The prefix doctor reports where a program's prompt differs from the previous one, and the likely
+reason. A prompt shares KV only up to the first different character. A program that resends its
+history with a new date in the system prompt shares nothing."""
 
 import hashlib
 import re
@@ -44,12 +44,12 @@ Reason = Literal[
     "history_changed",
     "template",
 ]
-_MAX_TEXT = 2**26  # characters of prompts that are kept
-_MAX_ANSWERS = 65_536
-_MAX_QUOTED = 8  # answers of a prompt that are looked up, the last ones
-_MIN_ANSWER = 16  # characters
-_EXCERPT = 24  # characters on either side
-_CHUNK = 65_536
+_MAX_TEXT = 2**26  # Characters of prompts that the doctor keeps. More programs can be compared.
+_MAX_ANSWERS = 65_536  # Answers by which the doctor recognizes a program.
+_MAX_QUOTED = 8  # Last answers of a prompt that are looked up.
+_MIN_ANSWER = 16  # Characters. A shorter answer is ignored, because many programs receive it.
+_EXCERPT = 24  # Characters that are reported on each side of a difference.
+_CHUNK = 65_536  # Characters that are compared at once.
 _MAX_LOSS = 0.1  # Share of the earlier prompt; a larger loss is reported as a broken prefix.
 _DATE = re.compile(
     r"\d{4}-\d\d-\d\d|\d{1,2}:\d\d|\b(?:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]* \d"
@@ -59,18 +59,18 @@ _DATE = re.compile(
 )
 _NONCE = re.compile(r"(?=[^\d]*\d)[\w-]{6,}")
 ENDING = "ending"
-"""The kind of a record that tells where a turn of a session can be continued."""
-_MAX_ENDINGS = 65_536  # turns that can be continued
+"""The kind of a journal record that contains where a turn of a session ended."""
+_MAX_ENDINGS = 65_536  # Turns that can be continued. The least recently used are forgotten.
 Program = tuple[str, str | None]
 """A tenant, and the name of one of its programs; None if the program has no name."""
 
 
 class ProgramSessions:
-    """Begins a session for each program, which ends like any other. Where there is no room for a
-    new one, those end that are idle, the least recently used first."""
+    """Owns the sessions that are created for programs. If there is no room for a new session, idle
+    ones are ended, the least recently used first."""
 
     def __init__(self, core: ServeCore) -> None:
-        """The core's end of a session includes `forget`."""
+        """When the core ends a session, it must call `forget`."""
         self._core = core
         self._programs: LruDict[int, Program] = LruDict()  # by session id
         self._by_name: dict[Program, int] = {}
@@ -79,7 +79,7 @@ class ProgramSessions:
         return session_id in self._programs
 
     def use(self, session_id: int) -> Session:
-        """A live session, which counts as active now."""
+        """A live session; marks it as active now."""
         session = self._core.sessions.find(session_id)
         assert session is not None, session_id
         self._programs.touch(session_id)
@@ -89,8 +89,9 @@ class ProgramSessions:
     def with_room(
         self, tenant: str, name: str | None, usage: Mapping[str, int], known: int | None = None
     ) -> Session:
-        """The session of the program with this name, or the one with the id `known`; or a new one
-        if there is none or it is full. `usage` is as in `Account`. Raises `QuotaExceeded`."""
+        """The session of the program with this name, or the session `known`. A new session if
+        neither exists, or if it is full and idle. `usage` is as in `Quota`. Raises `QuotaExceeded`.
+        """
         if name is not None:
             known = self._by_name.get((tenant, name))
         if known is not None and self.is_live(known):
@@ -106,7 +107,7 @@ class ProgramSessions:
         return self._begin_with_room((tenant, name), usage)
 
     def forget(self, session: Session) -> None:
-        """The session has ended, which may be one of these."""
+        """A session has ended; it need not be a program's."""
         program = self._programs.pop(session.id)
         if program is not None and self._by_name.get(program) == session.id:
             del self._by_name[program]
@@ -138,15 +139,15 @@ class ProgramSessions:
         return session
 
     def restore(self, session: Session) -> None:
-        """It is a program's."""
+        """Register the session as a program's."""
         name = session.apps[0] if session.apps else None
         self._programs.put(session.id, (session.tenant, name))
         if name is not None:
             self._by_name[session.tenant, name] = session.id
 
     def _end_oldest(self, tenant: str, *, only_own: bool) -> bool:
-        """End an idle session, one of the tenant's own if there is one or it must be. False if
-        there is none, or if it is so large that its tenant has room only later."""
+        """End an idle session, preferably one of the tenant; `only_own`: no other. Returns False if
+        no session was ended, or if the tenant's room becomes free only later."""
         sessions = (self._core.sessions.find(session_id) for session_id in self._programs)
         oldest: Session | None = None
         for session in sessions:
@@ -169,7 +170,7 @@ def _is_idle(session: Session) -> bool:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ShownPrompt:
-    """A prompt as its program sent it, and as the model was shown it."""
+    """A prompt as the program sent it, and `text`, as the model receives it."""
 
     messages: Sequence[Message]
     options: Mapping[str, Any]
@@ -177,17 +178,16 @@ class ShownPrompt:
 
 
 class Ending(NamedTuple):
-    """Where a turn ended, after `length` characters: `told` is the hash of them, answer included.
-    `prompt` gives the turn's, as long as it is kept."""
+    """The end of a turn."""
 
     session_id: int
     completion: Completion
-    length: int
-    told: "_Hash"
-    prompt: Callable[[], ShownPrompt | None]
+    length: int  # characters of the turn's prompt and answer
+    told: "_Hash"  # the hash of these characters
+    prompt: Callable[[], ShownPrompt | None]  # the turn's prompt while it is in memory
 
     def begins(self, text: str) -> bool:
-        """Whether the text begins with all of the turn's."""
+        """Whether the text starts with the turn's prompt and answer."""
         prompt = self.prompt()
         if prompt is not None:
             answer = self.completion.output.text
@@ -196,8 +196,8 @@ class Ending(NamedTuple):
 
 
 class PromptPlace:
-    """Where a prompt ends in its conversation: behind all of its `messages`, of which the first
-    `num_known` are a turn that ended in `ending`, if it continues one."""
+    """The place of a prompt in its conversation. `messages` is the hash of all its messages. If the
+    prompt continues a turn, `ending` is that turn's end, after the first `num_known` messages."""
 
     def __init__(
         self, prompt: ShownPrompt, messages: "_Hash", ending: Ending | None, num_known: int
@@ -217,7 +217,7 @@ class PromptPlace:
 
 
 class Endings:
-    """The endings of turns of live sessions, the most recently used ones up to a bound."""
+    """The ends of turns in live sessions, up to `_MAX_ENDINGS`."""
 
     def __init__(self) -> None:
         self._endings: LruDict[bytes, Ending] = LruDict()
@@ -226,7 +226,7 @@ class Endings:
     def put(
         self, place: PromptPlace, session: Session, completion: Completion, message: Message
     ) -> None:
-        """One answer of the turn at `place` is done, for which its program will send `message`."""
+        """An answer of the turn at `place` is finished. Its program will send it as `message`."""
         told, answer = place.told(), completion.output.text
         told.update(_encoded(answer))
         length = len(place.prompt.text) + len(answer)
@@ -239,14 +239,14 @@ class Endings:
             session.log.note(ENDING, {"key": key.hex(), **ids})
 
     def restore(self, session: Session, fields: Mapping[str, Any]) -> None:
-        """Remember what a record of the session tells."""
+        """Restore the ending in a session's journal record."""
         completion = session.graph.completion(fields["request"], fields["task"])
         text = _text_of(completion)
         ending = Ending(session.id, completion, len(text), _told(text), lambda: None)
         self._keep(bytes.fromhex(fields["key"]), ending)
 
     def forget(self, session_id: int) -> None:
-        """The session has ended: nothing of its texts is kept."""
+        """The session has ended: its endings are removed."""
         for key in self._of_sessions.pop(session_id, ()):
             self._endings.pop(key)
 
@@ -267,8 +267,8 @@ class Endings:
     def find(
         self, prompt: ShownPrompt, scope: Mapping[str, Any], is_live: Callable[[int], bool]
     ) -> PromptPlace:
-        """Where the prompt ends, behind the longest known beginning of it whose session is live.
-        `scope`: what else has to be equal for two prompts to be."""
+        """The place of the prompt after its longest known beginning in a live session. `scope`:
+        further values that must be equal in both prompts."""
         history = _History(prompt.messages, scope)
         for num_messages, key in history.beginnings():
             ending = self._endings.get(key)
@@ -280,7 +280,7 @@ class Endings:
 
 
 class _History:
-    """The keys of a prompt's messages: hashes of all from the first to some answer."""
+    """Hashes of a prompt's messages: of all messages from the first up to an answer."""
 
     def __init__(self, messages: Sequence[Message], scope: Mapping[str, Any]) -> None:
         self._messages = messages
@@ -290,7 +290,7 @@ class _History:
             if _is_answer(messages[i - 1]):
                 self._num_hashed = i
                 break
-        self._hash = self._scope.copy()  # of so many
+        self._hash = self._scope.copy()  # of the first `_num_hashed` messages
         _extend(self._hash, messages[: self._num_hashed])
 
     def whole(self) -> "_Hash":
@@ -299,8 +299,8 @@ class _History:
         return whole
 
     def beginnings(self) -> Iterator[tuple[int, bytes]]:
-        """How many messages there are up to each answer, and their key, the last answer first.
-        Conversations that were cut or have forked look at more than one."""
+        """Yield the number of messages up to each answer, and their hash, the last answer first.
+        More than one is needed only if the conversation was cut or has forked."""
         if not self._num_hashed:
             return
         yield self._num_hashed, self._hash.digest()
@@ -317,15 +317,15 @@ def _is_answer(message: Message) -> bool:
 
 
 def _extend(key: "_Hash", messages: Sequence[Message]) -> None:
-    """The same for all of them at once as for one after the other."""
+    """Hash the messages. Hashing them together or one by one gives the same result."""
     if messages:
-        written = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)  # [...]
+        written = orjson.dumps(messages, option=orjson.OPT_SORT_KEYS)  # a list: [...]
         key.update(b",")
         key.update(memoryview(written)[1:-1])
 
 
 def _text_of(completion: Completion) -> str:
-    """All of a turn, answer included."""
+    """The text of a turn, answer included."""
     parts: list[str] = []
     turn: Completion | None = completion
     while turn is not None:
@@ -345,20 +345,18 @@ def _encoded(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PrefixBreak:
-    """`at`: the characters that two prompts of a program have in common, of the earlier one's
-    `earlier_length`. `message`: index of the first message that differs; None if none does.
-    `before` and `after` are the texts around the place in the earlier prompt and the later one."""
+    """The first difference between two prompts of a program."""
 
     reason: Reason
-    at: int
-    earlier_length: int
-    message: int | None
-    before: str
-    after: str
+    at: int  # number of equal characters
+    earlier_length: int  # characters of the earlier prompt
+    message: int | None  # index of the first different message; None: all are equal
+    before: str  # text around the difference in the earlier prompt
+    after: str  # text around the difference in the later prompt
 
     @property
     def is_large(self) -> bool:
-        """Whether more of the earlier prompt was lost than a chat template changes in a turn."""
+        """Whether more of the earlier prompt was lost than chat templates change between turns."""
         return self.earlier_length - self.at > _MAX_LOSS * self.earlier_length
 
     @property
@@ -368,15 +366,15 @@ class PrefixBreak:
         return f"broken; reason={self.reason}{message}; at={self.at}"
 
     def __str__(self) -> str:
-        """One line for people."""
+        """One line for people, with excerpts of the prompts."""
         where = "" if self.message is None else f" in message {self.message}"
         change = f"{self.before!r} became {self.after!r}"
         return f"{self.reason}{where}, after {self.at} characters: {change}"
 
 
 class PrefixDoctor:
-    """Keeps the last prompt of each program, the least recently used ones up to a bound, and knows
-    programs by what was answered to them."""
+    """Keeps the last prompt of each program, the most recently used ones up to a bound. Recognizes
+    unnamed programs by the answers that they received."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -384,24 +382,25 @@ class PrefixDoctor:
         self._answers: LruDict[bytes, int] = LruDict(_MAX_ANSWERS)
 
     def program_of(self, tenant: str, prompt: ShownPrompt) -> int | None:
-        """The session in which one of the last answers that the prompt quotes was given."""
+        """The session that gave one of the prompt's last answers; None if no answer is known."""
         answers = [m for m in prompt.messages if m.get("role") == "assistant"]
         keys = [_answer_key(tenant, answer) for answer in answers[: -_MAX_QUOTED - 1 : -1]]
         return next((found for key in keys if (found := self._answers.get(key)) is not None), None)
 
     def compare(self, session_id: int, prompt: ShownPrompt) -> PrefixBreak | None:
-        """Where the prompt, which continues no turn, leaves the last prompt of its session."""
+        """Where a prompt that continues no turn differs from its session's last prompt."""
         earlier = self._prompts.get(session_id)
         return None if earlier is None else diagnose(earlier, prompt)
 
     def submitted(self, session_id: int, prompt: ShownPrompt, left: PrefixBreak | None) -> None:
-        """The prompt is the last one of its session now."""
+        """Keep the prompt as its session's last one, and report a break."""
         self._prompts.put(session_id, prompt)
         if left is not None:
             self._events.emit(PrefixBroken, left.reason)
 
     def remember_answer(self, tenant: str, session_id: int, answer: Message) -> None:
-        """Short answers are not remembered: many programs get the same."""
+        """Remember which session gave the answer. Short answers are not remembered, because many
+        programs receive the same."""
         if answer.get("tool_calls") or len(answer["content"]) >= _MIN_ANSWER:
             self._answers.put(_answer_key(tenant, answer), session_id)
 
@@ -411,7 +410,7 @@ class PrefixDoctor:
 
 
 def diagnose(earlier: ShownPrompt, later: ShownPrompt) -> PrefixBreak:
-    """Why `later` does not begin with all of `earlier`."""
+    """Why `later` does not start with `earlier`."""
     at = _common_length(earlier.text, later.text)
     message = _first_difference(earlier.messages, later.messages)
     before, after = _around(earlier.text, at), _around(later.text, at)

@@ -1,5 +1,5 @@
-"""Shards: on which of them the sessions of an application begin, so that they share what its
-engines keep, and the way of requests to the shard that has what they ask for."""
+"""Shards: chooses the shard on which an application's sessions begin, so that they share their
+engines' KV, and forwards requests to the shard that owns their session."""
 
 import asyncio
 import logging
@@ -24,28 +24,29 @@ from parrot.serve.core import ServeCore
 from parrot.utils.shard import ElsewhereError, Shard
 
 FORWARDED = "x-parrot-forwarded"
-"""The header of requests that were handed on."""
+"""The header of requests that another shard has forwarded."""
 LOAD = "x-parrot-load"
-"""The header that says how full the shard is that was asked."""
+"""The header with the load of the shard that received the request first."""
 STAYS = "parrot_stays"
-"""Set in the scope of a request that none of its homes has taken."""
+"""Set in a request's scope after all its home shards have declined it."""
+# A home shard declines a session if it has more sessions or calls than 1.25 times those of the
+# asking shard plus 16, or if more than 50% of its engines' KV is in use and more than the other's.
 _MOST_TIMES, _MOST_MORE, _MOST_KV = 1.25, 16, 50
-_NUM_HOMES = 3
+_NUM_HOMES = 3  # Shards of one application. More spread its load, but share less KV.
 logger = logging.getLogger(__name__)
-_CONNECT_S = 5.0
-_PROBE_S = 10.0
+_CONNECT_S = 5.0  # Seconds to connect to another shard.
+_PROBE_S = 10.0  # Seconds between health checks of a shard while requests wait for it.
 _OWN = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"})
-"""Headers of a connection, not of what goes over it."""
+"""Headers that belong to one connection, and are not forwarded."""
 _ANSWERS_OWN = _OWN | {b"date", b"server", b"x-request-id", b"request-id"}
-"""The same, and those that each server adds to every answer."""
+"""Headers of an answer that are not forwarded, because each server adds its own."""
 _NOT_TAKEN = (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
-_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # Headers aiohttp would add.
 
 
 def homes(tenant: str, app: str, cores: Sequence[str]) -> list[int]:
-    """The shards of a tenant's application, by rendezvous hashing: those whose addresses have the
-    greatest hashes together with both, the greatest first. With one shard more, or less, few
-    applications move."""
+    """The home shards of a tenant's application, best first, by rendezvous hashing. When a shard is
+    added or removed, only few applications move."""
 
     def weight(index: int) -> bytes:
         return sha256("\0".join((tenant, app, cores[index])).encode(errors="replace")).digest()
@@ -54,18 +55,16 @@ def homes(tenant: str, app: str, cores: Sequence[str]) -> list[int]:
 
 
 class ShardLoad(NamedTuple):
-    """How full a shard is: its sessions, its calls, which run or wait, and the percentage of its
-    engines' KV that contexts of live sessions have. None says anything of the others: short
-    sessions are few at a time, however many calls they make, and an agent has more KV than many
-    chats."""
+    """The load of a shard. All three are needed: short sessions are few at a time, however many
+    calls they make, and one agent may use more KV than many chats."""
 
-    sessions: int
-    calls: int
-    kv: int
+    sessions: int  # live sessions
+    calls: int  # running and queued calls
+    kv: int  # percentage of the engines' KV that contexts of live sessions use
 
     @classmethod
     def parse(cls, header: str) -> Self | None:
-        """None if it is no load."""
+        """The load in a header; None if the header is invalid."""
         numbers = header.split()
         if len(numbers) != len(cls._fields) or not all(map(str.isdecimal, numbers)):
             return None
@@ -76,16 +75,16 @@ class ShardLoad(NamedTuple):
         return b"%d %d %d" % self
 
     def yields_to(self, asked: "ShardLoad") -> bool:
-        """Whether a shard leaves new sessions of its applications to others, since it has much more
-        sessions or calls than the one that was asked, or little KV left, and less."""
+        """Whether this shard declines new sessions in favor of `asked`: it has many more sessions
+        or calls, or more than 50% of its KV in use and more than `asked`."""
         counts = ((self.sessions, asked.sessions), (self.calls, asked.calls))
         has_more = any(own > _MOST_TIMES * its + _MOST_MORE for own, its in counts)
         return has_more or self.kv > max(_MOST_KV, asked.kv)
 
 
 class Affinity:
-    """Sends what begins a session to the first of its application's shards that is not much fuller
-    than the shard that was asked. `load` says how full this one is."""
+    """Sends new sessions to their application's first home shard that is not much more loaded than
+    the shard that received the request."""
 
     def __init__(self, shard: Shard, cores: Sequence[str], load: Callable[[], ShardLoad]) -> None:
         self._shard = shard
@@ -93,8 +92,8 @@ class Affinity:
         self._load = load
 
     def check(self, request: Request, tenant: str, apps: Sequence[str]) -> None:
-        """Whether the session may begin here: raises `ElsewhereError` if other shards come first,
-        and `MisdirectedRequest` if it was sent on to this one, which is much fuller."""
+        """Return if the session may begin here. Raises `ElsewhereError` if other home shards come
+        first, and `MisdirectedRequest` to decline a forwarded session."""
         if FORWARDED in request.headers:
             asked = ShardLoad.parse(request.headers.get(LOAD, ""))
             if asked is not None and self._load().yields_to(asked):
@@ -112,8 +111,7 @@ def load_of(core: ServeCore) -> ShardLoad:
 
 
 def placed(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> Endpoint:
-    """The endpoint, of which each session that it begins, if it does, has its place on its
-    application's shard."""
+    """The endpoint, with new sessions placed on the home shards of their application."""
     if endpoint.takes not in (SessionCreateRequest, GraphRequest):
         return endpoint
     affinity = Affinity(core.config.shard, cores, lambda: load_of(core))
@@ -129,14 +127,12 @@ def placed(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> Endpoin
 
 
 class Forwarding:
-    """Answers what `app` has, and hands on to another shard what that has, unchanged in both
-    directions, streams as they come.
+    """Passes requests to `app`, and forwards requests for other shards' objects. Both directions
+    are streamed unchanged. A forwarded request is not forwarded again: then the shards' lists
+    differ, and it fails with `MisdirectedRequest`.
 
-    A request that was handed on once is not again: then the shards disagree, and it gets
-    `MisdirectedRequest`. One to a shard that does not answer gets `Unavailable`, as does one whose
-    body is too large for what is left of `max_body_memory`: it counts till the answer begins. What
-    may stay here stays where each of the other shards gives no answer, or says that it cannot take
-    it now."""
+    A request fails with `Unavailable` if the shard does not answer, or if its body exceeds the rest
+    of `max_body_memory`. A new session begins here if all its home shards decline or fail."""
 
     def __init__(
         self,
@@ -144,7 +140,7 @@ class Forwarding:
         urls: Sequence[str],
         load: Callable[[], ShardLoad] = lambda: ShardLoad(0, 0, 0),
     ) -> None:
-        """`urls`: of all shards, in order. `load`: how full this one is."""
+        """`urls`: the addresses of all shards, in order. `load`: this shard's load."""
         self._app = app
         self._load = load
         self._urls = urls
@@ -174,7 +170,7 @@ class Forwarding:
     async def _offer(
         self, shards: Sequence[int], scope: Scope, body: "_Body", send: Send, lease: BodyLease
     ) -> None:
-        """Hand on what may stay here, and was read to its end, to the first that takes it."""
+        """Offer a request that may stay here to the shards in order, until one accepts it."""
         whole, has_begun = body.whole(), False
         headers = [(name, value) for name, value in scope["headers"] if name != LOAD.encode()]
         offer = {**scope, "headers": [*headers, (LOAD.encode(), self._load().header)]}
@@ -233,7 +229,7 @@ class Forwarding:
                 skip_auto_headers=_ADDED,
                 allow_redirects=False,
             ) as answer:
-                lease.hold(0)  # the body was sent
+                lease.hold(0)  # The body was sent.
                 kept = [(n, v) for n, v in answer.raw_headers if n.lower() not in _ANSWERS_OWN]
                 has_begun = True
                 begin = {"type": "http.response.start", "status": answer.status, "headers": kept}
@@ -247,7 +243,7 @@ class Forwarding:
             raise Unavailable(f"shard {shard} does not answer: {error or type(error)}") from error
 
     async def _ask(self, url: str) -> None:
-        """Raises `Unavailable` if the shard does not tell its health."""
+        """Raises `Unavailable` if the shard does not answer `/health`."""
         try:
             async with asyncio.timeout(_CONNECT_S), self._session().get(f"{url}/health"):
                 pass
@@ -257,7 +253,7 @@ class Forwarding:
     def _session(self) -> aiohttp.ClientSession:
         if self._http is None:
             self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),  # the server's own limits hold
+                connector=aiohttp.TCPConnector(limit=0),  # The server limits connections itself.
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 auto_decompress=False,
                 cookie_jar=aiohttp.DummyCookieJar(),
@@ -266,7 +262,7 @@ class Forwarding:
 
 
 def _text(value: bytes) -> str:
-    """The value of a header; aiohttp writes it as UTF-8."""
+    """The value of a header, as a string that aiohttp encodes as UTF-8."""
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -274,8 +270,8 @@ def _text(value: bytes) -> str:
 
 
 class _Body:
-    """A request's body, of which what was read is kept until an answer begins, or is waited for:
-    who has what is asked for is known before."""
+    """A request's body. The bytes that `app` has read are kept until the answer begins, so that the
+    request can still be forwarded."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -285,11 +281,11 @@ class _Body:
 
     @property
     def num_kept(self) -> int:
-        """Bytes that were read, and not yet handed on."""
+        """Bytes that are kept in memory."""
         return sum(map(len, self._read))
 
     async def receive(self) -> Message:
-        if self.is_whole:  # it is asked whether the client has left
+        if self.is_whole:  # The app now waits for a disconnect.
             self._read.clear()
         message = await self._receive()
         if message["type"] == "http.request":
@@ -315,7 +311,7 @@ class _Body:
         self._read = [whole or b""]
 
     def again(self) -> Receive:
-        """Give what was read to another reader, who then hears whether the client has left."""
+        """A `receive` with the kept body, for a second attempt; then it reports a disconnect."""
         messages = [{"type": "http.request", "body": self.whole() or b""}]
 
         async def receive() -> Message:
@@ -324,8 +320,8 @@ class _Body:
         return receive
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield what was read, and the rest as it comes. Raises `ConnectionError` if the client
-        leaves."""
+        """Yield the kept bytes, and then the rest as it arrives. Raises `ConnectionError` if the
+        client disconnects."""
         for piece in self._read:
             yield piece
         while not self.is_whole:
@@ -336,7 +332,8 @@ class _Body:
             yield self._read[-1]
 
     async def left(self) -> None:
-        """Wait until the client has left."""
+        """Wait until the client disconnects."""
+
         await self._ended.wait()
         while (await self._receive())["type"] != "http.disconnect":
             pass

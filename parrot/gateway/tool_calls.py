@@ -1,4 +1,4 @@
-"""How families of models call tools, told from their chat templates.
+"""The tool call formats of model families, which are recognized by their chat templates.
 
 | family | a call |
 |---|---|
@@ -13,13 +13,13 @@
 | Gemma 4 | `<|tool_call>call:look{at:<|"|>sky<|"|>}<tool_call|>` |
 | Kimi K2 | `<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0...{"at": "sky"}...` |
 
-A reader finds the calls in what models write, each family in its own markup; None for whatever is
-not wholly calls: then it is text.
+A reader returns the calls in a model's output, in its family's markup. It returns None if the
+output is not only calls. Then the output is text.
 
-A model whose template is of no family is told of its tools in words, and its calls have Hermes'
-form: see `described_messages`. A grammar constrains each answer that may call them. Other models
-are constrained where the rules of a request ask for it. Families whose own form is no JSON then
-call in JSON between their own tags."""
+A model whose template matches no family receives its tools as text, and calls them in Hermes' form:
+see `described_messages`. A grammar constrains all its answers that may call tools. Other models are
+constrained only if the request's rules need it. Families whose own form is not JSON then call in
+JSON between their own tags."""
 
 import ast
 import json
@@ -56,8 +56,8 @@ from parrot.serve.prompts.encode import ModelTokenizer
 
 _FREE = dict.fromkeys(CONSTRAINTS)
 
-_MAX_PYTHON = 2**14  # characters; a longer one is text
-_MAX_DEPTH = 64
+_MAX_PYTHON = 2**14  # Characters of a pythonic call. A longer one is text.
+_MAX_DEPTH = 64  # Nesting levels of a Gemma call's arguments. A deeper one is text.
 _DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[\s;]*")
 _DEEPSEEK_CALL = re.compile(
@@ -87,8 +87,8 @@ _KIMI_TAGS = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 
 
 def read_json(text: str) -> list[ParsedToolCall] | None:
-    """A JSON object, a list of them, or some one after the other, with semicolons or not. Their
-    arguments are called `arguments` or `parameters`."""
+    """Reads a JSON object, a list of them, or several in sequence, with or without semicolons. The
+    arguments are in the field `arguments` or `parameters`."""
     try:
         value = orjson.loads(text)
         items = value if isinstance(value, list) else [value]
@@ -108,7 +108,7 @@ def read_json(text: str) -> list[ParsedToolCall] | None:
 
 
 def _in_sequence(text: str) -> list[Any]:
-    """The objects; none if there is anything else."""
+    """The JSON objects in the text; empty if the text contains anything else."""
     found: list[Any] = []
     end = _end_of_gap(text, 0)
     while end < len(text):
@@ -141,7 +141,7 @@ def read_deepseek(text: str) -> list[ParsedToolCall] | None:
 
 
 def read_kimi(text: str) -> list[ParsedToolCall] | None:
-    """Calls keep the ids that the model gives them, since it is shown them again."""
+    """Reads calls and keeps the ids that the model wrote, because later prompts show them again."""
     calls: list[ParsedToolCall] = []
     for found in _whole(_KIMI_CALL, text) or ():
         try:
@@ -157,8 +157,8 @@ def read_kimi(text: str) -> list[ParsedToolCall] | None:
 
 
 def read_gemma(text: str, quote: str, functions: Sequence[Function]) -> list[ParsedToolCall] | None:
-    """`call:look{at:<quote>sky<quote>,n:[1,{far:true}]}`. Values without quotes are JSON, or text
-    if the function wants some."""
+    """`call:look{at:<quote>sky<quote>,n:[1,{far:true}]}`. A value without quotes is JSON, or text
+    if the function's schema has a string."""
     found = _GEMMA_CALL.fullmatch(text)
     if found is None:
         return None
@@ -182,7 +182,7 @@ class _Bare(str):
 
 
 def _plain(value: Any) -> Any:
-    """With JSON in place of what has no quotes."""
+    """The value with unquoted values parsed as JSON."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -191,7 +191,7 @@ def _plain(value: Any) -> Any:
 
 
 class _GemmaReader:
-    """Reads values one after the other; `at` is the place behind the last one."""
+    """Reads values in sequence; `at` is the position after the last one."""
 
     def __init__(self, text: str, quote: str) -> None:
         self._text = text
@@ -199,7 +199,7 @@ class _GemmaReader:
         self.at = 0
 
     def value(self, depth: int = 0) -> Any:
-        """Raises `ValueError` if there is none."""
+        """The next value. Raises `ValueError` if there is none."""
         if depth > _MAX_DEPTH:
             raise ValueError("it is too deep")
         if self._takes("{"):
@@ -267,7 +267,8 @@ def read_glm(text: str, functions: Sequence[Function]) -> list[ParsedToolCall] |
 def _tagged(
     call: re.Match[str], argument: re.Pattern[str], functions: Sequence[Function]
 ) -> list[ParsedToolCall] | None:
-    """`call`: the name, and the text of the arguments, which are JSON unless of type string."""
+    """`call` has the function's name and the arguments' text. An argument is JSON, unless its type
+    is string."""
     name, text = call.groups()
     arguments: dict[str, Any] = {}
     found = _whole(argument, text)
@@ -300,7 +301,7 @@ def _typed(value: str, schema: Any) -> Any:
 
 
 def _whole(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
-    """The matches of which the text wholly consists, but for white space."""
+    """The matches, if the text consists only of matches and white space."""
     matches: list[re.Match[str]] = []
     end = 0
     while found := pattern.match(text, end):
@@ -310,11 +311,11 @@ def _whole(pattern: re.Pattern[str], text: str) -> list[re.Match[str]] | None:
 
 
 def read_python(text: str) -> list[ParsedToolCall] | None:
-    """`[look(at="sky"), wait(s=3)]`; nothing in it is run."""
+    """`[look(at="sky"), wait(s=3)]`. The text is parsed, and not executed."""
     if len(text) > _MAX_PYTHON:
         return None
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # of invalid escape sequences
             tree = ast.parse(text.strip(), mode="eval").body
         if not isinstance(tree, ast.List):
             return None
@@ -359,16 +360,15 @@ def _literal(node: ast.expr) -> Any:
 
 
 class Family(NamedTuple):
-    """`marks`: texts that are all in their chat templates. `make_parser` takes the functions that
-    may be called."""
+    """The tool format of a model family."""
 
-    marks: tuple[str, ...]
-    make_parser: Callable[[Sequence[Function]], AnswerParser]
+    marks: tuple[str, ...]  # strings that the family's chat templates all contain
+    make_parser: Callable[[Sequence[Function]], AnswerParser]  # gets the callable functions
     markup: CallMarkup
 
 
 def _or_json(read: Read) -> Read:
-    """Reads a call in the family's own form, or in JSON, as its grammar has it."""
+    """Reads a call in the family's own form, or in JSON, which its grammar generates."""
     return lambda text: read_json(text) if text.lstrip().startswith("{") else read(text)
 
 
@@ -429,7 +429,7 @@ _FAMILIES = (
     Family(("<tool_call>",), lambda functions: TaggedParser(*_TAGS, read_json), _HERMES),
     Family(
         ("[TOOL_CALLS]",),
-        # Where the tag is a special token, it is not in the text of an answer.
+        # If the tag is a special token, the answer's text does not contain it.
         lambda functions: WholeParser("[", read_json, TaggedParser("[TOOL_CALLS]", "", read_json)),
         CallMarkup("[TOOL_CALLS]", "[", "]", separator=", "),
     ),
@@ -454,27 +454,27 @@ _FAMILIES = (
     ),
 )
 _DESCRIBED = Family((), lambda functions: TaggedParser(*_TAGS, read_json), DESCRIBED)
-"""Models that are told of their tools in words."""
+"""For models whose template has no tool format."""
 
 
 def tool_family(template: str) -> Family | None:
-    """The family of models with this chat template; None if it shows no tools, or shows them in a
-    form that is not known."""
-    if "[ARGS]" in template:  # Mistral's later form, of special tokens that answers do not have
+    """The family of models with this chat template; None if the template shows no tools or has an
+    unknown format."""
+    if "[ARGS]" in template:  # Mistral's newer form has special tokens, which answers do not show.
         return None
     families = (f for f in _FAMILIES if all(mark in template for mark in f.marks))
     return next(families, None)
 
 
 def are_described(tokenizer: ModelTokenizer) -> bool:
-    """Whether the model is told of its tools in words, since its chat template shows none."""
+    """Whether tools are described to the model as text, because its template has no tool format."""
     return tokenizer.chat is not None and tool_family(tokenizer.chat.source) is None
 
 
 def answer_parser(
     tools: Sequence[Mapping[str, Any]], model: str, tokenizer: ModelTokenizer | None
 ) -> Callable[[], AnswerParser]:
-    """Makes parsers of answers that may call the tools. Raises `UnsupportedField` for a model
+    """Makes parsers for answers that may call the tools. Raises `UnsupportedField` for a model
     without a chat template."""
     functions = [tool.get("function", {}) for tool in tools]
     return partial(_family(model, tokenizer).make_parser, functions)
@@ -486,8 +486,8 @@ def constrained_calls(
     model: str,
     tokenizer: ModelTokenizer | None,
 ) -> Sequence[SamplingConfig]:
-    """The samplings of answers whose calls obey the rules; what constrains them already is for
-    answers that call nothing. Raises `UnsupportedField` and `InvalidRequest`."""
+    """The samplings, with grammars that make calls obey the rules. An existing constraint applies
+    to answers without calls. Raises `UnsupportedField` and `InvalidRequest`."""
     family = _family(model, tokenizer)
     return [_constrained(sampling, rules, family) for sampling in samplings]
 
@@ -498,7 +498,7 @@ def _constrained(sampling: SamplingConfig, rules: CallRules, family: Family) -> 
         return sampling
     if sampling.constraint not in (None, "json_schema") and not rules.must_call:
         if not rules.constrains:
-            return sampling  # an answer in another form is no call
+            return sampling  # The constraint excludes calls.
         raise UnsupportedField(
             f"an answer with `{sampling.constraint}` cannot call strict tools", param="tools"
         )
@@ -523,7 +523,7 @@ def _family(model: str, tokenizer: ModelTokenizer | None) -> Family:
 
 
 def no_tools(model: str, reason: str) -> UnsupportedField:
-    """The error of a request with tools that the model cannot be given."""
+    """The error for tools that the model does not support."""
     text = (
         f"Model `{model}` does not support tool calling: {reason}. Use a model whose chat template "
         "has a tool format, such as Qwen3, Llama 3.1 or Mistral, or an engine of type `builtin`. "
@@ -533,7 +533,7 @@ def no_tools(model: str, reason: str) -> UnsupportedField:
 
 
 def served_parser(rules: CallRules | None, *, may_reason: bool) -> Callable[[], AnswerParser]:
-    """Makes parsers of answers."""
+    """Makes parsers for answers of a server that renders messages itself."""
 
     def make() -> AnswerParser:
         parser: AnswerParser = PlainParser()

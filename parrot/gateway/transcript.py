@@ -1,35 +1,35 @@
-"""Conversations as prompts: what the model's chat template makes of a list of messages, in pieces.
+"""Converts conversations to prompts: renders messages with the chat template, and splits the result
+into pieces.
 
     "<|im_start|>user\n"   "Hello"   "<|im_end|>\n<|im_start|>assistant\n"   "Hi!"   "<|im_end|>\n"
      markup                 message   markup                                  answer  markup
 
-The pieces, one after the other, are exactly what the template renders. Messages are told from
-markup by rendering them a second time as marks that nobody can guess, so that no text in a message
-is ever read as markup.
+The concatenated pieces are exactly the rendered prompt. To separate messages from markup, the
+messages are rendered a second time as random marks. So no text of a message is parsed as markup.
 
-Variables in prompts that come whole: `{{name}}` in a message stands for a variable's value.
+Session variables: `{{name}}` in a message stands for a variable's value.
 
-    message   "Join: {{a}}"              the chat template sees, and so shows
+    message   "Join: {{a}}"              the template's output for the marked message
     marked    "Join: <mark of a>"        "<|im_start|>user\\nJoin: <mark of a><|im_end|>..."
     pieces                               "<|im_start|>user\\n" "Join: " variable a "<|im_end|>..."
 
-The values need not be known: they never go through the template. In the prompt they are plain text
-between its pieces, so nothing in them is ever read as markup.
+The values need not exist yet, because the template never receives them. Values are plain text
+between the pieces, so they are not parsed as markup either.
 
-A server behind an engine may render conversations itself, with the model's own template. A text
-stands for its prompt in ServeCore, which never gets to the model. Like a prompt's, its pieces are
-the same exactly if the conversation is. So contexts, turns that continue others and results are
-found by it as ever.
+A server behind an engine may render conversations itself, with the model's own template. ServeCore
+then uses a stand-in text for the prompt, which the model never receives. Stand-ins have equal
+pieces exactly if the conversations are equal. So contexts, continued turns and results are found
+as for other prompts.
 
-    {"tools": [...]}                        the options that the server gets
-    {"role": "user"}                        then each message: what else it says, and its text
+    {"tools": [...]}                        the options for the server
+    {"role": "user"}                        each message: its other fields, then its text
     Is it raining?
     {"role": "assistant"}
     <answer>
 
-Its answers come as text: reasoning between `<think>` and `</think>`, then what is said, then each
-call as `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, whatever the model's own markup
-is."""
+The answers of such servers have one form, independent of the model's markup: reasoning between
+`<think>` and `</think>`, text, and each call as
+`<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
 import asyncio
 import json
@@ -60,34 +60,35 @@ from parrot.serve.prompts.encode import ModelTokenizer, Style, encode_prompt, re
 from parrot.serve.prompts.segments import Segment
 from parrot.serve.prompts.templates import PLAIN_CHAT, ModelTemplate, sentinel
 
-_PART = 2048  # characters
-_MAX_CHARS = 2**23  # of a prompt: no model has room for two million tokens
+_PART = 2048  # Shortest part of a split text, in characters. Shorter parts share more prefixes.
+_MAX_CHARS = 2**23  # Characters of a prompt. No model accepts two million tokens.
 TokenPrompt = tuple[str, TokenizedText | None]
-"""A prompt's text, and its tokens where the text does not tell them."""
+"""A prompt's text, and its tokens if the text does not encode to them."""
 Body = dict[str, Any]
-"""The fields of a chat completion that say what was said, and what may be called."""
-_SAID = frozenset({"content", "tool_calls", "reasoning_content"})
+"""The fields of a chat completion request that contain the conversation and the tools."""
+_SAID = frozenset({"content", "tool_calls", "reasoning_content"})  # Fields in a message's text.
 
 Message = Mapping[str, Any]
-"""A message as chat templates take it: `role`, `content`, and perhaps `tool_calls`, `name`, ..."""
+"""A message in the form that chat templates expect: `role`, `content`, and perhaps `tool_calls`,
+`name`, ..."""
 Ends = list[tuple[int, PieceKind]]
-"""Where pieces end, and what they are."""
+"""The end of each piece, and its kind."""
 FindEnds = Callable[[int, int], Ends]
-MAX_PLACES = 256
-_MAX_BRACES = 8192  # double ones, which may be places
+MAX_PLACES = 256  # Placeholders of variables in a prompt.
+_MAX_BRACES = 8192  # Occurrences of `{{` in a prompt that are parsed for placeholders.
 
 
 class Transcript:
-    """A prompt. `find_ends` tells where its pieces end, as `pieces` is asked for them."""
+    """A rendered prompt. `find_ends` computes the ends of its pieces when `pieces` is called."""
 
     def __init__(self, text: str, find_ends: "FindEnds") -> None:
         self.text = text
         self._find_ends = find_ends
 
     def pieces(self, start: int = 0, num_known: int = 0) -> list[TextPiece]:
-        """The pieces behind the first `start` characters; if `num_known`, these are an earlier
-        transcript of the first `num_known` messages but one, and then that one, an answer, as it
-        was generated. What is known already is not looked at again."""
+        """The pieces after the first `start` characters. If `num_known`, these characters are the
+        prompt of the first `num_known` messages except the last, and that answer as generated. The
+        known part is not parsed again."""
         found = []
         for end, kind in self._find_ends(start, num_known):
             if end > start or not end:
@@ -97,15 +98,16 @@ class Transcript:
 
 
 def with_system_first(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a template that takes one system message, before all others: those that
-    begin the conversation are one, and any later one is a part of the user's message before it, or
-    else of the one behind it. So the text of a conversation that goes on begins as it did.
+    """The messages for a template that accepts one system message, at the start.
+
+    The first system messages are merged. A later one is appended to the user message before it, or
+    else to the user message after it. So the prompt of a growing conversation keeps its prefix.
 
     system A, system B, user C, system D, assistant E, system F, user G
     system A B,         user C D,         assistant E, user F G"""
     placed: list[Message] = []
     is_begun = is_open = (
-        False  # a message that is no system message came; the last takes what follows
+        False  # begun: a non-system message came; open: the last message takes the next one
     )
     for message in messages:
         is_system = message.get("role") == "system"
@@ -122,7 +124,7 @@ def with_system_first(messages: Sequence[Message]) -> list[Message]:
 
 
 def _append(placed: list[Message], message: Message, *, is_joined: bool) -> None:
-    """As a message of its own, or `is_joined` to the last one."""
+    """Add the message, or append its text to the last message if `is_joined`."""
     if is_joined:
         text = f"{_text(placed[-1])}\n\n{_text(message)}"
         placed[-1] = {**placed[-1], "content": text}
@@ -138,20 +140,19 @@ def render_transcript(
     are_as_sent: bool = True,
     **options: Any,
 ) -> Transcript:
-    """The prompt behind which the next answer is generated. `options` are the template's further
-    variables: `tools` and the like. `special_texts` are the texts of the model's special tokens.
-    Unless the messages `are_as_sent`, one for one, it does not matter how many are known.
+    """The prompt for the next answer. `options` are the template's other variables, such as
+    `tools`. `special_texts` are the texts of the model's special tokens. Unless the messages
+    `are_as_sent` one for one, the number of known messages is ignored.
 
-    A template may change messages. It may strip or quote one, or show the last part of it only;
-    what it does beyond that makes the rest of the prompt one piece of markup, since then no piece
-    of it is known to come from a message.
+    A template may change messages: strip, quote or shorten them. After any other change, the rest
+    of the prompt is one piece of markup, because its texts cannot be attributed to messages.
 
-    Raises `InvalidRequest` if the template refuses the messages, or if a text of the request that
-    cannot be told from markup has a special token's text in it."""
+    Raises `InvalidRequest` if the template rejects the messages, or if text that cannot be
+    separated from markup contains a special token's text."""
     whole = template.render(messages, **options)
 
     def find_ends(start: int, num_known: int) -> Ends:
-        found, first = None, num_known - 1  # an answer, which may not be the one that was generated
+        found, first = None, num_known - 1  # The last known message may differ from the answer.
         if num_known and are_as_sent:
             marked = _mark(template, messages, options, num_known)
             found = _split_end(whole, marked, messages, start)
@@ -167,8 +168,8 @@ def render_transcript(
 
 
 class _Marked(NamedTuple):
-    """The prompt with marks in the places of texts: the markup around them, of which there is one
-    more, and the indices of their messages; only what stands behind those that are known."""
+    """The prompt with marks in place of texts, after the known messages. `gaps` is the markup
+    around the marks, one more than marks. `shown` has the index of each mark's message."""
 
     gaps: Sequence[str]
     shown: Sequence[int]
@@ -199,14 +200,14 @@ def _mark(
 
 
 def _behind_known(mark: str, marked: str) -> str:
-    """Nothing if a new message stands before one that is known."""
+    """The marked prompt after the known messages; empty if a new message precedes a known one."""
     known = f"{mark}-1m"
     before, _, behind = marked.rpartition(known)
     return "" if before.count(mark) > before.count(known) else behind
 
 
 def _mark_known(mark: str, messages: Sequence[Message]) -> Iterator[Message]:
-    """Most of a long conversation's are the same then: a role and a mark."""
+    """Known messages with the same mark. Most are then equal and are created once per role."""
     plain: dict[Any, Message] = {}
     for message in messages:
         if len(message) > 2 or not _text(message):
@@ -219,13 +220,13 @@ def _mark_known(mark: str, messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _split(whole: str, marked: _Marked, messages: Sequence[Message]) -> tuple[Ends, set[int]]:
-    """The ends of the pieces up to the last message that can be told from markup, and the indices
-    of those that can."""
+    """The ends of the pieces up to the last message that can be separated from markup, and the
+    indices of these messages."""
     gaps, shown = marked
     ends: Ends = []
     told_apart: set[int] = set()
     if len(set(shown)) < len(shown):
-        return ends, told_apart  # the template shows a message twice
+        return ends, told_apart  # The template shows a message twice.
     end = 0
     for i, before, after in zip(shown, gaps, gaps[1:], strict=False):
         start = end + len(before)
@@ -244,8 +245,8 @@ def _split(whole: str, marked: _Marked, messages: Sequence[Message]) -> tuple[En
 def _split_end(
     whole: str, marked: _Marked, messages: Sequence[Message], begin: int
 ) -> tuple[Ends, set[int]] | None:
-    """Do the same for what stands behind `begin`, which is the place of all messages that are not
-    known, from its end on. None if not every one of them can be told from markup."""
+    """Like `_split`, for the prompt after `begin`, which contains all new messages, from its end
+    backwards. None if one of them cannot be separated from markup."""
     gaps, shown = marked
     stop, new = len(whole) - len(gaps[-1]), set(shown)
     if not (new and shown == sorted(new) and gaps[-1] and whole.endswith(gaps[-1])):
@@ -256,7 +257,7 @@ def _split_end(
         for form in _forms(_text(message)):
             start, gap = stop - len(form), before
             if at == 0 and 0 <= start - begin <= len(gap):
-                gap = gap[len(gap) - (start - begin) :]  # it may begin before `begin`
+                gap = gap[len(gap) - (start - begin) :]  # The gap may begin before `begin`.
             if start - len(gap) >= begin and whole.endswith(gap + form, begin, stop):
                 break
         else:
@@ -274,7 +275,7 @@ def _kind(message: Message) -> PieceKind:
 
 
 def _shown(whole: str, start: int, text: str, gap: str, *, is_last: bool) -> str | None:
-    """The form of a message's text that stands at `start`, before the markup `gap`."""
+    """The form in which a message's text stands at `start`, before the markup `gap`."""
     for form in _forms(text):
         stop = start + len(form)
         if whole.startswith(form, start) and (
@@ -305,13 +306,13 @@ def _require_plain(
     options: Mapping[str, Any],
     special_texts: frozenset[str],
 ) -> None:
-    """Check the texts of the request that the template put into its markup, those of messages from
-    `first` on."""
+    """Check the texts that cannot be separated from markup, of messages from `first` on, for
+    special tokens."""
     untold = [
         {k: v for k, v in message.items() if k != "content" or i not in told_apart}
         for i, message in enumerate(messages[first:], first)
     ]
-    # JSON writes each character by itself, so a text in a text is one in the JSON of both, too.
+    # JSON escapes each character separately, so a substring is also a substring in JSON.
     if special_texts and _special(special_texts).search(orjson.dumps([options, untold])):
         for text in (*_strings(options), *_strings(untold)):
             _require_none(text, special_texts)
@@ -347,22 +348,23 @@ def _require_none(text: str, special_texts: frozenset[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MarkedPrompt:
-    """`places`: how often each name stands in the prompt. `names`: by mark."""
+    """A prompt with marks in place of placeholders."""
 
     prompt: Sequence[Message] | str
-    places: Counter[str]
-    names: Mapping[str, str]
+    places: Counter[str]  # number of placeholders by name
+    names: Mapping[str, str]  # by mark
 
 
 def mark_places(prompt: Sequence[Message] | str, names: Sequence[str]) -> MarkedPrompt:
-    """The prompt with marks that nobody can guess in the places of these names; other text in
-    braces stays. Raises `InvalidRequest` for a name without a place, and for too many places."""
+    """The prompt with a random mark for each placeholder with one of these names. Other text in
+    braces stays. Raises `InvalidRequest` for a name without a placeholder, and for more than
+    `MAX_PLACES`."""
     contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     if names and sum(c.count("{{") for c in contents if isinstance(c, str)) > _MAX_BRACES:
         raise InvalidRequest(
             f"the prompt has more than {_MAX_BRACES} `{{{{`", param="parrot.inputs"
         )
-    # A template that quotes or escapes a message changes the quote, so that it is noticed.
+    # The mark contains a quote: a template that quotes or escapes messages changes the mark.
     marks = {name: f'{sentinel()}"m' for name in names}
     places: Counter[str] = Counter()
 
@@ -402,8 +404,8 @@ def mark_places(prompt: Sequence[Message] | str, names: Sequence[str]) -> Marked
 def put_variables(
     pieces: Sequence[TextPiece], marked: MarkedPrompt, variables: Mapping[str, SemanticVariable]
 ) -> list[Piece]:
-    """The pieces of the marked prompt with variables in its places. Raises `InvalidRequest` if the
-    chat template changed or dropped one."""
+    """The pieces of the marked prompt, with variables in place of marks. Raises `InvalidRequest` if
+    the chat template has changed or dropped a mark."""
     pattern = re.compile("|".join(map(re.escape, marked.names)) or r"(?!)")
     places: Counter[str] = Counter()
     placed: list[Piece] = []
@@ -433,9 +435,9 @@ def transcript_of(
     model: str,
     tokenizer: ModelTokenizer | None,
 ) -> Transcript:
-    """The prompt of plain text, or of messages that the chat template renders with `options`.
-    Raises `UnsupportedField` if the model has no chat template, `PromptTooLong` for what is longer
-    than any model's prompt, and `InvalidRequest`."""
+    """The prompt of a plain text, or of messages that the chat template renders with `options`.
+    Raises `UnsupportedField` if the model has no chat template, `PromptTooLong` for more than
+    `_MAX_CHARS` characters, and `InvalidRequest`."""
     texts = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     num_chars = sum([len(text) for text in texts if isinstance(text, str)])
     if num_chars > _MAX_CHARS:
@@ -464,24 +466,24 @@ def transcript_of(
 
 
 def _has_tools(messages: Sequence[Message], options: Mapping[str, Any]) -> bool:
-    """Whether the conversation has tools, calls or their results."""
+    """Whether the conversation contains tools, calls or results."""
     return "tools" in options or any(
         m.get("tool_calls") or m.get("role") == "tool" for m in messages
     )
 
 
 def require_fits(prompt: str, tokenizer: ModelTokenizer | None, limit: int | None) -> None:
-    """Raise `PromptTooLong` for a prompt that cannot be less than `limit` tokens (None: any)."""
+    """Raise `PromptTooLong` if the prompt cannot fit into `limit` tokens (None: no limit)."""
     if limit is not None:
         require_chars(len(prompt), tokenizer, limit)
 
 
 def _part_ends(text: str) -> Iterator[int]:
-    """Where a long text is cut, so that the next prompt that begins with it shares its tokens and
-    its KV. The parts have the same tokens as the whole."""
+    """Where a long text is split at line ends, so that prompts with the same start share KV. The
+    parts encode to the same tokens as the whole text."""
     at = text.find("\n", _PART)
     while 0 <= at < len(text) - 1:
-        # Tokens of all families end behind such a newline.
+        # All tokenizers end a token after such a newline.
         is_end = at > 0 and text[at + 1].isalnum() and not text[at - 1].isspace()
         if is_end:
             yield at + 1
@@ -495,23 +497,23 @@ async def prompt_tokens(
     model: str,
     tokenizer: ModelTokenizer | None,
 ) -> list[int]:
-    """The ids of the prompt. Raises as `transcript_of` does, and `UnsupportedField` if the engines
-    of the model take text."""
+    """The token ids of the prompt. Raises as `transcript_of` does, and `UnsupportedField` if the
+    model's engines take text."""
     if tokenizer is None:
         raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
     pieces = transcript_of(prompt, options, model, tokenizer).pieces()
     segments = [Segment(piece.kind, piece.text) for piece in pieces]
     units = await encode_prompt(segments, False, tokenizer)
     parts = [ids for ids in units if not isinstance(ids, str)]
-    return list(chain.from_iterable(parts))  # not one by one in Python: there may be millions
+    return list(chain.from_iterable(parts))  # `chain` is fast for millions of ids
 
 
 async def prompt_of_tokens(
     ids: Sequence[int], model: str, tokenizer: ModelTokenizer | None
 ) -> TokenPrompt:
-    """A prompt of exactly these tokens. Its text has that of special ones, but for a first BOS
-    token. Raises `UnsupportedField` if the engines of the model take text, and `InvalidRequest` for
-    a token that the model has not."""
+    """A prompt of exactly these token ids. Its text includes special tokens, except a first BOS
+    token. Raises `UnsupportedField` if the model's engines take text, and `InvalidRequest` for an
+    id outside of the vocabulary."""
     if tokenizer is None:
         message = f"the engines of `{model}` take text: give the prompt as text"
         raise UnsupportedField(message, param="prompt")
@@ -528,8 +530,8 @@ async def prompt_of_tokens(
 
 
 async def text_of_tokens(ids: Sequence[int], model: str, tokenizer: ModelTokenizer | None) -> str:
-    """Their text, without that of special tokens. Raises `UnsupportedField` if the engines of the
-    model take text."""
+    """The text of the ids, without special tokens. Raises `UnsupportedField` if the model's engines
+    take text."""
     if tokenizer is None:
         raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
     return await asyncio.to_thread(tokenizer.encoder.decode, ids)
@@ -538,7 +540,7 @@ async def text_of_tokens(ids: Sequence[int], model: str, tokenizer: ModelTokeniz
 def served_body(
     messages: Sequence[Message], options: Mapping[str, Any], rules: CallRules | None
 ) -> Body:
-    """The conversation as servers take it. `options` are a chat template's."""
+    """The request body for a server that renders messages itself. `options`: as for templates."""
     others = {name: value for name, value in options.items() if name != "tools"}
     body: Body = {"messages": [_served(message) for message in messages]}
     if "reasoning_effort" in others:
@@ -573,7 +575,8 @@ def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:
 
 
 def _said(message: Message) -> str:
-    """An answer as it came; of other messages, their text."""
+    """The text of a message in the stand-in. An answer includes its reasoning and calls."""
+
     said: str = message.get("content") or ""
     for call in message.get("tool_calls") or ():
         function = call["function"]

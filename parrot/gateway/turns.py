@@ -1,18 +1,18 @@
-"""Turns: prompts that come whole, as chat APIs send them, and the programs that they belong to.
+"""Turns: complete prompts, as chat APIs send them, and the programs that send them.
 
     request 1     system, user                              completion 1
     request 2     system, user, assistant, tool             completion 2, which continues 1
-                  '-- how completion 1 ended --'
+                  '-- completion 1 and its answer --'
 
-A chat API has no sessions: a program sends its history again with every turn. A turn whose prompt
-begins with exactly the text of an earlier one, its answer included, continues it as a node of the
-same graph, on the same KV. Any other turn begins a program, or belongs to one that it names.
+A chat API has no sessions: a program sends its whole history with every turn. A turn continues an
+earlier one if its prompt starts with exactly that turn's prompt and answer. Then both are nodes of
+the same graph and share KV. Any other turn starts a session, or joins that of a named program.
 
-    turn 1    "Summarize ..."            answer: variable a        nobody waits for it
-    turn 2    "Join: {{first}}"          first = a, which is not there yet
+    turn 1    "Summarize ..."            answer: variable a        has no reader yet
+    turn 2    "Join: {{first}}"          first = a, which has no value yet
 
-Chained turns have variables of a session in their prompts, and answers that are variables. So a
-program that speaks a chat API submits its whole graph, and no text goes through it in between."""
+Chained turns have session variables in their prompts, and their answers are variables. So a program
+can submit its whole graph through a chat API before any value exists."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -84,56 +84,46 @@ from parrot.serve.tenants.limits import num_bytes
 
 PromptSource = Sequence[Message] | str
 
-_TOKEN_BYTES = 40  # of a token that a program chose itself
+_TOKEN_BYTES = 40  # Bytes that one token of a token prompt counts for the quota.
 
 
 @dataclass(frozen=True, slots=True)
 class TurnChain:
-    """How a turn is tied to variables of a session: `session_id`, or the program's own.
+    """The session variables in a turn's prompt and the variable of its answer."""
 
-    `inputs`: var_ids by placeholder. `output`: the unset variable that the answer sets.
-    `is_deferred`: nobody waits for the answer; with `criteria` it is made at once, as if somebody
-    wanted it so, within `deadline` seconds."""
-
-    session_id: int | None = None
+    session_id: int | None = None  # None: the program's own session
     session_auth: str | None = None
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    output: str | None = None
-    is_deferred: bool = False
-    criteria: PerformanceCriteria | None = None
-    deadline: float | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)  # var_ids by placeholder
+    output: str | None = None  # the unset variable that the answer sets; None: a new one
+    is_deferred: bool = False  # the request does not wait for the answer
+    criteria: PerformanceCriteria | None = None  # run a deferred turn now, as if it had a reader
+    deadline: float | None = None  # seconds, for `criteria`
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A prompt and how to go on from it.
-
-    `prompt`: messages, which the model's chat template renders with `options`, or plain text, which
-    may have special tokens in it; `tokens` are its tokens, where the text does not tell them. There
-    is an answer for each of `samplings`. `program` names the program that asks. `calls`: what
-    answers may call of the tools in `options`. `deadline`: in how many seconds the answers are
-    wanted. `prediction`: text that they may repeat. `traceparent`: the span of who asks.
-    `is_resumed`: it was accepted before a restart, so that the queue is full does not refuse it."""
+    """A prompt and the settings of its answers."""
 
     tenant: str
     model: str
+    # Messages, which the chat template renders with `options`; or text, with special tokens in it.
     prompt: PromptSource
-    samplings: Sequence[SamplingConfig]
+    samplings: Sequence[SamplingConfig]  # one for each answer
     options: Mapping[str, Any] = field(default_factory=dict)
-    program: str | None = None
+    program: str | None = None  # the program's name
     func_name: str = "chat"
     criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
-    calls: CallRules | None = None
-    deadline: float | None = None
+    calls: CallRules | None = None  # rules for calls of the tools in `options`
+    deadline: float | None = None  # seconds until the answers are needed
     chain: TurnChain | None = None
-    tokens: TokenizedText | None = None
-    prediction: str = ""
-    traceparent: str = ""
-    is_resumed: bool = False
+    tokens: TokenizedText | None = None  # the prompt's tokens, if its text encodes differently
+    prediction: str = ""  # text that the answers may repeat
+    traceparent: str = ""  # the caller's span
+    is_resumed: bool = False  # accepted before a restart, so a full queue does not reject it
 
     @property
     def may_reason(self) -> bool:
-        """Whether answers are not constrained from their first token on."""
+        """Whether answers may start with reasoning: no constraint applies to their first token."""
         is_constrained = any(sampling.constraint is not None for sampling in self.samplings)
         must_call = self.calls is not None and self.calls.must_call
         return not (isinstance(self.prompt, str) or is_constrained or must_call)
@@ -141,30 +131,27 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """A turn that was submitted. Its answers are made while they are read; cancelling a read, or
-    closing a stream, withdraws it. `place`: where its prompt ends; None if nothing continues it.
-    `make_parser` makes a parser for each answer. `prefix` says in a line
-    whether the prompt shares what the program sent before. `is_kept`: what is not done stays in the
-    session, for whoever wants it."""
+    """A submitted turn. Its answers are generated while they are read. Cancelling a read or closing
+    a stream withdraws that answer."""
 
     session: Session
     request_id: int
     completions: Sequence[Completion]
-    place: PromptPlace | None
+    place: PromptPlace | None  # None: no turn can continue this one
     reads: Reads
     criteria: PerformanceCriteria
-    make_parser: Callable[[], AnswerParser]
-    prefix: str
+    make_parser: Callable[[], AnswerParser]  # called once for each answer
+    prefix: str  # how much the prompt shares with the previous one, for a header
     deadline: float | None = None
-    is_kept: bool = False
+    is_kept: bool = False  # unfinished answers stay in the session when the request ends
 
     def parser(self, *, may_call_many: bool = True) -> AnswerParser:
-        """For one answer. Unless it `may_call_many` tools, calls after the first are dropped."""
+        """A parser for one answer. Unless it `may_call_many`, calls after the first are dropped."""
         parser = self.make_parser()
         return parser if may_call_many else FirstCallParser(parser)
 
     async def read(self, choice: int) -> VarGetResponse:
-        """Raises the answer's error."""
+        """Wait for an answer. Raises the answer's error."""
         output = self.completions[choice].output
         await self.reads.value(self.session, output, self._options)
         return value_view(output)
@@ -174,7 +161,7 @@ class Turn:
         return self.reads.stream(self.session, self.completions[choice].output, self._options)
 
     def ended(self, choice: int) -> VarGetResponse:
-        """An answer that was streamed to its end."""
+        """An answer whose stream has ended."""
         return value_view(self.completions[choice].output)
 
     @property
@@ -184,22 +171,23 @@ class Turn:
         )
 
     def is_scored(self, choice: int) -> bool:
-        """Whether it is wanted how likely the answer's tokens are."""
+        """Whether log probabilities of the answer are requested."""
         return self.completions[choice].sampling.logprobs is not None
 
     def logprobs(self, choice: int) -> Logprobs | None:
-        """How likely the answer's tokens so far were; None unless that is wanted."""
+        """Log probabilities of the answer's tokens so far; None if they are not requested."""
         return self.completions[choice].stats.logprobs
 
     def cancel(self) -> None:
-        """Stop whatever is not done, unless it is kept. Nothing is left of a session that has
+        """Cancel the unfinished answers, unless they are kept. Does nothing if the session has
         ended."""
         if not self.is_kept and self.request_id in self.session.graph.calls:
             self.session.graph.cancel_call(self.request_id)
 
 
 class Rendered(NamedTuple):
-    """A prompt and the way of its answers; `conversation` is its server's to render."""
+    """A rendered prompt and the parsers of its answers. `conversation`: the body for a server that
+    renders the messages itself."""
 
     shown: Transcript
     samplings: Sequence[SamplingConfig]
@@ -209,23 +197,21 @@ class Rendered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The place of a turn in a session's graph. `place` and `prefix` are those of its `Turn`.
-    `output`: the variable that its answer sets; None: a new one. `shown`: the prompt of a
-    conversation. `left`: where that leaves the session's last prompt."""
+    """The place of a turn in a session's graph."""
 
     session: Session
     fill: tuple[Piece, ...]
     usage: Mapping[str, int]
-    output: SemanticVariable | None = None
+    output: SemanticVariable | None = None  # the variable that the answer sets; None: a new one
     is_kept: bool = False
-    place: PromptPlace | None = None
-    prefix: str = "new"
-    shown: ShownPrompt | None = None
-    left: PrefixBreak | None = None
+    place: PromptPlace | None = None  # as in `Turn`
+    prefix: str = "new"  # as in `Turn`
+    shown: ShownPrompt | None = None  # the prompt of a conversation
+    left: PrefixBreak | None = None  # where the prompt differs from the session's last one
 
 
 class Turns:
-    """Stands on a core, whose sessions it begins for programs that begin none themselves."""
+    """Submits turns to the core, in sessions that it creates for programs without one."""
 
     def __init__(self, core: ServeCore) -> None:
         self._core = core
@@ -240,9 +226,9 @@ class Turns:
         self._sessions.check_integrity()
 
     def submit(self, request: TurnRequest) -> Turn:
-        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`. For a
-        chained turn it also raises `AuthenticationFailed` and `SessionGone`, and for the variable
-        of the output `AlreadySet`, `Conflict` and `CyclicGraph`."""
+        """Raises `NotFound` for the model, `InvalidRequest`, `QuotaExceeded` and `QueueFull`. A
+        chained turn also raises `AuthenticationFailed` and `SessionGone`, and `AlreadySet`,
+        `Conflict` and `CyclicGraph` for its output variable."""
         if request.model in self._aliases:
             request = replace(request, model=self._aliases[request.model])
         if request.chain is not None:
@@ -255,14 +241,14 @@ class Turns:
         return self._submit(request, rendered, target)
 
     def _conversation(self, request: TurnRequest, shown: Transcript) -> "_Target":
-        """The turn that the prompt continues, or else its program's session. A new session begins
-        only when the prompt fits an engine."""
+        """The turn that the prompt continues, or its program's session. The prompt's length is
+        checked before a session is created."""
         text = shown.text
         limit = self._longest(request.model)
-        require_fits(text, self._core.fleet.tokenizer(request.model), limit)  # before it is kept
+        require_fits(text, self._core.fleet.tokenizer(request.model), limit)
         prompt = _prompt(request, text)
         place = None
-        if not isinstance(request.prompt, str):  # which nothing continues
+        if not isinstance(request.prompt, str):  # No turn continues a plain text.
             place = self._endings.find(prompt, _scope(request), self._sessions.is_live)
         ending, num_known = (None, 0) if place is None else (place.ending, place.num_known)
         fill = shown.pieces(0 if ending is None else ending.length, num_known)
@@ -288,7 +274,7 @@ class Turns:
         )
 
     def _chained(self, request: TurnRequest, chain: TurnChain) -> "tuple[Rendered, _Target]":
-        """The rendered prompt with the session's variables in it, and the output to set."""
+        """The rendered prompt with the session's variables, and its output variable."""
         if chain.output is not None and len(request.samplings) > 1:
             raise InvalidRequest("there is one output, but many answers", param="parrot.output")
         tokenizer = self._core.fleet.tokenizer(request.model)
@@ -370,7 +356,7 @@ class Turns:
     def _begin_deferred(
         self, session: Session, completions: Sequence[Completion], chain: TurnChain
     ) -> None:
-        """Nobody reads it yet: it runs when what the program holds does, or at once as wanted."""
+        """Start a deferred turn: together with its program's other calls, or now for `criteria`."""
         self._core.wake_soon(session)
         if chain.criteria is None:
             return
@@ -382,28 +368,28 @@ class Turns:
                 )
 
     def default_sampling(self, model: str) -> DefaultSampling:
-        """The values of an engine of the model for the sampling fields that a request leaves None;
-        the neutral ones if none of its engines tells any."""
+        """The model's values for sampling fields that a request leaves None. They come from one of
+        its engines; if no engine reports any, they are neutral."""
         name = self._aliases.get(model, model)
         told = [e.info.default_sampling for e in self._core.fleet if e.info.model == name]
         return next(filter(None, told), NEUTRAL_SAMPLING)
 
     def _longest(self, model: str) -> int | None:
-        """Tokens of the longest sequence that an engine of the model takes; None: there is none."""
+        """The longest sequence, in tokens, of the model's engines; None: there is no engine."""
         fleet = self._core.fleet
         return max([e.max_len for e in fleet if e.info.model == model], default=None)
 
     def _features(self, model: str) -> list[frozenset[str] | None]:
-        """Those of each engine of the model; None: not known."""
+        """The features of each engine of the model; None: unknown."""
         return [e.info.capabilities.features for e in self._core.fleet if e.info.model == model]
 
     def _takes_messages(self, model: str) -> bool:
-        """Whether a server behind an engine of the model renders conversations."""
+        """Whether an engine of the model forwards messages to a server that renders them."""
         return any("messages" in (features or ()) for features in self._features(model))
 
     def _require_calls(self, model: str, tokenizer: ModelTokenizer) -> None:
-        """Raise `UnsupportedField` for tools that only a grammar can make the model call, if no
-        engine of the model has grammars."""
+        """Raise `UnsupportedField` for tools if the model needs a grammar to call them, and no
+        engine of the model supports grammars."""
         if not are_described(tokenizer):
             return
         known = self._features(model)
@@ -423,31 +409,31 @@ class Turns:
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
     ) -> int:
-        """Raises as `tokens` does."""
+        """The number of tokens of a prompt. Raises as `tokens` does."""
         return len(await self.tokens(model, prompt, options))
 
     async def tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
     ) -> list[int]:
-        """The ids of a prompt. Raises as `submit` does, and `UnsupportedField` if the engines of
-        the model take text."""
+        """The token ids of a prompt. Raises as `submit` does, and `UnsupportedField` if the model's
+        engines take text."""
         model = self._aliases.get(model, model)
         return await prompt_tokens(prompt, options, model, self._core.fleet.tokenizer(model))
 
     async def prompt_of(self, model: str, ids: Sequence[int]) -> TokenPrompt:
-        """The `prompt` and `tokens` of a `TurnRequest` for a prompt of these tokens. Raises as
+        """The `prompt` and `tokens` of a `TurnRequest` for a prompt of these token ids. Raises as
         `tokens` does, and `InvalidRequest`."""
         model = self._aliases.get(model, model)
         return await prompt_of_tokens(ids, model, self._core.fleet.tokenizer(model))
 
     async def text(self, model: str, ids: Sequence[int]) -> str:
-        """The text that the ids stand for. Raises as `tokens` does."""
+        """The text of the token ids. Raises as `tokens` does."""
         model = self._aliases.get(model, model)
         return await text_of_tokens(ids, model, self._core.fleet.tokenizer(model))
 
     def remember(self, turn: Turn, choice: int, message: Mapping[str, Any]) -> None:
-        """The program will send `message` for this answer if it goes on, perhaps without the
-        reasoning."""
+        """Remember an answer, so that a later prompt can continue it. The program will send it as
+        `message`, perhaps without the reasoning."""
         completion = turn.completions[choice]
         if turn.place is None or completion.state is not CompletionState.DONE:
             return
@@ -457,13 +443,13 @@ class Turns:
             self._doctor.remember_answer(completion.options.tenant, turn.session.id, shown)
 
     def restore_ending(self, session_id: str, fields: Mapping[str, Any]) -> None:
-        """Remember what a record of the journal tells of a session."""
+        """Restore the ending in a session's journal record."""
         session = self._core.sessions.find(int(session_id))
         assert session is not None, session_id
         self._endings.restore(session, fields)
 
     def restored(self) -> None:
-        """The sessions are as they were before a restart."""
+        """All sessions were restored after a restart: register those of programs."""
         for session in self._core.sessions:
             if session.is_program:
                 self._sessions.restore(session)
@@ -481,12 +467,12 @@ def _prompt(request: TurnRequest, text: str) -> ShownPrompt:
 
 
 def _scope(request: TurnRequest) -> Mapping[str, Any]:
-    """The other things that are equal in conversations that go on."""
+    """Values besides the messages that are equal in all turns of a conversation."""
     return {"tenant": request.tenant, "model": request.model, "options": request.options}
 
 
 def _prefix_told(ending: Ending | None, left: PrefixBreak | None, length: int) -> str:
-    """How much of a prompt of `length` characters was in the program's last one, for a header."""
+    """For a header: how much of the prompt was in the program's last one. `length`: characters."""
     if ending is not None:
         return f"continued; reused={ending.length}; of={length}"
     if left is None:
@@ -495,7 +481,7 @@ def _prefix_told(ending: Ending | None, left: PrefixBreak | None, length: int) -
 
 
 def _usage_of(fill: Sequence[Piece], num_new: int, prediction: str) -> dict[str, int]:
-    """The amounts that a session keeps for a call with this prompt and its new variables."""
+    """The quota usage of a call with this prompt and `num_new` new variables."""
     pieces = [piece for piece in fill if isinstance(piece, TextPiece)]
     size = num_bytes([prediction, *(piece.text for piece in pieces)])
     size += sum(_TOKEN_BYTES * len(p.tokenized.ids) for p in pieces if p.tokenized is not None)
@@ -512,7 +498,7 @@ def _known(session: Session, var_id: str, param: str) -> SemanticVariable:
 def rendered_turn(
     request: TurnRequest, prompt: PromptSource, tokenizer: ModelTokenizer | None
 ) -> Rendered:
-    """The request's turn with this prompt. Raises `UnsupportedField` and `InvalidRequest`."""
+    """The prompt rendered by ServeCore. Raises `UnsupportedField` and `InvalidRequest`."""
     options, model = request.options, request.model
     make_parser: Callable[[], AnswerParser] = PlainParser
     if tools := options.get("tools"):
@@ -527,7 +513,7 @@ def rendered_turn(
 
 
 def served_turn(request: TurnRequest) -> Rendered:
-    """The request's turn, whose prompt is messages, for a server that renders it."""
+    """The messages for a server that renders them itself."""
     assert not isinstance(request.prompt, str), request
     body = served_body(request.prompt, request.options, request.calls)
     make_parser = served_parser(request.calls, may_reason=request.may_reason)
