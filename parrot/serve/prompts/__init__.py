@@ -1,5 +1,4 @@
-"""Prompts: from a completion's pieces to segments, their prefix keys, and the ids of one model.
+"""Prompts: converts a completion's pieces to segments, prefix keys and token ids.
 
-The room owns the models' tokenizers and chat templates, and what makes two prompts share a prefix.
-It must not know engines, contexts or queues: it turns text into keys and ids, and does nothing
-else."""
+This package owns the models' tokenizers and chat templates, and defines when two prompts share a
+prefix. It does not know engines, contexts or queues."""

@@ -1,8 +1,8 @@
-"""A task's prompt in the units of one engine: token ids, by the tokenizer that the engine gave, or
-characters where contexts are text.
+"""Encodes prompts for one engine: to token ids by its tokenizer, or to text if its contexts are
+text.
 
-Pieces are encoded one by one, so a prompt's tokens up to a boundary never depend on what
-follows."""
+Pieces are encoded separately. So a prompt's tokens before a boundary do not depend on the text
+after it."""
 
 import asyncio
 import hashlib
@@ -31,24 +31,23 @@ from parrot.utils.heaps import LruDict
 logger = logging.getLogger(__name__)
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-_SPACE = "▁"  # how sentencepiece writes it
+_SPACE = "▁"  # sentencepiece's form of a space.
 
 Ids = tuple[int, ...]
-LARGE_TEXT = 8192  # characters; longer texts are encoded in a thread
-MAX_ENCODED = 2**22  # characters; the ids of a longer text would hold the interpreter for long
-CACHE_IDS = 4 * 2**20
-_MAX_TEXT_BYTES = 2**20  # of a file of texts
-_LONG_TEMPLATE = 4096  # characters; Jinja takes seconds to read a megabyte
+LARGE_TEXT = 8192  # Characters. A longer text is encoded in a thread.
+MAX_ENCODED = 2**22  # Characters. A longer text is rejected: its ids would block the interpreter.
+CACHE_IDS = 4 * 2**20  # Token ids that an encoder caches. A larger cache encodes less text again.
+_MAX_TEXT_BYTES = 2**20  # Bytes of a file in `public_prefixes`.
+_LONG_TEMPLATE = 4096  # Characters. A longer template is parsed in a thread: 1 MB takes seconds.
 _UNLIMITED = 2**62
-_LONGEST_UNKNOWN = 256  # characters of a token, where the engine's tokenizer is not known
-_MAX_COMPOSED = 4  # characters that a tokenizer's normaliser makes one of
+_LONGEST_UNKNOWN = 256  # Assumed longest token, in characters, if the tokenizer is unknown.
+_MAX_COMPOSED = 4  # Characters that a tokenizer's normalizer combines into one.
 Units = Ids | str
-"""A part of a prompt: ids for one engine, its text for another."""
+"""A part of a prompt: token ids, or text for engines whose contexts are text."""
 
 
 class TokenBytes:
-    """Looks up tokens by id; ids of no token stand for nothing. Special tokens stand for the text
-    that they are written as."""
+    """The bytes of tokens by id. An unknown id has no bytes. A special token has its text's."""
 
     def __init__(self, definition: Mapping[str, Any], tokenizer: Tokenizer) -> None:
         """`definition`: the tokenizer.json of `tokenizer`."""
@@ -90,21 +89,20 @@ def _kinds(step: Any) -> Iterator[str]:
 
 
 class Style(NamedTuple):
-    """How a piece is read. `special`: texts of special tokens in it are those tokens (else plain
-    text). `first`: it begins the prompt, where some tokenizers put a space."""
+    """How a piece is encoded."""
 
-    special: bool
-    first: bool
+    special: bool  # texts of special tokens become these tokens; otherwise they are plain text
+    first: bool  # the piece starts the prompt, where some tokenizers add a space
 
 
 class PieceEncoder:
-    """One tokenizer.json. Results are kept, the least recently used ones dropped."""
+    """The encoder of one tokenizer.json, with an LRU cache of results."""
 
     def __init__(self, tokenizer_json: str, cache_ids: int = CACHE_IDS) -> None:
         definition = orjson.loads(tokenizer_json)
         inner = _without_leading_space(definition)
         inner_json = tokenizer_json if inner == definition else orjson.dumps(inner).decode()
-        load = cache(_load)  # most tokenizers read the first piece as any other
+        load = cache(_load)  # Most tokenizers encode the first piece like all others.
         self._tokenizers = {
             style: load(tokenizer_json if style.first else inner_json, plain=not style.special)
             for style in starmap(Style, product((True, False), repeat=2))
@@ -115,12 +113,12 @@ class PieceEncoder:
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self.special_texts = frozenset(str(token.content) for token in added.values())
         self.longest_token = max(map(len, self._decoder.get_vocab()), default=1)
-        """In characters; a token for a part of one counts as one."""
+        """In characters. A token for a part of a character counts as one."""
         self._cache: LruDict[tuple[Style, str], Ids] = LruDict(cache_ids, weigh=len)
         self._in_threads: dict[tuple[Style, str], asyncio.Task[Ids]] = {}
 
     def encode_now(self, text: str, style: Style) -> Ids | None:
-        """The ids; None if the text is so long that only `encode` should do it."""
+        """The ids; None if the text is so long that only `encode` may encode it."""
         found = self._cache.get((style, text))
         if found is not None or len(text) > LARGE_TEXT:
             return found
@@ -129,9 +127,9 @@ class PieceEncoder:
         return ids
 
     async def encode(self, text: str, style: Style) -> Ids:
-        """The ids, without blocking the event loop (the tokenizer releases the GIL). Equal texts
-        that are asked for at the same time are encoded once. Raises `PromptTooLong` for a text that
-        is longer than any model's prompt."""
+        """The ids, without blocking the event loop: the tokenizer releases the GIL. Concurrent
+        calls with equal texts encode them once. Raises `PromptTooLong` for a text that exceeds
+        `MAX_ENCODED`."""
         known = self.encode_now(text, style)
         if known is not None:
             return known
@@ -151,7 +149,7 @@ class PieceEncoder:
         return int(self._decoder.get_vocab_size(with_added_tokens=True))
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Their text; that of special tokens only if `special`."""
+        """The text of the ids; that of special tokens only if `special`."""
         return str(self._decoder.decode(list(ids), skip_special_tokens=not special))
 
     def token_text(self, token_id: int | None) -> str:
@@ -174,20 +172,18 @@ class PieceEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """An encoder with the model's own rules. `chat`: None if the model has no chat template.
-    `public`: the tokens with which prompts begin that begin with a public text, the longest first.
-
-    Models may share a tokenizer.json and still differ here (a base model and its chat version)."""
+    """An encoder with a model's own rules. Models with the same tokenizer.json may differ here, for
+    example a base model and its chat version."""
 
     tokenizer_id: str
     encoder: PieceEncoder
     bos: int | None
     eos: frozenset[int]
-    chat: ModelTemplate | None
-    public: tuple[Ids, ...] = ()
+    chat: ModelTemplate | None  # None: the model has no chat template
+    public: tuple[Ids, ...] = ()  # token prefixes of prompts with a public text, longest first
 
     def with_bos(self, ids: Ids) -> Ids:
-        """The first ids of a prompt, with the BOS token if the model wants one."""
+        """The first ids of a prompt, after the BOS token if the model has one."""
         if self.bos is None or ids[:1] == (self.bos,):
             return ids
         return (self.bos, *ids)
@@ -200,22 +196,22 @@ class ModelTokenizer:
     def clean_output(
         self, ids: Sequence[int], stop_ids: Container[int], stopped: bool
     ) -> Ids | None:
-        """The ids that make up an output's text, without the stop token that ended it. None if the
-        ids cannot stand for the text: then it must be tokenised again."""
+        """The ids of an output's text, without the stop token that ended it. None if the ids may
+        not match the text: then the text must be tokenized again."""
         if stopped:
             if not ids or ids[-1] not in stop_ids:
-                return None  # a stop string ended it, perhaps in the middle of a token
+                return None  # A stop string ended the output, perhaps within a token.
             ids = ids[:-1]
         if not self.encoder.special_ids.isdisjoint(ids):
-            return None  # markup made up by the model; its text form is harmless
+            return None  # The model generated a special token. The text form is harmless.
         return tuple(ids)
 
 
 class TokenizerRegistry:
-    """The tokenizers of all models, shared by the engines that serve the same model."""
+    """The tokenizers of all models. Engines with the same model share one."""
 
     def __init__(self, public_files: Sequence[str] = ()) -> None:
-        """Raises `ConfigError` for one of the files of public texts."""
+        """Raises `ConfigError` for an invalid file of a public text."""
         self._public_texts = read_texts(public_files)
         self._models: dict[tuple[str, str], ModelTokenizer] = {}
         self._encoders: dict[str, PieceEncoder] = {}
@@ -224,7 +220,7 @@ class TokenizerRegistry:
         return self._models.get((model, tokenizer_id))
 
     async def add(self, model: str, tokenizer_id: str, payload: TokenizerResponse) -> None:
-        """Raises `InvalidRequest` if the payload is no usable tokenizer, or not that of the id."""
+        """Raises `InvalidRequest` if the payload is not a usable tokenizer, or has another id."""
         encoder = self._encoders.get(tokenizer_id)
         if encoder is None:
             encoder = await asyncio.to_thread(_build_encoder, tokenizer_id, payload.tokenizer_json)
@@ -243,7 +239,7 @@ class TokenizerRegistry:
 
 
 def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
-    """The encoder, which all engines share that name the id."""
+    """The encoder. All engines with this tokenizer id share it."""
     if hashlib.sha256(tokenizer_json.encode()).hexdigest() != tokenizer_id:
         raise InvalidRequest("the SHA-256 of the engine's tokenizer is not its `tokenizer_id`")
     try:
@@ -253,7 +249,7 @@ def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
 
 
 def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ModelTemplate | None:
-    """None also for a broken template: only chat calls need it."""
+    """None also for a broken template, because only chat calls need it."""
     if payload.chat_template is None:
         return None
     ids = payload.special_ids
@@ -266,14 +262,14 @@ def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ModelTe
 
 
 async def _beginnings(text: str, tokenizer: ModelTokenizer) -> list[Ids]:
-    """The tokens of prompts that begin with the text, and of chats whose system message does."""
+    """The first tokens of prompts, and of chats' system messages, that start with the text."""
     encoder, chat = tokenizer.encoder, tokenizer.chat
     found = [await encoder.encode(text, Style(special=True, first=True))]
     if chat is not None:
         try:
             markup = chat.markup(1, has_system=True)[0]
         except InvalidRequest:
-            pass  # it has no system messages
+            pass  # The template has no system message.
         else:
             message = text.strip() if chat.strips else text
             ids = await encoder.encode(markup, Style(special=True, first=True))
@@ -290,8 +286,8 @@ def _load(definition: str, *, plain: bool) -> Tokenizer:
 
 
 def _without_leading_space(definition: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer for pieces inside a prompt: sentencepiece-like ones put a space before
-    every text they are given, which is right only at the beginning."""
+    """The tokenizer for pieces inside a prompt. Tokenizers like sentencepiece add a space before
+    each text, which is correct only at the start of a prompt."""
     return definition | {
         part: _strip_prefixing(definition.get(part)) for part in ("normalizer", "pre_tokenizer")
     }
@@ -318,13 +314,13 @@ def _strip_prefixing(step: Any) -> Any:
 
 
 def read_texts(paths: Sequence[str]) -> list[str]:
-    """Their texts, without the line break at their ends. Raises `ConfigError` for a file that is
-    no text of 1 to 1,048,576 bytes."""
+    """The texts of the files, without the line break at the end. Raises `ConfigError` for a file
+    that is not a text of 1 to 1,048,576 bytes."""
     return [_read_text(path) for path in paths]
 
 
 def _read_text(path: str) -> str:
-    if not Path(path).is_file():  # a pipe would wait for who writes to it
+    if not Path(path).is_file():  # Reading a pipe would block until it has a writer.
         raise ConfigError(f"public_prefixes: {path}: is no file")
     try:
         with Path(path).open("rb") as file:
@@ -351,13 +347,13 @@ async def encode_prompt(
     is_whole: bool = True,
     num_before: int = 0,
 ) -> list[Units]:
-    """One item per segment, chat markup included, of a prompt of less than `limit` tokens (None:
-    any); not `is_whole`: the last question goes on behind them. `num_before`: tokens of the prompt
-    before these segments, which are no chat then. Does not suspend unless a long text has to be
-    tokenised. Without a tokenizer a chat's turns are plain text: the engine knows no roles.
+    """One item per segment, chat markup included, of a prompt with less than `limit` tokens (None:
+    no limit). Unless the prompt `is_whole`, more segments of the last question follow. The prompt
+    has `num_before` tokens before these segments, which then are not a chat. Suspends only to
+    tokenize a long text. Without a tokenizer, the turns of a chat are plain text without roles.
 
-    Raises `UnsupportedField` if the model has no chat template, or if the prompt is of another
-    tokenizer's tokens, and `PromptTooLong`, with little work however long it is."""
+    Raises `UnsupportedField` if the model has no chat template, or if the prompt has tokens of
+    another tokenizer. Raises `PromptTooLong` early, without encoding the whole prompt."""
     limit = _UNLIMITED if limit is None else limit
     require_chars(sum([segment.num_chars for segment in segments]), tokenizer, limit - num_before)
     begins_with_tokens = bool(segments) and segments[0].kind is PieceKind.TOKENS
@@ -381,7 +377,7 @@ async def encode_prompt(
 
 
 def require_chars(num_chars: int, tokenizer: ModelTokenizer | None, limit: int) -> None:
-    """Raise `PromptTooLong` if so many characters cannot be less than `limit` tokens."""
+    """Raise `PromptTooLong` if `num_chars` characters cannot fit below `limit` tokens."""
     longest = _LONGEST_UNKNOWN if tokenizer is None else tokenizer.encoder.longest_token
     if num_chars >= limit * longest * _MAX_COMPOSED:
         message = f"the prompt has {num_chars} characters; the limit is {limit - 1} tokens"
@@ -390,8 +386,8 @@ def require_chars(num_chars: int, tokenizer: ModelTokenizer | None, limit: int) 
 
 
 class CountedPromptTooLong(PromptTooLong):
-    """The prompt has `num_tokens`, or at least that many unless they `are_all`. `limit`: of the
-    model's whole sequence, whose last token is generated."""
+    """The prompt has `num_tokens` tokens, or at least that number unless `are_all`. `limit` is the
+    model's longest sequence, including one generated token."""
 
     def __init__(self, message: str, num_tokens: int, limit: int, *, are_all: bool = True) -> None:
         super().__init__(message)
@@ -407,14 +403,14 @@ def _require_tokens_of(tokenizer: ModelTokenizer | None, segment: Segment) -> No
 
 
 class _Room:
-    """The tokens that a prompt may still have."""
+    """Counts the tokens of a prompt up to the limit."""
 
     def __init__(self, limit: int, num_taken: int = 0) -> None:
         self._limit = limit
         self._num_taken = num_taken
 
     def take(self, ids: Ids) -> Ids:
-        """The same ids. Raises `PromptTooLong`."""
+        """Count the ids, and return them. Raises `PromptTooLong`."""
         self._num_taken += len(ids)
         if self._num_taken >= self._limit:
             message = f"the prompt has at least {self._num_taken} tokens"
@@ -424,14 +420,14 @@ class _Room:
 
 
 async def encode_text(text: str, tokenizer: ModelTokenizer | None) -> Units:
-    """Plain text in the middle of a prompt."""
+    """Encode plain text inside a prompt."""
     if tokenizer is None:
         return text
     return await _encode_text(text, Style(special=False, first=False), tokenizer)
 
 
 def join(parts: Sequence[Units]) -> Units:
-    """One after the other. All are of one kind; of no parts: no ids."""
+    """The concatenated parts, all ids or all text. Without parts: no ids."""
     if parts and isinstance(parts[0], str):
         return "".join([part for part in parts if isinstance(part, str)])
     if len(parts) == 1:
@@ -448,10 +444,10 @@ def _plain(segment: Segment) -> str:
 async def _encode_chat(
     segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer, room: "_Room"
 ) -> list[Ids]:
-    """The markup before a message goes with its first segment, the markup before an answer with the
-    last segment of its question:
+    """Encode a chat. Markup before a message is added to its first segment. Markup before an answer
+    is added to the last segment of its question:
 
-        [m0 "Hello "] [name m1] [answer] [m2 "And?" m3]      with m = ChatTemplate.markup(2)"""
+        [m0 "Hello "] [name m1] [answer] [m2 "And?" m3]      with m = ModelTemplate.markup(2)"""
     chat = tokenizer.chat
     assert chat is not None
     num_turns = sum(segment.ends_turn for segment in segments) + (not is_whole)
@@ -477,7 +473,7 @@ async def _encode_chat(
 
 
 def _stripped(segment: Segment, at_start: bool) -> Segment:
-    """Without white space at the edges of its message. What has to be stripped has other ids."""
+    """The segment without white space at its message's edges. A changed text has no known ids."""
     text = segment.text.lstrip() if at_start else segment.text
     text = text.rstrip() if segment.ends_turn or segment.kind is PieceKind.SYSTEM else text
     return segment if text == segment.text else segment._replace(text=text, tokenized=None)

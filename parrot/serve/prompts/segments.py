@@ -3,12 +3,11 @@
     segments   "Summarise: "   <value of x>   " Briefly: "
     keys       k0 = H(root, H(s0))   k1 = H(k0, H(s1))   k2 = H(k1, H(s2))
 
-A text's own digest is kept with it: a value that occurs often, and a chat's history in each turn,
-are hashed once.
+Equal keys mean equal prompts up to that segment, in the same scope. Each text's digest H(s) is
+stored with the text, so repeated values and a chat's history are hashed once.
 
-Equal keys mean equal prompts up to there, in the same scope. The chain starts from a root that only
-this process can compute, so nobody outside can name (or probe for) another tenant's prefix. The
-model is not part of a key: a key is only ever looked up together with an engine, which has one."""
+The chain starts from a root that only this process can compute, so clients cannot probe for another
+tenant's prefix. The model is not part of a key, because keys are only compared on one engine."""
 
 import hashlib
 import hmac
@@ -27,21 +26,19 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.utils.heaps import LruDict
 
-_MAX_ROOTS = 1024  # that are not computed again
+_MAX_ROOTS = 1024  # Roots that are cached, one or two per tenant. A missing one costs an HMAC.
 
 
 class Segment(NamedTuple):
-    """A piece of a prompt with its text. `ends_turn`: an answer follows it, in a chat. `digest`:
-    the text's, if it is kept. `parts`: the segments that it stands for, if it has no text of its
-    own, and `part_chars` their characters."""
+    """A piece of a prompt with its text."""
 
     kind: PieceKind
     text: str
     tokenized: TokenizedText | None = None
-    ends_turn: bool = False
-    digest: bytes | None = None
-    parts: "tuple[Segment, ...]" = ()
-    part_chars: int = 0
+    ends_turn: bool = False  # in a chat, an answer follows
+    digest: bytes | None = None  # the text's digest, if it is cached
+    parts: "tuple[Segment, ...]" = ()  # for a joined segment, which has no text of its own
+    part_chars: int = 0  # characters of `parts`
 
     @property
     def num_chars(self) -> int:
@@ -49,15 +46,15 @@ class Segment(NamedTuple):
 
 
 class PrefixLink(NamedTuple):
-    """A completion that is done as a part of the prompts that continue it: the segments of its
-    prompt and its output, and a prefix key for each."""
+    """A finished completion as the prefix of prompts that continue it: the segments of its prompt
+    and output, and a prefix key for each segment."""
 
     segments: tuple[Segment, ...]
     keys: tuple[bytes, ...]
 
 
 def preceding(completion: Completion) -> list[Completion]:
-    """The completions that it continues, the first one first."""
+    """The completions that this one continues, the first one first."""
     chain: list[Completion] = []
     link = completion
     while link.previous is not None:
@@ -67,11 +64,11 @@ def preceding(completion: Completion) -> list[Completion]:
 
 
 def link_of(completion: Completion, key: bytes) -> PrefixLink:
-    """A link of a chain whose prefix key before it is `key`.
+    """The link of a completion in a chain, after the prefix with key `key`.
 
-    A turn's prompt is one segment for all that come after it, since they begin with all of it, and
-    a long conversation has hundreds. The first prompt is not: others begin with parts of it. Nor is
-    that of a chat, whose markup stands between its segments."""
+    The prompt of a later turn becomes one segment, because each successor starts with all of it and
+    a long conversation has hundreds of turns. The first prompt keeps its segments, because other
+    prompts share parts of it. A chat's prompt keeps them, because markup stands between them."""
     output = completion.output
     segments = [
         *fill_segments(completion),
@@ -85,7 +82,7 @@ def link_of(completion: Completion, key: bytes) -> PrefixLink:
 
 
 def merged(links: Sequence[PrefixLink]) -> PrefixLink:
-    """Links that follow each other as one segment."""
+    """Consecutive links as one segment."""
     segments = [segment for link in links for segment in link.segments]
     parts = [part for segment in segments for part in segment.parts or (segment,)]
     return PrefixLink((_joined(parts),), links[-1].keys[-1:])
@@ -97,7 +94,7 @@ def _joined(parts: Sequence[Segment]) -> Segment:
 
 
 def fill_segments(completion: Completion, start: int = 0) -> Iterator[Segment]:
-    """A segment for each piece of its fill from `start` on, up to the first that is not ready."""
+    """The segments of the fill's pieces from `start`, up to the first piece that is not ready."""
     fill, chat = completion.fill, completion.options.chat
     for i in range(start, len(fill)):
         piece, ends_turn = fill[i], chat and (i == len(fill) - 1 or _is_answer(fill[i + 1]))
@@ -121,15 +118,15 @@ def output_segment(
 
 
 class PrefixHasher:
-    """Makes prefix keys. Two hashers agree only if they have the same secret."""
+    """Computes prefix keys. Two hashers with the same secret compute the same keys."""
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self._roots: LruDict[tuple[str, bool], bytes] = LruDict(_MAX_ROOTS)
 
     def root(self, scope: str, chat: bool) -> bytes:
-        """The start of every chain of a scope, which is a cache salt. Chat prompts have markup that
-        segments do not show, so they never share a chain with plain ones."""
+        """The start of the key chains of a scope, which is a cache salt. Chat prompts have their
+        own root, because their markup is not part of the segments."""
         root = self._roots.get((scope, chat))
         if root is None:
             message = (b"chat:" if chat else b"plain:") + scope.encode()
@@ -139,11 +136,11 @@ class PrefixHasher:
 
 
 def extend_key(key: bytes, segment: Segment) -> bytes:
-    """The key of the prompt that has `segment` after the prompt of `key`. All that is hashed has a
-    fixed length, so different sequences of segments never hash the same bytes.
+    """The key of the prompt of `key` followed by `segment`. All hashed parts have a fixed length,
+    so different sequences of segments never hash the same bytes.
 
-    An output has the tokens of the value that it becomes, so a prompt that takes that in continues
-    the one that made it. A chat's markup differs, but what ends its turns tells them apart."""
+    An output counts as a value, because both have the same tokens. So a prompt that contains the
+    output's value continues the prompt that produced it. In chats, `ends_turn` tells them apart."""
     kind = PieceKind.VALUE if segment.kind is PieceKind.OUTPUT else segment.kind
     mark = b"." if segment.ends_turn else b"-"
     digest = segment.digest or text_digest(segment.text)

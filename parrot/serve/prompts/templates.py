@@ -1,13 +1,12 @@
 """Chat templates: the constant markup around the turns of a conversation.
 
-A model's template is rendered with unguessable sentinels in the place of the messages, and split at
-them. Real messages never pass through the template, so no text in them can act as template code or
-as markup.
+A model's template is rendered with random sentinels in place of the messages, and split at them.
+Real messages never pass through the template, so their text cannot act as template code or markup.
 
-A template is code of whoever made the model's files, which runs on ServeCore's event loop. It may
-look at what it is given and make a text of it, within bounds of work and size. Whatever takes time
-or memory beyond the code's own length is replaced, when a template is read, by a filter that first
-asks the budget: loops, sums, products, lists that are written out."""
+A template is code from the model's author, and runs on ServeCore's event loop. It can only read its
+inputs and produce text, with limited work and size. When a template is parsed, operations whose
+time or memory may exceed the code's length are replaced by filters that check the budget: loops,
+sums, products, and list literals."""
 
 import json
 import re
@@ -28,16 +27,16 @@ from jinja2.utils import Namespace
 
 from parrot.protocol.errors import InvalidRequest
 
-MAX_TEMPLATE = 2**17  # characters
-# Of a rendering, and for each message that it shows: ten times what most models' templates need.
-MAX_STEPS, MESSAGE_STEPS = 2**18, 512  # turns of loops, calls, kilobytes that are made
-MAX_CPU_S, MESSAGE_CPU_S = 0.25, 400e-6
-MAX_CHARS = 2**25  # of a text
-_LOOK_S = 0.005
-_NODES_PER_STEP = 16  # of a template's code
-_MAX_ITEMS = 2**16  # of a list that is made, and of all in it
-_MAX_BITS = 4096  # of a number
-_MAX_INDENT = 16
+MAX_TEMPLATE = 2**17  # Characters of a template.
+# Limits of a rendering, and additions per message: ten times the need of most models' templates.
+MAX_STEPS, MESSAGE_STEPS = 2**18, 512  # Steps: loop iterations, calls, kilobytes of text.
+MAX_CPU_S, MESSAGE_CPU_S = 0.25, 400e-6  # Seconds of CPU time.
+MAX_CHARS = 2**25  # Characters of a text.
+_LOOK_S = 0.005  # Seconds between checks of the CPU time.
+_NODES_PER_STEP = 16  # Nodes of a template's code that count as one step.
+_MAX_ITEMS = 2**16  # Items of a new list, including nested items.
+_MAX_BITS = 4096  # Bits of an integer.
+_MAX_INDENT = 16  # Spaces.
 _DICT_NAMES = frozenset(dir(dict))
 _PLAIN = (str, int, float, type(None))
 _FILTERS = (
@@ -46,12 +45,12 @@ _FILTERS = (
     *("rejectattr", "reverse", "round", "safe", "select", "selectattr", "sort", "title", "trim"),
     *("unique", "upper", "wordcount"),
 )
-# Methods of texts whose results may be of any size, whatever they are called on.
+# Methods of strings whose results may have any size.
 _ENDLESS = frozenset({"center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"})
 _PRODUCTS = {nodes.Mul: "*", nodes.Pow: "**", nodes.Mod: "%"}
-_PARTS = 64  # of a text that are made between two looks at its length
-_NUM_RENDERED = 16  # turns; the markup of later turns is that of the sixteenth
-# Marks for training that some templates have; they print nothing.
+_PARTS = 64  # Parts of a rendered text between two checks of its length.
+_NUM_RENDERED = 16  # Turns that are rendered. Later turns have the markup of the sixteenth.
+# Training marks of some templates. They render nothing.
 _GENERATION_MARK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _SYSTEM_SOMEWHERE = (
     ("system", "system", "user"),
@@ -61,36 +60,36 @@ _SYSTEM_SOMEWHERE = (
 
 
 class RenderingBudget:
-    """The work that a rendering may still do. All raise `SecurityError`."""
+    """The remaining work of a rendering. All methods raise `SecurityError`."""
 
     def __init__(self) -> None:
         self._num_steps = 0
         self._end_s = self._look_s = 0.0
 
     def renew(self, num_messages: int) -> None:
-        """Begin a rendering of so many messages: a long conversation may take longer."""
+        """Begin a rendering. Each message adds to the budget."""
         self._num_steps = MAX_STEPS + MESSAGE_STEPS * num_messages
         self._look_s = perf_counter() + _LOOK_S
         self._end_s = thread_time() + MAX_CPU_S + MESSAGE_CPU_S * num_messages
 
     def spend(self, num_steps: int) -> None:
-        """A step may be long, since it is of text that may be."""
+        """Count steps, and check the CPU time, because a step on a long text may take long."""
         self._num_steps -= num_steps
         is_over = self._num_steps < 0
-        if perf_counter() > self._look_s:  # which costs less than to ask for the thread's time
+        if perf_counter() > self._look_s:  # cheaper than `thread_time`
             self._look_s = perf_counter() + _LOOK_S
             is_over |= thread_time() > self._end_s
         if is_over:
             raise SecurityError("it does too much")
 
     def text(self, num_chars: int) -> None:
-        """A text of this size will be made."""
+        """Count a text of this size before it is created."""
         if num_chars > MAX_CHARS:
             raise SecurityError("it makes too long a text")
         self.spend(num_chars >> 10)
 
     def weigh(self, value: Any) -> None:
-        """The value will be kept, or shown: count all that is in it, as often as it is in it."""
+        """Count all nested items of a value that is stored or shown. Repeated items count again."""
         count, found = 0, [value]
         while found:
             one = found.pop()
@@ -110,16 +109,14 @@ class RenderingBudget:
 
 
 class TemplateSandbox(ImmutableSandboxedEnvironment):
-    """Its `budget` is renewed by whoever renders. Attributes give the same as in its base, but that
-    takes most of a template's time to find out, by an exception each time, that a message has no
-    attribute `role`."""
+    """A Jinja environment with limited work. Renew its `budget` before each rendering."""
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[loopcontrols],
-            optimized=False,  # it would compute products of constants, however large
+            optimized=False,  # The optimizer would compute products of constants of any size.
             finalize=self._shown,
         )
         self.budget = RenderingBudget()
@@ -148,6 +145,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return tree
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        # A fast path: the base class would look for an attribute first, and catch an exception.
         if type(obj) is dict and attribute in obj and attribute not in _DICT_NAMES:
             return obj[attribute]
         return super().getattr(obj, attribute)
@@ -178,7 +176,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return value
 
     def _turns(self, values: Iterable[Any]) -> Sequence[Any]:
-        """The values that a loop goes over."""
+        """The values of a loop."""
         found = values if isinstance(values, list | tuple | range) else list(values)
         self.budget.spend(len(found) + 1)
         return found
@@ -263,7 +261,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Like transformers' filter, not like Jinja's, which escapes HTML."""
+        """Like transformers' filter. Jinja's own filter escapes HTML."""
         self.budget.weigh(value)
         if isinstance(indent, str) or (indent or 0) > _MAX_INDENT:
             raise SecurityError("`tojson` indents too far")
@@ -277,7 +275,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
 
 def _guard(node: Node) -> None:
-    """Put the filters in. Raises `SecurityError` for what none can bound."""
+    """Insert the filters into the code. Raises `SecurityError` for code that they cannot limit."""
     put_in = _shown_sum if isinstance(node, nodes.Output) else _guarded
     for name, child in list(node.iter_fields()):
         if isinstance(child, list):
@@ -287,7 +285,7 @@ def _guard(node: Node) -> None:
 
 
 def _shown_sum(node: Node) -> Node:
-    """A sum that goes into the prompt at once, whose size is counted there: most are."""
+    """A sum that is rendered at once. Most sums are, and the output's size is counted anyway."""
     if not isinstance(node, nodes.Add):
         return _guarded(node)
     left, right = _shown_sum(node.left), _shown_sum(node.right)
@@ -318,7 +316,7 @@ def _guarded(node: Node) -> Node:
 
 
 def _paid(body: list[Node]) -> None:
-    """Count, each time that it runs, what it is made of."""
+    """Insert a filter that counts the size of `body` each time that it runs."""
     if body:
         num_steps = sum(map(_size, body)) // _NODES_PER_STEP
         price = nodes.Const(num_steps, lineno=body[0].lineno)
@@ -326,7 +324,7 @@ def _paid(body: list[Node]) -> None:
 
 
 def _size(node: Node) -> int:
-    """The nodes of its code, but for those of loops in it, which count their own."""
+    """The number of nodes, except those in loops, which are counted by the loops."""
     inner = (one for one in node.iter_child_nodes() if not isinstance(node, nodes.For))
     return 1 + sum(map(_size, inner))
 
@@ -336,11 +334,10 @@ def _asked(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 class ModelTemplate:
-    """`bos` and `eos`: the text of these tokens, "" if the model has none.
+    """A model's chat template. `bos` and `eos` are the texts of these tokens, "" if there are none.
 
-    Each turn has the markup with which its answer is generated, and keeps it when the chat goes on:
-    the KV of earlier turns stays valid, whatever the template does to turns that are not the last
-    (some move the system message to the last turn)."""
+    Each turn keeps the markup with which its answer was generated. So the KV of earlier turns stays
+    valid, although some templates move the system message to the last turn."""
 
     def __init__(self, template: str, bos: str = "", eos: str = "") -> None:
         if len(template) > MAX_TEMPLATE:
@@ -350,21 +347,21 @@ class ModelTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(_GENERATION_MARK.sub("", template))
-        except Exception as error:  # noqa: BLE001 - nested deeply, it fails in Python's own parser
+        except Exception as error:  # noqa: BLE001 - deep nesting fails in Python's own parser
             raise InvalidRequest(f"the model's chat template is broken: {error!s:.500}") from None
         self._budget = environment.budget
         self.source = template
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        self._openings: dict[bool, tuple[str, ...]] = {}  # by whether there is a system message
-        self._later: list[tuple[str, str]] = []  # around the second user's message, the third's, ..
+        self._openings: dict[bool, tuple[str, ...]] = {}  # by whether a system message exists
+        self._later: list[tuple[str, str]] = []  # markup around the second user message, third, ..
 
     def markup(self, num_turns: int, *, has_system: bool = False) -> tuple[str, ...]:
-        """The texts between which the messages stand; generation follows the last:
+        """The texts between the messages; generation follows the last one:
 
             m[0] system m[1] user_0 m[2] assistant_0 m[3] user_1 m[4] ... user_last m[-1]
 
-        or without `m[0] system`. Raises `InvalidRequest` if the template does not simply put the
-        messages one after the other, or has no system message."""
+        or without `m[0] system`. Raises `InvalidRequest` if the template does not show each message
+        once and in order, or has no system message."""
         if has_system not in self._openings:
             self._openings[has_system] = self._render(1, has_system)
         while len(self._later) < min(num_turns, _NUM_RENDERED) - 1:
@@ -377,22 +374,22 @@ class ModelTemplate:
 
     @cached_property
     def strips(self) -> bool:
-        """The template strips white space at the edges of the user's messages."""
-        content = f"\v{sentinel()}\v"  # no template has vertical tabs of its own
+        """Whether the template strips white space at the edges of user messages."""
+        content = f"\v{sentinel()}\v"  # Templates themselves contain no vertical tabs.
         return content not in self.render([_message("user", content)])
 
     @cached_property
     def takes_system(self) -> bool:
-        """The template shows a system message before all others."""
+        """Whether the template shows a system message before all others."""
         return self._shows("system", "user")
 
     @cached_property
     def takes_system_anywhere(self) -> bool:
-        """The template shows system messages wherever they stand, as messages of their own."""
+        """Whether the template shows system messages at any position, as separate messages."""
         return all(self._shows(*roles) for roles in _SYSTEM_SOMEWHERE)
 
     def _shows(self, *roles: str) -> bool:
-        """Whether the template shows each message of a conversation once, in order."""
+        """Whether the template shows each message of a conversation once and in order."""
         marks = [sentinel() for _ in roles]
         try:
             _split(self.render(list(map(_message, roles, marks))), marks)
@@ -406,8 +403,8 @@ class ModelTemplate:
         return tuple(_split(self.render(list(map(_message, roles, marks))), marks))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt behind which the next answer is generated. `options` are the template's
-        further variables: `tools`, `enable_thinking` and the like. Raises `InvalidRequest`."""
+        """The prompt for the next answer. `options` are the template's other variables, such as
+        `tools` and `enable_thinking`. Raises `InvalidRequest`."""
         self._budget.renew(len(messages))
         parts: list[str] = []
         num_chars = 0
@@ -421,8 +418,8 @@ class ModelTemplate:
                 if num_chars > MAX_CHARS:
                     raise TemplateError("it makes too long a text")
             text = "".join(parts)
-            text.encode()  # half a character (`'\ud800'`) is none that an engine could be sent
-        except Exception as error:  # noqa: BLE001 - it may divide by zero, call itself, and so on
+            text.encode()  # Raises for a lone surrogate, which no engine could receive.
+        except Exception as error:  # noqa: BLE001 - templates may raise any error
             raise InvalidRequest(
                 f"the model's chat template failed: {str(error) or type(error).__name__:.500}",
                 param="chat",
@@ -435,7 +432,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def sentinel() -> str:
-    """A text that nobody can guess."""
+    """A random mark that no text can contain by accident or guess."""
     return f"m{secrets.token_hex(16)}m"
 
 
@@ -465,4 +462,4 @@ PLAIN_CHAT = ModelTemplate(
     "{% else %}{{ m.role | capitalize + ': ' + m.content + '\n\n' }}{% endif %}"
     "{% endfor %}Assistant:"
 )
-"""A conversation as text, for engines that take text and know no roles."""
+"""A conversation as text, for engines that take text and have no roles."""

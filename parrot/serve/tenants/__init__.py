@@ -1,3 +1,4 @@
-"""Tenants: who a caller is, what it may do, and what it may keep.
+"""Tenants: identity, permissions and limits of callers.
 
-The room owns the table of keys. It must not know sessions, graphs or engines: those ask it."""
+This package owns the table of API keys. It does not know sessions, graphs or engines: they use it.
+"""

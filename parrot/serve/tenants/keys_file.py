@@ -1,4 +1,4 @@
-"""Changes of the file of keys: `parrot keys` makes them, and a running ServeCore takes them in."""
+"""Changes of the keys file: `parrot keys` writes them, and a running ServeCore reads them."""
 
 import asyncio
 import fcntl
@@ -29,14 +29,14 @@ from parrot.utils.ids import new_token
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
-"""Between two looks at the file: one call of the system each, which reads nothing."""
+"""Seconds between two checks of the file. A check is one system call and reads no data."""
 
-_PREFIX = "pk-"  # so that people and scanners of secrets know one when they see it
+_PREFIX = "pk-"  # It lets people and secret scanners recognize a key.
 
 
 def add_key(path: Path, fields: dict[str, Any]) -> str:
-    """A new random key for an entry with these fields, which is added without it. The file is made
-    if it is missing. Raises `ConfigError`."""
+    """Add an entry with these fields, and return its new random key, which the file does not
+    contain. The file is created if it is missing. Raises `ConfigError`."""
     key = _PREFIX + new_token() + new_token()
     digest = sha256(key.encode()).hexdigest()
     entry = parse_config(KeyEntry, {**fields, "sha256": digest}, "the new key")
@@ -51,7 +51,7 @@ def add_key(path: Path, fields: dict[str, Any]) -> str:
 
 
 def remove_key(path: Path, tenant_id: str) -> None:
-    """Raises `ConfigError`, also if there is none."""
+    """Remove the tenant's key. Raises `ConfigError`, also if the tenant has no key."""
     with _changing(path):
         entries = read_keys(str(path))
         rest = [entry for entry in entries if entry.id != tenant_id]
@@ -62,7 +62,7 @@ def remove_key(path: Path, tenant_id: str) -> None:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[None]:
-    """Let one process in at a time. Raises `ConfigError` if the file cannot be written."""
+    """Lock the file's folder for one process. Raises `ConfigError` if it cannot be written."""
     try:
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -75,8 +75,8 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, entries: Sequence[KeyEntry]) -> None:
-    """All of it or nothing, with the mode and the owner that the file has. Raises `ConfigError` for
-    what ServeCore would not take."""
+    """Replace the file atomically, and keep its mode and owner. Raises `ConfigError` for entries
+    that ServeCore would reject."""
     payload = {"keys": [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]}
     if is_yaml(path):
         import yaml
@@ -102,7 +102,7 @@ def _write(path: Path, entries: Sequence[KeyEntry]) -> None:
 
 
 class KeysWatch:
-    """Takes in a changed file. One that is bad changes nothing, and is told of once."""
+    """Reads the keys file after each change. An invalid file changes nothing and is logged once."""
 
     def __init__(
         self,
@@ -118,18 +118,18 @@ class KeysWatch:
         self._trouble = ""
 
     async def run(self) -> None:
-        """Until it is cancelled; at once where there is no such file."""
+        """Check the file until cancelled. Returns at once if there is no keys file."""
         path = self._table.path
         if path is None:
             return
-        seen: object = None  # the table may have been read long ago
+        seen: object = None  # Read the file once more: the table may be old.
         while True:
             facts = facts_of(path)
             if facts != seen:
                 seen = facts
                 try:
                     await self._take_in(path)
-                except Exception:  # or no key could be withdrawn any more
+                except Exception:  # Continue, because later changes may withdraw keys.
                     logger.exception("the keys of %s were not taken in", path)
                     self._on_trouble("internal error")
             await self._clock.sleep(PERIOD_S)

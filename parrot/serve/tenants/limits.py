@@ -1,6 +1,5 @@
-"""The limits of tenants. Quotas bound what one session, and one tenant with all its sessions, may
-keep in ServeCore and how long their native functions may run; rates, what a tenant may use now and
-by the minute."""
+"""The limits of tenants. Quotas limit the data in ServeCore and the time of native functions, for a
+session and for a tenant. Rates limit the current calls of a tenant, and its use per minute."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,11 +19,11 @@ _MINUTE_S = 60.0
 
 
 def usage_of(request: SemanticCallRequest | NativeCallRequest) -> dict[str, int]:
-    """Amounts that a session keeps for a new call until it ends, without the outputs' texts and the
-    time that it runs."""
+    """The quota usage of a new call until its session ends. Values of outputs and run time are
+    added later."""
     native_ms = 0
     if isinstance(request, NativeCallRequest):
-        texts, native_ms = [request.func_source], 1  # the least that is counted
+        texts, native_ms = [request.func_source], 1  # the smallest amount that is counted
     else:
         texts = [request.template, request.system or "", *request.models]
     num_new = 0
@@ -47,8 +46,8 @@ def usage_of_graph(
     num_variables: int,
     calls: Iterable[SemanticCallRequest | NativeCallRequest],
 ) -> Counter[str]:
-    """Amounts for all of a graph: `num_variables` of its own, of which some are `declared` with
-    their contents, and its calls, which name them by ids."""
+    """The quota usage of a graph: its `num_variables` variables, of which some are `declared` with
+    contents, and its calls."""
     texts = [variable.content or "" for variable in declared]
     usage = Counter(variables=num_variables, text_bytes=num_bytes(texts))
     for call in calls:
@@ -66,7 +65,7 @@ def _grammar(sampling: SamplingConfig) -> list[str]:
 
 
 def num_bytes(texts: Iterable[str]) -> int:
-    """The length of the texts in UTF-8. Immediate for ASCII texts, of any length."""
+    """The number of bytes of the texts in UTF-8; fast for ASCII texts."""
     return sum(
         [
             len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
@@ -82,16 +81,13 @@ _AMOUNTS = {
 
 
 class TenantQuotaExceeded(QuotaExceeded):
-    """It is the tenant's own doing: others need not make room."""
+    """The tenant's own quota is used up. Ending other tenants' sessions would not help."""
 
 
 class Quota:
-    """The amounts that a session or a tenant keeps, named like the keys of their quota. A session's
-    also count for its tenant, whose account is its `parent`.
-
-    Only requests are refused: texts that calls make are added without a check, so that no work that
-    was done is lost, and the next request is refused instead. `own`: limits of a tenant's key, in
-    the place of the quota's, or where that has none."""
+    """The usage and limits of a session or a tenant, by the names of the quota's keys. A session's
+    usage also counts for its `parent`, the tenant's account. Only requests are rejected. Outputs of
+    calls are added without a check, so that finished work is not lost."""
 
     def __init__(
         self,
@@ -101,11 +97,11 @@ class Quota:
     ) -> None:
         self.used: Counter[str] = Counter()
         self.parent = parent
-        self.own: Mapping[str, int] = own or {}
+        self.own: Mapping[str, int] = own or {}  # limits of the tenant's key, which come first
         self._quota = quota
 
     def require(self, **more: int) -> None:
-        """Raise `QuotaExceeded` naming the limit if there is no room for `more`."""
+        """Raise `QuotaExceeded` with the limit's name if `more` would exceed it."""
         quota = self._quota
         for name, amount in more.items():
             limit = self.own.get(name, getattr(quota, name, None))
@@ -124,15 +120,15 @@ class Quota:
             self.parent.add(**more)
 
     def close(self) -> None:
-        """The session has ended: its tenant has room again for what it kept, and what comes late
-        is not counted for the tenant, who would never have room for it again."""
+        """The session has ended: subtract its usage from the tenant's. Usage that is added later
+        does not count for the tenant, because it would never be subtracted."""
         if self.parent is not None:
             self.parent.used.subtract(self.used)
             self.parent = None
 
 
 class QueuedByTenant(Counter[str]):
-    """The number of queued tasks of each tenant that has some."""
+    """The number of queued tasks of each tenant; tenants without tasks are removed."""
 
     def enter(self, tenant: str) -> None:
         self[tenant] += 1
@@ -150,10 +146,9 @@ def require_share(
     wait_s: float | None,
     *queues: Counter[str],
 ) -> None:
-    """Raise `ClusterFull`, to be tried again in `wait_s`, if the tenant has its share of a full
-    queue. Shares are parts of `limit` by the weights of the tenants with queued tasks, this one
-    included; each of up to `limit` tenants may have one task. So tasks that one tenant queues,
-    however many, leave the others their room."""
+    """Raise `ClusterFull` if the tenant has used its share of a full queue. The share is `limit`
+    divided by the weights of the tenants with queued tasks, including this one. Each tenant may
+    have at least one task, for up to `limit` tenants. `wait_s`: the error's `retry_after_s`."""
     own = sum(queue[tenant] for queue in queues)
     tenants = {tenant}.union(*queues)
     part = limit * weigh(tenant) / sum(map(weigh, tenants))
@@ -167,40 +162,40 @@ def require_share(
 
 @dataclass(slots=True)
 class _Bucket:
-    """The amount that a tenant may use yet: `per_minute` comes in a minute, up to as much. Below 0
-    is what was used too much. `at`: when it had `level`."""
+    """A token bucket: the amount that a tenant may still use. It is refilled with `per_minute` each
+    minute, up to `per_minute`. `level` is negative after calls that used more than expected."""
 
     per_minute: int
     level: float
-    at: float
+    at: float  # the time of `level`
 
     def refill(self, per_minute: int, now: float) -> None:
-        """Up to now, at the rate that it had."""
+        """Refill the bucket up to now with the old rate, and set the new rate."""
         gained = (now - self.at) / _MINUTE_S * self.per_minute
         self.level, self.at = min(self.level + gained, float(per_minute)), now
         self.per_minute = per_minute
 
     def wait_s(self, level: float) -> float:
-        """Until it has so much."""
+        """Seconds until the bucket has this level."""
         return max(0.0, level - self.level) / self.per_minute * _MINUTE_S
 
 
 class Meters:
-    """Counts what tenants do, and refuses what is beyond their limits. A call is charged when it
-    begins what it is expected to use, and the rest, or less, when it ends; so a tenant is refused
-    by what its calls under way will use, and what one uses too much delays the next."""
+    """Counts the tenants' calls and rejects those beyond their limits. A call is charged its
+    expected tokens when it begins, and the difference to its actual tokens when it ends. So calls
+    in flight count, and a call that used more than expected delays the next one."""
 
     def __init__(self, tenants: TenantTable, clock: Clock) -> None:
         self._tenants = tenants
         self._clock = clock
         self._running: Counter[str] = Counter()
-        self._charged: dict[int, tuple[str, int]] = {}  # by task: its tenant, and tokens
+        self._charged: dict[int, tuple[str, int]] = {}  # tenant and charged tokens, by task
         self._tokens: dict[str, _Bucket] = {}
         self._requests: dict[str, _Bucket] = {}
 
     def admit(self, tenant_id: str) -> None:
-        """Count a request that may set work going. Raises `QueueFull`, or `RateLimited` with the
-        time when it may come again; then it has not been counted."""
+        """Count a request that may start work. Raises `QueueFull`, or `RateLimited` with the time
+        of the next attempt. A rejected request is not counted."""
         tenant = self._tenants.find(tenant_id)
         if tenant is None:
             return
@@ -229,7 +224,7 @@ class Meters:
         self.charge(tenant_id, expected_tokens)
 
     def ended(self, task_id: int, used_tokens: int) -> None:
-        """No effect if it has not begun."""
+        """A task has ended. Does nothing if it has not begun."""
         tenant_id, expected = self._charged.pop(task_id, ("", 0))
         if tenant_id:
             self._leave(tenant_id)
@@ -237,8 +232,8 @@ class Meters:
 
     @contextmanager
     def running(self, tenant_id: str, expected_tokens: int) -> Iterator[None]:
-        """For the block that does what is no task of a graph. What is used otherwise is charged
-        behind it; if the block raises a `ParrotError`, nothing was."""
+        """Charge work that is not a task of a graph, while the block runs. The caller charges the
+        difference to the actual tokens. If the block raises a `ParrotError`, nothing is charged."""
         self._running[tenant_id] += 1
         self.charge(tenant_id, expected_tokens)
         try:
@@ -250,7 +245,7 @@ class Meters:
             self._leave(tenant_id)
 
     def charge(self, tenant_id: str, num_tokens: int) -> None:
-        """Less than 0 is given back."""
+        """Charge tokens; a negative number is a refund."""
         tenant = self._tenants.find(tenant_id)
         if tenant is not None and tenant.limits.tokens_per_minute is not None:
             limit = tenant.limits.tokens_per_minute
@@ -267,7 +262,7 @@ class Meters:
             del self._running[tenant_id]
 
     def _bucket(self, buckets: dict[str, _Bucket], tenant_id: str, per_minute: int) -> _Bucket:
-        """The tenant's, as it is now; a new one is full."""
+        """The tenant's bucket, refilled up to now. A new bucket is full."""
         now = self._clock.now()
         if (bucket := buckets.get(tenant_id)) is None:
             bucket = buckets[tenant_id] = _Bucket(per_minute, float(per_minute), now)

@@ -1,4 +1,4 @@
-"""The tenants: a caller's tenant by its key, the file of keys, and the salts of tenants' caches."""
+"""The table of tenants and their API keys, the keys file, and the salts of tenants' caches."""
 
 import hashlib
 import hmac
@@ -19,7 +19,7 @@ from parrot.utils.config import ConfigError, ConfigModel, parse_config, parse_co
 from parrot.utils.ids import new_token
 
 PUBLIC_ID = "public"
-"""The tenant of requests without a key, where none is needed."""
+"""The tenant of requests without a key, if no key is required."""
 
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 
@@ -27,11 +27,11 @@ Limit = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class Scope(StrEnum):
-    """The uses of a key."""
+    """What a key permits."""
 
     USER = "user"  # its own sessions and requests
     ADMIN = "admin"  # the operator's routes
-    METRICS = "metrics"  # those of the whole service
+    METRICS = "metrics"  # the metrics of the whole service
 
 
 class TenantLimits(ConfigModel):
@@ -63,7 +63,7 @@ class TenantLimits(ConfigModel):
 
     @property
     def amounts(self) -> dict[str, int]:
-        """The limits of what live sessions keep, of those that there are."""
+        """The limits that are set of the live sessions' usage."""
         given = {
             "sessions": self.sessions,
             "variables": self.variables,
@@ -74,12 +74,11 @@ class TenantLimits(ConfigModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`weight`: its share of the service, beside other tenants'. `share_group`: the name of those
-    whose caches it shares; None: it shares them with nobody."""
+    """A tenant, the holder of an API key."""
 
     id: str
-    weight: float = 1.0
-    share_group: str | None = None
+    weight: float = 1.0  # of its share of the service, relative to other tenants
+    share_group: str | None = None  # tenants with the same name share caches; None: no sharing
     scopes: frozenset[Scope] = frozenset({Scope.USER})
     limits: TenantLimits = field(default_factory=TenantLimits)
 
@@ -90,12 +89,12 @@ class Tenant:
 
 
 def id_of_key(api_key: str) -> str:
-    """The id of the tenant of a key that has no other name."""
+    """The tenant's id for a key without a name."""
     return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-MAX_KEYS = 1024
-_MAX_FILE_BYTES = 2**18
+MAX_KEYS = 1024  # Keys in a file.
+_MAX_FILE_BYTES = 2**18  # Size of a keys file.
 _RESERVED_IDS = frozenset({PUBLIC_ID, "operator", "other"})
 
 _Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,62}$")]
@@ -132,13 +131,13 @@ class KeyEntry(ConfigModel):
 
 
 def read_keys(path: str) -> list[KeyEntry]:
-    """The entries of a file, JSON or (by its name) YAML: `{"keys": [...]}`. Raises `ConfigError`
-    for a file that others can write, and with every problem that is in it."""
+    """The entries of a keys file, `{"keys": [...]}`, in JSON or (by its name) YAML. Raises
+    `ConfigError` with all problems of the file, and if other users can write it."""
     return parse_keys(_read_file(path), path)
 
 
 def parse_keys(raw: bytes, path: str) -> list[KeyEntry]:
-    """The entries in the bytes of this file. Raises `ConfigError`."""
+    """The entries in the bytes of a keys file. Raises `ConfigError`."""
     if len(raw) > _MAX_FILE_BYTES:
         raise ConfigError(f"{path}: has more than {_MAX_FILE_BYTES} bytes")
     payload = parse_config_object(raw, path)
@@ -163,7 +162,7 @@ def parse_keys(raw: bytes, path: str) -> list[KeyEntry]:
 
 
 def facts_of(path: str) -> object:
-    """The facts that differ when the file was changed; None if it is not there."""
+    """A value that differs after each change of the file; None if the file does not exist."""
     try:
         facts = os.stat(path)
     except OSError:
@@ -193,7 +192,7 @@ def _entry(place: str, fields: Any) -> KeyEntry:
 
 
 def _clashes(place: str, entry: KeyEntry, taken: Set[str]) -> list[str]:
-    """`taken`: the ids and digests of earlier entries, which differ in length."""
+    """The entry's conflicts with earlier ones. `taken`: ids and digests, which differ in length."""
     problems = []
     if entry.id in _RESERVED_IDS:
         problems.append(f"{place}: `id`: {entry.id} has a meaning of its own")
@@ -204,11 +203,11 @@ def _clashes(place: str, entry: KeyEntry, taken: Set[str]) -> list[str]:
     return problems
 
 
-_SALT_LEN = 32  # hexadecimal digits
+_SALT_LEN = 32  # Hexadecimal digits of a salt.
 
 
 class KeysChange(NamedTuple):
-    """The ids of tenants, by what became of them; `rekeyed` have another key."""
+    """The ids of changed tenants. Tenants in `rekeyed` have a new key."""
 
     added: list[str]
     removed: list[str]
@@ -217,16 +216,16 @@ class KeysChange(NamedTuple):
 
 
 class TenantTable:
-    """The tenants that have keys: in the config's `api_keys`, and in its `keys_file`. With neither
-    (`is_closed` is false), whoever makes up a key is a tenant, and all requests without one are
-    those of another."""
+    """The tenants with keys, from the config's `api_keys` and `keys_file`. Without both,
+    `is_closed` is false. Then each key that a client invents is a tenant, and requests without a
+    key belong to the tenant `public`."""
 
     def __init__(self, config: CoreConfig) -> None:
-        """Raises `ConfigError` for the file."""
+        """Raises `ConfigError` for the keys file."""
         self.path = config.keys_file
         self.is_closed = config.needs_keys
         """Whether requests need a key."""
-        # The same after a restart: what engines have cached can be used again.
+        # The token makes the same salts after a restart, so engines' caches can be used again.
         self._has_token = config.cluster_token is not None
         secret = (config.cluster_token or new_token()).encode("utf-8", "surrogatepass")
         self._secret = _salt_secret(secret)
@@ -236,12 +235,12 @@ class TenantTable:
         self.replace([] if self.path is None else read_keys(self.path))
 
     def restored(self, secret: bytes) -> None:
-        """Make salts by this secret, which is the journal's, if there is no cluster token."""
+        """Derive salts from the journal's secret, if there is no cluster token."""
         if not self._has_token:
             self._secret = _salt_secret(secret)
 
     def replace(self, entries: Sequence[KeyEntry]) -> KeysChange:
-        """Have these keys besides the config's. Raises `ConfigError`, and nothing has changed."""
+        """Replace the keys of the file. Raises `ConfigError`, and then nothing has changed."""
         by_digest = dict(self._fixed)
         for entry in entries:
             digest = bytes.fromhex(entry.sha256)
@@ -267,17 +266,17 @@ class TenantTable:
         return None if known is None else known[1]
 
     def get(self, tenant_id: str) -> Tenant:
-        """The tenant with this id; one with all defaults if it has no key."""
+        """The tenant with this id. Without a key it has default limits."""
         return self.find(tenant_id) or Tenant(tenant_id)
 
     def is_served(self, tenant_id: str) -> bool:
-        """Whether it may have sessions now."""
+        """Whether the tenant may have sessions now."""
         tenant = self.get(tenant_id) if not self.is_closed else self.find(tenant_id)
         return tenant is not None and Scope.USER in tenant.scopes
 
     def cache_salt(self, tenant_id: str) -> str:
-        """The salt that parts its caches from others': tenants of one share group have one, and
-        nobody else can make it."""
+        """The salt that separates the tenant's caches. Tenants of one share group have the same
+        salt. Clients cannot compute it."""
         group = self.get(tenant_id).share_group
         whose = f"tenant {tenant_id}" if group is None else f"group {group}"
         return hmac.digest(self._secret, whose.encode(), "sha256").hex()[:_SALT_LEN]
@@ -287,12 +286,12 @@ class TenantTable:
         return self.get(tenant_id).weight
 
     def is_named(self, tenant_id: str) -> bool:
-        """Whether metrics name it. They name none of keys that anyone may make up: there is no end
-        of them."""
+        """Whether metrics have the tenant's name. Invented keys have no metrics of their own,
+        because their number is unlimited."""
         return tenant_id == PUBLIC_ID or tenant_id in self._by_id
 
     def of_key(self, api_key: str | None) -> Tenant:
-        """Whose work a request with this key is. Raises `AuthenticationFailed`."""
+        """The tenant of a key. Raises `AuthenticationFailed`."""
         if not self.is_closed:
             return self.get(id_of_key(api_key) if api_key else PUBLIC_ID)
         tenant = self.find_by_key(api_key or "")
@@ -301,18 +300,18 @@ class TenantTable:
         return tenant
 
     def user_of_key(self, api_key: str | None) -> Tenant:
-        """The same, for requests of its own. Raises `PermissionDenied`, too."""
+        """Like `of_key`, for requests of programs. Also raises `PermissionDenied`."""
         tenant = self.of_key(api_key)
         tenant.require(Scope.USER)
         return tenant
 
     def find_by_key(self, api_key: str) -> Tenant | None:
-        """The tenant that has this key. The time says nothing about keys: they are looked up by
-        their digests, whose hashes in this process nobody outside knows."""
+        """The tenant with this key. The time of the lookup reveals nothing about keys: it depends
+        on their digests, whose hash values differ in each process."""
         return self._by_digest.get(_digest(api_key))
 
     def digest_of(self, tenant_id: str) -> bytes | None:
-        """The digest of the tenant's key; None if it has none now."""
+        """The digest of the tenant's key; None if the tenant has no key now."""
         known = self._by_id.get(tenant_id)
         return None if known is None else known[0]
 
