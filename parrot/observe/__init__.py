@@ -1,2 +1,2 @@
-"""Observers of ServeCore: the recorder of traces for `parrot simulate`, the spans of sessions for
-OpenTelemetry, and the log of calls. A process that has none of them passes nothing here."""
+"""Observers of ServeCore's events: the trace recorder for `parrot simulate`, OpenTelemetry spans of
+sessions, and the call log. Without them, no code of this package runs."""

@@ -1,4 +1,4 @@
-"""The log of calls: how each ended, without anything of what it said."""
+"""The call log: how each call ended, without prompts and values."""
 
 from parrot.serve.events import SessionBegan, SessionEnded, Sink, TaskEnded
 from parrot.serve.graph.nodes import Completion
@@ -7,7 +7,7 @@ from parrot.utils.logs import log_call
 
 
 class CallLog:
-    """Logs the begin and the end of sessions, and the end of their tasks."""
+    """Logs the start and end of sessions, and the end of their tasks."""
 
     @property
     def sink(self) -> Sink:

@@ -1,4 +1,4 @@
-"""Recording what programs ask, to replay it under other settings (`parrot simulate`)."""
+"""Records the requests of programs, to replay them with other settings (`parrot simulate`)."""
 
 import asyncio
 import hashlib
@@ -44,15 +44,15 @@ from parrot.utils.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
-_ID_BYTES = 8
+_ID_BYTES = 8  # Bytes of a text chunk's hash.
 _SCOPE = {"session_id", "session_auth", "idempotency_key"}
 
 
 class TraceFile:
-    """A `TraceSink` that writes a file. What happened before a session's end is on disk then."""
+    """A `TraceSink` that writes a file. When a session ends, its events are flushed to the file."""
 
     def __init__(self, path: str) -> None:
-        """Begins the file anew. Raises `ConfigError` if it cannot be written."""
+        """Creates or truncates the file. Raises `ConfigError` if it cannot be written."""
         try:
             self._file = open_private(path, is_new=True)
         except OSError as error:
@@ -73,15 +73,14 @@ class TraceFile:
 
 
 class Recorder:
-    """Makes a trace event of each event of ServeCore. Texts become their lengths and
-    salted hashes."""
+    """Converts ServeCore's events to trace events. Texts become lengths and salted hashes."""
 
     def __init__(self, sink: trace.TraceSink, clock: Clock) -> None:
         self._write = sink
         self._clock = clock
         self._began = clock.now()
         self._salt = secrets.token_bytes(16)
-        self._known: set[int] = set()  # the sessions that began while it records
+        self._known: set[int] = set()  # sessions that began during the recording
         sink(trace.TraceHeader())
 
     @property
@@ -232,15 +231,15 @@ class Recorder:
 
 
 def _options(request: SessionScoped, *apart: str) -> dict[str, Any]:
-    """The fields that are not the default, without the session's and those kept `apart`."""
+    """The fields that differ from their defaults, without the session's and those in `apart`."""
     return request.model_dump(mode="json", exclude_defaults=True, exclude=_SCOPE | set(apart))
 
 
 def _as_call(
     session: Session, completion: Completion, *, is_bound: bool
 ) -> tuple[SemanticCallRequest, CallResponse]:
-    """The completion as a call that was submitted with its texts as values: a text in a template
-    might be taken for a placeholder."""
+    """The completion as a submitted call. Its texts become values, because a text in a template
+    could be parsed as a placeholder."""
     parameters: list[CallParameter] = []
     described: list[ParameterInfo] = []
 
@@ -284,7 +283,7 @@ def _as_call(
 
 
 def _merged(fill: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces with texts that follow each other as one."""
+    """The pieces, with consecutive texts merged."""
     for is_text, pieces in groupby(fill, key=lambda piece: isinstance(piece, TextPiece)):
         if is_text:
             yield TextPiece("".join(p.text for p in pieces if isinstance(p, TextPiece)))

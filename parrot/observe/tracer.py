@@ -1,14 +1,14 @@
-"""Sessions as traces: a session is one span, and its tasks that were wanted are the spans below it.
+"""Sessions as traces. A session is one span, and its activated tasks are the spans below it.
 
     invoke_workflow essay                       the session
-        text_completion write                   a completion, linked to those whose output it takes
+        text_completion write                   a completion, linked to the producers of its inputs
         execute_tool join                       a native function
 
-A call that came with the span of its caller, as the calls of OpenAI's and Anthropic's clients can,
-is below that span instead.
+A call with a caller's span is below that span instead. Clients of OpenAI's and Anthropic's APIs can
+send one.
 
-Span ids follow from the ids of the trace and of the task (`SessionSpans`), so that an engine
-receives the id of a completion's span before the span is finished."""
+Span ids are computed from the ids of the trace and the task (`SessionSpans`). So an engine receives
+the id of a completion's span before the span is finished."""
 
 import logging
 import time
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class Tracer:
-    """Exports the spans of a session when it has ended. They hold no prompt and no value."""
+    """Exports the spans of each ended session. The spans contain no prompts and values."""
 
     def __init__(self, export: SpanExport, clock: Clock) -> None:
         self._export = export
         self._clock = clock
         self._epoch = time.time() - clock.now()
         self._parents: dict[int, TraceParent] = {}  # The spans of callers, by session.
-        # A span takes about 20 us to make: a session of 10,000 calls would stop the event loop.
+        # Creating a span takes about 20 us. 10,000 spans would block the event loop for 200 ms.
         self._maker = ThreadPoolExecutor(1, "spans")
 
     @property
@@ -60,7 +60,7 @@ class Tracer:
         spans = session.graph.spans
         if spans is None or not (spans.trace_id or spans.is_joined):
             return
-        # The graph lets go of its calls after this event.
+        # The graph drops its calls after this event.
         calls = list(session.graph.calls.values())
         ended = _Ended(session, spans, parent, self._epoch, self._clock.now())
         self._maker.submit(self._send, ended, calls)
@@ -74,7 +74,7 @@ class Tracer:
             for task in tasks:
                 if task.times.activated is not None:
                     ended.send_task(self._export, task, task.times.activated, makers)
-        except Exception:  # The executor would keep it in a future that nothing reads.
+        except Exception:  # The executor would store the error in a future that is never read.
             logger.exception("the spans of session %d could not be made", ended.session.id)
 
 
@@ -103,7 +103,7 @@ class _Ended(NamedTuple):
     def send_task(
         self, export: SpanExport, task: Task, activated: float, makers: Mapping[str, Task]
     ) -> None:
-        """`makers`: the task that makes each variable, by the variable's id."""
+        """`makers`: the producer of each variable, by the variable's id."""
         caller = task.options.traceparent
         span = self.spans.task(caller, task.id)
         if span is None or not span.is_sampled:
@@ -167,7 +167,8 @@ def _attributes(task: Task) -> dict[str, Value | None]:
 def _waits(
     task: Task, activated: float, first: float | None, finished: float
 ) -> Iterator[tuple[str, float]]:
-    """The parts of the task's time, in seconds, of which both ends are known."""
+    """The phases of the task in seconds, if both ends are known."""
+
     times = task.times
     for name, begin, end in (
         ("dependency", activated, times.ready),

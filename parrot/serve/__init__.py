@@ -1,5 +1,5 @@
-"""ServeCore: sessions of programs, their graphs of calls, and the engines that run them.
+"""ServeCore: sessions of programs, their graphs of calls, and the engines that run the calls.
 
-The modules of this folder own what belongs to the service as a whole: its configuration, sessions
-and their quotas, reads, native functions, metrics and events; each room below owns one fact of
-a call. None of it knows a model: prompts are tokenised here, but nothing is computed."""
+The modules of this folder own the state of the whole service: configuration, sessions and quotas,
+reads, native functions, metrics and events. Each subfolder owns one stage of a call. ServeCore
+tokenizes prompts, and does not run models."""

@@ -22,8 +22,8 @@ OrderName = Literal["critical_path", "fcfs"]
 
 
 class ShardsConfig(ConfigModel):
-    """Several ServeCores that share sessions out among them, by their ids. Each has engines and a
-    journal of its own, and hands on requests for what another has (docs/reliability.md)."""
+    """Several ServeCores that divide the sessions by id. Each has its own engines and journal, and
+    forwards requests for other shards' sessions (docs/reliability.md)."""
 
     index: int = Field(ge=0, lt=64, description="Position of this ServeCore in `cores`.")
     cores: tuple[str, ...] = Field(
@@ -53,7 +53,7 @@ class ShardsConfig(ConfigModel):
 
     @property
     def own_name(self) -> str:
-        """The host by which the others reach this one."""
+        """The host name under which the other shards reach this one."""
         return urlsplit(self.cores[self.index]).hostname or ""
 
 
@@ -371,7 +371,7 @@ class CoreConfig(ConfigModel):
 
     @property
     def needs_keys(self) -> bool:
-        """Whether programs must have a key."""
+        """Whether clients must send an API key."""
         return bool(self.api_keys) or self.keys_file is not None
 
     @property
@@ -384,6 +384,6 @@ class CoreConfig(ConfigModel):
 def core_settings(
     file: ConfigFile, options: Mapping[str, Any], environ: Mapping[str, str]
 ) -> Settings:
-    """ServeCore's settings from its file, its environment and its command line; raises
+    """ServeCore's settings from its file, the environment and the command line. Raises
     `ConfigError`."""
     return read_settings("core", file, options, environ, lambda known: CoreConfig)

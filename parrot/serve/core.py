@@ -1,4 +1,4 @@
-"""ServeCore: the service as a whole. Each verb is one request, from what it asks to its answer."""
+"""ServeCore: the service as a whole. Each public method (a verb) handles one request."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
@@ -74,22 +74,21 @@ if TYPE_CHECKING:
 
 
 class Attached(Protocol):
-    """Stands on the core, and keeps things of its sessions."""
+    """A component on top of the core that keeps state of sessions, such as the gateway's turns."""
 
     def forget(self, session: Session) -> None:
-        """The session has ended."""
+        """Drop the state of a session that has ended."""
 
     def check_integrity(self) -> None:
-        """Recount every book."""
+        """Recount the component's state. For tests."""
 
 
 class ServeCore:
-    """One service. Use from one event loop; `close` when done. Its sessions' ids are
-    `first_session_id` and up. Its parts are there for whoever shows the service, who changes
-    nothing in them.
+    """One service. Use it from one event loop; `close` it when done. Session ids start at
+    `first_session_id`. Observers may read its attributes, and must not change them.
 
-    Whatever takes `session_id` and `session_auth` raises `NotFound`, `SessionGone` or
-    `AuthenticationFailed` first of all. A verb that raises has changed nothing."""
+    Methods with `session_id` and `session_auth` raise `NotFound`, `SessionGone` or
+    `AuthenticationFailed` first. A method that raises has changed nothing."""
 
     def __init__(
         self,
@@ -102,7 +101,7 @@ class ServeCore:
         sampler: "TraceSampler | None" = None,
         first_session_id: int = 0,
     ) -> None:
-        """`sampler`: decides which sessions are traced. None: no session is."""
+        """`sampler` decides which sessions are traced. None: no session is traced."""
         self.config = config
         self.is_closing = False
         self.clock = clock or MonotonicClock()
@@ -140,7 +139,7 @@ class ServeCore:
         return self.begin_session(self.tenant(request.api_key), request)
 
     def begin_session(self, tenant: str, request: SessionCreateRequest) -> SessionCreateResponse:
-        """A session of a tenant that is known. Raises `QuotaExceeded`."""
+        """Begin a session for a known tenant. Raises `QuotaExceeded`."""
         session = self.sessions.create(
             tenant,
             request.apps or (),
@@ -151,18 +150,19 @@ class ServeCore:
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
 
     def tenant(self, api_key: str | None) -> str:
-        """The id of whose work a request with this key is. Raises `AuthenticationFailed`,
-        `PermissionDenied`, and `Unavailable` when the service is going down."""
+        """The id of the tenant with this key. Raises `AuthenticationFailed`, `PermissionDenied`,
+        and `Unavailable` while ServeCore shuts down."""
         self._require_open()
         return self.tenants.user_of_key(api_key).id
 
     def session_info(self, session_id: int, session_auth: str | None) -> SessionInfo:
-        """As `session_steps` says, at once."""
+        """The complete result of `session_steps`."""
         return session_view(self.session_steps(session_id, session_auth))
 
     def session_steps(self, session_id: int, session_auth: str | None) -> _InfoSteps:
-        """`session_auth` may be the API key instead, where that shows whose session it is: one of
-        `api_keys`, or without those whatever the requests of a conversation had."""
+        """Build the session's view in steps. Instead of `session_auth`, the tenant's API key is
+        accepted. Without `api_keys`, the key of a conversation's requests is accepted for that
+        conversation only."""
         session = self.sessions.find(session_id)
         if session is None or not self._is_owner(session, session_auth):
             session = self.sessions.authenticate(session_id, session_auth)
@@ -171,8 +171,9 @@ class ServeCore:
         return self._while_live(session, steps)
 
     def _while_live(self, session: Session, steps: _InfoSteps) -> _InfoSteps:
-        """An ended session is taken apart, and tells nothing that is true. Raises `SessionGone`,
-        and `Unavailable` if ServeCore is shutting down, where a journal has it."""
+        """Run the steps. If the session has ended meanwhile, its view is incomplete. Then raise
+        `SessionGone`, or `Unavailable` while ServeCore shuts down, because a journal may keep it.
+        """
         info = yield from steps
         if self.sessions.find(session.id) is not session:
             self._require_open()
@@ -186,8 +187,8 @@ class ServeCore:
         return session.is_program and self.tenants.of_key(api_key).id == session.tenant
 
     async def list_sessions(self, request: SessionListRequest) -> SessionListResponse:
-        """Sessions of the API key's tenant; where there are no `api_keys` its conversations only,
-        since a program's session is known to that program alone. Raises `AuthenticationFailed`."""
+        """The tenant's live sessions, newest first. Without `api_keys` only its conversations,
+        because a program's session is secret to that program. Raises `AuthenticationFailed`."""
         tenant = self.tenant(request.api_key)
         is_closed = self.tenants.is_closed
         found = [s for s in self.sessions if s.tenant == tenant and (is_closed or s.is_program)]
@@ -199,7 +200,7 @@ class ServeCore:
             if self.sessions.find(session.id) is session:
                 remaining_s = self.sessions.remaining_s(session)
                 summaries.append(session_summary(session, self.clock.now(), remaining_s))
-            await asyncio.sleep(0)  # others may go on
+            await asyncio.sleep(0)  # Let other tasks run.
         return SessionListResponse(sessions=summaries, has_more=len(found) > request.limit)
 
     def delete_session(self, session_id: int, session_auth: str | None) -> None:
@@ -211,7 +212,7 @@ class ServeCore:
 
     def submit_call(self, request: SemanticCallRequest) -> CallResponse:
         """Raises `NotFound` for a model that is not served, `InvalidRequest`, `CyclicGraph`,
-        `QueueFull`, `QuotaExceeded` and what bindings may raise."""
+        `QueueFull`, `QuotaExceeded`, and the errors of bindings."""
         return self._submit(request)
 
     def submit_native(self, request: NativeCallRequest) -> CallResponse:
@@ -233,9 +234,9 @@ class ServeCore:
         return response
 
     def submit_graph(self, request: GraphRequest) -> GraphResponse:
-        """All of a graph for a session that is there, or nothing. Raises as `submit_call` does; the
-        error names the call and its field. A call whose model is not served is accepted and fails
-        when its inputs are ready, because another call of the graph may replace it."""
+        """Submit all variables and calls of a graph to an existing session, or none. Raises as
+        `submit_call` does, with the call and its field in the error. A call whose model is not
+        served is accepted, and fails when its inputs are ready: another call may replace it."""
         assert request.session_id is not None
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         if (answer := session.graph.answered(request, GraphResponse)) is not None:
@@ -273,11 +274,11 @@ class ServeCore:
     async def list_vars(self, session_id: int, session_auth: str | None) -> VarListResponse:
         session = self.sessions.authenticate(session_id, session_auth)
         found = await variables_view(session)
-        self.sessions.authenticate(session_id, session_auth)  # else it was taken apart meanwhile
+        self.sessions.authenticate(session_id, session_auth)  # Raise if it has ended meanwhile.
         return VarListResponse(vars=found)
 
     def set_var(self, session_id: int, session_auth: str | None, var_id: str, content: str) -> None:
-        """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call makes the variable."""
+        """Raises `QuotaExceeded`, `AlreadySet`, or `Conflict` if a call produces the variable."""
         session = self.sessions.authenticate(session_id, session_auth)
         session.apply(SetVariable(var_id, content))
         self.events.emit(VariableSet, session, var_id, content)
@@ -292,9 +293,9 @@ class ServeCore:
         return session.graph.variable(var_id)
 
     async def read(self, request: VarGetRequest, var_id: str) -> VarGetResponse:
-        """Wait for the value, and meanwhile want it. Does not suspend if it is there. Raises the
-        variable's error, `TimedOut`, or `QueueFull` (to this reader alone). Cancelling withdraws
-        the read."""
+        """Wait for the value, and activate its producer. Does not suspend if the value is set.
+        Raises the variable's error, `TimedOut`, or `QueueFull`, which affects this reader only.
+        Cancelling withdraws the read."""
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         variable = session.graph.variable(var_id)
         if variable.is_idle:
@@ -303,8 +304,8 @@ class ServeCore:
         return await read_view(variable)
 
     async def first(self, request: FirstVarsRequest) -> FirstVarsResponse:
-        """Wait for the first `k` of the variables to be ready, and meanwhile want all. Raises as
-        `read` does; the error of a variable only when fewer than `k` are left."""
+        """Wait for the first `k` of the variables, and activate all their producers. Raises as
+        `read` does, but a variable's error only if fewer than `k` variables can still be ready."""
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         variables = [session.graph.variable(var_id) for var_id in request.var_ids]
         num_ready = sum(variable.state is VariableState.READY for variable in variables)
@@ -317,8 +318,8 @@ class ServeCore:
         )
 
     def stream(self, request: VarGetRequest, var_id: str) -> AsyncGenerator[str]:
-        """All the text in deltas, the past ones first. Raises at once what `read` raises before it
-        waits; the iterator raises the rest."""
+        """The value in deltas, starting with the text so far. The call raises the errors that
+        `read` raises before it waits. The iterator raises the others."""
         session = self.sessions.authenticate(request.session_id, request.session_auth)
         variable = session.graph.variable(var_id)
         if variable.is_idle:
@@ -326,7 +327,7 @@ class ServeCore:
         return self.reads.stream(session, variable, request)
 
     def wake_soon(self, session: Session) -> None:
-        """Let what its program holds run, if anything was read."""
+        """Start the calls that the session holds after a delay, if any variable was read."""
         self.reads.wake_soon(session)
 
     # Engines and the service itself
@@ -340,7 +341,7 @@ class ServeCore:
         )
 
     def models(self) -> ModelsResponse:
-        """The models that engines serve, by all their names."""
+        """The served models, under all their names."""
         models = self.fleet.models()
         cards = {card.id: card for card in models.data}
         for alias, name in self.config.model_aliases.items():
@@ -349,7 +350,7 @@ class ServeCore:
         return models
 
     def readiness(self, *, sees_engines: bool) -> ReadyResponse:
-        """Raises `NoEngine`, or `Unavailable` when the service is going down."""
+        """Raises `NoEngine`, or `Unavailable` while ServeCore shuts down."""
         self._require_open()
         if not (engines := self.fleet.views()):
             raise NoEngine("no engine is registered")
@@ -364,15 +365,15 @@ class ServeCore:
 
     @property
     def accounts(self) -> Accounts:
-        """The use of each tenant until now."""
+        """The usage of each tenant so far."""
         return self._metrics.accounts
 
     def metrics(self) -> Iterator[bytes]:
-        """Yield one family after the other: all of them may take some ten milliseconds."""
+        """Yield one metric family after another. All of them may take tens of milliseconds."""
         return self._metrics.render(self.sessions, self.dispatcher, self.sessions.journal)
 
     def check_integrity(self) -> None:
-        """Recount every book. Only between events of the loop."""
+        """Recount all state. Call it only between turns of the event loop."""
         self.sessions.check_integrity()
         for attached in self._attached:
             attached.check_integrity()
@@ -381,10 +382,10 @@ class ServeCore:
             self.tasks.meters.check_integrity()
 
     def shut_down(self) -> None:
-        """Admit nothing more, and end every session: open reads get `Unavailable` now."""
+        """Reject new requests and end all sessions. Open reads fail with `Unavailable`."""
         self.is_closing = self.sessions.is_closing = True
         for session in self.sessions:
-            session.follow(None)  # the journal has it, for the next process
+            session.follow(None)  # The journal keeps the session for the next process.
             self.end(session, Unavailable("ServeCore is shutting down"))
         self.sessions.backlog.finish()
 
@@ -405,7 +406,7 @@ class ServeCore:
         self.end(session, SessionGone(text))
 
     def end(self, session: Session, error: ParrotError) -> None:
-        """Nobody finds it any more; what it was to make and keeps goes in the backlog."""
+        """End a session: it can no longer be found, and the backlog frees its calls and values."""
         if session.log is not None:
             session.log.ended()
             session.follow(None)

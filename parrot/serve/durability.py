@@ -12,14 +12,15 @@ from parrot.serve.sessions import CommandLog
 
 
 class Wait(Enum):
-    """The event that the answer of a verb waits for, where a journal is kept."""
+    """What the answer of a verb waits for, if there is a journal."""
 
     DURABLE = "durable"
-    """Its commands are on disk. It raises `InsufficientStorage` if they cannot be written."""
+    """Until the verb's commands are on disk. Raises `InsufficientStorage` if they cannot be
+    written."""
     PUBLISHED = "published"
-    """The same, but it does not wait while nothing can be written: for ends and for views."""
+    """Like `DURABLE`, but does not wait while the journal cannot be written. For ends and views."""
     NOTHING = "nothing"
-    """It changes no session, or it waits itself."""
+    """Nothing: the verb changes no session, or waits for the journal itself."""
 
 
 def lasting(
@@ -28,9 +29,9 @@ def lasting(
     wait: Wait = Wait.DURABLE,
     undo: Callable[[Any], None] | None = None,
 ) -> Verb:
-    """The verb with an answer that waits until its commands are durable. A verb that gives an
-    awaitable only waits until they are published; server-sent events wait themselves. `undo` gets
-    the answer if it cannot be given. Without a log it is the verb itself."""
+    """The verb, with an answer that waits for the journal. If the verb returns an awaitable, its
+    result waits as `PUBLISHED`; server-sent events wait themselves. `undo` receives an answer that
+    cannot be sent. Without a log, the verb is returned unchanged."""
     if log is None or wait is Wait.NOTHING:
         return verb
 
@@ -44,17 +45,17 @@ def lasting(
             if inspect.isawaitable(result):
                 now = Wait.PUBLISHED
                 result = await result
-        except (Conflict, SessionGone):  # it was done before, by a request whose answer was lost
+        except (Conflict, SessionGone):  # An earlier request has done it, and its answer was lost.
             await settled(now)
             raise
-        except NotFound:  # it may have been deleted before
+        except NotFound:  # An earlier request may have deleted it.
             await settled(Wait.PUBLISHED)
             raise
         if inspect.isasyncgen(result):
             return result
         try:
             await settled(now)
-        except BaseException:  # such as that the client has left
+        except BaseException:  # for example, the client has disconnected
             if undo is not None:
                 undo(result)
             raise

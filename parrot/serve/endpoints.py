@@ -1,7 +1,7 @@
 """ServeCore's endpoints: the verb for each method and path.
 
-A route reads its fields, calls one verb of `ServeCore`, and writes the answer. It does not know how
-the verb does its work, and nothing behind it knows HTTP."""
+A route reads the fields, calls one verb of `ServeCore`, and serializes the answer. Routes do not
+know how verbs work, and verbs do not know HTTP."""
 
 import asyncio
 from collections.abc import (
@@ -71,7 +71,7 @@ _EVENTS = (
 
 
 def endpoints(core: ServeCore) -> list[Endpoint]:
-    """The two that every call needs come first, since routes are tried in order."""
+    """All endpoints. Routes are tried in order, so the two that every call needs come first."""
     return [*_program_endpoints(core), *_service_endpoints(core), *_admin_endpoints(core)]
 
 
@@ -248,7 +248,7 @@ class _ProgramRoutes:
         return Endpoint(method, path, verb, summary, body=body, access=access, described=described)
 
     def _admits(self, request: Request) -> bool:
-        """Bodies may be large only if the head tells who sends them."""
+        """A large body is accepted only from a known session or key, which the headers contain."""
         core = self.core
         credential = bearer_token(request) or request.query_params.get("session_auth", "")
         if core.sessions.shard is not None:
@@ -256,7 +256,7 @@ class _ProgramRoutes:
         return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
 
     def _submit_graph(self, request: GraphRequest) -> GraphResponse:
-        """If the graph is to have a session of its own, that begins only if all of it is right."""
+        """Submit a graph. A session of its own is created only if the whole graph is valid."""
         begun = request.begins()
         if begun is None:
             return self.core.submit_graph(request)
@@ -269,7 +269,7 @@ class _ProgramRoutes:
         return response.model_copy(update=scope)
 
     def _end_new(self, answer: SessionCreateResponse | GraphResponse) -> None:
-        """End the session that an answer begins if its client cannot learn of it."""
+        """End the new session of an answer that cannot be sent."""
         if answer.session_auth is not None:
             self.core.delete_session(answer.session_id, answer.session_auth)
 
@@ -289,7 +289,7 @@ class _ProgramRoutes:
 async def _events(
     deltas: AsyncGenerator[str], variable: SemanticVariable
 ) -> AsyncIterator[tuple[str, BaseModel]]:
-    async with aclosing(deltas):  # a reader that goes is withdrawn now, not when collected
+    async with aclosing(deltas):  # Withdraw the read at once when the client disconnects.
         async for text in deltas:
             yield "delta", StreamDelta(text=text)
     yield "done", StreamDone(**dict(await read_view(variable)))
@@ -306,7 +306,7 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
         parts: list[bytes] = []
         for part in core.metrics():
             parts.append(part)
-            await asyncio.sleep(0)  # others may have a turn
+            await asyncio.sleep(0)  # Let other tasks run.
         return b"".join(parts)
 
     def with_key(path: str, verb: Verb, summary: str, *errors: int) -> Endpoint:
@@ -333,7 +333,7 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def key_check(core: ServeCore) -> Check:
-    """Requests must have an API key, where there are any."""
+    """A check that requires an API key, if there are any."""
 
     def check(request: Request) -> None:
         core.tenant(api_key_of(request))
@@ -342,8 +342,8 @@ def key_check(core: ServeCore) -> Check:
 
 
 def _holder_of(core: ServeCore, scope: Scope) -> Callable[[Request], str]:
-    """Says who asks: whoever has the cluster token, or a key with the scope. What it gives raises
-    `AuthenticationFailed` and `PermissionDenied` for others."""
+    """A check that returns the caller's name: one with the cluster token, or with a key with the
+    scope. The check raises `AuthenticationFailed` and `PermissionDenied`."""
     token = core.config.cluster_token
 
     def holder(request: Request) -> str:
@@ -410,7 +410,7 @@ def _engine_endpoints(core: ServeCore) -> list[Endpoint]:
 
 
 def _ready_endpoint(core: ServeCore) -> Endpoint:
-    """Says which engines there are to those who have the cluster token."""
+    """The endpoint lists the engines only for callers with the cluster token."""
     token = core.config.cluster_token
 
     def sees_engines(request: Request, arguments: dict[str, Any]) -> None:
@@ -431,7 +431,7 @@ def _alive() -> None:
 
 
 class TenantView(Answer):
-    """A tenant that has a key, and what it has now."""
+    """A tenant that has a key, and its current usage."""
 
     id: str
     scopes: list[Scope]
@@ -451,7 +451,7 @@ class EngineList(Answer):
 
 
 def _admin_endpoints(core: ServeCore) -> list[Endpoint]:
-    """Cancel, end and drain what is anybody's."""
+    """Endpoints that list, cancel, end and drain objects of all tenants."""
 
     def tenants() -> TenantList:
         return TenantList(tenants=[_tenant_view(core, tenant) for tenant in core.tenants])

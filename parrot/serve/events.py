@@ -1,7 +1,7 @@
-"""One stream of the events of ServeCore, for sinks: metrics, traces, logs, the page, the journal.
+"""The events of ServeCore, for sinks: metrics, traces, logs, the web page, the journal.
 
-An event is told in the turn of the event loop in which it happened. It is not made if nobody takes
-its kind, and a sink that fails disturbs nobody."""
+An event is delivered in the turn of the event loop in which it happens. An event without a sink is
+not created. A sink that fails does not affect other sinks."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -22,27 +22,27 @@ logger = logging.getLogger(__name__)
 Fields = ParamSpec("Fields")
 
 Sink = Mapping[type, Callable[[Any], None]]
-"""The kinds of events that somebody takes, and what is called with each."""
+"""Event types, and the function that each is delivered to."""
 
 
 class Events:
-    """Tells sinks the events of their kinds. A sink that raises is logged and told nothing more."""
+    """Delivers events to sinks. A sink that raises is logged and removed."""
 
     def __init__(self) -> None:
-        self._sinks: dict[object, list[Sink]] = {}  # by the kinds that they take
+        self._sinks: dict[object, list[Sink]] = {}  # by event type
 
     def add(self, sink: Sink) -> None:
         for kind in sink:
             self._sinks.setdefault(kind, []).append(sink)
 
     def wants(self, *kinds: type) -> bool:
-        """Whether a sink takes events of one of these kinds."""
+        """Whether any sink handles one of these event types."""
         return not self._sinks.keys().isdisjoint(kinds)
 
     def emit(
         self, kind: Callable[Fields, object], *args: Fields.args, **fields: Fields.kwargs
     ) -> None:
-        """Make an event of this kind and tell it to those who take it."""
+        """Create an event and deliver it, if any sink handles its type."""
         sinks = self._sinks.get(kind)
         if not sinks:
             return
@@ -68,24 +68,24 @@ class Events:
 class SessionBegan(NamedTuple):
     session: Session
     on_demand: bool
-    traceparent: str | None  # the span above it
+    traceparent: str | None  # the parent span
 
 
 class SessionDeleted(NamedTuple):
-    """Its program asked for its end, which comes next."""
+    """The program deletes the session. `SessionEnded` follows."""
 
     session: Session
 
 
 class SessionExpired(NamedTuple):
-    """Nobody used it for too long, and its end comes next."""
+    """The session was idle for too long. `SessionEnded` follows."""
 
     session: Session
     why: str
 
 
 class SessionEnded(NamedTuple):
-    """It has ended in whatever way, and all its variables are settled."""
+    """The session has ended for any reason, and all its variables are settled."""
 
     session: Session
     lasted_s: float
@@ -105,31 +105,31 @@ class PromptAdded(NamedTuple):
 
     session: Session
     completions: Sequence[Completion]
-    is_bound: bool  # the request named the variable of the output
+    is_bound: bool  # the request names the output variable
 
 
 class CompletionPlaced(NamedTuple):
-    """It was sent to an engine."""
+    """The completion was sent to an engine."""
 
     completion: Completion
 
 
 class CompletionRetried(NamedTuple):
-    """Its last attempt came to nothing, and it is queued again."""
+    """The completion's last attempt failed, and it is queued again."""
 
     completion: Completion
     why: str
 
 
 class TaskEnded(NamedTuple):
-    """It is in a final state."""
+    """The task is in a final state."""
 
     session: Session
     task: Task
 
 
 class VariableCreated(NamedTuple):
-    """A program made a variable itself, perhaps with a value."""
+    """A program created a variable, perhaps with a value."""
 
     session: Session
     var_id: str
@@ -152,7 +152,7 @@ class CancelAsked(NamedTuple):
 
 
 class PrefixBroken(NamedTuple):
-    """A prompt left the prefix of its program."""
+    """A prompt does not start with its program's previous prompt."""
 
     reason: str
 
@@ -165,14 +165,14 @@ class ReadBegan(NamedTuple):
     read_id: int
     options: ReadLimits
     var_ids: Sequence[str]
-    k: int | None  # a read of the first `k` of several variables; None: of one
+    k: int | None  # for a read of the first `k` of several variables; None: of one
     is_stream: bool
 
 
 class ReadEnded(NamedTuple):
     session: Session
     read_id: int
-    error: BaseException | None  # raised by the read, also when it was cancelled
+    error: BaseException | None  # raised by the read, also by its cancellation
 
 
 # Engines, and the service itself
@@ -188,24 +188,24 @@ class EngineLost(NamedTuple):
 
 
 class EngineDrained(NamedTuple):
-    """It is to get no more calls, or gets calls again."""
+    """An engine is drained, or receives calls again."""
 
     info: EngineInfo
     is_draining: bool
-    num_calls: int  # that it has now
+    num_calls: int  # running calls on the engine
 
 
 class ContextEvicted(NamedTuple):
-    """A context was freed for want of room."""
+    """A context was freed because its engine needed blocks."""
 
-    owner: int | str  # the id of a session, or a tenant whose sessions share it
+    owner: int | str  # a session's id, or a tenant whose sessions share the context
     function: str
     num_tokens: int
 
 
 class CoreClosed(NamedTuple):
-    """Prompt tokens that contexts had, that were computed again, and those of evicted contexts."""
+    """ServeCore closes. The fields are totals of tokens."""
 
-    hit: int
-    recomputed: int
-    evicted: int
+    hit: int  # prompt tokens that were found in contexts
+    recomputed: int  # prompt tokens that were computed again
+    evicted: int  # tokens of evicted contexts

@@ -1,4 +1,4 @@
-"""Counts of what ServeCore does, and the costs of it. Cheap to update: plain numbers."""
+"""Counters of ServeCore's work and of its cost. An update only changes plain numbers."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,13 +41,13 @@ from parrot.utils.metrics import (
 )
 
 ANY_MODEL = "*"
-_PER_PRICE = 1e6  # prices are those of a million tokens
+_PER_PRICE = 1e6  # Prices are per million tokens.
 UNNAMED = "unnamed"
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-_COUNTED_AT_ONCE = 64  # calls: less than a millisecond
-_MAX_ENGINES = 256  # names with series of their own: engines that restart elsewhere get new ones
+_COUNTED_AT_ONCE = 64  # Calls that are counted together. Counting them takes less than 1 ms.
+_MAX_ENGINES = 256  # Engine names with their own series. Later names are counted as `other`.
 
-# Coarser than those of engines, since there are many series.
+# Coarser than the engines' buckets, because there is a series for each function.
 _CALL_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 960)
 _CALL_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 5)
 
@@ -94,8 +94,8 @@ _REASONS = {CompletionState.CANCELLED: "abort", CompletionState.FAILED: "error"}
 
 
 class CoreMetrics:
-    """Counts of what happens. Each tenant that has a key of the config has its own series, the
-    others one; so have the functions and applications that are used most."""
+    """Counts events. Each tenant with a key in the configuration has its own series, and all other
+    tenants share one. The most used functions and applications also have their own series."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class CoreMetrics:
             self._count()
 
     def _evicted(self, event: ContextEvicted) -> None:
-        """A context that was kept for a whole tenant is no application's."""
+        """Count an evicted context. A context that a tenant's sessions share has no application."""
         owner = event.owner
         session = self._find_session(owner) if isinstance(owner, int) else None
         app = OTHER if session is None else app_of(session)
@@ -169,7 +169,8 @@ class CoreMetrics:
             series.count("evicted_tokens", event.num_tokens)
 
     def _count(self) -> None:
-        """Many at once take half of the time: most are of few functions and engines."""
+        """Count the collected calls. Counting them together takes half of the time, because most
+        have the same functions and engines."""
         uncounted, self._uncounted = self._uncounted, []
         functions, apps = (
             defaultdict[str, list[Measured]](list),
@@ -198,7 +199,7 @@ class CoreMetrics:
     def render(
         self, sessions: Iterable[Session], dispatcher: Dispatcher, journal: CommandLog | None
     ) -> Iterator[bytes]:
-        """Yield all counts, and what is only looked up now: live sessions and engines."""
+        """Yield all metric families, also those of the current sessions and engines."""
         for family in self.families(sessions, dispatcher, journal):
             yield render_metrics([family])
 
@@ -235,7 +236,7 @@ class CoreMetrics:
 
 
 def app_of(session: Session) -> str:
-    """The application's name: the first that the program gave."""
+    """The application's name: the first of the session's names."""
     return session.apps[0] if session.apps else UNNAMED
 
 
@@ -303,13 +304,12 @@ def _kv_families(counts: KvCounts) -> Iterable[Metric]:
 
 
 class Measured(NamedTuple):
-    """A completion that has run: seconds, None where nothing was measured. `wait_s`: from wanted
-    until all inputs were ready; `first_s`: from the start to the first token."""
+    """A completion that has run. Times are in seconds; None: not measured."""
 
-    wait_s: float
-    queue_s: float
+    wait_s: float  # from activated until all inputs were ready
+    queue_s: float  # from then until the start on an engine
     run_s: float
-    first_s: float | None
+    first_s: float | None  # from the start to the first token
     decode_s: float | None
     per_token_s: float | None
     num_cached: int
@@ -325,8 +325,8 @@ class Measured(NamedTuple):
 
     @classmethod
     def of(cls, task: Completion, prices: "PriceTable | None") -> Self | None:
-        """None if it has run nowhere, since it took the result of an identical one or ended before
-        its turn came. Without `prices` the cost is 0."""
+        """None if the completion has not run: it took an identical completion's result, or ended
+        in the queue. Without `prices` the cost is 0."""
         times, stats = task.times, task.stats
         if stats.is_reused or times.started is None or times.finished is None:
             return None
@@ -404,14 +404,14 @@ def _count_engine_calls(series: Series, calls: Sequence[Measured]) -> None:
 
 
 class PriceTable:
-    """Prices by model; those of `*` are for every model that is not named."""
+    """Prices by model. The prices of `*` apply to all other models."""
 
     def __init__(self, prices: Mapping[str, TokenPrices]) -> None:
         self._prices = prices
 
     def cost(self, stats: RunStats) -> float:
-        """In the prices' currency. Zero for a result that an identical call made, and for a model
-        without a price."""
+        """The cost in the prices' currency. It is 0 for a reused result, and for a model without a
+        price."""
         prices = self._prices.get(stats.model or "") or self._prices.get(ANY_MODEL)
         if prices is None or stats.is_reused:
             return 0.0
@@ -424,15 +424,14 @@ class PriceTable:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """The completions that ran, and their tokens; those of prompts that were there are in `cached`
-    and in `prompt`. `cost`: in the prices' currency. `service_s`: of engines' time."""
+    """The completions of a tenant's function, and their tokens."""
 
     calls: int = 0
-    prompt: int = 0
+    prompt: int = 0  # including cached tokens
     cached: int = 0
     generation: int = 0
-    cost: float = 0.0
-    service_s: float = 0.0
+    cost: float = 0.0  # in the prices' currency
+    service_s: float = 0.0  # engine time, from the tokens' cost
 
     def count(self, call: Measured) -> None:
         self.calls += 1
@@ -452,8 +451,8 @@ class TenantUsage:
 
 
 class Accounts:
-    """The use of each tenant, by function. The functions of a tenant that are used least are
-    counted as one, `other`."""
+    """The usage of each tenant, by function. The least used functions of a tenant are counted
+    together as `other`."""
 
     def __init__(self, max_names: int) -> None:
         self._max_names = max_names
@@ -465,7 +464,7 @@ class Accounts:
         functions.use(function).count(call)
 
     def __iter__(self) -> Iterator[tuple[str, str, TenantUsage]]:
-        """Yield tenants and their functions."""
+        """Yield each tenant, function and usage."""
         for tenant, functions in self._usage.items():
             for function, usage in functions.items():
                 yield tenant, function, usage

@@ -1,4 +1,4 @@
-"""Reads: a program wants variables, and waits until it has them, gives up or goes away."""
+"""Reads: a program waits for variables until they are set, it times out, or it disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -21,20 +21,20 @@ from parrot.utils.clock import Clock
 from parrot.utils.heaps import TimerQueue
 from parrot.utils.ids import IdCounter
 
-# After a read has timed out, its work goes on for this long: a program that reads again and again
-# with short timeouts must not start it from the beginning each time.
+# Seconds that the work for a read continues after the read has timed out. Otherwise a program that
+# polls with short timeouts would restart the work with each read.
 READ_GRACE_S = 0.25
-# Seconds from a call's submission until it runs in the background, once its program has read
-# anything. A read that arrives earlier says how the call is to run. A program that is blocked in a
-# read sends no other, so its calls start without this delay.
+# Seconds from a call's submission until it runs in the background, once its program has read a
+# variable. A read that arrives earlier sets the call's objective. The calls of a program that is
+# blocked in a read start at once, because it sends no other read.
 WAKE_DELAY_S = 0.1
-_ROUNDING_S = 1e-6
+_ROUNDING_S = 1e-6  # Seconds. A timer may be early by a rounding error.
 
 
 class Reads:
-    """Cancelling a read, or closing its iterator, withdraws it: work without another reader stops.
-    Each raises `TimedOut` at its timeout, and the error of what it reads. Where a journal is kept,
-    a value or an error is given when it is on disk. `why` says why a variable is not ready."""
+    """Waits for variables. Cancelling a read or closing its iterator withdraws the read, and work
+    without another reader is cancelled. A read raises `TimedOut` at its timeout, or the variable's
+    error. With a journal, a value or an error is on disk before it is returned."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Reads:
         events: Events,
         why: Callable[[SemanticVariable], str],
     ) -> None:
+        """`why` explains why a variable is not ready, for `TimedOut`."""
         self._timers = timers
         self._clock = clock
         self._events = events
@@ -50,14 +51,15 @@ class Reads:
         self._ids = IdCounter()
 
     def wake_soon(self, session: Session) -> None:
-        """The session was read, or a call was submitted: wake in time what its program holds, if
-        anything was read."""
+        """Start the calls that the session holds after `WAKE_DELAY_S`, if any variable was read.
+        Call it after a read or a submission."""
         if session.was_read and not session.is_wake_due:
             session.is_wake_due = True
             when = self._clock.now() + WAKE_DELAY_S
             self._timers.call_at(when, lambda: self._wake(session))
 
     async def value(self, session: Session, variable: SemanticVariable, options: ReadLimits) -> str:
+        """Wait for the value of a variable."""
         async with session.published():
             if not self._events.wants(ReadBegan, ReadEnded):
                 return await self._value(session, variable, options)
@@ -82,7 +84,7 @@ class Reads:
     def stream(
         self, session: Session, variable: SemanticVariable, options: ReadLimits
     ) -> AsyncGenerator[str]:
-        """All the text in deltas, the past ones first."""
+        """The value in deltas, starting with the text so far."""
         deltas = self._stream(session, variable, options)
         if not self._events.wants(ReadBegan, ReadEnded):
             return deltas
@@ -129,9 +131,9 @@ class Reads:
     async def first(
         self, session: Session, variables: Sequence[SemanticVariable], request: FirstVarsRequest
     ) -> list[SemanticVariable]:
-        """The first `request.k` of different variables to be ready, in the order in which they
-        were. Raises as soon as too many have failed. The others lose this reader the moment that
-        the last winner is there, before anything else runs."""
+        """The first `request.k` variables to be ready, in that order. Raises as soon as too many
+        have failed. When the last of them is ready, this reader leaves the others in the same turn
+        of the event loop."""
         async with session.published():
             if not self._events.wants(ReadBegan, ReadEnded):
                 return await self._first(session, variables, request)
@@ -171,7 +173,7 @@ class Reads:
         k: int | None = None,
         is_stream: bool = False,
     ) -> Iterator[None]:
-        """Tell of the beginning and the end of the read that is made in the block."""
+        """Emit the events of the read in the block."""
         read_id = self._ids.next()
         self._events.emit(ReadBegan, session, read_id, options, var_ids, k, is_stream)
         failure: BaseException | None = None
@@ -184,8 +186,8 @@ class Reads:
             self._events.emit(ReadEnded, session, read_id, failure)
 
     def _wake_held(self, session: Session) -> None:
-        """Start what a blocked program holds, after what it reads: its blocked thread sends no read
-        that would say how else to run it."""
+        """Start the calls that a blocked program holds, after the producer of the variable. A
+        blocked program sends no read that would set another objective."""
         if session.graph.activation.wake():
             self.wake_soon(session)
 
@@ -217,17 +219,18 @@ class Reads:
 
 
 class _Read:
-    """The wants of one request. `end`: when it times out, on the clock's scale. `candidates` of a
-    race: those that were not ready in time are not made in the background either."""
+    """The readers of one request."""
 
     def __init__(self, session: Session, options: ReadLimits, now: float) -> None:
         limits = [s for s in (options.timeout, options.deadline) if s is not None]
         self.end = None if options.timeout is None else now + options.timeout
+        """The time of the timeout, on the clock's scale."""
         self._deadline = now + min(limits) if limits else None
         self._criteria = options.criteria
         self._activation = session.graph.activation
         self._readers: list[Reader] = []
         self.candidates: Sequence[SemanticVariable] = ()
+        """The variables of a race. When it is decided, the others are not run in background."""
 
     def want(
         self, variable: SemanticVariable, *, as_stream: bool = False, may_lose: bool = False
@@ -237,7 +240,7 @@ class _Read:
         self._activation.add_reader(reader)
 
     def leave(self) -> None:
-        """Want nothing any more. Safe in any state."""
+        """Withdraw the readers. Safe in any state."""
         readers, self._readers = self._readers, []
         for reader in readers:
             self._activation.remove_reader(reader)
@@ -246,8 +249,8 @@ class _Read:
 
 
 class _Race:
-    """Counts who is ready and who has failed until it is `decided`. Both happen inside the turn in
-    which a variable is settled."""
+    """Counts ready and failed variables until the race is `decided`, in the turn of the event loop
+    in which a variable is settled."""
 
     def __init__(self, num_wanted: int, num_entries: int, read: _Read) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -273,7 +276,7 @@ class _Race:
 
     @property
     def first_open(self) -> SemanticVariable:
-        """The first variable that is not settled. There is one until the race is decided."""
+        """The first variable that is not settled. It exists until the race is decided."""
         return next(variable for variable in self._watched if not variable.is_settled)
 
     def close(self) -> None:
@@ -298,7 +301,7 @@ class _Race:
             self._read.leave()
 
     def _too_few(self, cause: ParrotError) -> ParrotError:
-        """The error of a race that cannot be won: of the type of the failure that decided it."""
+        """The error of a race that can no longer succeed, of the same type as `cause`."""
         possible = self._num_open + len(self._winners)
         error = type(cause)(
             f"only {possible} of the {self._num_wanted} wanted can be ready, since others failed: "
@@ -310,7 +313,7 @@ class _Race:
 
 
 def _settled_at(variable: SemanticVariable) -> float:
-    """Given values come first, what has yet to be made comes last."""
+    """The sort key of a race's variables: given values first, then by time, unsettled ones last."""
     if not variable.is_settled:
         return inf
     return 0.0 if variable.producer is None else variable.producer.times.finished or 0.0
@@ -320,7 +323,7 @@ def _settled_at(variable: SemanticVariable) -> float:
 async def time_limit(
     timers: TimerQueue, deadline: float | None, message: Callable[[], str]
 ) -> AsyncIterator[None]:
-    """Raise `TimedOut` in the block if it still runs at `deadline` on the timers' clock."""
+    """Raise `TimedOut` if the block still runs at `deadline`, on the timers' clock."""
     if deadline is None:
         yield
         return
@@ -339,11 +342,11 @@ async def time_limit(
         raise TimedOut(message()) from None
 
 
-SLICE = 64  # tokens that are looked at at once, within a few milliseconds
+SLICE = 64  # Tokens that are processed before other tasks may run; a few milliseconds.
 
 
 class ScoredToken(NamedTuple):
-    """A token, its log probability, and the most likely tokens in its place."""
+    """A token, its log probability, and the most likely tokens at its position."""
 
     token: bytes
     logprob: float
@@ -351,7 +354,7 @@ class ScoredToken(NamedTuple):
 
 
 async def scored_tokens(found: Logprobs, start: int = 0) -> AsyncIterator[ScoredToken]:
-    """Yield the tokens from `start` on, those that are there now. Now and then others may run."""
+    """Yield the tokens from `start` to the current end. Other tasks may run in between."""
     stop = len(found)
     for first in range(start, stop, SLICE):
         if first > start:
@@ -361,7 +364,7 @@ async def scored_tokens(found: Logprobs, start: int = 0) -> AsyncIterator[Scored
 
 
 async def logprobs_view(found: Logprobs) -> list[TokenLogprob] | None:
-    """The tokens as programs read them."""
+    """The tokens in the form that programs receive."""
     if found.tokens is None:
         return None
     return [
@@ -394,7 +397,7 @@ def _scored(found: Logprobs, start: int, stop: int) -> Iterator[ScoredToken]:
 
 
 def value_view(variable: SemanticVariable) -> VarGetResponse:
-    """The value of a ready variable, as a reader gets it."""
+    """The value of a ready variable in the form that readers receive."""
     stats = variable.stats
     if stats is None or stats.finish_reason is None:
         return VarGetResponse(content=variable.text)
@@ -413,7 +416,8 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
 
 
 async def read_view(variable: SemanticVariable) -> VarGetResponse:
-    """The same, and how likely its tokens were, if that is wanted. Else it does not suspend."""
+    """Like `value_view`, with log probabilities if they were requested. Otherwise it does not
+    suspend."""
     value, stats = value_view(variable), variable.stats
     if stats is not None and stats.logprobs is not None:
         value.logprobs = await logprobs_view(stats.logprobs)

@@ -1,4 +1,4 @@
-"""Sessions: one user program's scope, the commands that change it, and who may use it."""
+"""Sessions: the scope of one program, the commands that change it, and its authentication."""
 
 import secrets
 from collections import Counter, defaultdict
@@ -51,15 +51,15 @@ from parrot.utils.shard import Shard
 if TYPE_CHECKING:
     from parrot.utils.spans import TraceSampler
 
-RESERVED = "reserved"  # the kind of a record that tells which ids may have been given out
-_RESERVED_IDS = 1024  # at once
+RESERVED = "reserved"  # The kind of a journal record that reserves a block of session ids.
+_RESERVED_IDS = 1024  # Session ids per block. A larger number writes fewer records.
 
 Fields = dict[str, Any]
 Result_co = TypeVar("Result_co", covariant=True)
 
 
 class Begin(NamedTuple):
-    """The facts that a session begins with."""
+    """The facts with which a session begins. They are journaled."""
 
     id: int
     auth: str
@@ -67,16 +67,17 @@ class Begin(NamedTuple):
     apps: Sequence[str]
     on_demand: bool
     trace_id: str
-    is_program: bool  # it was begun for a program, which knows nothing of it
+    is_program: bool  # created by the gateway for a program that does not know the session
 
 
 class Command(Protocol[Result_co]):
-    """A change that a program asks of a session. `apply` carries it out, now or again after a
-    restart. It raises what the graph's verb raises, and then nothing has changed."""
+    """A change of a session by its program. `apply` executes it, also in the replay after a
+    restart. `apply` raises the graph's errors, and then has changed nothing."""
 
     @property
     def usage(self) -> Mapping[str, int]:
-        """The amounts that the session keeps for it; empty for a command that ends something."""
+        """What the command adds to the session's quota usage. Commands that end something add
+        nothing."""
         ...
 
     def apply(self, session: "Session") -> Result_co: ...
@@ -100,7 +101,7 @@ class AddCall:
 class AddGraph:
     request: GraphRequest
     resolved: ResolvedGraph
-    upcoming: Sequence[int]  # the session's ids before it was resolved, which takes some
+    upcoming: Sequence[int]  # the session's next ids before `resolve`, which takes some of them
 
     @classmethod
     def of(cls, request: GraphRequest, graph: SessionGraph) -> "AddGraph":
@@ -126,11 +127,11 @@ class AddGraph:
 
 @dataclass(frozen=True, slots=True)
 class AddPrompt:
-    """A call without a template: its id, and a completion for each answer."""
+    """A call without a template. `apply` returns its id, and a completion for each answer."""
 
     prompt: Prompt
     usage: Mapping[str, int]
-    is_kept: bool  # others than who waits for it can want it
+    is_kept: bool  # it continues when the client disconnects, because others may read it
 
     def apply(self, session: "Session") -> tuple[int, list[Completion]]:
         return session.graph.submit_prompt(self.prompt)
@@ -163,7 +164,7 @@ class SetVariable:
 
 
 class _Ending:
-    """A command that ends something. It is possible while the session may keep nothing more."""
+    """A command that ends something. It is allowed even if the quota is used up."""
 
     __slots__ = ()
 
@@ -189,49 +190,48 @@ class CancelCall(_Ending):
 
 
 class SessionLog(Protocol):
-    """Where what happens to one session is written down, so that another process can go on."""
+    """Records the changes of one session, so that another process can restore it."""
 
     def began(self, begin: Begin) -> None: ...
 
     def require_room(self) -> None:
-        """Raise `InsufficientStorage` if nothing can be written down."""
+        """Raise `InsufficientStorage` if nothing can be recorded."""
         ...
 
     def command(
         self, command: Command[Any], upcoming: Sequence[int]
     ) -> AbstractContextManager[None]:
-        """For the block that applies it: written down before what follows from it, unless the block
-        raises. `upcoming`: the session's next ids."""
+        """Record the command that the block applies, before its effects. If the block raises, the
+        record is discarded. `upcoming`: the session's next ids."""
         ...
 
     def settled(self, variable: SemanticVariable) -> None: ...
 
     def attempted(self, completion: Completion) -> None:
-        """It was sent to an engine."""
+        """The completion was sent to an engine."""
         ...
 
     def was_read(self) -> None:
-        """A read has had to wait, the first one."""
+        """A read has to wait, for the first time in this session."""
         ...
 
     def note(self, kind: str, fields: Fields) -> None:
-        """Write down something else, by a kind of whoever reads it back."""
+        """Add a record of another kind, which belongs to the caller."""
         ...
 
     def ended(self) -> None: ...
 
     async def published(self) -> None:
-        """Wait until all that was written down is on disk, unless nothing can be written now."""
+        """Wait until all records are on disk, unless they cannot be written now."""
         ...
 
 
 class CommandLog(Protocol):
-    """Where what happens is written down (`parrot.journal`). Subjects are sessions, and whatever
-    else others write down."""
+    """Records all changes (`parrot.journal`). A subject is a session or another object."""
 
     @property
     def trouble(self) -> str:
-        """Why nothing can be written; empty: it can."""
+        """Why records cannot be written; empty if they can."""
         ...
 
     def require_room(self) -> None: ...
@@ -239,15 +239,15 @@ class CommandLog(Protocol):
     def append(self, subject: str, kind: str, fields: Fields) -> None: ...
 
     def end(self, subject: str) -> None:
-        """Forget the subject."""
+        """Record that the subject has ended."""
         ...
 
     async def has_room(self) -> None:
-        """Wait until something can be written."""
+        """Wait until records can be written."""
         ...
 
     async def durable(self) -> None:
-        """Wait until all that was written down is on disk. Raises `InsufficientStorage`."""
+        """Wait until all records are on disk. Raises `InsufficientStorage`."""
         ...
 
     async def published(self) -> None: ...
@@ -263,22 +263,21 @@ class Session:
     graph: SessionGraph
     account: Quota
     created_at: float  # times are on the clock's scale
-    last_active: float  # when a request came in, or a task of the session ended
-    timed_reads: dict[object, float] = field(default_factory=dict)  # the open ones with a timeout
-    was_read: bool = False  # a read has had to wait, so what the program holds may run
-    is_wake_due: bool = False
+    last_active: float  # time of the last request, or of the last end of a task
+    timed_reads: dict[object, float] = field(default_factory=dict)  # open reads, and their timeouts
+    was_read: bool = False  # a read has had to wait, so held calls may run
+    is_wake_due: bool = False  # a timer will start the held calls
     expiry: Timer | None = None
     log: SessionLog | None = None
 
     def follow(self, log: SessionLog | None) -> None:
-        """Write down what happens from now on."""
+        """Record changes in this log from now on; None: record nothing."""
         self.log = log
         self.graph.flow.on_settled = None if log is None else log.settled
 
     def apply(self, command: Command[Result_co]) -> Result_co:
-        """Carry out a command of the session's program. Raises `InsufficientStorage` if it must be
-        journaled and cannot be, `QuotaExceeded`, and what the command raises. Nothing has changed
-        if it raises."""
+        """Execute a command of the session's program. Raises `InsufficientStorage` if it cannot be
+        journaled, `QuotaExceeded`, and the command's errors. Then nothing has changed."""
         usage = command.usage
         if usage:
             if self.log is not None:
@@ -293,22 +292,22 @@ class Session:
         return result
 
     def replay(self, command: Command[Result_co]) -> Result_co:
-        """Carry out a command again that was accepted before a restart."""
+        """Execute a command again that was accepted before a restart."""
         result = command.apply(self)
         self.account.add(**command.usage)
         return result
 
     def read_began(self) -> None:
-        """A read has to wait."""
+        """Note that a read has to wait."""
         if not self.was_read and self.log is not None:
             self.log.was_read()
         self.was_read = True
 
     @asynccontextmanager
     async def published(self) -> AsyncIterator[None]:
-        """For the block that reads a value. The block's end, or its error, waits until what led to
-        it is on disk, so that a restart cannot take it back. This holds, too, for a value whose
-        session has ended meanwhile."""
+        """At the end of the block that reads a value, or at its error, wait for the journal. So a
+        restart cannot change a value that was returned. This also holds if the session has ended
+        meanwhile."""
         log = self.log
         try:
             yield
@@ -320,8 +319,8 @@ class Session:
             await log.published()
 
     def task_finished(self, task: Task, now: float) -> None:
-        """Count the end of one of its tasks as activity, and as kept the texts that it made and how
-        likely they were."""
+        """Mark the session as active, and count the task's outputs and log probabilities in its
+        usage."""
         self.last_active = now
         made = [output.text for output in task.outputs if output.state is VariableState.READY]
         logprobs = task.stats.logprobs if isinstance(task, Completion) else None
@@ -329,39 +328,39 @@ class Session:
         self.account.add(text_bytes=num_bytes(made) + extra)
 
     def expires_at(self, now: float, life_span_s: float) -> float:
-        """Running work and an open read until its timeout count as activity. A read without a
-        timeout does not: if nothing runs for it, its value will hardly come any more."""
+        """When the session expires. Running work keeps it alive, and so does an open read until its
+        timeout. A read without a timeout does not: if no work runs, its value may never be set."""
         if self.graph.activation.num_started:
             return now + life_span_s
         return max(self.last_active + life_span_s, *self.timed_reads.values(), 0.0)
 
 
 class SessionNumbers:
-    """The ids of sessions, which only grow: with a log they are reserved there in blocks, before
-    the first is given out. A session's auth follows from its id and a secret, which is the log's:
-    so whoever has it can be told of a session that has ended, and nobody else."""
+    """Assigns session ids, which only grow. With a log, ids are reserved in blocks before their
+    use. A session's auth is derived from its id and a secret of the log. So a client of an ended
+    session can be told that it has ended, without storing the session."""
 
     def __init__(self, first: int, shard: Shard | None = None) -> None:
         self._shard = shard
         self.next = self._end = self._aligned(first)
-        self._subject = ""  # the log's, of the last block
+        self._subject = ""  # of the log's last block
         self.secret = secrets.token_bytes(32)
 
     def auth(self, session_id: int) -> str:
-        """The `session_auth` of a session that begins."""
+        """The `session_auth` of a new session."""
         token = derived_token(self.secret, session_id)
         return token if self._shard is None else token + self._shard.mark
 
     def taken(self, session_id: int) -> None:
-        """The next is greater than this one."""
+        """Mark the id as used: the next id is greater."""
         self.next = max(self.next, self._aligned(session_id + 1))
 
     def is_auth(self, given: str, session_id: int, known: str | None) -> bool:
-        """Whether `given` is the session's, which is `known` if the session is live."""
+        """Whether `given` is the session's auth. `known`: the auth of a live session."""
         return tokens_equal(given, self.auth(session_id) if known is None else known)
 
     def reserve(self, log: CommandLog) -> None:
-        """See to it that `next` is reserved."""
+        """Make sure that `next` is reserved in the log."""
         if self.next < self._end:
             return
         if self._subject:
@@ -372,26 +371,19 @@ class SessionNumbers:
         log.append(self._subject, RESERVED, {"end": self._end})
 
     def restore(self, subject: str, fields: Fields) -> None:
-        """All of a block may have been given out."""
+        """Continue after a reserved block, because all its ids may have been used."""
         self._subject = subject
         self._end = self.next = self._aligned(max(self.next, fields["end"]))
 
     def _aligned(self, number: int) -> int:
-        """The first of its ids that is not below `number`."""
+        """The first id of this shard that is not below `number`."""
         return number if self._shard is None else self._shard.aligned(number)
 
 
 class SessionRegistry:
-    """The live sessions. Ids only grow; with a journal they grow over restarts, too, whatever the
-    clock says then. Whoever has the auth of one that has ended is told so, and nobody else.
-
-    `dormant` has those that a journal tells of, by their ids, and what restores each: whoever finds
-    one has it restored first, and who looks at all sees them as they began.
-
-    One that is ending is none of them, but what it keeps counts for its tenant until it has ended.
-
-    A session ends when it has been idle for its life span. Activity moves no timer: a timer that
-    comes too early is set again for the time that holds by then."""
+    """Owns the live sessions and expires idle ones. Session ids only grow, also over restarts if
+    there is a journal. An ending session is no longer found, but its usage counts for its tenant
+    until it has ended."""
 
     def __init__(
         self,
@@ -402,9 +394,11 @@ class SessionRegistry:
         sampler: "TraceSampler | None" = None,
         first_id: int = 0,
     ) -> None:
-        """`connect` comes before the first session."""
+        """Call `connect` before the first session."""
         self.journal: CommandLog | None = None
         self.dormant: dict[int, Callable[[], None]] = {}
+        """Journaled sessions that are not replayed yet, by id, and the function that replays each.
+        `find` replays a session first. Iterating shows such a session as it began."""
         self.is_closing = False
         self.sampler = sampler
         self._config = config
@@ -427,8 +421,8 @@ class SessionRegistry:
     def connect(
         self, executor: Executor, predictor: Predictor, expire: Callable[[Session, str], None]
     ) -> None:
-        """Let the sessions' graphs use these. `expire` ends a session for a reason, which includes
-        `retire` and, in time, `remove`."""
+        """Connect the sessions' graphs. `expire` ends a session for a reason: it calls `retire`,
+        and later `remove`."""
         self._services = GraphServices(executor, predictor, self._clock, self.backlog)
         self._expire = expire
 
@@ -447,9 +441,9 @@ class SessionRegistry:
         is_program: bool = False,
         traceparent: str | None = None,
     ) -> Session:
-        """Raises `QuotaExceeded` when all sessions are taken, or the names of `apps` too long,
-        `InsufficientStorage` if it cannot be written down, and `AuthenticationFailed` for a tenant
-        whose key was removed since it asked."""
+        """Raises `QuotaExceeded` for too many sessions or too long names in `apps`,
+        `InsufficientStorage` if the session cannot be journaled, and `AuthenticationFailed` if the
+        tenant's key was removed meanwhile."""
         if not self._tenant_table.is_served(tenant):
             raise AuthenticationFailed(f"{tenant} no longer has a key for sessions")
         if self.journal is not None:
@@ -478,13 +472,13 @@ class SessionRegistry:
         return session
 
     def restore(self, begin: Begin) -> Session:
-        """Begin a session once more, in the state that it began in."""
+        """Begin a session again after a restart, in its first state."""
         return self._begin(begin, self._account(begin.tenant))
 
     @contextmanager
     def replaying(self, session: Session) -> Iterator[None]:
-        """For the block in which all that happened to a session is done once more, though others
-        have gone on: nothing of it is written down or counts as active, and no id comes again."""
+        """Replay a session's records in the block, while other sessions run. The changes are not
+        recorded and do not count as activity. No id is assigned twice."""
         log, last_active, ids = session.log, session.last_active, self._shared
         numbers = ids.tasks.upcoming, ids.requests.upcoming
         session.follow(None)
@@ -497,8 +491,8 @@ class SessionRegistry:
             ids.requests.upcoming = max(numbers[1], ids.requests.upcoming)
 
     def keys_changed(self) -> Iterator[None]:
-        """Let tenants have other limits from now on, and end the sessions of those who have no key
-        for them any more, one with each step: there may be thousands."""
+        """Apply the tenants' new limits, and end the sessions of tenants without a key. Yields
+        after each session, because there may be thousands."""
         table = self._tenant_table
         for tenant, account in self._tenants.items():
             account.own = table.get(tenant).limits.amounts
@@ -508,7 +502,7 @@ class SessionRegistry:
                 yield
 
     def _account(self, tenant: str) -> Quota:
-        """A new session's."""
+        """The account of a new session."""
         of_tenant = self._tenants.get(tenant)
         if of_tenant is None:
             own = self._tenant_table.get(tenant).limits.amounts
@@ -516,7 +510,7 @@ class SessionRegistry:
         return Quota(self._config.session_quota, of_tenant)
 
     def placed(self, completion: Completion) -> None:
-        """It was sent to an engine."""
+        """Record that the completion was sent to an engine."""
         session = self.find(completion.session_id)
         if session is not None and session.log is not None:
             session.log.attempted(completion)
@@ -548,8 +542,8 @@ class SessionRegistry:
     def restored(
         self, journal: CommandLog, make_log: Callable[[int], SessionLog], secret: bytes
     ) -> None:
-        """All are as they were. What happens from now on is written down, and now is when they were
-        last active: their programs could not reach them."""
+        """All sessions were restored. Record changes from now on. The sessions count as active now,
+        because their programs could not reach them before."""
         self.journal = journal
         self._make_log = make_log
         self.numbers.secret = secret
@@ -558,15 +552,15 @@ class SessionRegistry:
             session.follow(make_log(session.id))
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
-        """The live session, which counts as active now. Raises `AuthenticationFailed` without an
-        auth, `NotFound` if that is not the session's, `SessionGone`, and `Unavailable` when the
-        service is going down, and `ElsewhereError` if another shard has it."""
+        """The live session; marks it as active. Raises `AuthenticationFailed` without an auth,
+        `NotFound` for a wrong one, `SessionGone`, `Unavailable` while ServeCore shuts down, and
+        `ElsewhereError` if another shard owns the session."""
         if not session_auth:
             raise AuthenticationFailed("missing session_auth (`Authorization: Bearer`)")
         if self.shard is not None:
             self.shard.require_session(session_id)
         session = self.find(session_id)
-        if session is None and self.is_closing:  # a journal may have it
+        if session is None and self.is_closing:  # The journal may keep the session.
             raise Unavailable("ServeCore is shutting down")
         known = None if session is None else session.auth
         if not self.numbers.is_auth(session_auth, session_id, known):
@@ -577,7 +571,7 @@ class SessionRegistry:
         return session
 
     def is_auth(self, text: str) -> bool:
-        """Whether it is that of any live session."""
+        """Whether the text is the auth of a live session."""
         return text in self._auths
 
     def find(self, session_id: int) -> Session | None:
@@ -586,21 +580,21 @@ class SessionRegistry:
         return self._sessions.get(session_id)
 
     def find_owner(self, session_id: int) -> Session | None:
-        """The session, which may be ending."""
+        """The session, also while it is ending."""
         return self.find(session_id) or self._ending.get(session_id)
 
     def num_of(self, tenant: str) -> int:
-        """The tenant's live sessions."""
+        """The number of the tenant's live sessions."""
         account = self._tenants.get(tenant)
         return 0 if account is None else account.used["sessions"]
 
     def remaining_s(self, session: Session) -> float:
-        """Seconds until it expires, if nothing happens in it."""
+        """Seconds until the session expires, without further activity."""
         now = self._clock.now()
         return session.expires_at(now, self._config.session_life_span) - now
 
     def retire(self, session: Session) -> None:
-        """It ends: nobody may ask for anything in it any more."""
+        """Begin the session's end: no request can find it from now on."""
         self.dormant.pop(session.id, None)
         self._ending[session.id] = self._sessions.pop(session.id)
         self._auths.remove(session.auth)
@@ -608,12 +602,12 @@ class SessionRegistry:
             session.expiry.cancel()
 
     def remove(self, session: Session) -> None:
-        """It has ended: its tenant has room again for what it kept."""
+        """Finish the session's end: its usage no longer counts for its tenant."""
         del self._ending[session.id]
         session.account.close()
 
     def check_integrity(self) -> None:
-        """Recount the graphs, and what tenants keep. Only between events of the loop."""
+        """Recount graphs and usage. Call it only between turns of the event loop."""
         assert self._auths == {session.auth for session in self}
         totals: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for session in self:
@@ -624,6 +618,7 @@ class SessionRegistry:
             assert self._tenants[tenant].used == total, (tenant, self._tenants[tenant].used, total)
 
     def _watch(self, session: Session) -> None:
+        # Activity does not move the timer. A timer that fires too early is set again.
         when = self._clock.now() + self.remaining_s(session)
         session.expiry = self._timers.call_at(when, lambda: self._check(session))
 

@@ -1,5 +1,5 @@
-"""Tasks of both kinds: completions, which engines run, and native functions, whose source text
-comes from the program and runs in a sandbox process."""
+"""Runs tasks of both kinds: completions, which run on engines, and native functions, whose source
+text comes from programs and runs in a sandbox process."""
 
 import asyncio
 import keyword
@@ -34,12 +34,12 @@ from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAIT_S = 30.0  # that who is refused is told to wait
+_MAX_WAIT_S = 30.0  # Longest `retry-after`, in seconds, of a request that a full queue rejects.
 _NO_SAMPLING = SamplingConfig()
-_MAX_MESSAGE = 1000  # characters of a function's own error that are passed on
+_MAX_MESSAGE = 1000  # Characters of a function's own error that are reported.
 
-# What the function sees besides the language: its outputs, and stand-ins for the decorator and the
-# annotations that its source may carry.
+# Definitions that the function's source may use: its outputs, and stand-ins for the decorator and
+# the annotations.
 _PRELUDE = """
 class _Output:
     def __init__(self, name):
@@ -70,10 +70,10 @@ native_function = P.native_function
 
 
 class Sandbox(Protocol):
-    """Where native functions run."""
+    """Runs native functions."""
 
     async def evaluate(self, call: NativeCall) -> Sequence[object]:
-        """The values of the outputs in order of `call.results`, None for one that was not set.
+        """The output values in the order of `call.results`; None for an output that was not set.
         Raises `NativeFunctionFailed`."""
         ...
 
@@ -81,8 +81,7 @@ class Sandbox(Protocol):
 
 
 class TaskRunner:
-    """Implements `graph.nodes.Executor` for all sessions, and says how much more may be queued. A
-    task that ends is activity of its session."""
+    """Implements `graph.nodes.Executor` for all sessions, and limits the queue."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class TaskRunner:
         self._clock = clock
         self._dispatcher = dispatcher
         self._make_native = partial(NativeRunner, config, clock, sandbox, sessions)
-        self._native: NativeRunner | None = None  # there is none before the first native call
+        self._native: NativeRunner | None = None  # created with the first native call
         self._max_native_timeout_s = config.native_timeout
         self._tenants = tenants
         # Only tenants with keys have limits.
@@ -109,10 +108,10 @@ class TaskRunner:
         self._held: dict[int, Task] | None = None
 
     def require_room(self, tenant: str) -> None:
-        """Raise `ClusterFull` if the queue is full and the tenant has its share of it, and what its
-        meters raise. To be asked before anything that may set work going. What one read sets going
-        is queued all at once, however much it is: it exists already, and refusing a part of it
-        would fail the whole."""
+        """Raise `ClusterFull` if the queue is full and the tenant has used its share of it, and the
+        errors of its meters. Call it before each request that may start work. All calls that one
+        read starts are queued together: they exist already, and rejecting some would fail the
+        whole graph."""
         limit, native = self._max_queue_size, self._native
         if self._dispatcher.num_queued + (0 if native is None else native.num_waiting) >= limit:
             queues = [self._dispatcher.queued_by_tenant()]
@@ -123,7 +122,7 @@ class TaskRunner:
             self.meters.admit(tenant)
 
     def _wait_s(self) -> float:
-        """Seconds in which a tenth of the queue is placed, at the pace of the last placements."""
+        """Seconds until a tenth of the queue is placed, at the pace of the last placements."""
         placed, pace = self._dispatcher.decisions, 0.0
         if placed and (taken_s := self._clock.now() - placed[0].at) > 0:
             pace = len(placed) / taken_s
@@ -135,11 +134,11 @@ class TaskRunner:
         check_call(request, self._max_native_timeout_s)
 
     def hold(self) -> None:
-        """Start nothing until `go_on`: what is told of tasks has happened already."""
+        """Start no task until `go_on`: the replayed tasks have run before."""
         self._held = {}
 
     def go_on(self) -> None:
-        """Start what should be running, and what comes."""
+        """Start the unfinished tasks that were held, and all later ones."""
         self._dispatcher.restored()
         held, self._held = self._held or {}, None
         for task in held.values():
@@ -208,8 +207,8 @@ class TaskRunner:
 
 
 class NativeRunner:
-    """Runs native calls in a sandbox, `native_workers` at a time; further ones wait. Sessions take
-    turns, and none has all workers, unless there is one worker."""
+    """Runs native calls in a sandbox, up to `native_workers` at a time. Sessions take turns. With
+    two or more workers, one session never uses all of them."""
 
     def __init__(
         self,
@@ -223,7 +222,7 @@ class NativeRunner:
         self._slots = FairSlots(config.native_workers)
         self._sandbox = sandbox or MontySandbox(config)
         self._running: dict[int, asyncio.Task[None]] = {}  # by task id
-        self._waiting: set[int] = set()  # those of them without a worker
+        self._waiting: set[int] = set()  # task ids that wait for a worker
         self._tasks = TaskSet()
         self.waiting_by_tenant = QueuedByTenant()
 
@@ -232,7 +231,7 @@ class NativeRunner:
         return len(self._waiting)
 
     def start(self, call: NativeCall) -> None:
-        """Run it and settle its outputs."""
+        """Run the call, and settle its outputs."""
         self._waiting.add(call.id)
         self.waiting_by_tenant.enter(call.options.tenant)
         running = self._tasks.spawn(self._run(call), name=f"native {call.func_name}")
@@ -240,14 +239,14 @@ class NativeRunner:
         running.add_done_callback(lambda done: self._forget(call.id, done))
 
     def stop(self, call: NativeCall) -> None:
-        """Its outputs stay unsettled. Safe in any state."""
+        """Stop the call; its outputs stay unsettled. Safe in any state."""
         self._end_wait(call)
         running = self._running.pop(call.id, None)
         if running is not None:
             running.cancel()
 
     def cancel(self, call: NativeCall, error: ParrotError) -> None:
-        """Stop it, and fail its outputs that are not settled."""
+        """Stop the call, and fail its unsettled outputs."""
         self.stop(call)
         _fail(call, error, CompletionState.CANCELLED)
 
@@ -283,12 +282,12 @@ class NativeRunner:
         else:
             call.state = CompletionState.DONE
             for (_, variable), text in zip(call.results, texts, strict=True):
-                if not variable.is_settled:  # one that died may have got as far as this
+                if not variable.is_settled:  # A run before a restart may have set it.
                     variable.set(text)
 
     async def _evaluate(self, call: NativeCall) -> Sequence[object]:
-        """The sandbox's values, in time that the session's account has and pays. Raises
-        `QuotaExceeded` if it has none left."""
+        """The sandbox's values. The run time counts for the session's quota. Raises
+        `QuotaExceeded` if it is used up."""
         session = self._sessions.find_owner(call.session_id)
         if session is not None:
             session.account.require(native_ms=1)
@@ -301,8 +300,7 @@ class NativeRunner:
 
 
 class MontySandbox:
-    """A pool of sandbox processes, which begins with the first call. A process that crashes is
-    replaced."""
+    """A pool of sandbox processes, started with the first call. A crashed process is replaced."""
 
     def __init__(self, config: CoreConfig) -> None:
         self._num_workers = config.native_workers
@@ -343,8 +341,8 @@ class MontySandbox:
 
 
 def check_call(request: NativeCallRequest, max_timeout_s: float) -> None:
-    """The function and its parameters must have Python names, it may not take longer than any, and
-    nothing is sampled. Raises `InvalidRequest`."""
+    """Check that the names are Python names, that the timeout is allowed, and that no output has a
+    sampling config. Raises `InvalidRequest`."""
     if request.timeout > max_timeout_s:
         raise InvalidRequest(
             f"the timeout of a native function is at most {max_timeout_s:g} s (`native_timeout`)",
@@ -366,7 +364,7 @@ def inputs_of(call: NativeCall) -> dict[str, str]:
 
 
 def script_of(call: NativeCall) -> str:
-    """The prelude, the function, one call of it, and the outputs as the script's value."""
+    """The script: prelude, function, one call of it. Its value is the list of outputs."""
     arguments = [f"{name}=_in_{n}" for n, (name, _) in enumerate(call.arguments)]
     arguments += [f"{name}=_out_{n}" for n, (name, _) in enumerate(call.results)]
     outputs = "".join(f"_out_{n} = _Output({name!r})\n" for n, (name, _) in enumerate(call.results))
@@ -384,7 +382,7 @@ def _checked(call: NativeCall, name: str, value: object) -> str:
 
 
 def explain(call: NativeCall, error: MontyError) -> str:
-    """One line for the program's author."""
+    """The error as one line, for the program's author."""
     if isinstance(error, MontyRuntimeError | MontySyntaxError):
         reason = error.display(format="type-msg")
     else:
@@ -402,4 +400,4 @@ def _fail(
 
 
 def drop_output(stream: str, text: str) -> None:
-    """Drop what functions print: it is not the server's to show."""
+    """Drop the output of `print`: it belongs to the program, not into the server's log."""

@@ -1,4 +1,4 @@
-"""The views of a session for its program, and of the engines for anybody."""
+"""Views of sessions for their programs, and of engines for all clients."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ from parrot.serve.sessions import Session
 from parrot.utils.tasks import Steps, at_once, in_turns
 
 _NO_RUN = RunStats()
-_STEP = 1024  # rows of a view that are made in one step
+_STEP = 1024  # Rows of a view that are built in one step, before other tasks may run.
 A = TypeVar("A")
 B = TypeVar("B")
 
@@ -37,8 +37,8 @@ B = TypeVar("B")
 def session_steps(
     session: Session, now: float, expires_in_s: float, prices: PriceTable | None = None
 ) -> Steps[SessionInfo]:
-    """The session with the calls and variables that it has now, each as it is when its turn
-    comes."""
+    """Build the session's view in steps. It contains the calls and variables that exist at the
+    start, each in its state when its step runs."""
     tasks = [task for call in session.graph.calls.values() for task in call.tasks]
     variables = yield from _variables(session)
     edges: list[GraphEdge] = []
@@ -47,7 +47,7 @@ def session_steps(
         yield
     calls = yield from _rows(tasks, lambda task: task_view(task, session.created_at))
     costs = yield from _function_costs(tasks, prices)
-    return SessionInfo.model_construct(  # checking each row again would take one long turn
+    return SessionInfo.model_construct(  # validating all rows would block the event loop
         session_id=session.id,
         state="active",
         apps=list(session.apps),
@@ -61,12 +61,12 @@ def session_steps(
 
 
 def session_view(steps: Steps[SessionInfo]) -> SessionInfo:
-    """Take all of `session_steps` at once, where there is nobody to give a turn."""
+    """Run all steps of `session_steps` at once."""
     return at_once(steps)
 
 
 def _function_costs(tasks: Iterable[Task], prices: PriceTable | None) -> Steps[list[FunctionCosts]]:
-    """The work of engines for the completions that have ended, by function."""
+    """The work of engines for finished completions, by function."""
     costs: dict[str, FunctionCosts] = {}
     for number, task in enumerate(tasks, start=1):
         if number % _STEP == 0:
@@ -181,7 +181,7 @@ def variable_view(variable: SemanticVariable) -> VarInfo:
 
 
 def task_view(task: Task, began: float) -> CompletionInfo:
-    """A native call with several outputs is one row, known by its first."""
+    """A task's row. A native call with several outputs has one row, with its first output."""
     is_semantic = isinstance(task, Completion)
     stats = task.stats if isinstance(task, Completion) else _NO_RUN
     output = task.outputs[0]
@@ -220,7 +220,7 @@ def _seconds(times: Timeline, began: float) -> dict[str, float | None]:
 
 
 def _edges(task: Task) -> Iterator[GraphEdge]:
-    """From each producing task to this one, once for each variable between them."""
+    """The edges from each producer to this task, one for each variable."""
     target = task.outputs[0].id
     for variable in task.inputs:
         if variable.producer is not None:

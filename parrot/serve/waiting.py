@@ -1,4 +1,4 @@
-"""Why a variable has no value yet, in words for the program that waits for it."""
+"""Explains why a variable has no value yet, for the program that waits for it."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from parrot.protocol.errors import ParrotError
 from parrot.serve.graph.nodes import Completion, CompletionState, SemanticVariable, Task
 
-_MAX_TASKS = 1000  # Upstream calls that are searched for the cause: about a millisecond.
+_MAX_TASKS = 1000  # Upstream tasks that are searched for the cause; it takes about 1 ms.
 
 Unserved = Callable[[Sequence[str]], ParrotError | None]
 """Returns why no engine can run a call for these models; None if an engine can."""
 
 
 def why_not_ready(variable: SemanticVariable, unserved: Unserved) -> str:
-    """The cause that is farthest from resolving itself: a variable that nothing sets, then a model
-    without an engine, then the queue, then a call that runs."""
+    """The most severe cause: a variable that is never set, then a model without an engine, then
+    the queue, then a running call."""
     if variable.producer is None:
         return "nothing has set it, and it is not the output of a call"
     tasks = list(_upstream(variable))
@@ -38,7 +38,7 @@ def why_not_ready(variable: SemanticVariable, unserved: Unserved) -> str:
 
 
 def _upstream(variable: SemanticVariable) -> Iterator[Task]:
-    """Yield the unfinished tasks that the variable needs, the nearest first, each once."""
+    """Yield the unfinished tasks that the variable depends on, nearest first, each once."""
     found: dict[Task, None] = {}
     left = deque([variable])
     while left and len(found) < _MAX_TASKS:

@@ -1,5 +1,5 @@
-"""ServeCore's app: its endpoints, the layers before them, and the parts of the gateway and of the
-journal that the configuration turns on."""
+"""ServeCore's HTTP app: endpoints, layers, and the parts of the gateway and the journal that the
+configuration turns on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,8 +31,8 @@ from parrot.utils.tasks import TaskSet
 
 
 def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
-    """The app of one ServeCore, which it closes when it ends. With a journal, the core is restored
-    from it first. Raises `ConfigError` if that cannot be read."""
+    """The app of a ServeCore. The app closes the core at its end. With a journal, the core is first
+    restored from it. Raises `ConfigError` if the journal cannot be read."""
 
     forwarding: list[Forwarding] = []
 
@@ -89,8 +89,8 @@ def empty_app(
     outer: Sequence[Layer] = (),
     inner: Sequence[Layer] = (),
 ) -> FastAPI:
-    """An app that knows whom it answers and how errors look, and has no endpoint. `outer` and
-    `inner`: layers before and behind all others."""
+    """An app without endpoints, with its host names and error format. `outer` and `inner` are
+    layers outside and inside of all others."""
     own_names = () if config.shards is None else (config.shards.own_name,)
     layers: list[Layer] = [*outer, RequestIds]
     if config.cors_origins:
@@ -118,13 +118,13 @@ def empty_app(
 
 @asynccontextmanager
 async def _watched_keys(core: ServeCore, note: Callable[..., None] | None) -> AsyncIterator[None]:
-    """Take in changes of the file of keys during the block. `note` is told of each."""
+    """Read changes of the keys file during the block. `note` is called for each change."""
 
     async def changed(change: KeysChange) -> None:
         if note is not None:
             note("keys changed", "ok", **change._asdict())
         for _ in core.sessions.keys_changed():
-            await asyncio.sleep(0)  # others may have a turn
+            await asyncio.sleep(0)  # Let other tasks run.
 
     def refused(reason: str) -> None:
         if note is not None:

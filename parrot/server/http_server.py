@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(config: CoreConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written, or keys
-    or a cluster token are needed and missing."""
+    """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written, or if
+    keys or a cluster token are required but missing."""
     token = settled_token(
         config.host,
         config.cluster_token,

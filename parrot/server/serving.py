@@ -1,4 +1,4 @@
-"""A running ServeCore: the core, its journal, its observers and its app, as configured."""
+"""Builds a running ServeCore from its configuration: the core, journal, observers and app."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ from parrot.utils.logs import CALLS
 
 
 class Serving(NamedTuple):
-    """A ServeCore and its app, whose lifespan ends it."""
+    """A ServeCore and its app. The app's lifespan closes the core."""
 
     core: ServeCore
     app: FastAPI
@@ -30,8 +30,8 @@ class Serving(NamedTuple):
 
 @asynccontextmanager
 async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIterator[Serving]:
-    """A ServeCore that goes on where the records of `storage` end, or those of the journal's file.
-    Raises `ConfigError` if the journal cannot be had or the trace cannot be written."""
+    """A ServeCore restored from the records of `storage`, or of the configured journal file.
+    Raises `ConfigError` if the journal cannot be used or the trace cannot be written."""
     with ExitStack() as stack:
         trace = None
         if config.trace_path is not None:
@@ -47,7 +47,7 @@ async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIt
         sinks: list[Sink] = [] if trace is None else [Recorder(trace, clock).sink]
         sampler = None
         if config.otlp_endpoint is not None:
-            from parrot.observe.tracer import Tracer  # needs the extra `otel`
+            from parrot.observe.tracer import Tracer  # It needs the extra `otel`.
             from parrot.utils.spans import SpanExport, sampler_of
 
             sampler = sampler_of(config.otlp_sample_ratio, os.environ)
@@ -71,7 +71,7 @@ async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIt
 
 
 def _first_session_id() -> int:
-    """Milliseconds since 1970: above every id that an earlier process gave out, unless that made
-    more than a thousand sessions a second for all of its life. So a program that outlives a restart
-    never names a session of another's."""
+    """Unix time in milliseconds. It exceeds all ids of earlier processes, unless they created more
+    than 1,000 sessions per second on average. So a program that survives a restart never addresses
+    another program's session."""
     return time.time_ns() // 1_000_000

@@ -1,4 +1,4 @@
-"""Several ServeCores with one journal: the one that has its lease serves, the others stand by."""
+"""Several ServeCores with one journal: the holder of its lease serves, the others stand by."""
 
 import asyncio
 import logging
@@ -21,13 +21,13 @@ from parrot.utils.installation import install_line
 
 logger = logging.getLogger(__name__)
 
-# An engine that was refused would end its work, though the lease may be renewed in time.
+# Always accepted: an engine that is rejected drops its work, but the lease may still be renewed.
 _OF_ENGINES = frozenset({"/register_engine", "/engine_heartbeat", "/engine_leave"})
 
 
 class Front:
-    """The app of a process that serves while it is its turn, and refuses else, and programs as soon
-    as another one may serve: what they have done there is not known here."""
+    """The app of a process that may stand by. It rejects programs' requests on standby, and as soon
+    as another process may serve: that process's changes are not known here."""
 
     def __init__(self, config: CoreConfig) -> None:
         self._standby = standby_app(config)
@@ -46,7 +46,7 @@ class Front:
 
     @contextmanager
     def turn(self, serving: Serving, is_alone: Callable[[], bool]) -> Iterator[None]:
-        """Requests go to this app until the block ends, while it is certain that it `is_alone`."""
+        """Pass requests to this app until the block ends, while the process surely `is_alone`."""
         self._serving, self._is_alone = serving, is_alone
         try:
             yield
@@ -55,15 +55,15 @@ class Front:
             self._serving = None
 
     def end_requests(self) -> None:
-        """Answer the requests that are open."""
+        """End all open requests."""
         if self._serving is not None:
             self._serving.core.shut_down()
 
 
 async def serve_in_turn(config: CoreConfig) -> None:
-    """Serve until SIGTERM or SIGINT: the API while this process has the lease of the journal, which
-    is a PostgreSQL server's, and nothing but its health while another has. Raises `ConfigError` if
-    the journal cannot be had."""
+    """Serve until SIGTERM or SIGINT. While this process holds the lease of the PostgreSQL journal,
+    it serves the API. Otherwise it only answers `/health`. Raises `ConfigError` if the journal
+    cannot be used."""
     try:
         from parrot.journal.postgres import prepare
     except ImportError as missing:
@@ -91,7 +91,7 @@ async def serve_in_turn(config: CoreConfig) -> None:
 
 async def _take_turns(config: CoreConfig, address: str, front: Front) -> None:
     while True:
-        with bounded_collections():  # which begin with what the last turn has left
+        with bounded_collections():  # It starts with the garbage of the last turn.
             await _take_turn(config, address, front)
 
 
@@ -112,7 +112,7 @@ async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
 
 
 def standby_app(config: CoreConfig) -> FastAPI:
-    """The app that says that its process lives, and refuses all else."""
+    """The app of a standby: answers `/health`, and rejects all other requests."""
     app = empty_app(config, error_form)
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
