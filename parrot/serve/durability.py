@@ -12,7 +12,7 @@ from parrot.serve.sessions import CommandLog
 
 
 class Wait(Enum):
-    """What the answer of a verb waits for, if there is a journal."""
+    """The event that the answer of a verb waits for, if there is a journal."""
 
     DURABLE = "durable"
     """Until the verb's commands are on disk. Raises `InsufficientStorage` if they cannot be

@@ -76,8 +76,8 @@ class Command(Protocol[Result_co]):
 
     @property
     def usage(self) -> Mapping[str, int]:
-        """What the command adds to the session's quota usage. Commands that end something add
-        nothing."""
+        """The amounts that the command adds to the session's quota usage; empty for a command that
+        ends something."""
         ...
 
     def apply(self, session: "Session") -> Result_co: ...

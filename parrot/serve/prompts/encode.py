@@ -200,7 +200,7 @@ class ModelTokenizer:
         not match the text: then the text must be tokenized again."""
         if stopped:
             if not ids or ids[-1] not in stop_ids:
-                return None  # A stop string ended the output, perhaps within a token.
+                return None  # a stop string ended it, perhaps in the middle of a token
             ids = ids[:-1]
         if not self.encoder.special_ids.isdisjoint(ids):
             return None  # The model generated a special token. The text form is harmless.

@@ -27,7 +27,7 @@ Limit = Annotated[int, Field(ge=1, le=2**40)]
 
 
 class Scope(StrEnum):
-    """What a key permits."""
+    """The permissions of a key."""
 
     USER = "user"  # its own sessions and requests
     ADMIN = "admin"  # the operator's routes
