@@ -84,7 +84,7 @@ def time_placements(
     started = time.process_time()
     remaining = Counter(task.completion.session_id for task in tasks)
     for session_id, num_calls in remaining.items():
-        scheduler.progressed(session_id, float(num_calls))
+        scheduler.update_remaining_work(session_id, float(num_calls))
     for task in tasks:
         scheduler.add(task)
     add_s = time.process_time() - started
@@ -102,7 +102,7 @@ def time_placements(
         scheduler.ended(ended.task, ended.engine_id)
         session_id = ended.task.completion.session_id
         remaining[session_id] -= 1
-        scheduler.progressed(session_id, float(remaining[session_id]))
+        scheduler.update_remaining_work(session_id, float(remaining[session_id]))
         running += scheduler.schedule()
         rounds.append(time.process_time() - started)
     scheduler.check_integrity()

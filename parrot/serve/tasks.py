@@ -104,7 +104,7 @@ class TaskRunner:
         self._sessions = sessions
         self.expect = dispatcher.expect
         self.unexpect = dispatcher.unexpect
-        self.progressed = dispatcher.progressed
+        self.update_remaining_work = dispatcher.update_remaining_work
         self._held: dict[int, Task] | None = None
 
     def require_room(self, tenant: str) -> None:

@@ -398,8 +398,8 @@ class Dispatcher:
     def prefetch_counts(self) -> PrefetchCounts:
         return PrefetchCounts() if self._prefetch is None else self._prefetch.counts
 
-    def progressed(self, session_id: int, remaining_s: float) -> None:
-        self._scheduler.progressed(session_id, remaining_s)
+    def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
+        self._scheduler.update_remaining_work(session_id, remaining_s)
 
     def release_session(self, session_id: int) -> Iterator[int]:
         """Free every context of the session, one with each step, those in use when their run ends.

@@ -85,7 +85,7 @@ class RemainingWork:
 
     def report(self, task: Task) -> None:
         """Tell the runner what remains of the task's session."""
-        self._runner.progressed(task.session_id, self._sum_s)
+        self._runner.update_remaining_work(task.session_id, self._sum_s)
 
     def check_integrity(self) -> None:
         assert isclose(self._sum_s, sum(self._wanted.values()), abs_tol=1e-6), self._sum_s

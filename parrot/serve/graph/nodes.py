@@ -526,7 +526,7 @@ class Executor(Protocol):
         """A task ended in a final state (for counting; must not raise)."""
         ...
 
-    def progressed(self, session_id: int, remaining_s: float) -> None:
+    def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
         """The session's wanted tasks that are not finished, waiting ones included, are so many
         seconds of work in sum. Comes before `start` of those that just became wanted."""
         ...

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, Models, Weigh
 from parrot.serve.scheduling.placement import Held
-from parrot.serve.scheduling.queue import MAX_PASSED, OrderPolicy, TaskQueue
+from parrot.serve.scheduling.queue import MAX_SKIPS, OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap, LruDict
 
@@ -164,10 +164,10 @@ class FairQueue:
     come first, in the order of its `TaskQueue`. If none of these fits, the next tenant's do.
 
     What is set aside in a round of scheduling does not come to the top again before `end_round`;
-    `is_over`: nothing does. Every operation costs O(log n) amortised."""
+    `is_round_over`: nothing does. Every operation costs O(log n) amortised."""
 
     def __init__(self, order: OrderPolicy, counters: Counters) -> None:
-        self.is_over = False
+        self.is_round_over = False
         self.num_groups = 0  # with queued tasks
         self._order = order
         self._counters = counters
@@ -227,7 +227,7 @@ class FairQueue:
 
     def top(self) -> tuple[FairKey, CompletionTask] | None:
         """The first task and its sort key; None if there is none, or the round is over."""
-        while not self.is_over and (first := self._tenants.top()) is not None:
+        while not self.is_round_over and (first := self._tenants.top()) is not None:
             known, tenant = first
             counter = self._counters.counter(tenant)
             if counter > known and len(self._tenants) > 1:
@@ -237,7 +237,7 @@ class FairQueue:
                 return (counter, *top[0]), top[1]
             self._tenants.discard(tenant)
             self._aside.append(tenant)
-            self.is_over = len(self._aside) >= _MAX_ASIDE
+            self.is_round_over = len(self._aside) >= _MAX_ASIDE
         return None
 
     def firsts(self) -> list[CompletionTask]:
@@ -246,11 +246,11 @@ class FairQueue:
         tops = [self._queues[name].top() for name in small]
         return [top[1] for top in tops if top is not None]
 
-    def pass_over(self, task: CompletionTask) -> None:
+    def skip(self, task: CompletionTask) -> None:
         """Set aside a task for which there is no room. In the end those of other tenants wait for
         it, too: else their small ones would take the room of a large one for ever."""
-        self.num_groups -= self._set_aside(task).pass_over(task)
-        self.is_over = task.num_passed >= MAX_PASSED
+        self.num_groups -= self._set_aside(task).skip(task)
+        self.is_round_over = task.num_skipped >= MAX_SKIPS
 
     def hold(self, task: CompletionTask) -> None:
         """Set aside all of the task's group."""
@@ -268,7 +268,7 @@ class FairQueue:
         for tenant in self._aside:
             self._tenants.set(tenant, self._counters.counter(tenant))
         self._aside.clear()
-        self.is_over = False
+        self.is_round_over = False
         return passed
 
     def check_integrity(self) -> None:

@@ -18,10 +18,12 @@ _PATH_WEIGHT = 5.0  # likewise within an app, per second of the remaining path
 _BACKGROUND_LAG_S = 600.0  # what is read goes before background work that came so much earlier
 _BURST_GAP_S = 10.0  # an app that wanted nothing for so long starts again as a new one
 
-_MARGIN = 2.0  # a deadline is at risk when less than so many times the predicted seconds are left,
-_MARGIN_S = 1.0  # and so much;
-_HOPELESS = 0.5  # with less than this of them, the call has no right of way any more
-_AFTER_S = 1e-6  # so much after a change it has happened, however times are rounded
+_URGENT_FACTOR = (
+    2.0  # a deadline is at risk when less than so many times the predicted seconds are left,
+)
+_URGENT_SLACK_S = 1.0  # and so much;
+_UNREACHABLE_FRACTION = 0.5  # with less than this of them, the call has no right of way any more
+_TIMER_EPSILON_S = 1e-6  # so much after a change it has happened, however times are rounded
 
 _URGENT = (-1, True)  # the group of calls with right of way
 
@@ -30,9 +32,9 @@ class OrderPolicy:
     """Orders tasks by arrival, all in one group. A policy keeps up by itself what it overrides.
 
     A task's keys may change only by `update` of the scheduler, or when `due` names it. A group's
-    key may grow at any time; when it may have shrunk, `progressed` names the group."""
+    key may grow at any time; when it may have shrunk, `update_remaining_work` names the group."""
 
-    holds_back = False  # whether tasks should ever wait for the sake of those that run
+    limits_concurrency = False  # whether tasks should ever wait for the sake of those that run
 
     def group(self, task: CompletionTask) -> Hashable:
         return None
@@ -69,12 +71,12 @@ class OrderPolicy:
 
     def ended(self, task: CompletionTask) -> None: ...
 
-    def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
-        """The number of other applications on the engine for whose sake the task should wait, since
-        they go before it, and of all others there. Called only if the policy `holds_back`."""
+    def count_ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
+        """Count the other applications on the engine that go before the task's, and all others
+        there. Called only if the policy `limits_concurrency`."""
         raise NotImplementedError
 
-    def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
+    def update_remaining_work(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
         """Take in the work of all that the session wants and has not got, in seconds of an engine
         that does nothing else. Returns the groups whose keys may have shrunk."""
         return ()
@@ -92,7 +94,7 @@ class AppProgress:
     remaining_s: float = 0.0
     num_tasks: int = 0
     last_active: float = 0.0
-    is_forgotten: bool = False
+    is_closed: bool = False
 
     @property
     def is_active(self) -> bool:
@@ -117,14 +119,14 @@ class ByApplication(OrderPolicy):
         account = self._accounts[session_id]
         account.num_tasks -= 1
         account.last_active = self._clock.now()
-        if account.is_forgotten and not account.num_tasks:
+        if account.is_closed and not account.num_tasks:
             del self._accounts[session_id]
 
     def forget(self, session_id: int) -> None:
         """The session has ended: its account goes with its last task."""
         account = self._accounts.get(session_id)
         if account is not None:
-            account.is_forgotten = True
+            account.is_closed = True
             if not account.num_tasks:
                 del self._accounts[session_id]
 
@@ -151,7 +153,7 @@ class Deadlines:
         if task.deadline is None:
             return False
         left_s, path_s = task.deadline - self._clock.now(), task.remaining_path_s
-        return _HOPELESS * path_s < left_s <= _MARGIN * path_s + _MARGIN_S
+        return _UNREACHABLE_FRACTION * path_s < left_s <= _URGENT_FACTOR * path_s + _URGENT_SLACK_S
 
     def watch(self, task: CompletionTask) -> None:
         """Take in a task, or that its deadline or path has changed."""
@@ -159,8 +161,8 @@ class Deadlines:
         if task.deadline is None:
             return
         path_s, now = task.remaining_path_s, self._clock.now()
-        for left_s in (_MARGIN * path_s + _MARGIN_S, _HOPELESS * path_s):
-            if (when := task.deadline - left_s + _AFTER_S) > now:
+        for left_s in (_URGENT_FACTOR * path_s + _URGENT_SLACK_S, _UNREACHABLE_FRACTION * path_s):
+            if (when := task.deadline - left_s + _TIMER_EPSILON_S) > now:
                 self._changes.set(task, when)
                 return
 
@@ -176,7 +178,7 @@ class Deadlines:
         top = self._changes.top()
         return None if top is None else top[0]
 
-    def forget(self, task: CompletionTask) -> None:
+    def discard(self, task: CompletionTask) -> None:
         self._changes.discard(task)
 
 
@@ -187,11 +189,11 @@ class CriticalPath(ByApplication):
 
     Latency and throughput tasks of an application are two groups, the first with a lead."""
 
-    holds_back = True
+    limits_concurrency = True
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
-        self._began = clock.now()
+        self._started_at = clock.now()
         self._deadlines: Deadlines | None = None  # created for the first call with a deadline
         self._running = RunningApps(lambda task: self.group_key(self.group(task)))
         self._placed_s: dict[CompletionTask, float] = {}
@@ -231,16 +233,16 @@ class CriticalPath(ByApplication):
         in an engine's queue, the same order would make batches small."""
         if task.deadline is not None and self._is_urgent(task):
             return -inf
-        return self._began if task.is_latency else self._began + _LATENCY_LEAD_S
+        return self._started_at if task.is_latency else self._started_at + _LATENCY_LEAD_S
 
-    def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
-        return self._running.ahead(task, engine_id)
+    def count_ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
+        return self._running.count_ahead(task, engine_id)
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         self._placed_s[task] = charge.duration_s
         self._running.add(task, engine_id)
         if self._deadlines is not None:
-            self._deadlines.forget(task)
+            self._deadlines.discard(task)
 
     def released(
         self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
@@ -250,10 +252,10 @@ class CriticalPath(ByApplication):
     def ended(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
         self._accounts[session_id].served_s += self._placed_s.pop(task, 0.0)
-        self._running.changed(session_id)
+        self._running.mark_stale(session_id)
         super().ended(task)
         if self._deadlines is not None:
-            self._deadlines.forget(task)
+            self._deadlines.discard(task)
 
     def due(self) -> Iterable[CompletionTask]:
         return () if self._deadlines is None else self._deadlines.due()
@@ -261,13 +263,13 @@ class CriticalPath(ByApplication):
     def next_change(self) -> float | None:
         return None if self._deadlines is None else self._deadlines.next_change()
 
-    def progressed(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
+    def update_remaining_work(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
         if not remaining_s and session_id not in self._accounts:
             return ()
         account = self._account(session_id)
         before_s, account.remaining_s = account.remaining_s, remaining_s
         account.last_active = self._clock.now()
-        self._running.changed(session_id)
+        self._running.mark_stale(session_id)
         return () if remaining_s >= before_s else ((session_id, True), (session_id, False))
 
     def _is_urgent(self, task: CompletionTask) -> bool:
@@ -283,7 +285,7 @@ class CriticalPath(ByApplication):
 SortKey = tuple[float, float]
 
 _LOOK_AHEAD = 4  # tasks that do not fit, or groups held, that are passed over in a round
-MAX_PASSED = 64  # times that a task may be passed over before the others wait for it
+MAX_SKIPS = 64  # times that a task may be passed over before the others wait for it
 
 
 class TaskQueue:
@@ -291,17 +293,17 @@ class TaskQueue:
 
     A group's key is looked at again when the group comes to the top, since it may have grown, and
     when `touch` says that it has shrunk. What is set aside in a round of scheduling does not come
-    to the top again before `end_round`; `is_over`: nothing does. Every operation costs O(log n)
-    amortised."""
+    to the top again before `end_round`; `is_round_over`: nothing does. Every operation costs
+    O(log n) amortised."""
 
     def __init__(self, order: OrderPolicy) -> None:
-        self.is_over = False
+        self.is_round_over = False
         self._order = order
         self._group_of: dict[CompletionTask, Hashable] = {}
         self._tasks: dict[Hashable, LazyHeap[CompletionTask, float]] = {}  # by group
         self._groups: LazyHeap[Hashable, float] = LazyHeap()  # all but those held
         self._held: dict[Hashable, None] = {}
-        self._passed: list[CompletionTask] = []
+        self._skipped: list[CompletionTask] = []
 
     def __len__(self) -> int:
         return len(self._group_of)
@@ -315,7 +317,7 @@ class TaskQueue:
     @property
     def is_empty(self) -> bool:
         """Whether there is no task, not even one that was passed over."""
-        return not self._group_of and not self._passed
+        return not self._group_of and not self._skipped
 
     @property
     def num_groups(self) -> int:
@@ -356,7 +358,7 @@ class TaskQueue:
 
     def top(self) -> tuple[SortKey, CompletionTask] | None:
         """The first task and its sort key; None if there is none, or the round is over."""
-        while not self.is_over and (first := self._groups.top()) is not None:
+        while not self.is_round_over and (first := self._groups.top()) is not None:
             known_key, name = first
             key = self._order.group_key(name)
             if key > known_key:
@@ -367,11 +369,11 @@ class TaskQueue:
             return (known_key, top[0]), top[1]
         return None
 
-    def pass_over(self, task: CompletionTask) -> int:
+    def skip(self, task: CompletionTask) -> int:
         """Set aside a task for which there is no room. Returns how many groups less there are."""
         num_gone = self.remove(task)
-        self._passed.append(task)
-        self.is_over = task.num_passed >= MAX_PASSED or len(self._passed) >= _LOOK_AHEAD
+        self._skipped.append(task)
+        self.is_round_over = task.num_skipped >= MAX_SKIPS or len(self._skipped) >= _LOOK_AHEAD
         return num_gone
 
     def hold(self, task: CompletionTask) -> None:
@@ -379,22 +381,22 @@ class TaskQueue:
         name = self._group_of[task]
         self._groups.discard(name)
         self._held[name] = None
-        self.is_over = len(self._held) >= _LOOK_AHEAD
+        self.is_round_over = len(self._held) >= _LOOK_AHEAD
 
     def end_round(self) -> list[CompletionTask]:
         """Take back what was set aside. Returns the tasks that were passed over."""
         for name in self._held:
             self._groups.set(name, self._order.group_key(name))
         self._held.clear()
-        passed, self._passed = self._passed, []
+        passed, self._skipped = self._skipped, []
         for task in passed:
-            task.num_passed += 1
+            task.num_skipped += 1
             self.push(task)
-        self.is_over = False
+        self.is_round_over = False
         return passed
 
 
-def should_wait(num_ahead: int, num_apps: float, added_s: float, step_s: float) -> bool:
+def should_delay(num_ahead: int, num_apps: float, added_s: float, step_s: float) -> bool:
     """`num_apps` applications run on an engine or wait for it, and `num_ahead` of those that run go
     before this one. While it runs it would add `added_s` to each step, beside the `step_s` that a
     step takes by itself.
@@ -418,11 +420,11 @@ def should_wait(num_ahead: int, num_apps: float, added_s: float, step_s: float) 
 class RunningApps:
     """The applications that run on each engine, in the order of their keys. One counts once, by its
     call that was placed there last. Keys are looked at when somebody asks: `key` of a task may
-    change when `changed` says so, and at any time if the task has a deadline."""
+    change when `mark_stale` says so, and at any time if the task has a deadline."""
 
     def __init__(self, key: Callable[[CompletionTask], float]) -> None:
         self._key = key
-        self._engines: defaultdict[int, _Engine] = defaultdict(_Engine)
+        self._engines: defaultdict[int, _EngineApps] = defaultdict(_EngineApps)
         self._engines_of: defaultdict[int, set[int]] = defaultdict(set)  # by session
 
     def add(self, task: CompletionTask, engine_id: int) -> None:
@@ -444,11 +446,11 @@ class RunningApps:
         if not self._engines_of[session_id]:
             del self._engines_of[session_id]
 
-    def changed(self, session_id: int) -> None:
+    def mark_stale(self, session_id: int) -> None:
         for engine_id in self._engines_of.get(session_id, ()):
             self._engines[engine_id].stale.add(session_id)
 
-    def ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
+    def count_ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
         """The number of other applications on the engine that go before the task's, and of all
         others there."""
         engine = self._engines.get(engine_id)
@@ -457,18 +459,18 @@ class RunningApps:
         engine.refresh(self._key)
         key = self._key(task)
         own = engine.keys.get(task.completion.session_id)
-        num_before = bisect_right(engine.ordered, key) - (own is not None and own <= key)
+        num_before = bisect_right(engine.sorted_keys, key) - (own is not None and own <= key)
         return num_before, len(engine.keys) - (own is not None)
 
 
 @dataclass(slots=True)
-class _Engine:
-    """`tasks`: by session, the last placed last. `keys`: by session, and `ordered`, as they were
-    when they were last looked at. `stale`: sessions whose key may be another now."""
+class _EngineApps:
+    """`tasks`: by session, the last placed last. `keys`: by session, and `sorted_keys`, as they
+    were when they were last looked at. `stale`: sessions whose key may be another now."""
 
     tasks: dict[int, dict[CompletionTask, None]] = field(default_factory=dict)
     keys: dict[int, float] = field(default_factory=dict)
-    ordered: list[float] = field(default_factory=list)
+    sorted_keys: list[float] = field(default_factory=list)
     stale: set[int] = field(default_factory=set)
 
     def refresh(self, key: Callable[[CompletionTask], float]) -> None:
@@ -476,7 +478,7 @@ class _Engine:
         for session_id in self.stale:
             self._drop_key(session_id)
             task = next(reversed(self.tasks[session_id]))
-            insort(self.ordered, self.keys.setdefault(session_id, key(task)))
+            insort(self.sorted_keys, self.keys.setdefault(session_id, key(task)))
             if task.deadline is not None:
                 timed.add(session_id)
         self.stale = timed
@@ -489,4 +491,4 @@ class _Engine:
     def _drop_key(self, session_id: int) -> None:
         key = self.keys.pop(session_id, None)
         if key is not None:
-            del self.ordered[bisect_left(self.ordered, key)]
+            del self.sorted_keys[bisect_left(self.sorted_keys, key)]

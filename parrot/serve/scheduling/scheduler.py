@@ -12,7 +12,7 @@ from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.load import EngineLoad, LoadIndex, Models, Weigh
 from parrot.serve.scheduling.placement import Place, Placer, PredictedSeconds, end_of_patience
 from parrot.serve.scheduling.prefixes import QueuedBlocks
-from parrot.serve.scheduling.queue import CriticalPath, OrderPolicy, TaskQueue, should_wait
+from parrot.serve.scheduling.queue import CriticalPath, OrderPolicy, TaskQueue, should_delay
 from parrot.serve.scheduling.task import CompletionTask, Decision, EngineShare, Placement
 from parrot.utils.clock import Clock
 
@@ -112,9 +112,9 @@ class Scheduler:
         self._order.updated(task)
         self._enter(task)
 
-    def progressed(self, session_id: int, remaining_s: float) -> None:
-        """See `OrderPolicy.progressed`."""
-        for group in self._order.progressed(session_id, remaining_s):
+    def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
+        """See `OrderPolicy.update_remaining_work`."""
+        for group in self._order.update_remaining_work(session_id, remaining_s):
             for queue in self._queues.values():
                 if isinstance(queue, TaskQueue):
                     queue.touch(group)
@@ -161,7 +161,7 @@ class Scheduler:
             if place is not None:
                 queue.remove(task)
                 placements.append(self._run(task, place, now))
-                queue.is_over = not self.engines.num_open(task.models)
+                queue.is_round_over = not self.engines.num_open(task.models)
         waiting = [task for queue in queues for task in queue.end_round()]
         self._patience = _next_end(waiting, now) if waiting else None
         if self._fairness is not None and self._fairness.counters.are_many:
@@ -194,7 +194,7 @@ class Scheduler:
             place = self._place_on(task, able[0])
         else:
             place = self._placer.preview(task, self._clock.now())
-        if place is None or self._should_wait(task, place._replace(to_compute=0)):
+        if place is None or self._should_delay(task, place._replace(to_compute=0)):
             return None
         return place.load.id
 
@@ -214,9 +214,9 @@ class Scheduler:
         """Where the first task of the queue runs now. None: it was set aside."""
         place = self._placer.choose(task, now)
         if place is None:
-            queue.pass_over(task)
+            queue.skip(task)
             return None
-        if self._should_wait(task, place):
+        if self._should_delay(task, place):
             queue.hold(task)
             return None
         return place
@@ -227,11 +227,11 @@ class Scheduler:
         has_room = load.is_open and load.fits(task, new_prompt)
         return Place(load, new_prompt) if has_room else None
 
-    def _should_wait(self, task: CompletionTask, place: Place) -> bool:
+    def _should_delay(self, task: CompletionTask, place: Place) -> bool:
         """Whether the task should be delayed although it fits, since it would slow down the tasks
-        that run there. See `should_wait`."""
+        that run there. See `should_delay`."""
         load, to_compute = place.load, place.to_compute
-        if not self._order.holds_back or not load.num_tasks:
+        if not self._order.limits_concurrency or not load.num_tasks:
             return False
         if self._fairness is not None and self._fairness.is_lesser(task, load.id):
             return False
@@ -239,12 +239,12 @@ class Scheduler:
         num_groups = 0 if queue is None else queue.num_groups
         num_waiting = max(1.0, num_groups / self.engines.num_members(task.models))
         step_s, most_s = load.costs.step_s, _added_s(task, load, task.prompt_len, task.prompt_len)
-        if not should_wait(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
+        if not should_delay(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
             return False
-        num_ahead, num_others = self._order.ahead(task, load.id)
+        num_ahead, num_others = self._order.count_ahead(task, load.id)
         new_prompt = task.prompt_len - self.engines.running.shared_len(task, load.id)
         added_s = _added_s(task, load, new_prompt, to_compute)
-        return should_wait(num_ahead, num_others + num_waiting, added_s, step_s)
+        return should_delay(num_ahead, num_others + num_waiting, added_s, step_s)
 
     def _squeeze_in(self, fairness: "Fairness", now: float) -> list[Placement]:
         """Place calls that somebody waits for beyond the engines' room where their tenants have

@@ -61,7 +61,7 @@ class CompletionTask:
     expected_output: int
     tokens_per_char: float = 0.25  # of the text whose tokens are not known
     avoided: set[int] = field(default_factory=set)  # engines that failed with it
-    num_passed: int = 0  # times the scheduler placed later tasks before it
+    num_skipped: int = 0  # times the scheduler placed later tasks before it
     used: tuple[int, int] | None = None
     service_s: float = 0.0
     wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be

@@ -73,7 +73,7 @@ class HeldRunner:
     def finished(self, task: Task) -> None:
         assert task.is_finished
 
-    def progressed(self, session_id: int, remaining_s: float) -> None:
+    def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
         self.remaining_s[session_id] = remaining_s
 
     # what the test does

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmark.serve.baselines import ORDERS
 from parrot.engine.config import SimConfig
-from parrot.serve.scheduling.queue import should_wait
+from parrot.serve.scheduling.queue import should_delay
 from parrot.simulation import SimCluster, fixed, run_virtual
 from tests.serve.scheduling.scheduler_bench import Bench
 from tests.serve.scheduling.test_order_simulated import application, with_policy
@@ -21,7 +21,7 @@ STEP_S = 0.007
 def num_at_once(num_apps: int, added_s: float) -> int:
     """The first that should wait, of so many alike."""
     ahead = range(num_apps)
-    return next((k for k in ahead if should_wait(k, num_apps, added_s, STEP_S)), num_apps)
+    return next((k for k in ahead if should_delay(k, num_apps, added_s, STEP_S)), num_apps)
 
 
 def ends(waves: Sequence[int], added_s: float) -> list[float]:
@@ -51,10 +51,10 @@ def test_no_two_waves_are_better(num_apps: int, added_s: float) -> None:
 def test_short_steps_and_lone_applications_wait_for_nobody(
     num_ahead: int, num_others: int, added_s: float, step_s: float
 ) -> None:
-    assert not should_wait(0, 1 + num_others, added_s, step_s)
-    if should_wait(num_ahead, num_ahead + num_others, added_s, step_s):
+    assert not should_delay(0, 1 + num_others, added_s, step_s)
+    if should_delay(num_ahead, num_ahead + num_others, added_s, step_s):
         assert (num_ahead + num_others) * added_s > 5 * step_s
-        assert should_wait(num_ahead + 1, num_ahead + num_others, added_s, step_s)
+        assert should_delay(num_ahead + 1, num_ahead + num_others, added_s, step_s)
 
 
 @pytest.mark.parametrize("policy", ["critical_path", "las", "app_fifo", "fcfs"])
@@ -75,7 +75,7 @@ def test_what_adds_little_to_a_step_passes_those_who_wait() -> None:
     bench = Bench()
     bench.engines(1, slots=1000)
     for i in range(40):
-        bench.scheduler.progressed(i, 50.0)
+        bench.scheduler.update_remaining_work(i, 50.0)
         bench.add(bench.task(session=i, prefix_len=4000, output=20))
     bench.run()
     assert bench.scheduler.num_queued
@@ -92,7 +92,7 @@ def test_a_preview_is_nowhere_if_it_would_wait_for_those_who_run(preferred: Sequ
         bench.add(bench.task(session=i, prefix_len=100_000, output=20))
     bench.run()
     assert bench.scheduler.num_queued
-    bench.scheduler.progressed(100, 50.0)
+    bench.scheduler.update_remaining_work(100, 50.0)
     long, short = (bench.task(session=100, prefix_len=n, output=20) for n in (100_000, 10))
     assert bench.scheduler.preview(long, preferred) is None
     assert bench.scheduler.preview(short, preferred) == 0

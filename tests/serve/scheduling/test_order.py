@@ -70,7 +70,7 @@ class Line:
         return task
 
     def remain(self, session: int, seconds: float) -> None:
-        for group in self.order.progressed(session, seconds):
+        for group in self.order.update_remaining_work(session, seconds):
             self.queue.touch(group)
 
     def later(self, seconds: float) -> None:
@@ -353,14 +353,14 @@ def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
     task = tasks.pop(3)
     for other in tasks:
         line.order.placed(other, 7, charge(1.0))
-    assert line.order.ahead(task, 7) == (3, 5)
-    assert line.order.ahead(task, 8) == (0, 0)
+    assert line.order.count_ahead(task, 7) == (3, 5)
+    assert line.order.count_ahead(task, 8) == (0, 0)
     line.remain(0, 10.0)
-    assert line.order.ahead(task, 7) == (2, 5)
+    assert line.order.count_ahead(task, 7) == (2, 5)
     line.order.released(tasks[1], 7, charge(0.0), 0.0)
     line.order.ended(tasks[1])
-    assert line.order.ahead(task, 7) == (1, 4)
-    assert not Line("las").order.holds_back
+    assert line.order.count_ahead(task, 7) == (1, 4)
+    assert not Line("las").order.limits_concurrency
 
 
 @settings(max_examples=60)
@@ -397,7 +397,9 @@ def test_who_is_ahead_is_what_a_walk_would_find(seed: int) -> None:
                 line.later(rng.random() * 5)
         for task in queued[:2]:
             for engine_id in (0, 1):
-                assert line.order.ahead(task, engine_id) == walk(line, task, placed, engine_id)
+                assert line.order.count_ahead(task, engine_id) == walk(
+                    line, task, placed, engine_id
+                )
 
 
 def walk(

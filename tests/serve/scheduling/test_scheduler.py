@@ -335,7 +335,7 @@ def test_random_histories_leave_nothing_behind(
     queued: set[CompletionTask] = set()
     for _ in range(60):
         bench.later(rng.random())
-        bench.scheduler.progressed(rng.randrange(3), rng.random() * 20)
+        bench.scheduler.update_remaining_work(rng.randrange(3), rng.random() * 20)
         action = rng.randrange(6)
         if action < 3:
             session = rng.randrange(3)
