@@ -1,4 +1,17 @@
-"""The order of a tenant's queued tasks: a heap of groups, each with a heap of its tasks."""
+"""The order of a tenant's queued tasks: a heap of groups, each with a heap of its tasks.
+
+`CriticalPath` is the default policy. A group is one session's latency or throughput tasks. The
+group with the smallest key is next. Example at 100 s, with one group per session:
+
+    session   start   remaining work   criteria       key = start + 2 x remaining (- 10 if latency)
+    A          0 s         60 s        throughput     0 + 120      = 120
+    B         90 s          5 s        latency       90 +  10 - 10 =  90
+    C         70 s         20 s        throughput    70 +  40      = 110
+
+The order is B, C, A. When 15 s of A's work have finished, A's key is 0 + 2 x 45 + 0.1 x 15 = 91.5.
+A is then before C. Inside a group, the longest remaining path is first: of two tasks that arrived
+at 0 s, a path of 12 s has the key 0 - 5 x 12 = -60, and a path of 3 s has the key -15.
+"""
 
 from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
@@ -11,65 +24,79 @@ from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LazyHeap
 
-_WORK_WEIGHT = 2.0  # seconds of seniority that one second of remaining work costs
-_SERVED_WEIGHT = 0.1  # and one of work done, so that an app without an end loses its place some day
-_LATENCY_LEAD_S = 10.0  # a latency task goes before throughput tasks that came so much earlier
-_PATH_WEIGHT = 5.0  # likewise within an app, per second of the remaining path
-_BACKGROUND_LAG_S = 600.0  # what is read goes before background work that came so much earlier
-_BURST_GAP_S = 10.0  # an app that wanted nothing for so long starts again as a new one
+# Seconds that one second of remaining work adds to a session's key. A larger value favours short
+# sessions more.
+_WORK_WEIGHT = 2.0
+# Seconds that one second of finished work adds to a session's key. It lets new sessions pass a
+# session that never ends.
+_SERVED_WEIGHT = 0.1
+# Latency tasks are sorted as if their session had started this many seconds earlier.
+_LATENCY_LEAD_S = 10.0
+# Seconds that one second of remaining path subtracts from the key of a task within its session.
+_PATH_WEIGHT = 5.0
+# Background tasks are sorted as if they had arrived this many seconds later.
+_BACKGROUND_LAG_S = 600.0
+# A session without wanted work for more than this many seconds gets a new start time.
+_BURST_GAP_S = 10.0
 
-_URGENT_FACTOR = (
-    2.0  # a deadline is at risk when less than so many times the predicted seconds are left,
-)
-_URGENT_SLACK_S = 1.0  # and so much;
-_UNREACHABLE_FRACTION = 0.5  # with less than this of them, the call has no right of way any more
-_TIMER_EPSILON_S = 1e-6  # so much after a change it has happened, however times are rounded
+# A task is urgent when the seconds to its deadline are at most this multiple of its remaining path
+# plus `_URGENT_SLACK_S`. A larger value makes tasks urgent earlier.
+_URGENT_FACTOR = 2.0
+# Seconds that are added to the limit of `_URGENT_FACTOR`. A larger value protects short paths.
+_URGENT_SLACK_S = 1.0
+# A deadline is unreachable when at most this fraction of the task's remaining path is left.
+_UNREACHABLE_FRACTION = 0.5
+# Timers fire this many seconds late, so that rounding cannot make them fire before a change.
+_TIMER_EPSILON_S = 1e-6
 
-_URGENT = (-1, True)  # the group of calls with right of way
+_URGENT = (-1, True)  # The group of all urgent tasks. No session has the id -1.
 
 
 class OrderPolicy:
-    """Orders tasks by arrival, all in one group. A policy keeps up by itself what it overrides.
+    """Base class of policies. Orders tasks by arrival, all in one group.
 
-    A task's keys may change only by `update` of the scheduler, or when `due` names it. A group's
-    key may grow at any time; when it may have shrunk, `update_remaining_work` names the group."""
+    The key of a task may change only in `Scheduler.update` or when `due` returns the task. The key
+    of a group may grow at any time. If it may shrink, `update_remaining_work` returns the group."""
 
-    limits_concurrency = False  # whether tasks should ever wait for the sake of those that run
+    limits_concurrency = False  # Whether the scheduler may delay tasks although they fit.
 
     def group(self, task: CompletionTask) -> Hashable:
         return None
 
     def group_key(self, group: Hashable) -> float:
+        """The group with the smallest key is next."""
         return 0.0
 
     def task_key(self, task: CompletionTask) -> float:
+        """In its group, the task with the smallest key is next."""
         return task.arrived
 
     def priority_s(self, task: CompletionTask) -> float:
-        """The task's place in an engine's queue, least first."""
+        """Seconds that order the engine's own waiting queue, smallest first."""
         return task.arrived
 
     def due(self) -> Iterable[CompletionTask]:
-        """Queued tasks whose group or key has changed with time since the last call."""
+        """Return the queued tasks whose group or key time has changed since the last call."""
         return ()
 
     def next_change(self) -> float | None:
-        """When `due` will name the next task; None if no key depends on time."""
+        """The time at which `due` returns the next task. None: no key depends on time."""
         return None
 
     def arrived(self, task: CompletionTask) -> None: ...
 
     def updated(self, task: CompletionTask) -> None:
-        """Note that a task's objective was read anew; it will be in the queue again."""
+        """The task's objective has changed. The scheduler pushes the task again afterwards."""
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None: ...
 
     def released(
         self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
     ) -> None:
-        """Note that a placed task is no longer on this engine. `ended` or `updated` follows."""
+        """A placed task has left this engine. `ended` or `updated` follows."""
 
-    def ended(self, task: CompletionTask) -> None: ...
+    def ended(self, task: CompletionTask) -> None:
+        """The task has finished, failed or been cancelled, queued or placed."""
 
     def count_ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
         """Count the other applications on the engine that go before the task's, and all others
@@ -77,24 +104,24 @@ class OrderPolicy:
         raise NotImplementedError
 
     def update_remaining_work(self, session_id: int, remaining_s: float) -> Iterable[Hashable]:
-        """Take in the work of all that the session wants and has not got, in seconds of an engine
-        that does nothing else. Returns the groups whose keys may have shrunk."""
+        """Set the session's wanted and unfinished work, in seconds of an otherwise idle engine.
+        Returns the groups whose keys may have shrunk."""
         return ()
 
-    def forget(self, session_id: int) -> None: ...
+    def forget(self, session_id: int) -> None:
+        """The session has closed."""
 
 
 @dataclass(slots=True)
 class AppProgress:
-    """An application's account. `num_tasks` are queued or placed, `served_s` the predicted
-    seconds of what it was given so far."""
+    """The account of a session."""
 
-    start: float
-    served_s: float = 0.0
-    remaining_s: float = 0.0
-    num_tasks: int = 0
+    start: float  # Time at which the session's current burst of work began.
+    served_s: float = 0.0  # Predicted seconds of its finished tasks.
+    remaining_s: float = 0.0  # Seconds of its unfinished work on an idle engine.
+    num_tasks: int = 0  # Queued and placed tasks.
     last_active: float = 0.0
-    is_closed: bool = False
+    is_closed: bool = False  # The account is deleted with the last task.
 
     @property
     def is_active(self) -> bool:
@@ -102,7 +129,7 @@ class AppProgress:
 
 
 class ByApplication(OrderPolicy):
-    """Keeps an account for each session. Subclasses say what makes a session come first."""
+    """Base class of policies that group tasks by session. Keeps an account for each session."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -123,7 +150,6 @@ class ByApplication(OrderPolicy):
             del self._accounts[session_id]
 
     def forget(self, session_id: int) -> None:
-        """The session has ended: its account goes with its last task."""
         account = self._accounts.get(session_id)
         if account is not None:
             account.is_closed = True
@@ -131,7 +157,7 @@ class ByApplication(OrderPolicy):
                 del self._accounts[session_id]
 
     def _account(self, session_id: int) -> AppProgress:
-        """The account of a session that wants something now."""
+        """The account of a session with wanted work. Creates the account if it is missing."""
         account = self._accounts.get(session_id)
         if account is None:
             account = self._accounts[session_id] = AppProgress(self._clock.now())
@@ -139,15 +165,16 @@ class ByApplication(OrderPolicy):
 
 
 class Deadlines:
-    """Which calls have right of way: those that can still meet a deadline, but not by much.
+    """Finds urgent tasks. A task is urgent while its deadline is at risk but still reachable.
 
-    promote                      demote                   deadline
-      |--------- urgent ----------|------- hopeless --------|
-                  latest start ->|---- remaining path ------|"""
+    promote      latest start      demote         deadline
+       |------------- urgent --------|-- unreachable --|
+                       |------- remaining path --------|"""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._changes: LazyHeap[CompletionTask, float] = LazyHeap()  # each task's next one
+        # The time at which each task becomes urgent or unreachable next.
+        self._changes: LazyHeap[CompletionTask, float] = LazyHeap()
 
     def is_urgent(self, task: CompletionTask) -> bool:
         if task.deadline is None:
@@ -156,7 +183,7 @@ class Deadlines:
         return _UNREACHABLE_FRACTION * path_s < left_s <= _URGENT_FACTOR * path_s + _URGENT_SLACK_S
 
     def watch(self, task: CompletionTask) -> None:
-        """Take in a task, or that its deadline or path has changed."""
+        """Add a task, or update it after its deadline or its path has changed."""
         self._changes.discard(task)
         if task.deadline is None:
             return
@@ -167,14 +194,14 @@ class Deadlines:
                 return
 
     def due(self) -> list[CompletionTask]:
-        """The tasks that have become urgent or hopeless since the last call."""
+        """Return the tasks that became urgent or unreachable since the last call."""
         tasks = list(self._changes.pop_until(self._clock.now()))
         for task in tasks:
             self.watch(task)
         return tasks
 
     def next_change(self) -> float | None:
-        """When the next task will become urgent or hopeless; None if none will."""
+        """The time at which the next task becomes urgent or unreachable. None: no task will."""
         top = self._changes.top()
         return None if top is None else top[0]
 
@@ -183,18 +210,16 @@ class Deadlines:
 
 
 class CriticalPath(ByApplication):
-    """The shortest remaining work first, so that the mean time to completion is small. The key of
-    an application is the time when it came, plus a multiple of its remaining work: so one that is
-    far from its end waits longer, but only in proportion, and nobody starves.
-
-    Latency and throughput tasks of an application are two groups, the first with a lead."""
+    """Least remaining work first, with aging: the key of a session is its start time plus a
+    multiple of its remaining work. So no session starves, and the mean completion time is small.
+    Latency and throughput tasks of a session are two groups. Urgent tasks are before all others."""
 
     limits_concurrency = True
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
         self._started_at = clock.now()
-        self._deadlines: Deadlines | None = None  # created for the first call with a deadline
+        self._deadlines: Deadlines | None = None  # Created for the first task with a deadline.
         self._running = RunningApps(lambda task: self.group_key(self.group(task)))
         self._placed_s: dict[CompletionTask, float] = {}
 
@@ -229,8 +254,8 @@ class CriticalPath(ByApplication):
             self._deadlines.watch(task)
 
     def priority_s(self, task: CompletionTask) -> float:
-        """Urgency alone counts. The order of applications is decided before their calls are placed:
-        in an engine's queue, the same order would make batches small."""
+        # The order of sessions is not sent. An engine limits the prompt tokens of a step that also
+        # decodes a higher priority, so a fine order would cut most prompts into chunks.
         if task.deadline is not None and self._is_urgent(task):
             return -inf
         return self._started_at if task.is_latency else self._started_at + _LATENCY_LEAD_S
@@ -284,24 +309,27 @@ class CriticalPath(ByApplication):
 
 SortKey = tuple[float, float]
 
-_LOOK_AHEAD = 4  # tasks that do not fit, or groups held, that are passed over in a round
-MAX_SKIPS = 64  # times that a task may be passed over before the others wait for it
+# A queue's round ends after this many skipped tasks, or this many held groups. A larger value finds
+# more tasks that fit, and costs more CPU time per round.
+_LOOK_AHEAD = 4
+# A task that was skipped in this many rounds is not skipped again. Later tasks wait for it.
+MAX_SKIPS = 64
 
 
 class TaskQueue:
-    """The queued tasks of a tenant that may run on the same models.
+    """The queued tasks of one tenant that may run on the same models.
 
-    A group's key is looked at again when the group comes to the top, since it may have grown, and
-    when `touch` says that it has shrunk. What is set aside in a round of scheduling does not come
-    to the top again before `end_round`; `is_round_over`: nothing does. Every operation costs
-    O(log n) amortised."""
+    `top` returns the next task of a round of scheduling. Skipped tasks and held groups return to
+    the queue in `end_round`. Every operation costs O(log n), amortised."""
 
     def __init__(self, order: OrderPolicy) -> None:
-        self.is_round_over = False
+        self.is_round_over = False  # `top` returns None until `end_round`.
         self._order = order
         self._group_of: dict[CompletionTask, Hashable] = {}
-        self._tasks: dict[Hashable, LazyHeap[CompletionTask, float]] = {}  # by group
-        self._groups: LazyHeap[Hashable, float] = LazyHeap()  # all but those held
+        self._tasks: dict[Hashable, LazyHeap[CompletionTask, float]] = {}  # By group.
+        # All groups except held ones. A stored key may be smaller than the group's key: `top`
+        # corrects keys that have grown, and `touch` those that have shrunk.
+        self._groups: LazyHeap[Hashable, float] = LazyHeap()
         self._held: dict[Hashable, None] = {}
         self._skipped: list[CompletionTask] = []
 
@@ -316,7 +344,7 @@ class TaskQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no task, not even one that was passed over."""
+        """Whether the queue has no task, including skipped ones."""
         return not self._group_of and not self._skipped
 
     @property
@@ -325,11 +353,11 @@ class TaskQueue:
         return len(self._tasks)
 
     def check_integrity(self) -> None:
-        """Recount the tasks. Raises AssertionError with what differs."""
+        """Recount the tasks. Raises AssertionError with the number that differs."""
         assert sum(map(len, self._tasks.values())) == len(self), len(self)
 
     def push(self, task: CompletionTask) -> int:
-        """Returns how many groups more there are."""
+        """Returns the number of groups that the task adds: 0 or 1."""
         name = self._group_of[task] = self._order.group(task)
         tasks, num_new = self._tasks.get(name), 0
         if tasks is None:
@@ -340,7 +368,7 @@ class TaskQueue:
         return num_new
 
     def remove(self, task: CompletionTask) -> int:
-        """Returns how many groups less there are."""
+        """Returns the number of groups that disappear: 0 or 1."""
         name = self._group_of.pop(task)
         tasks = self._tasks[name]
         tasks.discard(task)
@@ -352,16 +380,16 @@ class TaskQueue:
         return 1
 
     def touch(self, name: Hashable) -> None:
-        """Note that the group's key may have shrunk."""
+        """The group's key may have shrunk."""
         if name in self._groups and (key := self._order.group_key(name)) < self._groups.key(name):
             self._groups.set(name, key)
 
     def top(self) -> tuple[SortKey, CompletionTask] | None:
-        """The first task and its sort key; None if there is none, or the round is over."""
+        """The next task and its sort key. None: the queue is empty or its round is over."""
         while not self.is_round_over and (first := self._groups.top()) is not None:
             known_key, name = first
             key = self._order.group_key(name)
-            if key > known_key:
+            if key > known_key:  # The key has grown since the group was stored.
                 self._groups.set(name, key)
                 continue
             top = self._tasks[name].top()
@@ -370,21 +398,21 @@ class TaskQueue:
         return None
 
     def skip(self, task: CompletionTask) -> int:
-        """Set aside a task for which there is no room. Returns how many groups less there are."""
-        num_gone = self.remove(task)
+        """Skip a task that fits on no engine. Returns the number of groups that disappear."""
+        num_removed = self.remove(task)
         self._skipped.append(task)
         self.is_round_over = task.num_skipped >= MAX_SKIPS or len(self._skipped) >= _LOOK_AHEAD
-        return num_gone
+        return num_removed
 
     def hold(self, task: CompletionTask) -> None:
-        """Set aside all of the task's group."""
+        """Hold the task's group until the round ends."""
         name = self._group_of[task]
         self._groups.discard(name)
         self._held[name] = None
         self.is_round_over = len(self._held) >= _LOOK_AHEAD
 
     def end_round(self) -> list[CompletionTask]:
-        """Take back what was set aside. Returns the tasks that were passed over."""
+        """Return skipped tasks and held groups to the queue. Returns the skipped tasks."""
         for name in self._held:
             self._groups.set(name, self._order.group_key(name))
         self._held.clear()
@@ -397,20 +425,20 @@ class TaskQueue:
 
 
 def should_delay(num_ahead: int, num_apps: float, added_s: float, step_s: float) -> bool:
-    """`num_apps` applications run on an engine or wait for it, and `num_ahead` of those that run go
-    before this one. While it runs it would add `added_s` to each step, beside the `step_s` that a
-    step takes by itself.
+    """Whether an application should be delayed although an engine has room for it.
 
-    Let n alike applications, each of which adds w to steps that take s by themselves, all run at
-    once, or first k and then the other m:
+    `num_apps` applications run on the engine or wait for it. `num_ahead` running ones are before
+    this application. It would add `added_s` to each step. An empty step takes `step_s`.
 
-        | s + n w |
-        | s + k w | s + m w |       k end m w earlier and m end s later, per step
+    Let n equal applications add w seconds each to a step of s seconds. They run all at once, or
+    first k of them and then the other m = n - k:
 
-    The mean is least with k = (n + s / w) / 2. It is worth while if what the k gain, less what the
-    m lose, is more than n times what the last loses: m (k w - s) > n s. So the mean and the last
-    count alike. With a = s / w that is (n - a)^2 > 4 n a, so n > 5.8 a: where steps are long for
-    other reasons than the applications in them, they had better be shared by all."""
+        | s + n w |                 all at once
+        | s + k w | s + m w |       two waves: per step, k finish m w earlier and m finish s later
+
+    The mean time is least at k = (n + s / w) / 2. Two waves are better if the mean gains more than
+    the last application loses: m (k w - s) / n > s. With a = s / w this is (n - a)^2 > 4 n a, or
+    n > 5.8 a. So applications that add little to a step are not delayed."""
     steps = step_s / added_s if added_s > 0 else float("inf")
     if num_ahead < (num_apps + steps) / 2:
         return False
@@ -418,14 +446,13 @@ def should_delay(num_ahead: int, num_apps: float, added_s: float, step_s: float)
 
 
 class RunningApps:
-    """The applications that run on each engine, in the order of their keys. One counts once, by its
-    call that was placed there last. Keys are looked at when somebody asks: `key` of a task may
-    change when `mark_stale` says so, and at any time if the task has a deadline."""
+    """The sessions that run on each engine, sorted by key. A session has the key of its task that
+    was placed there last. `count_ahead` refreshes stale keys before it counts."""
 
     def __init__(self, key: Callable[[CompletionTask], float]) -> None:
         self._key = key
         self._engines: defaultdict[int, _EngineApps] = defaultdict(_EngineApps)
-        self._engines_of: defaultdict[int, set[int]] = defaultdict(set)  # by session
+        self._engines_of: defaultdict[int, set[int]] = defaultdict(set)  # By session.
 
     def add(self, task: CompletionTask, engine_id: int) -> None:
         session_id, engine = task.completion.session_id, self._engines[engine_id]
@@ -447,12 +474,12 @@ class RunningApps:
             del self._engines_of[session_id]
 
     def mark_stale(self, session_id: int) -> None:
+        """The key of the session's tasks may have changed."""
         for engine_id in self._engines_of.get(session_id, ()):
             self._engines[engine_id].stale.add(session_id)
 
     def count_ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
-        """The number of other applications on the engine that go before the task's, and of all
-        others there."""
+        """See `OrderPolicy.count_ahead`."""
         engine = self._engines.get(engine_id)
         if engine is None:
             return 0, 0
@@ -465,16 +492,16 @@ class RunningApps:
 
 @dataclass(slots=True)
 class _EngineApps:
-    """`tasks`: by session, the last placed last. `keys`: by session, and `sorted_keys`, as they
-    were when they were last looked at. `stale`: sessions whose key may be another now."""
+    """The sessions that run on one engine."""
 
+    # The placed tasks of each session, in the order of placement.
     tasks: dict[int, dict[CompletionTask, None]] = field(default_factory=dict)
-    keys: dict[int, float] = field(default_factory=dict)
-    sorted_keys: list[float] = field(default_factory=list)
-    stale: set[int] = field(default_factory=set)
+    keys: dict[int, float] = field(default_factory=dict)  # By session, as of the last refresh.
+    sorted_keys: list[float] = field(default_factory=list)  # The values of `keys`.
+    stale: set[int] = field(default_factory=set)  # Sessions whose key may have changed.
 
     def refresh(self, key: Callable[[CompletionTask], float]) -> None:
-        timed = set()
+        timed = set()  # Deadlines change keys with time, so these sessions stay stale.
         for session_id in self.stale:
             self._drop_key(session_id)
             task = next(reversed(self.tasks[session_id]))
