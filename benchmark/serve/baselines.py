@@ -14,7 +14,7 @@ from itertools import chain
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex
-from parrot.serve.scheduling.placement import Place, Placer
+from parrot.serve.scheduling.placement import EngineChoice, Placer
 from parrot.serve.scheduling.queue import ByApplication
 from parrot.serve.scheduling.scheduler import MakeOrder, MakePlacer
 from parrot.serve.scheduling.task import CompletionTask
@@ -72,17 +72,17 @@ class Router(Placer):
     def _open(self, task: CompletionTask) -> list[EngineLoad]:
         """The engines with room for the task; those that failed with it only if no other has."""
         found = [load for load in self._loads.members(task.models) if self._has_room(task, load)]
-        return [load for load in found if load.id not in task.avoided] or found
+        return [load for load in found if load.id not in task.failed_engines] or found
 
     def _has_room(self, task: CompletionTask, load: EngineLoad) -> bool:
         new_prompt = task.prompt_len - self._loads.running.shared_len(task, load.id)
         is_free = load.is_open and load.fits(task, new_prompt)
-        return is_free and self._loads.takes(load, task)
+        return is_free and self._loads.accepts(load, task)
 
-    def _place(self, task: CompletionTask, load: EngineLoad | None) -> Place | None:
+    def _choice(self, task: CompletionTask, load: EngineLoad | None) -> EngineChoice | None:
         if load is None:
             return None
-        return Place(load, task.prompt_len - self._loads.running.shared_len(task, load.id))
+        return EngineChoice(load, task.prompt_len - self._loads.running.shared_len(task, load.id))
 
 
 class RoundRobin(Router):
@@ -92,10 +92,10 @@ class RoundRobin(Router):
         super().__init__(loads)
         self._last_id = -1
 
-    def choose(self, task: CompletionTask, now: float) -> Place | None:
+    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
         found = sorted(self._open(task), key=lambda load: load.id)
         later = (load for load in found if load.id > self._last_id)
-        return self._place(task, next(chain(later, found), None))
+        return self._choice(task, next(chain(later, found), None))
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         super().placed(task, engine_id, charge)
@@ -111,7 +111,7 @@ class PrefixAware(Router):
         super().__init__(loads)
         self._sent: LruDict[bytes, set[int]] = LruDict(_MAX_KEYS)
 
-    def choose(self, task: CompletionTask, now: float) -> Place | None:
+    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
         found = self._open(task)
         if found and not self._is_uneven(task):
             matches = {load.id: self._matched(task, load) for load in found}
@@ -119,7 +119,7 @@ class PrefixAware(Router):
             if longest > _MIN_MATCH * task.prompt_len:
                 found = [load for load in found if matches[load.id] == longest]
         best = min(found, key=lambda load: (load.num_tasks, load.id), default=None)
-        return self._place(task, best)
+        return self._choice(task, best)
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         super().placed(task, engine_id, charge)

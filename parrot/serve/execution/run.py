@@ -265,7 +265,7 @@ def runs_again(run: Run, attempt: Attempt, error: ParrotError, *, counts: bool) 
     run.trouble = error.message
     match error:
         case PromptTooLong() if not attempt.is_longest:
-            run.wanted_len = max(run.wanted_len, engine.max_len + 1)
+            run.max_total_len = max(run.max_total_len, engine.max_len + 1)
             return True
         case ModelNumerics() | InvalidRequest():
             return False
@@ -273,10 +273,10 @@ def runs_again(run: Run, attempt: Attempt, error: ParrotError, *, counts: bool) 
             run.num_refused += 1
         case QuotaExceeded():
             run.num_refused += 1
-            run.avoided.add(engine.id)
+            run.failed_engines.add(engine.id)
         case _ if counts:
             run.num_lost += 1
-            run.avoided.add(engine.id)
+            run.failed_engines.add(engine.id)
     return run.may_run_again
 
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, Models, Weigh
-from parrot.serve.scheduling.placement import Held
+from parrot.serve.scheduling.placement import TenantLoad
 from parrot.serve.scheduling.queue import MAX_SKIPS, OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap, LruDict
 
-_TIMES = 2  # as many tasks, by weight, are under way on average beside a small tenant
-_MAX_IDLE = 4096  # tenants with nothing to do whose counters are remembered
+_LIGHT_FACTOR = 2  # as many tasks, by weight, are under way on average beside a small tenant
+_MAX_IDLE_TENANTS = 4096  # tenants with nothing to do whose counters are remembered
 
 
 @dataclass(slots=True)
@@ -42,14 +42,14 @@ class Counters:
         self._weigh = weigh
         self._accounts: dict[str, _Account] = {}  # of those with a task
         self._weight = 0.0  # of all these
-        self._idle: LruDict[str, float] = LruDict(_MAX_IDLE)
+        self._idle: LruDict[str, float] = LruDict(_MAX_IDLE_TENANTS)
         # By counters that may have grown since. Empty while there is one tenant.
         self._waiting: LazyHeap[str, float] = LazyHeap()
         self._floor = 0.0  # the counter of the last one that waited
         self._num_charged = 0  # of all
 
     @property
-    def are_many(self) -> bool:
+    def has_several_tenants(self) -> bool:
         """Whether more than one tenant has tasks."""
         return len(self._accounts) > 1
 
@@ -66,10 +66,10 @@ class Counters:
         """The number of queued tasks of each tenant that has some."""
         return +Counter({name: account.num_queued for name, account in self._accounts.items()})
 
-    def is_small(self, tenant: str) -> bool:
+    def is_light(self, tenant: str) -> bool:
         """Whether it has few tasks under way, by weight, beside the others."""
         own = self._accounts[tenant]
-        return _TIMES * own.num_charged * self._weight < self._num_charged * own.weight
+        return _LIGHT_FACTOR * own.num_charged * self._weight < self._num_charged * own.weight
 
     def queued(self, tenant: str) -> None:
         """One more task of the tenant waits."""
@@ -77,12 +77,12 @@ class Counters:
         if account is None:
             counter = self._idle.pop(tenant) or 0.0
             if len(self._accounts) == 1:
-                self._no_longer_alone()
+                self._start_sharing()
             account = self._accounts[tenant] = _Account(counter, self._weigh(tenant))
             self._weight += account.weight
         account.num_queued += 1
         if account.num_queued == 1:
-            account.counter = max(account.counter, self._least())
+            account.counter = max(account.counter, self._min_waiting_counter())
             if len(self._accounts) > 1:
                 self._waiting.set(tenant, account.counter)
 
@@ -112,7 +112,7 @@ class Counters:
         elif not account.num_charged:
             self._forget(tenant, account)
 
-    def _no_longer_alone(self) -> None:
+    def _start_sharing(self) -> None:
         ((tenant, account),) = self._accounts.items()
         if account.num_queued:
             self._waiting.set(tenant, account.counter)
@@ -123,7 +123,7 @@ class Counters:
             self._waiting.discard(tenant)
             self._floor = account.counter
 
-    def _least(self) -> float:
+    def _min_waiting_counter(self) -> float:
         """The least counter of those that wait, or that of the last one that did."""
         while (first := self._waiting.top()) is not None:
             known, tenant = first
@@ -149,14 +149,14 @@ class Counters:
         assert queued == num_queued, (queued, num_queued)
         assert placed == num_placed, (placed, num_placed)
         assert self._num_charged == sum(placed.values()), self._num_charged
-        assert set(self._waiting) == (set(queued) if self.are_many else set()), queued
+        assert set(self._waiting) == (set(queued) if self.has_several_tenants else set()), queued
         assert all(self._waiting.key(name) <= accounts[name].counter for name in self._waiting)
 
 
 FairKey = tuple[float, float, float]
 """The tenant's counter, and the keys of group and task in its queue."""
 
-_MAX_ASIDE = 8  # tenants of which nothing fits that are passed over in a round
+_MAX_SKIPPED_TENANTS = 8  # tenants of which nothing fits that are passed over in a round
 
 
 class FairQueue:
@@ -173,8 +173,8 @@ class FairQueue:
         self._counters = counters
         self._queues: dict[str, TaskQueue] = {}
         self._tenants: LazyHeap[str, float] = LazyHeap()  # all but those set aside
-        self._aside: list[str] = []
-        self._touched: dict[str, None] = {}  # those of which something was set aside
+        self._skipped_tenants: list[str] = []
+        self._tenants_with_skips: dict[str, None] = {}  # those of which something was set aside
         self._num_tasks = 0
 
     def __len__(self) -> int:
@@ -211,7 +211,7 @@ class FairQueue:
         if queue.is_empty:
             del self._queues[tenant]
             self._tenants.discard(tenant)
-            self._touched.pop(tenant, None)
+            self._tenants_with_skips.pop(tenant, None)
 
     def touch(self, tenant: str | None, group: Hashable) -> None:
         """Note that the key of a group of the tenant may have shrunk. None: it has no task yet."""
@@ -236,13 +236,13 @@ class FairQueue:
             if (top := self._queues[tenant].top()) is not None:
                 return (counter, *top[0]), top[1]
             self._tenants.discard(tenant)
-            self._aside.append(tenant)
-            self.is_round_over = len(self._aside) >= _MAX_ASIDE
+            self._skipped_tenants.append(tenant)
+            self.is_round_over = len(self._skipped_tenants) >= _MAX_SKIPPED_TENANTS
         return None
 
-    def firsts(self) -> list[CompletionTask]:
+    def heads(self) -> list[CompletionTask]:
         """The first tasks of the small tenants among those that come first. Only between rounds."""
-        small = filter(self._counters.is_small, self._tenants.smallest(_MAX_ASIDE))
+        small = filter(self._counters.is_light, self._tenants.smallest(_MAX_SKIPPED_TENANTS))
         tops = [self._queues[name].top() for name in small]
         return [top[1] for top in tops if top is not None]
 
@@ -259,15 +259,15 @@ class FairQueue:
     def end_round(self) -> list[CompletionTask]:
         """Take back what was set aside. Returns the tasks that were passed over."""
         passed: list[CompletionTask] = []
-        for tenant in self._touched:
+        for tenant in self._tenants_with_skips:
             queue = self._queues[tenant]
             self.num_groups -= queue.num_groups
             passed += queue.end_round()
             self.num_groups += queue.num_groups
-        self._touched.clear()
-        for tenant in self._aside:
+        self._tenants_with_skips.clear()
+        for tenant in self._skipped_tenants:
             self._tenants.set(tenant, self._counters.counter(tenant))
-        self._aside.clear()
+        self._skipped_tenants.clear()
         self.is_round_over = False
         return passed
 
@@ -278,33 +278,33 @@ class FairQueue:
     def _set_aside(self, task: CompletionTask) -> TaskQueue:
         """The queue of the task's tenant, of which something is set aside."""
         tenant = task.tenant
-        self._touched[tenant] = None
+        self._tenants_with_skips[tenant] = None
         return self._queues[tenant]
 
 
-_MOST = 2  # times as many tasks on an engine as it has places
+_MAX_OVERCOMMIT = 2  # times as many tasks on an engine as it has places
 
 
 @dataclass(slots=True)
-class _Held:
+class _MutableLoad:
     weight: float
     num_tasks: int = 0
     num_tokens: int = 0
 
 
-class HeldByTenants:
+class TenantLoads:
     """Says of a task whether its tenant has less of an engine than others there, and whether it has
     room there in the tenant's share, though all places may be taken. `weight_of` knows the weights
     of tenants that have tasks."""
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
-        self._engines: defaultdict[int, dict[str, _Held]] = defaultdict(dict)
+        self._engines: defaultdict[int, dict[str, _MutableLoad]] = defaultdict(dict)
 
     def add(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         tenant, there = task.tenant, self._engines[engine_id]
         if (held := there.get(tenant)) is None:
-            held = there[tenant] = _Held(self._weight_of(tenant))
+            held = there[tenant] = _MutableLoad(self._weight_of(tenant))
         held.num_tasks += 1
         held.num_tokens += charge.num_tokens
 
@@ -318,7 +318,7 @@ class HeldByTenants:
             if not there:
                 del self._engines[engine_id]
 
-    def is_lesser(self, task: CompletionTask, engine_id: int) -> bool:
+    def is_underserved(self, task: CompletionTask, engine_id: int) -> bool:
         """Whether some other tenant has more tasks there, by weight, than the task's tenant would
         have with it."""
         there = self._engines.get(engine_id)
@@ -330,20 +330,24 @@ class HeldByTenants:
         most = max(h.num_tasks / h.weight for name, h in there.items() if name != tenant)
         return most > num_tasks / weight
 
-    def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
+    def load_within_share(
+        self, task: CompletionTask, load: EngineLoad, num_tokens: int
+    ) -> TenantLoad | None:
         """The tasks that its tenant has there, if this one, with so many tokens, is within its part
         of the engine, by the weights of those who are there, and others have more."""
-        if load.num_tasks >= _MOST * load.max_tasks or not self.is_lesser(task, load.id):
+        if load.num_tasks >= _MAX_OVERCOMMIT * load.max_tasks or not self.is_underserved(
+            task, load.id
+        ):
             return None
         there, tenant = self._engines[load.id], task.tenant
         weight = self._weight_of(tenant)
-        own = there.get(tenant) or _Held(weight)
+        own = there.get(tenant) or _MutableLoad(weight)
         part = weight / (weight + sum(h.weight for name, h in there.items() if name != tenant))
         if own.num_tasks + 1 > part * load.max_tasks:
             return None
         if own.num_tokens + num_tokens > part * load.max_tokens:
             return None
-        return Held(own.num_tasks, own.num_tokens)
+        return TenantLoad(own.num_tasks, own.num_tokens)
 
     def check_integrity(self, loads: list[EngineLoad]) -> None:
         """Recount by the placed tasks. Raises AssertionError with what differs."""
@@ -369,7 +373,7 @@ class Fairness:
         self.counters = Counters(weigh)
         self._order = order
         self._engines = engines
-        self._held = HeldByTenants(self.counters.weight)
+        self._held = TenantLoads(self.counters.weight)
         self._tenant_of: dict[int, str] = {}  # by session
         for load in engines:
             for task, charge in load.tasks.items():
@@ -379,7 +383,7 @@ class Fairness:
         for models, queue in queues.items():
             if isinstance(queue, TaskQueue):
                 queues[models] = self._adopted(queue) if queue else self.new_queue()
-        engines.books.append(self)
+        engines.listeners.append(self)
 
     def _adopted(self, queue: TaskQueue) -> FairQueue:
         """A queue for all tenants, with the tasks of the only one so far, of which there are
@@ -402,11 +406,11 @@ class Fairness:
         self.counters.charge(task.tenant, charge.service_s)
 
     def released(
-        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+        self, task: CompletionTask, engine_id: int, charge: Charge, actual_s: float
     ) -> None:
         self._held.remove(task, engine_id, charge)
-        self.counters.settle(task.tenant, taken_s - charge.service_s)
-        for queue in self._queues.values() if taken_s < charge.service_s else ():
+        self.counters.settle(task.tenant, actual_s - charge.service_s)
+        for queue in self._queues.values() if actual_s < charge.service_s else ():
             assert isinstance(queue, FairQueue), queue
             queue.settled(task.tenant)
 
@@ -417,13 +421,15 @@ class Fairness:
     def forget_session(self, session_id: int) -> None:
         self._tenant_of.pop(session_id, None)
 
-    def is_lesser(self, task: CompletionTask, engine_id: int) -> bool:
+    def is_underserved(self, task: CompletionTask, engine_id: int) -> bool:
         """Whether the task's tenant has less of an engine than some other there."""
-        return self.counters.are_many and self._held.is_lesser(task, engine_id)
+        return self.counters.has_several_tenants and self._held.is_underserved(task, engine_id)
 
-    def share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> Held | None:
-        """See `HeldByTenants.share`."""
-        return self._held.share(task, load, num_tokens)
+    def load_within_share(
+        self, task: CompletionTask, load: EngineLoad, num_tokens: int
+    ) -> TenantLoad | None:
+        """See `TenantLoads.load_within_share`."""
+        return self._held.load_within_share(task, load, num_tokens)
 
     def check_integrity(self, queued: list[CompletionTask]) -> None:
         """Recount by the queued tasks and the loads. Raises AssertionError with what differs."""

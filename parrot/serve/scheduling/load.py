@@ -13,25 +13,25 @@ from parrot.serve.scheduling.prefixes import RunningPrefixes
 from parrot.serve.scheduling.task import CompletionTask, Pace
 from parrot.utils.heaps import LazyHeap
 
-_HARM_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
+_LATENCY_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
 _TYPICAL_OUTPUT = 300  # who reads along judges by the time per token: it is that for so many,
 _MIN_OUTPUT, _MAX_OUTPUT = 150, 1024  # and more for fewer, within bounds
 _TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
-_MEMORY_S = 10.0  # an engine's load counts for so long as usual there
-_SHARED_BY = 64  # sequences of a step, among which what every step costs is divided
-_MAX_PROMPT_SHARE = 0.8  # of the time: prompts that are given faster wait, and are not computed
+_LOAD_WINDOW_S = 10.0  # an engine's load counts for so long as usual there
+_TYPICAL_BATCH = 64  # sequences of a step, among which what every step costs is divided
+_MAX_PREFILL_SHARE = 0.8  # of the time: prompts that are given faster wait, and are not computed
 
 
-def weight_of(task: CompletionTask) -> float:
+def latency_weight(task: CompletionTask) -> float:
     """The weight of a second that the task loses; 1.0 for throughput work."""
     if not task.is_latency:
         return 1.0
     objective = task.objective
     paced = objective is not None and objective.criteria is PerformanceCriteria.TPOT
     if not (paced or task.wants_stream):
-        return _HARM_WEIGHT
+        return _LATENCY_WEIGHT
     output = min(max(task.expected_output, _MIN_OUTPUT), _MAX_OUTPUT)
-    return _HARM_WEIGHT * _TYPICAL_OUTPUT / output
+    return _LATENCY_WEIGHT * _TYPICAL_OUTPUT / output
 
 
 IDLE = ServerLoad()
@@ -68,7 +68,7 @@ def service_s(costs: StepCosts, num_computed: int, num_read: int, num_output: in
     """Seconds of an engine that a call takes: `num_computed` tokens of its prompt, and `num_output`
     tokens, each of which reads `num_read` of the prompt's and the output before it."""
     read_s = (num_read + num_output / 2) * costs.token_s
-    token_s = costs.step_s / _SHARED_BY + costs.sequence_s + read_s
+    token_s = costs.step_s / _TYPICAL_BATCH + costs.sequence_s + read_s
     return num_computed * costs.prefill_s + num_output * token_s
 
 
@@ -84,7 +84,7 @@ class Charge(NamedTuple):
     costs: StepCosts  # of the engine then
     service_s: float
 
-    def taken_s(self, task: CompletionTask, now: float) -> float:
+    def actual_s(self, task: CompletionTask, now: float) -> float:
         """The service that the task has had, now that it ends: by the tokens that its engine
         counted, or, if it was stopped, the part of its prediction for which it ran."""
         if task.used is not None:
@@ -95,15 +95,15 @@ class Charge(NamedTuple):
         return self.service_s
 
 
-class TaskBook(Protocol):
-    """An index of the tasks that are placed on engines. See `LoadIndex.books`."""
+class PlacementListener(Protocol):
+    """An index of the tasks that are placed on engines. See `LoadIndex.listeners`."""
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None: ...
 
     def released(
-        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+        self, task: CompletionTask, engine_id: int, charge: Charge, actual_s: float
     ) -> None:
-        """The task is no longer on the engine. It took `taken_s` of service there."""
+        """The task is no longer on the engine. It took `actual_s` of service there."""
 
 
 @dataclass(slots=True)
@@ -114,8 +114,8 @@ class EngineLoad:
     `num_read` those that a decode step reads. `weight` sums what a second is worth to each task,
     `weighted_end` that times the predicted time of its end. `prefill_until` is the time at which
     the prompts will have been computed. What is usual are averages over time up to `since`, in
-    which what is older than `_MEMORY_S` counts little; `usual_prefill` is the share of the time
-    that prompts take. `server`: what a server behind the engine does. Others of its clients
+    which older values than `_LOAD_WINDOW_S` count little; `usual_prefill` is the share of the
+    time that prompts take. `server`: what a server behind the engine does. Others of its clients
     lengthen its steps, and a newcomer comes behind all who wait there. `device`: what runs the
     model; empty: not known."""
 
@@ -178,7 +178,7 @@ class EngineLoad:
         self.costs, self.server = costs, server
         self._outlook = None
 
-    def room_for(self, task: CompletionTask) -> int:
+    def reserved_output(self, task: CompletionTask) -> int:
         """Tokens that are kept for the task's output."""
         return min(task.max_output, self.max_tokens)
 
@@ -187,7 +187,7 @@ class EngineLoad:
         one. An idle engine accepts any task: no other engine has more room."""
         if not self.num_tasks:
             return True
-        return self.num_tokens + new_prompt + self.room_for(task) <= self.max_tokens
+        return self.num_tokens + new_prompt + self.reserved_output(task) <= self.max_tokens
 
     def outlook(self, now: float) -> Outlook:
         if self._outlook is None or self.since != now:
@@ -195,7 +195,7 @@ class EngineLoad:
             remaining_s = max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
             usual_step_s = self.costs.decode_step_s(self.usual_tasks, self.usual_read)
             # Prompts that are computed meanwhile lengthen steps.
-            usual_step_s *= 1.0 / (1.0 - min(self.usual_prefill, _MAX_PROMPT_SHARE))
+            usual_step_s *= 1.0 / (1.0 - min(self.usual_prefill, _MAX_PREFILL_SHARE))
             self._outlook = Outlook(
                 max(0.0, self.prefill_until - now) + self._queue_s,
                 self.step_s,
@@ -215,7 +215,7 @@ class EngineLoad:
         prefill_s = to_compute * self.costs.prefill_s
         self.prefill_until = max(self.prefill_until, now) + prefill_s
         decode_s = task.expected_output * self.step_s
-        weight, end = weight_of(task), self.prefill_until + decode_s
+        weight, end = latency_weight(task), self.prefill_until + decode_s
         self.weight += weight
         self.weighted_end += weight * end
         charge = self.tasks[task] = Charge(
@@ -223,14 +223,14 @@ class EngineLoad:
             begin=now,
             end=end,
             duration_s=prefill_s + decode_s,
-            num_tokens=new_prompt + self.room_for(task),
+            num_tokens=new_prompt + self.reserved_output(task),
             num_read=new_prompt,
             costs=self.costs,
             service_s=service_s(self.costs, to_compute, new_prompt, task.expected_output),
         )
         self.index.changed(self)
-        for book in self.index.books:
-            book.placed(task, self.id, charge)
+        for listener in self.index.listeners:
+            listener.placed(task, self.id, charge)
 
     def release(self, task: CompletionTask, now: float) -> None:
         """Take back the task's charge, add the service that it took to the task, and update the
@@ -243,18 +243,18 @@ class EngineLoad:
         if not self.tasks:
             self.weight = self.weighted_end = 0.0  # exactly, whatever was rounded
             self.prefill_until = 0.0
-        taken_s = charge.taken_s(task, now)
-        task.service_s += taken_s
+        actual_s = charge.actual_s(task, now)
+        task.service_s += actual_s
         self.index.changed(self)
-        for book in self.index.books:
-            book.released(task, self.id, charge, taken_s)
+        for listener in self.index.listeners:
+            listener.released(task, self.id, charge, actual_s)
 
     def check_integrity(self, num_prompt: int) -> None:
         """`num_prompt`: tokens of the prompts here, shared beginnings once."""
         tasks, charges = self.tasks, self.tasks.values()
         assert self.num_tasks == len(tasks), self.id
         assert self.num_latency == sum(task.is_latency for task in tasks), self.id
-        assert self.num_tokens == num_prompt + sum(map(self.room_for, tasks)), self.id
+        assert self.num_tokens == num_prompt + sum(map(self.reserved_output, tasks)), self.id
         assert self.num_read == num_prompt + sum(t.expected_output // 2 for t in tasks), self.id
         assert isclose(self.weight, sum(c.weight for c in charges), abs_tol=1e-6), self.id
         weighted_end = sum(c.weight * c.end for c in charges)
@@ -263,7 +263,7 @@ class EngineLoad:
     def _book(self, task: CompletionTask, prompt: int, sign: int) -> None:
         self.num_tasks += sign
         self.num_latency += sign * task.is_latency
-        self.num_tokens += sign * (prompt + self.room_for(task))
+        self.num_tokens += sign * (prompt + self.reserved_output(task))
         self.num_read += sign * (prompt + task.expected_output // 2)
 
     def _advance(self, now: float) -> None:
@@ -272,7 +272,7 @@ class EngineLoad:
         self._outlook = None
         if now == self.since:
             return
-        old = exp((self.since - now) / _MEMORY_S)
+        old = exp((self.since - now) / _LOAD_WINDOW_S)
         new = 1.0 - old
         server = self.server
         self.usual_tasks = old * self.usual_tasks + new * (self.num_tasks + server.num_others)
@@ -282,7 +282,7 @@ class EngineLoad:
         if self.prefill_until >= now:
             self.usual_prefill += new
         elif self.prefill_until > self.since:
-            self.usual_prefill += exp((self.prefill_until - now) / _MEMORY_S) - old
+            self.usual_prefill += exp((self.prefill_until - now) / _LOAD_WINDOW_S) - old
         self.since = now
 
 
@@ -298,8 +298,10 @@ Features = frozenset[str] | None
 
 _ANY_MODEL = ""
 _USUAL_COSTS = StepCosts()
-_GRADES = 4  # of idle engines' speeds up to twice the speed: no two measure quite the same
-_MAX_ALIKE = 63  # engines among whose costs the one in the middle is looked for
+_CLASSES_PER_DOUBLING = (
+    4  # of idle engines' speeds up to twice the speed: no two measure quite the same
+)
+_MAX_MEDIAN_ENGINES = 63  # engines among whose costs the one in the middle is looked for
 
 
 @dataclass(slots=True)
@@ -307,34 +309,34 @@ class _Pool:
     """The engines of one model. `open` has those with a free slot, the least loaded first, and
     `full` the others. Idle ones about as fast take turns: who thinks there makes no load, and the
     same few would get everybody. `max_lens` has the longest sequence that one with these features
-    takes, and `num_alike` how many members have the same features and take the same."""
+    takes, and `num_similar` how many members have the same features and take the same."""
 
     members: dict[int, EngineLoad] = field(default_factory=dict)
     open: LazyHeap[int, float] = field(default_factory=LazyHeap)
     full: LazyHeap[int, float] = field(default_factory=LazyHeap)
     max_lens: dict[Features, int] = field(default_factory=dict)
-    num_alike: Counter[tuple[Features, int]] = field(default_factory=Counter)
+    num_similar: Counter[tuple[Features, int]] = field(default_factory=Counter)
     step_s: float = 0.0  # of all members, summed up
 
     def count(self, load: EngineLoad, sign: int) -> None:
         """A member comes, or goes. It takes no longer where there are thousands."""
         key = load.features, load.max_len
-        self.num_alike[key] += sign
-        if not self.num_alike[key]:
-            del self.num_alike[key]
+        self.num_similar[key] += sign
+        if not self.num_similar[key]:
+            del self.num_similar[key]
         self.max_lens.clear()
-        for features, max_len in self.num_alike:
+        for features, max_len in self.num_similar:
             self.max_lens[features] = max(self.max_lens.get(features, 0), max_len)
 
 
 class LoadIndex:
     """Finds engines by id, by model, and by load. Owns the loads, and what steps cost. An engine
-    that drains is found by its id alone. `running`: the prompts of placed tasks. `books` are other
-    indexes of placed tasks, which every load updates."""
+    that drains is found by its id alone. `running`: the prompts of placed tasks. `listeners`:
+    other indexes of placed tasks, which every load updates."""
 
     def __init__(self) -> None:
         self.running = RunningPrefixes()
-        self.books: list[TaskBook] = []
+        self.listeners: list[PlacementListener] = []
         self._loads: dict[int, EngineLoad] = {}
         self._pools: dict[str, _Pool] = {}
         self._step_s: dict[int, float] = {}  # of each engine, as it was counted
@@ -358,7 +360,7 @@ class LoadIndex:
         the same device if there are some, until it does."""
         longest = max_tokens if max_len is None else min(max_len, max_tokens)
         load = EngineLoad(self, engine_id, model, max_tasks, max_tokens, longest, _USUAL_COSTS)
-        load.costs = self._take_costs(load, costs)
+        load.costs = self._record_costs(load, costs)
         self._loads[load.id] = load
         self._enter_pools(load)
 
@@ -374,7 +376,7 @@ class LoadIndex:
         behind it does, and what runs its model."""
         load = self._loads[engine_id]
         if load.device != device:
-            known = self._forget_costs(load)
+            known = self._drop_costs(load)
             load.device, costs = device, costs or known
         if features is not None and load.features != features:
             for pool in self._pools_of(load):
@@ -382,7 +384,7 @@ class LoadIndex:
             load.features = features
             for pool in self._pools_of(load):
                 pool.count(load, 1)
-        costs, server = self._take_costs(load, costs), server or IDLE
+        costs, server = self._record_costs(load, costs), server or IDLE
         if (load.costs, load.server) != (costs, server):
             load.reported(costs, server)
             self.changed(load)
@@ -391,7 +393,7 @@ class LoadIndex:
         """Its tasks must have been ended or requeued."""
         load = self._loads.pop(engine_id)
         assert not load.tasks, load
-        self._forget_costs(load)
+        self._drop_costs(load)
         if not load.is_draining:
             self._leave_pools(load)
 
@@ -403,25 +405,27 @@ class LoadIndex:
         if was_draining and not is_draining:
             self._enter_pools(load)
 
-    def _take_costs(self, load: EngineLoad, costs: StepCosts | None) -> StepCosts:
+    def _record_costs(self, load: EngineLoad, costs: StepCosts | None) -> StepCosts:
         """Note what the engine measured, if it has; returns what its steps are taken to cost."""
         own = self._measured.get((load.model, load.device), {})
         if costs is None:
-            return own.get(load.id) or self._costs_of_alike(load, own)
+            return own.get(load.id) or self._median_costs(load, own)
         if own.get(load.id) != costs:
             self._measured.setdefault((load.model, load.device), own)[load.id] = costs
             self._costs[load.model] = costs
         return costs
 
-    def _costs_of_alike(self, load: EngineLoad, alike: dict[int, StepCosts]) -> StepCosts:
+    def _median_costs(self, load: EngineLoad, alike: dict[int, StepCosts]) -> StepCosts:
         """Those of the engine in the middle: a mean would be of numbers that never were together,
         and follow one that is out of order."""
         if not alike:
             return self._costs.get(load.model, _USUAL_COSTS)
-        costs = sorted(islice(alike.values(), _MAX_ALIKE), key=lambda c: c.decode_step_s(1, 0))
+        costs = sorted(
+            islice(alike.values(), _MAX_MEDIAN_ENGINES), key=lambda c: c.decode_step_s(1, 0)
+        )
         return costs[(len(costs) - 1) // 2]
 
-    def _forget_costs(self, load: EngineLoad) -> StepCosts | None:
+    def _drop_costs(self, load: EngineLoad) -> StepCosts | None:
         """Returns what the engine had measured."""
         key = load.model, load.device
         own = self._measured.get(key, {})
@@ -458,7 +462,7 @@ class LoadIndex:
         if load.is_draining:
             return
         step_s, is_open = load.step_s, load.is_open
-        key = load.rank(step_s) if load.num_tasks else _grade(step_s)
+        key = load.rank(step_s) if load.num_tasks else _speed_class(step_s)
         added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
         for pool in (self._pools[_ANY_MODEL], self._pools[load.model]):
             pool.step_s += added_s
@@ -512,25 +516,25 @@ class LoadIndex:
         lacking = [frozenset() if f is None else task.needs - f for f in known]
         return min(lacking, key=len, default=frozenset())
 
-    def takes_longest(self, load: EngineLoad, task: CompletionTask) -> bool:
+    def accepts_longest(self, load: EngineLoad, task: CompletionTask) -> bool:
         """Whether none of the engines that can do what the task needs takes longer sequences than
         this one."""
-        return load.max_len >= max(self._able(task).values(), default=0)
+        return load.max_len >= max(self._accepted_lens(task).values(), default=0)
 
-    def takes(self, load: EngineLoad, task: CompletionTask) -> bool:
+    def accepts(self, load: EngineLoad, task: CompletionTask) -> bool:
         """Whether it may get the task as soon as it has room: it has one of the task's models and
         does not drain; and it can do what the task needs, and takes sequences as long as its prompt
         and output, or no other can and does so."""
         if load.is_draining or (task.models and load.model not in task.models):
             return False
         features = load.features
-        if features is not None and task.needs <= features and load.max_len >= task.wanted_len:
+        if features is not None and task.needs <= features and load.max_len >= task.max_total_len:
             return True  # as nearly always
-        able = self._able(task)
+        able = self._accepted_lens(task)
         longest = max(able.values(), default=0)
-        return features in able and load.max_len >= min(task.wanted_len, longest)
+        return features in able and load.max_len >= min(task.max_total_len, longest)
 
-    def _able(self, task: CompletionTask) -> dict[Features, int]:
+    def _accepted_lens(self, task: CompletionTask) -> dict[Features, int]:
         """The longest sequences that are taken with each of the features that the task needs: known
         ones, else unknown ones, else any."""
         grades: list[dict[Features, int]] = [{}, {}, {}]
@@ -551,7 +555,7 @@ class LoadIndex:
             wanted, num_all = count, len(engines)
             while True:
                 ids = list(engines) if num_all <= wanted else engines.smallest(wanted)
-                fitting = [i for i in ids if self.takes(pool.members[i], task)]
+                fitting = [i for i in ids if self.accepts(pool.members[i], task)]
                 if len(fitting) >= count or num_all <= wanted:
                     break
                 wanted *= 2
@@ -565,6 +569,6 @@ class LoadIndex:
         return [self._pools[name] for name in models if name in self._pools]
 
 
-def _grade(step_s: float) -> float:
+def _speed_class(step_s: float) -> float:
     """The least that an idle engine's step may take of those in the same grade."""
-    return float(2.0 ** (floor(_GRADES * log2(step_s)) / _GRADES))
+    return float(2.0 ** (floor(_CLASSES_PER_DOUBLING * log2(step_s)) / _CLASSES_PER_DOUBLING))

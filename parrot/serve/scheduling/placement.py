@@ -7,7 +7,7 @@ from math import inf, nextafter
 from typing import NamedTuple
 
 from parrot.serve.contexts.index import PrefixIndex
-from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, weight_of
+from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, latency_weight
 from parrot.serve.scheduling.prefixes import Block, PrefixHolders, QueuedBlocks
 from parrot.serve.scheduling.task import CompletionTask
 
@@ -40,17 +40,17 @@ def split(
     for count in _counts(min(len(usable), num_tasks, most or len(usable))):
         chosen = usable[:count]
         if sum(site.room for site in chosen) >= num_tasks:
-            shares = level(chosen, num_tasks)
+            shares = balance(chosen, num_tasks)
             ways.append((_cost(shares, num_tasks), shares))
     if not ways:  # only many small places together hold them
-        shares = level(usable, num_tasks)
+        shares = balance(usable, num_tasks)
     else:
         limit = min(cost for cost, _ in ways) * (1 + tolerance)
         shares = next(shares for cost, shares in ways if cost <= limit)
     return [(site.engine_id, share) for site, share in shares]
 
 
-def level(sites: Sequence[Site], num_tasks: int) -> list[tuple[Site, int]]:
+def balance(sites: Sequence[Site], num_tasks: int) -> list[tuple[Site, int]]:
     """The shares, those above zero, with the earliest last end: each next task goes where it ends
     first. There must be room for all."""
     shares = [0] * len(sites)
@@ -96,19 +96,19 @@ Costs = dict[int, float | None]
 """Predicted seconds on each engine that was considered; None where the task does not fit."""
 
 
-class Held(NamedTuple):
+class TenantLoad(NamedTuple):
     """The tasks that a tenant has on an engine, and their tokens."""
 
     num_tasks: int
     num_tokens: int
 
 
-MaySqueeze = Callable[[EngineLoad, int], Held | None]
+MayOvercommit = Callable[[EngineLoad, int], TenantLoad | None]
 """Whether a task may be squeezed in on an engine, with so many tokens of its own there: then what
 its tenant has there, else None."""
 
 
-class Place(NamedTuple):
+class EngineChoice(NamedTuple):
     """An engine for a task, and the tokens of its prompt that would have to be computed there.
     `costs`: what was compared; None if nothing was, since its block has a plan, or there was no
     other engine."""
@@ -125,15 +125,17 @@ class Placer:
     def __init__(self, loads: LoadIndex) -> None:
         self._loads = loads
 
-    def choose(self, task: CompletionTask, now: float) -> Place | None:
+    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
         """Choose an open engine with one of the task's models; None if it fits none."""
         raise NotImplementedError
 
-    def preview(self, task: CompletionTask, now: float) -> Place | None:
+    def preview(self, task: CompletionTask, now: float) -> EngineChoice | None:
         """The choice for a task that is not queued. Changes nothing."""
         return self.choose(task, now)
 
-    def squeeze(self, task: CompletionTask, now: float, may: MaySqueeze) -> Place | None:
+    def overcommit(
+        self, task: CompletionTask, now: float, may: MayOvercommit
+    ) -> EngineChoice | None:
         """An engine where the task may be squeezed in though there is no room; None if there is
         none, or this placer does not do that."""
         return None
@@ -150,13 +152,13 @@ class Placer:
         self.unqueued(task)
 
     def released(
-        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+        self, task: CompletionTask, engine_id: int, charge: Charge, actual_s: float
     ) -> None: ...
 
     def check_integrity(self, queued: Iterable[CompletionTask]) -> None: ...
 
 
-class PredictedSeconds(Placer):
+class LowestCostPlacer(Placer):
     """The least sum of the seconds that the task takes, and of those that it takes from the tasks
     already there, each weighted by what a second is worth to it. Queued tasks that belong together
     are dealt out as a block, in the first of their turns.
@@ -178,40 +180,44 @@ class PredictedSeconds(Placer):
         self._blocks = blocks
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
 
-    def choose(self, task: CompletionTask, now: float) -> Place | None:
+    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
         known = self._find(task)
         load = self._next_planned(task, now, known)
-        return self._cheapest(task, now, known) if load is None else _place(task, load, known)
+        return self._cheapest(task, now, known) if load is None else _choice(task, load, known)
 
-    def preview(self, task: CompletionTask, now: float) -> Place | None:
+    def preview(self, task: CompletionTask, now: float) -> EngineChoice | None:
         return self._cheapest(task, now, self._find(task))
 
-    def squeeze(self, task: CompletionTask, now: float, may: MaySqueeze) -> Place | None:
+    def overcommit(
+        self, task: CompletionTask, now: float, may: MayOvercommit
+    ) -> EngineChoice | None:
         known = self._find(task)
         found = self._candidates(task, _LEAST_LOADED, known)
         found += self._loads.least_loaded(task, _LEAST_LOADED, full=True)
         best, best_cost = None, (inf, -1)
         for load in found:
             new_prompt = task.prompt_len - known.shared_len(load.id)
-            if (held := may(load, new_prompt + load.room_for(task))) is not None:
+            if (held := may(load, new_prompt + load.reserved_output(task))) is not None:
                 cost_s = self._own_cost_s(task, load, now, known, held)
                 if (cost_s, load.id) < best_cost:
                     best, best_cost = load, (cost_s, load.id)
-        return None if best is None else _place(task, best, known)
+        return None if best is None else _choice(task, best, known)
 
-    def _cheapest(self, task: CompletionTask, now: float, known: PrefixHolders) -> Place | None:
+    def _cheapest(
+        self, task: CompletionTask, now: float, known: PrefixHolders
+    ) -> EngineChoice | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)
         if len(candidates) == 1:  # nothing to compare
             (load,) = candidates
             fits = self._growth_s(task, load, now, known) is not None
-            return _place(task, load, known) if fits else None
+            return _choice(task, load, known) if fits else None
         best, best_cost = None, (inf, -1)
         costs: Costs = {}
         for load in candidates:
             costs[load.id] = cost_s = self._cost_s(task, load, now, known)
             if cost_s is not None and (cost_s, load.id) < best_cost:
                 best, best_cost = load, (cost_s, load.id)
-        return None if best is None else _place(task, best, known, costs)
+        return None if best is None else _choice(task, best, known, costs)
 
     def new_round(self) -> None:
         self._plans.clear()
@@ -234,14 +240,14 @@ class PredictedSeconds(Placer):
     ) -> list[EngineLoad]:
         """The `count` least loaded engines and those with a beginning of the prompt; engines that
         failed with the task only if there is no other."""
-        found = self._loads.least_loaded(task, count + len(task.avoided))
+        found = self._loads.least_loaded(task, count + len(task.failed_engines))
         candidates = {load.id: load for load in found}
         if len(candidates) < self._loads.num_open(task.models):
             for engine_id in known.engines(_MAX_HOLDERS):
                 load = self._loads.get(engine_id)
-                if load is not None and load.is_open and self._loads.takes(load, task):
+                if load is not None and load.is_open and self._loads.accepts(load, task):
                     candidates[engine_id] = load
-        for engine_id in task.avoided:
+        for engine_id in task.failed_engines:
             if len(candidates) > 1:
                 candidates.pop(engine_id, None)
         return list(candidates.values())
@@ -262,10 +268,15 @@ class PredictedSeconds(Placer):
         cost_s = outlook.wait_s + _WORK_WEIGHT * prefill_s + self._copy_s(task, load)
         cost_s += outlook.steps_s(output) + output * growth_s
         cost_s += self._loss_s(task, load, now, to_compute)
-        return cost_s + outlook.harm_s(prefill_s, output, growth_s) / weight_of(task)
+        return cost_s + outlook.harm_s(prefill_s, output, growth_s) / latency_weight(task)
 
     def _own_cost_s(
-        self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders, held: Held
+        self,
+        task: CompletionTask,
+        load: EngineLoad,
+        now: float,
+        known: PrefixHolders,
+        held: TenantLoad,
     ) -> float:
         """Predicted seconds where others' work is bound, by what its tenant has there. Those others
         count nothing: a chat that went to the least crowded engine would leave its prompt."""
@@ -320,7 +331,7 @@ class PredictedSeconds(Placer):
     ) -> EngineLoad | None:
         """The engine that its block's plan has for the task; None without a plan, or if it has no
         room any more."""
-        if task.avoided or self._loads.num_open(task.models) < 2:
+        if task.failed_engines or self._loads.num_open(task.models) < 2:
             return None
         block = self._blocks.find(task)
         # The last one of a group is no block, but has its place in the plan.
@@ -332,7 +343,7 @@ class PredictedSeconds(Placer):
             # In turns: tasks come by length, and the longest must not all be on one engine.
             left, engine_id = heappop(plan)
             load = self._loads.get(engine_id)
-            if load is None or not load.is_open or not self._loads.takes(load, task):
+            if load is None or not load.is_open or not self._loads.accepts(load, task):
                 continue
             if self._growth_s(task, load, now, known) is not None:
                 if left < -1:
@@ -363,13 +374,13 @@ class PredictedSeconds(Placer):
         own_fill_s = own * cost.prefill_s
         growth_s = cost.sequence_s + (own + output // 2) * cost.token_s
         shared_growth_s = new_shared * cost.token_s
-        each = own + load.room_for(task)
+        each = own + load.reserved_output(task)
         free = load.max_tokens - load.num_tokens - new_shared
         room = min(load.max_tasks - load.num_tasks, int(free / each))
         spare_s = _growth_limit_s(task, load, now) - shared_growth_s
         if spare_s < room * growth_s:
             room = int(spare_s / growth_s)
-        weight = weight_of(task)
+        weight = latency_weight(task)
         return Site(
             load.id,
             outlook.wait_s
@@ -384,13 +395,13 @@ class PredictedSeconds(Placer):
         )
 
 
-def _place(
+def _choice(
     task: CompletionTask, load: EngineLoad, known: PrefixHolders, costs: Costs | None = None
-) -> Place:
-    return Place(load, task.prompt_len - known.reused_len(load.id), costs)
+) -> EngineChoice:
+    return EngineChoice(load, task.prompt_len - known.reused_len(load.id), costs)
 
 
-def end_of_patience(task: CompletionTask) -> float:
+def delay_limit(task: CompletionTask) -> float:
     """The time from which on a throughput task no longer waits for the sake of latency tasks."""
     return nextafter(task.arrived + task.remaining_path_s, inf)
 
@@ -399,6 +410,6 @@ def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float
     """Seconds by which a newcomer may lengthen a step: latency tasks bound the batch they sit in.
     Throughput work that has waited for as long as it will take comes in all the same: where there
     are always latency tasks it would starve, and its queue with it."""
-    if task.is_latency or not load.num_latency or now >= end_of_patience(task):
+    if task.is_latency or not load.num_latency or now >= delay_limit(task):
         return inf
     return _LATENCY_STEP_GROWTH * load.costs.step_s - load.step_s

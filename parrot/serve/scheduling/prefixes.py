@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from parrot.serve.scheduling.task import CompletionTask
 
-_MIN_SHARED = 128  # tokens of a common beginning that make queued tasks siblings
+_MIN_SHARED_TOKENS = 128  # tokens of a common beginning that make queued tasks siblings
 
 
 class RunningPrefixes:
@@ -150,12 +150,12 @@ class QueuedBlocks:
         """The block of a queued task, if it is not alone: those with the longest common beginning,
         or its group where that is larger."""
         group = self._counts.get((task.models, task.group)) if task.group else None
-        if group is None and task.prompt_len < _MIN_SHARED:
+        if group is None and task.prompt_len < _MIN_SHARED_TOKENS:
             return None
         wanted = 2 if group is None else max(2, group[0])
         shared = task.prompt_len
         for key, length in zip(reversed(task.keys), reversed(task.lengths), strict=True):
-            if shared < _MIN_SHARED:
+            if shared < _MIN_SHARED_TOKENS:
                 break
             found = self._counts.get((task.models, key))
             if found is not None and found[0] >= wanted:
@@ -178,11 +178,11 @@ class QueuedBlocks:
 
     def _keys(self, task: CompletionTask) -> list[Hashable]:
         keys: list[Hashable] = []
-        if self._by_prefix and task.prompt_len >= _MIN_SHARED:
+        if self._by_prefix and task.prompt_len >= _MIN_SHARED_TOKENS:
             length = 0
             for key, own in zip(task.keys, task.lengths, strict=True):
                 length += own
-                if length >= _MIN_SHARED:
+                if length >= _MIN_SHARED_TOKENS:
                     keys.append((task.models, key))
         if self._by_group and task.group is not None:
             keys.append((task.models, task.group))

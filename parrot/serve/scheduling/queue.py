@@ -91,7 +91,7 @@ class OrderPolicy:
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None: ...
 
     def released(
-        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+        self, task: CompletionTask, engine_id: int, charge: Charge, actual_s: float
     ) -> None:
         """A placed task has left this engine. `ended` or `updated` follows."""
 
@@ -270,7 +270,7 @@ class CriticalPath(ByApplication):
             self._deadlines.discard(task)
 
     def released(
-        self, task: CompletionTask, engine_id: int, charge: Charge, taken_s: float
+        self, task: CompletionTask, engine_id: int, charge: Charge, actual_s: float
     ) -> None:
         self._running.discard(task, engine_id)
 

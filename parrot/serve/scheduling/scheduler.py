@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.load import EngineLoad, LoadIndex, Models, Weigh
-from parrot.serve.scheduling.placement import Place, Placer, PredictedSeconds, end_of_patience
+from parrot.serve.scheduling.placement import EngineChoice, LowestCostPlacer, Placer, delay_limit
 from parrot.serve.scheduling.prefixes import QueuedBlocks
 from parrot.serve.scheduling.queue import CriticalPath, OrderPolicy, TaskQueue, should_delay
 from parrot.serve.scheduling.task import CompletionTask, Decision, EngineShare, Placement
@@ -26,7 +26,7 @@ MakePlacer = Callable[[LoadIndex], Placer]
 
 _MAX_PRIORITY = 2**31 - 1
 _NUM_DECISIONS = 64
-_LESSER_LEAD = 2**20  # priorities by which tenants go first where others have more tasks
+_UNDERSERVED_LEAD = 2**20  # priorities by which tenants go first where others have more tasks
 _PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches that they cause
 
 
@@ -52,11 +52,11 @@ class Scheduler:
         self._clock = clock
         self._order = (order or order_maker(config))(clock)
         self._placer = (placer or placer_maker(config, index))(self.engines)
-        self.engines.books += [self._placer, self._order]
+        self.engines.listeners += [self._placer, self._order]
         self._queues: dict[Models, TaskQueue | FairQueue] = {}
         self._fairness: Fairness | None = None  # there is none before a second tenant comes
         self._first_tenant: str | None = None
-        self._patience: float | None = None  # when that of a task passed over ends first
+        self._next_delay_limit: float | None = None  # when that of a task passed over ends first
         self._failed: list[CompletionTask] = []
         self._step_growth = config.tenant_step_growth
         self._epoch = clock.now()
@@ -84,7 +84,7 @@ class Scheduler:
 
     def add(self, task: CompletionTask) -> None:
         if self._fairness is None and task.tenant != self._first_tenant:
-            self._tenant_came(task.tenant)
+            self._add_tenant(task.tenant)
         self._order.arrived(task)
         self._enter(task)
 
@@ -141,7 +141,7 @@ class Scheduler:
                 self._pull(task)
                 self._push(task)
         if not self._queues:
-            self._patience = None
+            self._next_delay_limit = None
             return []
         queues = [queue for models, queue in self._queues.items() if self.engines.num_open(models)]
         self._placer.new_round()
@@ -150,7 +150,7 @@ class Scheduler:
         while (first := _first(queues)) is not None:
             queue, task = first
             try:
-                place = self._find_place(queue, task, now)
+                choice = self._find_place(queue, task, now)
             except Exception:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
@@ -158,14 +158,14 @@ class Scheduler:
                 self._leave(task)
                 self._failed.append(task)
                 continue
-            if place is not None:
+            if choice is not None:
                 queue.remove(task)
-                placements.append(self._run(task, place, now))
+                placements.append(self._run(task, choice, now))
                 queue.is_round_over = not self.engines.num_open(task.models)
         waiting = [task for queue in queues for task in queue.end_round()]
-        self._patience = _next_end(waiting, now) if waiting else None
-        if self._fairness is not None and self._fairness.counters.are_many:
-            placements += self._squeeze_in(self._fairness, now)
+        self._next_delay_limit = _earliest_delay_limit(waiting, now) if waiting else None
+        if self._fairness is not None and self._fairness.counters.has_several_tenants:
+            placements += self._overcommit(self._fairness, now)
         for models in [models for models, queue in self._queues.items() if not queue]:
             del self._queues[models]
         return placements
@@ -179,7 +179,7 @@ class Scheduler:
     def next_change(self) -> float | None:
         """The time at which `schedule` may place or reorder what it left queued, though nothing has
         happened until then; None if no queued task waits for a time."""
-        patience, due = self._patience, self._order.next_change()
+        patience, due = self._next_delay_limit, self._order.next_change()
         if patience is None or due is None:
             return due if patience is None else patience
         return min(patience, due)
@@ -189,14 +189,14 @@ class Scheduler:
         of `preferred` that may run it, if one may. None if it would have to wait even then. Changes
         nothing."""
         loads = [self.engines.get(engine_id) for engine_id in preferred]
-        able = [load for load in loads if load is not None and self.engines.takes(load, task)]
+        able = [load for load in loads if load is not None and self.engines.accepts(load, task)]
         if able:
-            place = self._place_on(task, able[0])
+            choice = self._place_on(task, able[0])
         else:
-            place = self._placer.preview(task, self._clock.now())
-        if place is None or self._should_delay(task, place._replace(to_compute=0)):
+            choice = self._placer.preview(task, self._clock.now())
+        if choice is None or self._should_delay(task, choice._replace(to_compute=0)):
             return None
-        return place.load.id
+        return choice.load.id
 
     def check_integrity(self) -> None:
         """Recount the loads. Raises AssertionError with what differs."""
@@ -210,30 +210,30 @@ class Scheduler:
 
     def _find_place(
         self, queue: "TaskQueue | FairQueue", task: CompletionTask, now: float
-    ) -> Place | None:
+    ) -> EngineChoice | None:
         """Where the first task of the queue runs now. None: it was set aside."""
-        place = self._placer.choose(task, now)
-        if place is None:
+        choice = self._placer.choose(task, now)
+        if choice is None:
             queue.skip(task)
             return None
-        if self._should_delay(task, place):
+        if self._should_delay(task, choice):
             queue.hold(task)
             return None
-        return place
+        return choice
 
-    def _place_on(self, task: CompletionTask, load: EngineLoad) -> Place | None:
+    def _place_on(self, task: CompletionTask, load: EngineLoad) -> EngineChoice | None:
         """This engine as a place for the task; None if it has no room."""
         new_prompt = task.prompt_len - self.engines.running.shared_len(task, load.id)
         has_room = load.is_open and load.fits(task, new_prompt)
-        return Place(load, new_prompt) if has_room else None
+        return EngineChoice(load, new_prompt) if has_room else None
 
-    def _should_delay(self, task: CompletionTask, place: Place) -> bool:
+    def _should_delay(self, task: CompletionTask, choice: EngineChoice) -> bool:
         """Whether the task should be delayed although it fits, since it would slow down the tasks
         that run there. See `should_delay`."""
-        load, to_compute = place.load, place.to_compute
+        load, to_compute = choice.load, choice.to_compute
         if not self._order.limits_concurrency or not load.num_tasks:
             return False
-        if self._fairness is not None and self._fairness.is_lesser(task, load.id):
+        if self._fairness is not None and self._fairness.is_underserved(task, load.id):
             return False
         queue = self._queues.get(task.models)
         num_groups = 0 if queue is None else queue.num_groups
@@ -246,23 +246,23 @@ class Scheduler:
         added_s = _added_s(task, load, new_prompt, to_compute)
         return should_delay(num_ahead, num_others + num_waiting, added_s, step_s)
 
-    def _squeeze_in(self, fairness: "Fairness", now: float) -> list[Placement]:
+    def _overcommit(self, fairness: "Fairness", now: float) -> list[Placement]:
         """Place calls that somebody waits for beyond the engines' room where their tenants have
         few and others many: they take the places, and if need be the KV, of those."""
         placements: list[Placement] = []
         for queue in self._queues.values():
-            firsts = () if isinstance(queue, TaskQueue) else queue.firsts()
-            for task in firsts:
-                may = partial(fairness.share, task)
-                place = self._placer.squeeze(task, now, may) if task.is_latency else None
-                if place is not None:
+            heads = () if isinstance(queue, TaskQueue) else queue.heads()
+            for task in heads:
+                may = partial(fairness.load_within_share, task)
+                choice = self._placer.overcommit(task, now, may) if task.is_latency else None
+                if choice is not None:
                     queue.remove(task)
-                    placements.append(self._run(task, place, now))
+                    placements.append(self._run(task, choice, now))
         return placements
 
     # Queues and loads
 
-    def _tenant_came(self, tenant: str) -> None:
+    def _add_tenant(self, tenant: str) -> None:
         """Share between tenants when the second one comes."""
         if self._first_tenant is None:
             self._first_tenant = tenant
@@ -298,22 +298,22 @@ class Scheduler:
         if not queue:
             del self._queues[task.models]
 
-    def _run(self, task: CompletionTask, place: Place, now: float) -> Placement:
-        load, fairness = place.load, self._fairness
+    def _run(self, task: CompletionTask, choice: EngineChoice, now: float) -> Placement:
+        load, fairness = choice.load, self._fairness
         # Before the task itself counts there.
-        is_lesser = fairness is not None and fairness.is_lesser(task, load.id)
-        load.place(task, place.to_compute, now)
-        self.decisions.append(_decision(task, place, now))
-        is_longest = self.engines.takes_longest(load, task)
-        priority = self._priority(task, is_lesser)
+        is_underserved = fairness is not None and fairness.is_underserved(task, load.id)
+        load.place(task, choice.to_compute, now)
+        self.decisions.append(_decision(task, choice, now))
+        is_longest = self.engines.accepts_longest(load, task)
+        priority = self._priority(task, is_underserved)
         step_growth = self._step_growth if task.is_latency else None
         share = EngineShare(self.weight(task.tenant), step_growth)
         return Placement(task, load.id, priority, is_longest, share)
 
-    def _priority(self, task: CompletionTask, is_lesser: bool) -> int:
+    def _priority(self, task: CompletionTask, is_underserved: bool) -> int:
         steps = (self._order.priority_s(task) - self._epoch) / _PRIORITY_STEP_S
-        if is_lesser and task.is_latency:
-            steps -= _LESSER_LEAD
+        if is_underserved and task.is_latency:
+            steps -= _UNDERSERVED_LEAD
         return int(max(-_MAX_PRIORITY, min(_MAX_PRIORITY, steps)))
 
     def _unload(self, task: CompletionTask, engine_id: int) -> None:
@@ -331,7 +331,7 @@ def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
 
 def placer_maker(config: GlobalSchedulerConfig, index: PrefixIndex) -> MakePlacer:
     """The configured placer. `index` has the cached prefixes of all engines."""
-    return lambda loads: PredictedSeconds(
+    return lambda loads: LowestCostPlacer(
         loads,
         QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group),
         index=index if config.ctx_aware else None,
@@ -347,18 +347,18 @@ def queued_by_model(scheduler: Scheduler) -> Counter[str]:
     return queued
 
 
-def _decision(task: CompletionTask, place: Place, now: float) -> Decision:
+def _decision(task: CompletionTask, choice: EngineChoice, now: float) -> Decision:
     completion = task.completion
     return Decision(
         now,
         completion.session_id,
         completion.request_id,
         completion.func_name,
-        place.load.id,
+        choice.load.id,
         task.prompt_len,
-        place.to_compute,
+        choice.to_compute,
         now - task.arrived,
-        place.costs,
+        choice.costs,
     )
 
 
@@ -374,9 +374,9 @@ def _first(
     return None if best is None else best[1:]
 
 
-def _next_end(tasks: list[CompletionTask], now: float) -> float | None:
+def _earliest_delay_limit(tasks: list[CompletionTask], now: float) -> float | None:
     """When the patience of one of the tasks ends next."""
-    ends = [end_of_patience(task) for task in tasks if not task.is_latency]
+    ends = [delay_limit(task) for task in tasks if not task.is_latency]
     return min([end for end in ends if end > now], default=None)
 
 

@@ -60,11 +60,11 @@ class CompletionTask:
     arrived: float
     expected_output: int
     tokens_per_char: float = 0.25  # of the text whose tokens are not known
-    avoided: set[int] = field(default_factory=set)  # engines that failed with it
+    failed_engines: set[int] = field(default_factory=set)  # engines that failed with it
     num_skipped: int = 0  # times the scheduler placed later tasks before it
     used: tuple[int, int] | None = None
     service_s: float = 0.0
-    wanted_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
+    max_total_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
     tenant: str = field(init=False)
     models: tuple[str, ...] = field(init=False)
     needs: frozenset[str] = field(init=False)
@@ -89,7 +89,7 @@ class CompletionTask:
         self.max_output = self.completion.sampling.max_gen_length
         self.lengths = tuple([_num_tokens(s, self.tokens_per_char) for s in self.segments])
         self.prompt_len = sum(self.lengths)
-        self.wanted_len = self.prompt_len + self.max_output
+        self.max_total_len = self.prompt_len + self.max_output
         self.refresh()
 
     @property

@@ -14,7 +14,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.execution.run_table import RunTable
 from parrot.serve.graph.activation import Activation
-from parrot.serve.scheduling.placement import PredictedSeconds
+from parrot.serve.scheduling.placement import LowestCostPlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from tests.scale.simulated.blocks import BlockPool
 from tests.scale.simulated.device import Device
@@ -28,7 +28,7 @@ STAGES: dict[str, dict[type, tuple[str, ...]]] = {
     "graph": {Activation: ("add_reader", "add_producer", "input_settled", "finished")},
     "prompt": {ReadyPrefixes: ("prompt", "expect")},
     "queue": {Scheduler: ("add", "schedule", "ended", "update_remaining_work")},
-    "choice": {PredictedSeconds: ("choose",)},
+    "choice": {LowestCostPlacer: ("choose",)},
     "ledger": {
         ContextLedger: (
             "open",

@@ -19,7 +19,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.serve.graph.nodes import CompletionState
-from parrot.serve.scheduling.placement import PredictedSeconds
+from parrot.serve.scheduling.placement import LowestCostPlacer
 from parrot.serve.scheduling.scheduler import Scheduler
 from parrot.serve.scheduling.task import CompletionTask
 from tests.serve.execution.world import World, error_of, value
@@ -40,14 +40,14 @@ async def test_a_defect_of_the_scheduler_reaches_those_who_wait(
 async def test_a_defect_in_placing_one_call_fails_that_call_alone(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = PredictedSeconds.choose
+    choose = LowestCostPlacer.choose
 
-    def fail_for_one(self: PredictedSeconds, task: CompletionTask, now: float) -> object:
+    def fail_for_one(self: LowestCostPlacer, task: CompletionTask, now: float) -> object:
         if task.completion.session_id == 2:
             raise ZeroDivisionError
         return choose(self, task, now)
 
-    monkeypatch.setattr(PredictedSeconds, "choose", fail_for_one)
+    monkeypatch.setattr(LowestCostPlacer, "choose", fail_for_one)
     await world.join(fake_engine())
     good, bad, later = [world.submit("hi", session=session) for session in (1, 2, 3)]
     assert isinstance(await error_of(bad), InternalError)

@@ -4,7 +4,7 @@ import pytest
 
 from parrot.protocol.engine_api import ServerLoad, StepCosts
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.serve.scheduling.load import EngineLoad, LoadIndex, weight_of
+from parrot.serve.scheduling.load import EngineLoad, LoadIndex, latency_weight
 from tests.serve.scheduling.scheduler_bench import LATENCY, THROUGHPUT, Bench
 
 
@@ -69,9 +69,9 @@ def test_who_is_there_waits_for_the_prompt_of_a_newcomer() -> None:
     bench.run()
     outlook = engine_of(bench).outlook(bench.clock.now())
     assert outlook.remaining_s > 1.0
-    assert outlook.harm_s(0.5, 0, 0.0) == pytest.approx(0.5 * weight_of(task))
-    assert outlook.harm_s(0.5, 10, 1e-3) == pytest.approx(0.51 * weight_of(task))
-    assert outlook.harm_s(1e9, 0, 0.0) == pytest.approx(outlook.remaining_s * weight_of(task))
+    assert outlook.harm_s(0.5, 0, 0.0) == pytest.approx(0.5 * latency_weight(task))
+    assert outlook.harm_s(0.5, 10, 1e-3) == pytest.approx(0.51 * latency_weight(task))
+    assert outlook.harm_s(1e9, 0, 0.0) == pytest.approx(outlook.remaining_s * latency_weight(task))
 
 
 def test_those_who_will_come_are_harmed_too() -> None:
@@ -101,8 +101,8 @@ def test_a_chat_goes_where_its_steps_will_be_short() -> None:
         maps = [bench.task(session=2, criteria=THROUGHPUT, own_len=1000) for _ in range(80)]
         one = bench.task(session=3, criteria=THROUGHPUT, own_len=1000)
         for task in maps:
-            task.avoided.add(1)
-        one.avoided.add(0)
+            task.failed_engines.add(1)
+        one.failed_engines.add(0)
         bench.add(*maps, one)
         placed = bench.run()
         assert placed[one] == 1
@@ -125,17 +125,17 @@ def test_who_reads_along_judges_by_the_time_per_token(is_streamed: bool) -> None
     short, long = [bench.task(output=output, criteria=criteria) for output in (400, 1600)]
     for task in (short, long):
         task.completion.wants_stream = is_streamed
-    assert weight_of(short) == pytest.approx(4 * weight_of(long), rel=0.01)
+    assert latency_weight(short) == pytest.approx(4 * latency_weight(long), rel=0.01)
     bench.add(short, long)
     bench.run()
-    assert engine_of(bench).weight == pytest.approx(weight_of(short) + weight_of(long))
+    assert engine_of(bench).weight == pytest.approx(latency_weight(short) + latency_weight(long))
 
 
 def test_who_waits_for_the_whole_judges_by_its_time() -> None:
     bench = Bench()
     short, long = bench.task(output=100), bench.task(output=1000)
-    assert weight_of(short) == weight_of(long) > 1.0
-    assert weight_of(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
+    assert latency_weight(short) == latency_weight(long) > 1.0
+    assert latency_weight(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
 
 
 def test_an_engine_that_has_measured_nothing_is_like_those_of_its_model_and_device() -> None:

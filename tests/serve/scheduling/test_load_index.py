@@ -25,7 +25,7 @@ def test_what_is_known_of_all_is_that_of_those_who_are_left() -> None:
         unknown = [load for load in loads if load.features is None]
         able = [load for load in loads if load.features and task.needs <= load.features]
         longest = max((load.max_len for load in able or unknown or loads), default=0)
-        assert [load for load in loads if index.takes_longest(load, task)] == [
+        assert [load for load in loads if index.accepts_longest(load, task)] == [
             load for load in loads if load.max_len >= longest
         ]
         steps = [load.step_s for load in loads]

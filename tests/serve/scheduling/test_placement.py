@@ -38,7 +38,7 @@ def test_an_engine_that_still_computes_prompts_is_passed_over() -> None:
     bench.engines(2)
     for engine_id in (1, 0):
         long = bench.task(own_len=100_000, output=2000, criteria=THROUGHPUT, session=engine_id)
-        long.avoided.add(1 - engine_id)
+        long.failed_engines.add(1 - engine_id)
         bench.add(long)
         assert bench.run() == {long: engine_id}
         bench.later(3.0)
@@ -203,13 +203,13 @@ def test_engines_that_failed_with_a_task_are_avoided() -> None:
     bench = Bench()
     bench.engines(3)
     task = bench.task()
-    task.avoided.update({0, 1})
+    task.failed_engines.update({0, 1})
     bench.add(task)
     assert bench.run()[task] == 2
     bench = Bench()
     bench.engines(1)
     task = bench.task()
-    task.avoided.add(0)
+    task.failed_engines.add(0)
     bench.add(task)
     assert bench.run()[task] == 0  # better than nothing
 
@@ -490,11 +490,11 @@ def test_engines_of_the_model_are_chosen_and_bad_ones_avoided(placement: str) ->
     bench.engines(2, model="a")
     bench.engines(2, model="b")
     task = bench.task(models=("b",))
-    task.avoided.add(2)
+    task.failed_engines.add(2)
     bench.add(task)
     assert bench.run()[task] == 3
     other = bench.task(models=("b",))
-    other.avoided.update({2, 3})
+    other.failed_engines.update({2, 3})
     bench.add(other)
     assert bench.run()[other] in (2, 3)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmark.serve.baselines import ORDERS, AppFifo, RoundRobin
 from parrot.serve.config import OrderName
 from parrot.serve.graph.nodes import Objective
-from parrot.serve.scheduling.placement import PredictedSeconds
+from parrot.serve.scheduling.placement import LowestCostPlacer
 from parrot.serve.scheduling.queue import OrderPolicy
 from parrot.serve.scheduling.scheduler import queued_by_model
 from parrot.serve.scheduling.task import CompletionTask
@@ -192,14 +192,14 @@ def test_a_defect_in_weighing_one_task_fails_that_task_alone(
     bench = Bench()
     bench.engines(2)
     good, bad, later = [bench.task(session=i) for i in range(3)]
-    choose = PredictedSeconds.choose
+    choose = LowestCostPlacer.choose
 
-    def fail_for_one(self: PredictedSeconds, task: CompletionTask, now: float) -> object:
+    def fail_for_one(self: LowestCostPlacer, task: CompletionTask, now: float) -> object:
         if task is bad:
             raise ZeroDivisionError
         return choose(self, task, now)
 
-    monkeypatch.setattr(PredictedSeconds, "choose", fail_for_one)
+    monkeypatch.setattr(LowestCostPlacer, "choose", fail_for_one)
     bench.add(good, bad, later)
     assert set(bench.run()) == {good, later}
     assert bench.scheduler.take_failed() == [bad]

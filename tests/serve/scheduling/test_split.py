@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.serve.scheduling.placement import Site, level, split
+from parrot.serve.scheduling.placement import Site, balance, split
 
 
 def ways(rooms: list[int], total: int) -> Iterator[list[int]]:
@@ -102,4 +102,4 @@ def test_no_room_is_no_share() -> None:
 
 def test_levels_are_even() -> None:
     same = [Site(i, 0.5, 0.1, 0, 0, 99) for i in range(3)]
-    assert [share for _, share in level(same, 10)] == [4, 3, 3]
+    assert [share for _, share in balance(same, 10)] == [4, 3, 3]
