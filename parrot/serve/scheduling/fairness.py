@@ -1,12 +1,11 @@
-"""The shares of tenants, from the second one on.
+"""Weighted fair sharing between tenants. A ServeCore with one tenant does not load this module.
 
-Whose turn it is says the virtual token counter ("Fairness in Serving Large Language Models",
-OSDI'24): the service that each tenant has had, over its weight. Of those that wait, the one with
-the least comes first.
+Each tenant has a virtual token counter ("Fairness in Serving Large Language Models", OSDI'24): its
+service divided by its weight. The waiting tenant with the smallest counter is next.
 
-Service is counted in seconds of an engine, by what engines report: each prompt token that is
-computed, and each output token with what it reads and its part of a step. A beginning that is there
-already, or that a running prompt has, is its first user's to pay."""
+Service is measured in engine seconds, from the costs that engines report. It has each computed
+prompt token, and each output token with the KV that it reads and its part of the step. The first
+call that computes a prefix pays for it. Calls that reuse the prefix do not."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
@@ -18,35 +17,38 @@ from parrot.serve.scheduling.queue import MAX_SKIPS, OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap, LruDict
 
-_LIGHT_FACTOR = 2  # as many tasks, by weight, are under way on average beside a small tenant
-_MAX_IDLE_TENANTS = 4096  # tenants with nothing to do whose counters are remembered
+# A tenant is light when its placed tasks per weight are less than the average divided by this
+# factor. A larger value makes fewer tenants light.
+_LIGHT_FACTOR = 2
+# Number of inactive tenants whose counters are kept. A forgotten tenant starts again at 0.
+_MAX_IDLE_TENANTS = 4096
 
 
 @dataclass(slots=True)
 class _Account:
-    """`num_charged`: of its tasks, those that have not ended."""
+    """The account of a tenant with queued or placed tasks."""
 
-    counter: float
+    counter: float  # Service in engine seconds, divided by the weight.
     weight: float
     num_queued: int = 0
-    num_charged: int = 0
+    num_charged: int = 0  # Placed tasks.
 
 
 class Counters:
-    """The counters of all tenants, of the weights that `weigh` gives. A placed task is charged by
-    prediction, and what it took in fact is settled when it ends. A tenant that begins to wait is
-    lifted to the least of those that wait already, or, if none does, to whoever did last: time
-    without work is no credit."""
+    """The virtual token counters of all tenants. A placed task is charged its predicted service,
+    which is corrected to the actual service when the task leaves the engine. A tenant that starts
+    to wait is raised to the smallest waiting counter, so inactivity earns no credit."""
 
     def __init__(self, weigh: Weigh) -> None:
         self._weigh = weigh
-        self._accounts: dict[str, _Account] = {}  # of those with a task
-        self._weight = 0.0  # of all these
+        self._accounts: dict[str, _Account] = {}
+        self._weight = 0.0  # Sum of the accounts' weights.
         self._idle: LruDict[str, float] = LruDict(_MAX_IDLE_TENANTS)
-        # By counters that may have grown since. Empty while there is one tenant.
+        # Tenants with queued tasks. A stored counter may be smaller than the tenant's counter.
+        # Empty while one tenant has tasks.
         self._waiting: LazyHeap[str, float] = LazyHeap()
-        self._floor = 0.0  # the counter of the last one that waited
-        self._num_charged = 0  # of all
+        self._floor = 0.0  # The counter of the tenant that was the last to leave the queue.
+        self._num_charged = 0  # Sum over all accounts.
 
     @property
     def has_several_tenants(self) -> bool:
@@ -54,25 +56,25 @@ class Counters:
         return len(self._accounts) > 1
 
     def counter(self, tenant: str) -> float:
-        """Seconds of service over its weight. It must have a task."""
+        """The tenant's service divided by its weight, in seconds. The tenant must have a task."""
         return self._accounts[tenant].counter
 
     def weight(self, tenant: str) -> float:
-        """As long as it has tasks, the weight that it had when it got the first."""
+        """The tenant's weight. A change of the weight has no effect while the tenant has tasks."""
         account = self._accounts.get(tenant)
         return self._weigh(tenant) if account is None else account.weight
 
     def num_queued(self) -> Counter[str]:
-        """The number of queued tasks of each tenant that has some."""
+        """The number of queued tasks of each tenant with queued tasks."""
         return +Counter({name: account.num_queued for name, account in self._accounts.items()})
 
     def is_light(self, tenant: str) -> bool:
-        """Whether it has few tasks under way, by weight, beside the others."""
+        """Whether the tenant's placed tasks per weight are less than half of the average."""
         own = self._accounts[tenant]
         return _LIGHT_FACTOR * own.num_charged * self._weight < self._num_charged * own.weight
 
     def queued(self, tenant: str) -> None:
-        """One more task of the tenant waits."""
+        """A task of the tenant was queued."""
         account = self._accounts.get(tenant)
         if account is None:
             counter = self._idle.pop(tenant) or 0.0
@@ -87,13 +89,13 @@ class Counters:
                 self._waiting.set(tenant, account.counter)
 
     def unqueued(self, tenant: str) -> None:
-        """One task less waits: it will not run."""
+        """A queued task was removed and will not run."""
         account = self._accounts[tenant]
         self._leave_queue(tenant, account)
         self._forget(tenant, account)
 
     def charge(self, tenant: str, service_s: float) -> None:
-        """A queued task was placed, and is predicted to take so many seconds of service."""
+        """A queued task was placed, with a predicted service of `service_s` engine seconds."""
         account = self._accounts[tenant]
         account.num_charged += 1
         self._num_charged += 1
@@ -101,7 +103,8 @@ class Counters:
         self._leave_queue(tenant, account)
 
     def settle(self, tenant: str, more_s: float) -> None:
-        """A placed task has ended, with so much more service than was predicted, or less."""
+        """A placed task has left its engine. It used `more_s` engine seconds more than predicted,
+        or less if `more_s` is negative."""
         account = self._accounts[tenant]
         account.num_charged -= 1
         self._num_charged -= 1
@@ -124,7 +127,7 @@ class Counters:
             self._floor = account.counter
 
     def _min_waiting_counter(self) -> float:
-        """The least counter of those that wait, or that of the last one that did."""
+        """The smallest counter of a waiting tenant. If no tenant waits, `_floor`."""
         while (first := self._waiting.top()) is not None:
             known, tenant = first
             counter = self._accounts[tenant].counter
@@ -142,7 +145,7 @@ class Counters:
             self._idle.put(tenant, account.counter)
 
     def check_integrity(self, num_queued: dict[str, int], num_placed: dict[str, int]) -> None:
-        """Recount by the tenants' tasks. Raises AssertionError with what differs."""
+        """Recount the tenants' tasks. Raises AssertionError with the values that differ."""
         accounts = self._accounts
         queued = {name: a.num_queued for name, a in accounts.items() if a.num_queued}
         placed = {name: a.num_charged for name, a in accounts.items() if a.num_charged}
@@ -154,27 +157,29 @@ class Counters:
 
 
 FairKey = tuple[float, float, float]
-"""The tenant's counter, and the keys of group and task in its queue."""
+"""The tenant's counter, then the keys of the group and the task in the tenant's queue."""
 
-_MAX_SKIPPED_TENANTS = 8  # tenants of which nothing fits that are passed over in a round
+# A round ends after this many tenants without a task that fits. A larger value finds more tasks
+# that fit, and costs more CPU time per round.
+_MAX_SKIPPED_TENANTS = 8
 
 
 class FairQueue:
-    """The queued tasks that may run on the same models: those of the tenant with the least counter
-    come first, in the order of its `TaskQueue`. If none of these fits, the next tenant's do.
-
-    What is set aside in a round of scheduling does not come to the top again before `end_round`;
-    `is_round_over`: nothing does. Every operation costs O(log n) amortised."""
+    """The queued tasks of all tenants that may run on the same models. The tenant with the smallest
+    counter is first, with the tasks of its `TaskQueue` in order. If none of its tasks fits, the
+    next tenant follows. Every operation costs O(log n), amortised."""
 
     def __init__(self, order: OrderPolicy, counters: Counters) -> None:
-        self.is_round_over = False
-        self.num_groups = 0  # with queued tasks
+        self.is_round_over = False  # `top` returns None until `end_round`.
+        self.num_groups = 0  # Groups with queued tasks.
         self._order = order
         self._counters = counters
         self._queues: dict[str, TaskQueue] = {}
-        self._tenants: LazyHeap[str, float] = LazyHeap()  # all but those set aside
+        # All tenants except skipped ones. A stored counter may be smaller than the tenant's
+        # counter.
+        self._tenants: LazyHeap[str, float] = LazyHeap()
         self._skipped_tenants: list[str] = []
-        self._tenants_with_skips: dict[str, None] = {}  # those of which something was set aside
+        self._tenants_with_skips: dict[str, None] = {}  # With skipped tasks or held groups.
         self._num_tasks = 0
 
     def __len__(self) -> int:
@@ -188,7 +193,7 @@ class FairQueue:
         return [task for queue in self._queues.values() for task in queue.tasks()]
 
     def adopt(self, tenant: str, queue: TaskQueue) -> None:
-        """Have all the tasks of a tenant, which is the first here. Only between rounds."""
+        """Add the queue of the first tenant, with all its tasks. Only between rounds."""
         self._queues[tenant] = queue
         self._tenants.set(tenant, self._counters.counter(tenant))
         self._num_tasks += len(queue)
@@ -214,19 +219,19 @@ class FairQueue:
             self._tenants_with_skips.pop(tenant, None)
 
     def touch(self, tenant: str | None, group: Hashable) -> None:
-        """Note that the key of a group of the tenant may have shrunk. None: it has no task yet."""
+        """The key of a group of the tenant may have shrunk. None: the session has had no task."""
         if tenant is not None and (queue := self._queues.get(tenant)) is not None:
             queue.touch(group)
 
     def settled(self, tenant: str) -> None:
-        """Note that the tenant's counter has shrunk."""
+        """The tenant's counter has shrunk."""
         if tenant in self._tenants:
             counter = self._counters.counter(tenant)
             if counter < self._tenants.key(tenant):
                 self._tenants.set(tenant, counter)
 
     def top(self) -> tuple[FairKey, CompletionTask] | None:
-        """The first task and its sort key; None if there is none, or the round is over."""
+        """The next task and its sort key. None: the queue is empty or its round is over."""
         while not self.is_round_over and (first := self._tenants.top()) is not None:
             known, tenant = first
             counter = self._counters.counter(tenant)
@@ -241,23 +246,25 @@ class FairQueue:
         return None
 
     def heads(self) -> list[CompletionTask]:
-        """The first tasks of the small tenants among those that come first. Only between rounds."""
-        small = filter(self._counters.is_light, self._tenants.smallest(_MAX_SKIPPED_TENANTS))
-        tops = [self._queues[name].top() for name in small]
+        """The next task of each light tenant, among the 8 tenants with the smallest counters. Only
+        between rounds."""
+        light = filter(self._counters.is_light, self._tenants.smallest(_MAX_SKIPPED_TENANTS))
+        tops = [self._queues[name].top() for name in light]
         return [top[1] for top in tops if top is not None]
 
     def skip(self, task: CompletionTask) -> None:
-        """Set aside a task for which there is no room. In the end those of other tenants wait for
-        it, too: else their small ones would take the room of a large one for ever."""
-        self.num_groups -= self._set_aside(task).skip(task)
+        """Skip a task that fits on no engine."""
+        self.num_groups -= self._queue_with_skips(task).skip(task)
+        # All tenants wait for the task. Otherwise their small tasks could starve a large one.
         self.is_round_over = task.num_skipped >= MAX_SKIPS
 
     def hold(self, task: CompletionTask) -> None:
-        """Set aside all of the task's group."""
-        self._set_aside(task).hold(task)
+        """Hold the task's group until the round ends."""
+        self._queue_with_skips(task).hold(task)
 
     def end_round(self) -> list[CompletionTask]:
-        """Take back what was set aside. Returns the tasks that were passed over."""
+        """Return skipped tasks, held groups and skipped tenants to the queue. Returns the skipped
+        tasks."""
         passed: list[CompletionTask] = []
         for tenant in self._tenants_with_skips:
             queue = self._queues[tenant]
@@ -272,17 +279,19 @@ class FairQueue:
         return passed
 
     def check_integrity(self) -> None:
-        """Recount the tasks. Raises AssertionError with what differs."""
+        """Recount the tasks. Raises AssertionError with the numbers that differ."""
         assert len(self) == len(self.tasks()), (len(self), len(self.tasks()))
 
-    def _set_aside(self, task: CompletionTask) -> TaskQueue:
-        """The queue of the task's tenant, of which something is set aside."""
+    def _queue_with_skips(self, task: CompletionTask) -> TaskQueue:
+        """The queue of the task's tenant, to skip the task or hold its group."""
         tenant = task.tenant
         self._tenants_with_skips[tenant] = None
         return self._queues[tenant]
 
 
-_MAX_OVERCOMMIT = 2  # times as many tasks on an engine as it has places
+# Upper limit of the tasks on an engine, as a multiple of its slots. A larger value lets more calls
+# of underserved tenants run at once.
+_MAX_OVERCOMMIT = 2
 
 
 @dataclass(slots=True)
@@ -293,9 +302,8 @@ class _MutableLoad:
 
 
 class TenantLoads:
-    """Says of a task whether its tenant has less of an engine than others there, and whether it has
-    room there in the tenant's share, though all places may be taken. `weight_of` knows the weights
-    of tenants that have tasks."""
+    """The tasks and tokens of each tenant on each engine. `weight_of` returns the weights of
+    tenants with tasks."""
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
@@ -319,8 +327,8 @@ class TenantLoads:
                 del self._engines[engine_id]
 
     def is_underserved(self, task: CompletionTask, engine_id: int) -> bool:
-        """Whether some other tenant has more tasks there, by weight, than the task's tenant would
-        have with it."""
+        """Whether another tenant has more tasks per weight on the engine than the task's tenant
+        would have with this task."""
         there = self._engines.get(engine_id)
         tenant = task.tenant
         if there is None or not there.keys() - {tenant}:
@@ -333,8 +341,10 @@ class TenantLoads:
     def load_within_share(
         self, task: CompletionTask, load: EngineLoad, num_tokens: int
     ) -> TenantLoad | None:
-        """The tasks that its tenant has there, if this one, with so many tokens, is within its part
-        of the engine, by the weights of those who are there, and others have more."""
+        """The tenant's present load on the engine, if the task may exceed the engine's slots. None:
+        the task may not. `num_tokens`: the KV tokens that the task adds.
+
+        The tenant must be underserved, and the task must fit into the tenant's weighted share."""
         if load.num_tasks >= _MAX_OVERCOMMIT * load.max_tasks or not self.is_underserved(
             task, load.id
         ):
@@ -350,7 +360,7 @@ class TenantLoads:
         return TenantLoad(own.num_tasks, own.num_tokens)
 
     def check_integrity(self, loads: list[EngineLoad]) -> None:
-        """Recount by the placed tasks. Raises AssertionError with what differs."""
+        """Recount the placed tasks. Raises AssertionError with the engine that differs."""
         for load in loads:
             there = self._engines.get(load.id, {})
             assert sum(h.num_tasks for h in there.values()) == len(load.tasks), load.id
@@ -359,8 +369,8 @@ class TenantLoads:
 
 
 class Fairness:
-    """Keeps what the scheduler asks about tenants' shares. It is made when a second tenant comes,
-    and takes over the work of the first."""
+    """The state of fair sharing between tenants. The scheduler creates it when the second tenant
+    submits a task. It takes over the queued and placed tasks of the first tenant."""
 
     def __init__(
         self,
@@ -369,7 +379,7 @@ class Fairness:
         engines: LoadIndex,
         queues: dict[Models, TaskQueue | FairQueue],
     ) -> None:
-        """`queues` are the scheduler's, each of which becomes a `FairQueue`."""
+        """Replaces each `TaskQueue` in `queues` by a `FairQueue`."""
         self.counters = Counters(weigh)
         self._order = order
         self._engines = engines
@@ -386,8 +396,8 @@ class Fairness:
         engines.listeners.append(self)
 
     def _adopted(self, queue: TaskQueue) -> FairQueue:
-        """A queue for all tenants, with the tasks of the only one so far, of which there are
-        some."""
+        """A queue for all tenants, with the tasks of the first tenant. `queue` must not be
+        empty."""
         for task in (tasks := queue.tasks()):
             self.queued(task)
         fair = self.new_queue()
@@ -415,14 +425,14 @@ class Fairness:
             queue.settled(task.tenant)
 
     def tenant_of(self, session_id: int) -> str | None:
-        """The tenant of a session that has had a task; None if it has had none."""
+        """The tenant of a session. None: the session has had no task."""
         return self._tenant_of.get(session_id)
 
     def forget_session(self, session_id: int) -> None:
         self._tenant_of.pop(session_id, None)
 
     def is_underserved(self, task: CompletionTask, engine_id: int) -> bool:
-        """Whether the task's tenant has less of an engine than some other there."""
+        """See `TenantLoads.is_underserved`. False if only one tenant has tasks."""
         return self.counters.has_several_tenants and self._held.is_underserved(task, engine_id)
 
     def load_within_share(
@@ -432,7 +442,8 @@ class Fairness:
         return self._held.load_within_share(task, load, num_tokens)
 
     def check_integrity(self, queued: list[CompletionTask]) -> None:
-        """Recount by the queued tasks and the loads. Raises AssertionError with what differs."""
+        """Recount the queued and placed tasks. Raises AssertionError with the values that
+        differ."""
         loads = list(self._engines)
         self._held.check_integrity(loads)
         placed = Counter(task.tenant for load in loads for task in load.tasks)

@@ -1,4 +1,4 @@
-"""The load of one engine, and what a newcomer would find there: now, and usually."""
+"""The predicted load of each engine, and an index that finds engines by model and load."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,17 +13,27 @@ from parrot.serve.scheduling.prefixes import RunningPrefixes
 from parrot.serve.scheduling.task import CompletionTask, Pace
 from parrot.utils.heaps import LazyHeap
 
-_LATENCY_WEIGHT = 10.0  # how much worse a second is for whoever waits than for throughput work;
-_TYPICAL_OUTPUT = 300  # who reads along judges by the time per token: it is that for so many,
-_MIN_OUTPUT, _MAX_OUTPUT = 150, 1024  # and more for fewer, within bounds
-_TYPICAL_TOKENS = 500  # of a task's own, to compare what a newcomer costs on each engine
-_LOAD_WINDOW_S = 10.0  # an engine's load counts for so long as usual there
-_TYPICAL_BATCH = 64  # sequences of a step, among which what every step costs is divided
-_MAX_PREFILL_SHARE = 0.8  # of the time: prompts that are given faster wait, and are not computed
+# One second lost by a latency task counts as this many seconds lost by a throughput task.
+_LATENCY_WEIGHT = 10.0
+# Output length, in tokens, at which a streamed task has exactly the weight `_LATENCY_WEIGHT`. The
+# weight is inversely proportional to the length, since its reader notices the time per token.
+_TYPICAL_OUTPUT = 300
+# Bounds of the output length, in tokens, from which the weight of a streamed task is computed.
+_MIN_OUTPUT, _MAX_OUTPUT = 150, 1024
+# Tokens of KV that a typical new task adds to a step. A larger value ranks engines with many
+# latency tasks lower.
+_TYPICAL_TOKENS = 500
+# Time constant of an engine's usual load, in seconds. A larger value remembers past load longer.
+_LOAD_WINDOW_S = 10.0
+# Sequences among which the fixed time of a step is divided when a tenant is charged for service.
+_TYPICAL_BATCH = 64
+# Upper limit of the predicted share of time in which an engine computes prompts. At 0.8 the usual
+# decode step is at most 5 times as long as without prompts.
+_MAX_PREFILL_SHARE = 0.8
 
 
 def latency_weight(task: CompletionTask) -> float:
-    """The weight of a second that the task loses; 1.0 for throughput work."""
+    """The weight of one second of delay of the task: 1.0 for throughput tasks."""
     if not task.is_latency:
         return 1.0
     objective = task.objective
@@ -34,30 +44,30 @@ def latency_weight(task: CompletionTask) -> float:
     return _LATENCY_WEIGHT * _TYPICAL_OUTPUT / output
 
 
-IDLE = ServerLoad()
+IDLE = ServerLoad()  # The load of an engine's server that has no other clients.
 
 
 class Outlook(NamedTuple):
-    """A newcomer's view of an engine: the wait for the prompts there, the steps of the tasks there,
-    which go on for `remaining_s` on average by weight, and the engine's usual steps after that."""
+    """The predicted delays of a new task on an engine: the present load for `remaining_s` seconds,
+    and the engine's usual load after that."""
 
-    wait_s: float
-    step_s: float
-    remaining_s: float
-    weight: float
+    wait_s: float  # Until the prompts that are there have been computed.
+    step_s: float  # A decode step with the present tasks.
+    remaining_s: float  # Until the present tasks finish, averaged by their weights.
+    weight: float  # Sum of the present tasks' latency weights.
     usual_step_s: float
     usual_weight: float
 
     def steps_s(self, num_steps: float) -> float:
-        """Predicted seconds for `num_steps` steps."""
+        """Predicted seconds of `num_steps` decode steps, without the new task."""
         if num_steps * self.step_s <= self.remaining_s:
             return num_steps * self.step_s
         num_usual = num_steps - self.remaining_s / self.step_s
         return self.remaining_s + num_usual * self.usual_step_s
 
     def harm_s(self, prefill_s: float, num_steps: float, growth_s: float) -> float:
-        """Weighted seconds that others lose to a newcomer: those who are there wait for its prompt,
-        and the steps of whoever is there take `growth_s` longer while it lasts."""
+        """Weighted seconds by which a new task delays other tasks. Present tasks wait
+        `prefill_s` for its prompt. Each of its `num_steps` steps takes `growth_s` longer."""
         remaining_s = self.remaining_s
         steps = min(num_steps, remaining_s / self.step_s) if remaining_s else 0.0
         harm_s = self.weight * (min(prefill_s, remaining_s) + steps * growth_s)
@@ -65,28 +75,29 @@ class Outlook(NamedTuple):
 
 
 def service_s(costs: StepCosts, num_computed: int, num_read: int, num_output: int) -> float:
-    """Seconds of an engine that a call takes: `num_computed` tokens of its prompt, and `num_output`
-    tokens, each of which reads `num_read` of the prompt's and the output before it."""
+    """Engine seconds of a call. It computes `num_computed` prompt tokens and generates `num_output`
+    tokens. Each output token reads `num_read` prompt tokens and the output so far."""
     read_s = (num_read + num_output / 2) * costs.token_s
     token_s = costs.step_s / _TYPICAL_BATCH + costs.sequence_s + read_s
     return num_computed * costs.prefill_s + num_output * token_s
 
 
 class Charge(NamedTuple):
-    """A placed task's part of its engine's load, and the service that it is predicted to take."""
+    """The load that a placed task adds to its engine, and its predicted service."""
 
-    weight: float  # what a second is worth to it
-    begin: float  # when it was placed,
-    end: float  # and when it is predicted to end, behind the prompts there
-    duration_s: float  # the predicted seconds without waiting
-    num_tokens: int  # of its prompt, without what other running prompts have, and of its room
-    num_read: int  # of these, the prompt's
-    costs: StepCosts  # of the engine then
-    service_s: float
+    weight: float  # Its latency weight.
+    begin: float  # When it was placed.
+    end: float  # When it is predicted to finish, after the prompts that were there.
+    duration_s: float  # Predicted seconds without the wait for other prompts.
+    num_tokens: int  # Its prompt, without prefixes of other running prompts, plus its output room.
+    num_read: int  # Prompt tokens in `num_tokens`.
+    costs: StepCosts  # The engine's costs at placement.
+    service_s: float  # Predicted engine seconds.
 
     def actual_s(self, task: CompletionTask, now: float) -> float:
-        """The service that the task has had, now that it ends: by the tokens that its engine
-        counted, or, if it was stopped, the part of its prediction for which it ran."""
+        """Engine seconds that the task has used, when it leaves the engine at `now`."""
+        # A stopped task has no token counts and pays for the fraction of its prediction that it
+        # ran.
         if task.used is not None:
             num_computed, num_output = task.used
             return service_s(self.costs, num_computed, self.num_read, num_output)
@@ -96,54 +107,50 @@ class Charge(NamedTuple):
 
 
 class PlacementListener(Protocol):
-    """An index of the tasks that are placed on engines. See `LoadIndex.listeners`."""
+    """Is notified of each task that is placed on an engine or leaves it."""
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None: ...
 
     def released(
         self, task: CompletionTask, engine_id: int, charge: Charge, actual_s: float
     ) -> None:
-        """The task is no longer on the engine. It took `actual_s` of service there."""
+        """The task has left the engine. It used `actual_s` engine seconds."""
 
 
 @dataclass(slots=True)
 class EngineLoad:
-    """The tasks that were placed on an engine and have not ended.
+    """The predicted load of one engine: the sum over its placed and unfinished tasks.
 
-    `num_tokens` counts their prompts (shared beginnings once) and the room for their outputs, and
-    `num_read` those that a decode step reads. `weight` sums what a second is worth to each task,
-    `weighted_end` that times the predicted time of its end. `prefill_until` is the time at which
-    the prompts will have been computed. What is usual are averages over time up to `since`, in
-    which older values than `_LOAD_WINDOW_S` count little; `usual_prefill` is the share of the
-    time that prompts take. `server`: what a server behind the engine does. Others of its clients
-    lengthen its steps, and a newcomer comes behind all who wait there. `device`: what runs the
-    model; empty: not known."""
+    `usual_tasks`, `usual_read`, `usual_weight` and `usual_prefill` are exponential averages with
+    the time constant `_LOAD_WINDOW_S`."""
 
     index: "LoadIndex" = field(repr=False, compare=False)
     id: int
     model: str
     max_tasks: int
     max_tokens: int
-    max_len: int  # tokens of the longest sequence that the engine takes
+    max_len: int  # Tokens of the longest sequence that the engine accepts.
     costs: StepCosts
-    features: frozenset[str] | None = None  # what it can do; None: not known
-    is_draining: bool = False  # it gets no more tasks
+    features: frozenset[str] | None = None  # See `Capabilities`. None: unknown.
+    is_draining: bool = False  # A draining engine receives no tasks.
+    # Load of the server behind the engine. Requests of other clients lengthen steps, and requests
+    # that wait there run before a new task.
     server: ServerLoad = IDLE
-    device: str = ""
+    device: str = ""  # The GPU type. Empty: unknown.
     num_tasks: int = 0
     num_latency: int = 0
-    num_tokens: int = 0
-    num_read: int = 0
-    weight: float = 0.0
-    weighted_end: float = 0.0
-    prefill_until: float = 0.0
+    num_tokens: int = 0  # Prompts, with shared prefixes counted once, and output room.
+    num_read: int = 0  # Tokens that a decode step reads: prompts and half of the outputs.
+    weight: float = 0.0  # Sum of the tasks' latency weights.
+    weighted_end: float = 0.0  # Sum of latency weight x predicted end.
+    prefill_until: float = 0.0  # When the placed prompts will have been computed.
     tasks: dict[CompletionTask, Charge] = field(default_factory=dict)
-    since: float = 0.0
+    since: float = 0.0  # Time up to which the averages are computed.
     usual_tasks: float = 0.0
     usual_read: float = 0.0
     usual_weight: float = 0.0
-    usual_prefill: float = 0.0
-    _outlook: Outlook | None = None  # cached while the time and the load are unchanged
+    usual_prefill: float = 0.0  # Share of the time in which the engine computes prompts.
+    _outlook: Outlook | None = None  # Cached while the time and the load are unchanged.
 
     @property
     def is_open(self) -> bool:
@@ -157,7 +164,7 @@ class EngineLoad:
 
     @property
     def _queue_s(self) -> float:
-        """Seconds until all who wait at the server have begun, in the places of those who run."""
+        """Seconds until the requests that wait at the engine's server have started."""
         server = self.server
         if not server.num_waiting:
             return 0.0
@@ -165,13 +172,13 @@ class EngineLoad:
         return num_turns * _TYPICAL_OUTPUT * self.step_s
 
     def rank(self, step_s: float) -> float:
-        """Weighted seconds that a step, which takes `step_s`, costs a typical newcomer and the
-        others there."""
+        """Weighted seconds that one step of `step_s` costs a typical new task and the present
+        tasks. The engine with the smallest rank is the least loaded."""
         newcomer_s = self.costs.sequence_s + _TYPICAL_TOKENS * self.costs.token_s
         return step_s + self.weight * newcomer_s
 
     def runs_session(self, session_id: int) -> bool:
-        """Whether the engine has a call of this session now."""
+        """Whether a call of this session is placed on the engine."""
         return any(task.completion.session_id == session_id for task in self.tasks)
 
     def reported(self, costs: StepCosts, server: ServerLoad) -> None:
@@ -179,12 +186,12 @@ class EngineLoad:
         self._outlook = None
 
     def reserved_output(self, task: CompletionTask) -> int:
-        """Tokens that are kept for the task's output."""
+        """Tokens that are reserved for the task's output."""
         return min(task.max_output, self.max_tokens)
 
     def fits(self, task: CompletionTask, new_prompt: int) -> bool:
-        """Whether its memory holds the task, of whose prompt `new_prompt` tokens are in no running
-        one. An idle engine accepts any task: no other engine has more room."""
+        """Whether KV memory for the task is free. `new_prompt`: the prompt tokens that no running
+        prompt has. An idle engine accepts any task, because no other engine has more room."""
         if not self.num_tasks:
             return True
         return self.num_tokens + new_prompt + self.reserved_output(task) <= self.max_tokens
@@ -194,7 +201,7 @@ class EngineLoad:
             self._advance(now)
             remaining_s = max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
             usual_step_s = self.costs.decode_step_s(self.usual_tasks, self.usual_read)
-            # Prompts that are computed meanwhile lengthen steps.
+            # Prompts of other tasks take part of the time and so lengthen the steps.
             usual_step_s *= 1.0 / (1.0 - min(self.usual_prefill, _MAX_PREFILL_SHARE))
             self._outlook = Outlook(
                 max(0.0, self.prefill_until - now) + self._queue_s,
@@ -207,8 +214,8 @@ class EngineLoad:
         return self._outlook
 
     def place(self, task: CompletionTask, to_compute: int, now: float) -> None:
-        """Charge this engine for the task, of whose prompt `to_compute` tokens are in no cache, and
-        update the indexes of placed tasks."""
+        """Add the task to the load and notify the listeners. `to_compute`: its uncached prompt
+        tokens."""
         self._advance(now)
         new_prompt = self.index.running.add(task, self.id)
         self._book(task, new_prompt, 1)
@@ -233,15 +240,14 @@ class EngineLoad:
             listener.placed(task, self.id, charge)
 
     def release(self, task: CompletionTask, now: float) -> None:
-        """Take back the task's charge, add the service that it took to the task, and update the
-        indexes of placed tasks."""
+        """Remove the task from the load, add its service to the task and notify the listeners."""
         self._advance(now)
         self._book(task, self.index.running.remove(task, self.id), -1)
         charge = self.tasks.pop(task)
         self.weight -= charge.weight
         self.weighted_end -= charge.weight * charge.end
         if not self.tasks:
-            self.weight = self.weighted_end = 0.0  # exactly, whatever was rounded
+            self.weight = self.weighted_end = 0.0  # Remove rounding errors.
             self.prefill_until = 0.0
         actual_s = charge.actual_s(task, now)
         task.service_s += actual_s
@@ -250,7 +256,7 @@ class EngineLoad:
             listener.released(task, self.id, charge, actual_s)
 
     def check_integrity(self, num_prompt: int) -> None:
-        """`num_prompt`: tokens of the prompts here, shared beginnings once."""
+        """`num_prompt`: tokens of the prompts here, with shared prefixes counted once."""
         tasks, charges = self.tasks, self.tasks.values()
         assert self.num_tasks == len(tasks), self.id
         assert self.num_latency == sum(task.is_latency for task in tasks), self.id
@@ -267,8 +273,7 @@ class EngineLoad:
         self.num_read += sign * (prompt + task.expected_output // 2)
 
     def _advance(self, now: float) -> None:
-        """Take in that the load was as it is since the last call. It will be another, or is looked
-        at anew."""
+        """Update the averages up to `now`. The load was constant since the last call."""
         self._outlook = None
         if now == self.since:
             return
@@ -287,39 +292,40 @@ class EngineLoad:
 
 
 Models = tuple[str, ...]
-"""The models of which a task may run on any; empty: on all."""
+"""The models on which a task may run. Empty: all models."""
 
 Weigh = Callable[[str], float]
-"""The weight of a tenant: of two that wait all the time, one with twice the weight gets twice as
-much."""
+"""Returns the weight of a tenant. If two tenants always have waiting tasks, the tenant with twice
+the weight receives twice the service."""
 
 Features = frozenset[str] | None
-"""The abilities of an engine, see `Capabilities`; None if that is not known."""
+"""The features of an engine, see `Capabilities`. None: unknown."""
 
-_ANY_MODEL = ""
-_USUAL_COSTS = StepCosts()
-_CLASSES_PER_DOUBLING = (
-    4  # of idle engines' speeds up to twice the speed: no two measure quite the same
-)
-_MAX_MEDIAN_ENGINES = 63  # engines among whose costs the one in the middle is looked for
+_ANY_MODEL = ""  # The name of the pool that has all engines.
+_USUAL_COSTS = StepCosts()  # The costs of an engine if no engine has reported any.
+# Speed classes of idle engines per factor of two. Engines in one class count as equally fast, since
+# two measurements always differ slightly. A larger value makes the classes narrower.
+_CLASSES_PER_DOUBLING = 4
+# Number of engines among whose costs the median is taken. A larger value costs more CPU time.
+_MAX_MEDIAN_ENGINES = 63
 
 
 @dataclass(slots=True)
 class _Pool:
-    """The engines of one model. `open` has those with a free slot, the least loaded first, and
-    `full` the others. Idle ones about as fast take turns: who thinks there makes no load, and the
-    same few would get everybody. `max_lens` has the longest sequence that one with these features
-    takes, and `num_similar` how many members have the same features and take the same."""
+    """The engines of one model, without draining ones."""
 
     members: dict[int, EngineLoad] = field(default_factory=dict)
-    open: LazyHeap[int, float] = field(default_factory=LazyHeap)
-    full: LazyHeap[int, float] = field(default_factory=LazyHeap)
+    open: LazyHeap[int, float] = field(default_factory=LazyHeap)  # Engines with a free slot.
+    full: LazyHeap[int, float] = field(default_factory=LazyHeap)  # All other engines.
+    # The longest accepted sequence, in tokens, by features.
     max_lens: dict[Features, int] = field(default_factory=dict)
+    # The number of members with the same features and the same `max_len`.
     num_similar: Counter[tuple[Features, int]] = field(default_factory=Counter)
-    step_s: float = 0.0  # of all members, summed up
+    step_s: float = 0.0  # Sum of the members' decode steps, in seconds.
 
     def count(self, load: EngineLoad, sign: int) -> None:
-        """A member comes, or goes. It takes no longer where there are thousands."""
+        """Add (1) or remove (-1) a member. The time depends on the kinds of members, not on their
+        number."""
         key = load.features, load.max_len
         self.num_similar[key] += sign
         if not self.num_similar[key]:
@@ -330,18 +336,18 @@ class _Pool:
 
 
 class LoadIndex:
-    """Finds engines by id, by model, and by load. Owns the loads, and what steps cost. An engine
-    that drains is found by its id alone. `running`: the prompts of placed tasks. `listeners`:
-    other indexes of placed tasks, which every load updates."""
+    """Finds engines by id, by model and by load. Owns the loads and the step costs of all engines.
+    A draining engine is found by its id only."""
 
     def __init__(self) -> None:
-        self.running = RunningPrefixes()
+        self.running = RunningPrefixes()  # The prompts of placed tasks.
         self.listeners: list[PlacementListener] = []
         self._loads: dict[int, EngineLoad] = {}
-        self._pools: dict[str, _Pool] = {}
-        self._step_s: dict[int, float] = {}  # of each engine, as it was counted
-        self._costs: dict[str, StepCosts] = {}  # by model, as an engine of it reported last
-        self._measured: dict[tuple[str, str], dict[int, StepCosts]] = {}  # by model and device
+        self._pools: dict[str, _Pool] = {}  # By model.
+        self._step_s: dict[int, float] = {}  # Each engine's part of its pools' `step_s`.
+        self._costs: dict[str, StepCosts] = {}  # The last report of any engine of the model.
+        # The costs that engines have measured, by model and device, then by engine id.
+        self._measured: dict[tuple[str, str], dict[int, StepCosts]] = {}
 
     def __iter__(self) -> Iterator[EngineLoad]:
         return iter(self._loads.values())
@@ -355,9 +361,9 @@ class LoadIndex:
         max_len: int | None = None,
         costs: StepCosts | None = None,
     ) -> None:
-        """`max_len`: tokens of the longest sequence that it takes; None: as many as it holds. An
-        engine that does not say what its steps cost is taken to be like others of its model, of
-        the same device if there are some, until it does."""
+        """`max_len`: tokens of the longest accepted sequence. None: `max_tokens`.
+
+        An engine without `costs` gets the median of its model and device until it reports costs."""
         longest = max_tokens if max_len is None else min(max_len, max_tokens)
         load = EngineLoad(self, engine_id, model, max_tasks, max_tokens, longest, _USUAL_COSTS)
         load.costs = self._record_costs(load, costs)
@@ -372,8 +378,7 @@ class LoadIndex:
         server: ServerLoad | None = None,
         device: str = "",
     ) -> None:
-        """Take over what an engine says that its steps cost, that it can do, that the server
-        behind it does, and what runs its model."""
+        """Store an engine's report. None: the engine reported no such value."""
         load = self._loads[engine_id]
         if load.device != device:
             known = self._drop_costs(load)
@@ -390,7 +395,7 @@ class LoadIndex:
             self.changed(load)
 
     def remove(self, engine_id: int) -> None:
-        """Its tasks must have been ended or requeued."""
+        """Remove an engine. No task may be placed on it."""
         load = self._loads.pop(engine_id)
         assert not load.tasks, load
         self._drop_costs(load)
@@ -398,7 +403,7 @@ class LoadIndex:
             self._leave_pools(load)
 
     def set_draining(self, load: EngineLoad, is_draining: bool) -> None:
-        """Give it no more tasks; those that it has go on. Or give it tasks again."""
+        """Start or stop draining. A draining engine finishes its tasks and receives no new ones."""
         if is_draining and not load.is_draining:
             self._leave_pools(load)
         was_draining, load.is_draining = load.is_draining, is_draining
@@ -406,7 +411,7 @@ class LoadIndex:
             self._enter_pools(load)
 
     def _record_costs(self, load: EngineLoad, costs: StepCosts | None) -> StepCosts:
-        """Note what the engine measured, if it has; returns what its steps are taken to cost."""
+        """Store the costs that the engine has measured, if any. Returns the costs to use."""
         own = self._measured.get((load.model, load.device), {})
         if costs is None:
             return own.get(load.id) or self._median_costs(load, own)
@@ -416,8 +421,8 @@ class LoadIndex:
         return costs
 
     def _median_costs(self, load: EngineLoad, alike: dict[int, StepCosts]) -> StepCosts:
-        """Those of the engine in the middle: a mean would be of numbers that never were together,
-        and follow one that is out of order."""
+        """The costs of the engine whose decode step is the median."""
+        # A mean would mix values of different engines, and one faulty engine would distort it.
         if not alike:
             return self._costs.get(load.model, _USUAL_COSTS)
         costs = sorted(
@@ -426,7 +431,7 @@ class LoadIndex:
         return costs[(len(costs) - 1) // 2]
 
     def _drop_costs(self, load: EngineLoad) -> StepCosts | None:
-        """Returns what the engine had measured."""
+        """Remove the costs that the engine has measured, and return them."""
         key = load.model, load.device
         own = self._measured.get(key, {})
         costs = own.pop(load.id, None)
@@ -458,10 +463,13 @@ class LoadIndex:
         return [] if load.is_draining else [self._pools[name] for name in (_ANY_MODEL, load.model)]
 
     def changed(self, load: EngineLoad) -> None:
-        """Note that an engine's load or costs have changed."""
+        """Update the pools after an engine's load or costs have changed."""
         if load.is_draining:
             return
         step_s, is_open = load.step_s, load.is_open
+        # Idle engines of one speed class have the same key, so new tasks rotate among them.
+        # Sessions between two turns add no load, and would otherwise all gather on the same few
+        # engines.
         key = load.rank(step_s) if load.num_tasks else _speed_class(step_s)
         added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
         for pool in (self._pools[_ANY_MODEL], self._pools[load.model]):
@@ -471,7 +479,7 @@ class LoadIndex:
             elsewhere.discard(load.id)
 
     def check_integrity(self) -> None:
-        """Recount the loads. Raises AssertionError with what differs."""
+        """Recount the loads. Raises AssertionError with the values that differ."""
         num_prompt = self.running.check_integrity({load.id: load.tasks for load in self})
         for load in self:
             load.check_integrity(num_prompt[load.id])
@@ -485,10 +493,10 @@ class LoadIndex:
         load = self._loads.get(engine_id)
         return 0 if load is None else load.num_tasks
 
-    # Those with one of some models
+    # Engines of given models
 
     def members(self, models: Models) -> Iterator[EngineLoad]:
-        """Yield the engines in the order in which they came."""
+        """Yield the engines, in the order in which they joined each pool."""
         for pool in self._of(models):
             yield from pool.members.values()
 
@@ -496,11 +504,11 @@ class LoadIndex:
         return sum([len(pool.members) for pool in self._of(models)])
 
     def num_open(self, models: Models) -> int:
-        """Number of engines that have a free slot."""
+        """Number of engines with a free slot."""
         return sum([len(pool.open) for pool in self._of(models)])
 
     def pace(self, models: Models) -> Pace:
-        """Average speed of the engines as they are loaded now."""
+        """The average speed of the engines under their present load."""
         known = [self._costs[model] for model in models or self._costs if model in self._costs]
         costs = known[0] if known else _USUAL_COSTS
         alone_s = costs.decode_step_s(1, 0)
@@ -510,33 +518,34 @@ class LoadIndex:
         return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
 
     def lacking(self, task: CompletionTask) -> frozenset[str]:
-        """The needs of the task that the engine which meets most of them does not. Empty if some
-        engine may meet all, or there is none."""
+        """The features that the task needs and the best engine does not have. Empty if an engine
+        may have all of them, or if the task's models have no engine."""
         known = [features for pool in self._of(task.models) for features in pool.max_lens]
         lacking = [frozenset() if f is None else task.needs - f for f in known]
         return min(lacking, key=len, default=frozenset())
 
     def accepts_longest(self, load: EngineLoad, task: CompletionTask) -> bool:
-        """Whether none of the engines that can do what the task needs takes longer sequences than
-        this one."""
+        """Whether no eligible engine accepts longer sequences than this engine."""
         return load.max_len >= max(self._accepted_lens(task).values(), default=0)
 
     def accepts(self, load: EngineLoad, task: CompletionTask) -> bool:
-        """Whether it may get the task as soon as it has room: it has one of the task's models and
-        does not drain; and it can do what the task needs, and takes sequences as long as its prompt
-        and output, or no other can and does so."""
+        """Whether the engine may run the task once it has room.
+
+        It must not be draining and must serve one of the task's models. It must have the features
+        and the sequence length that the task needs, except if no engine of these models has
+        them."""
         if load.is_draining or (task.models and load.model not in task.models):
             return False
         features = load.features
         if features is not None and task.needs <= features and load.max_len >= task.max_total_len:
-            return True  # as nearly always
+            return True  # The usual case.
         able = self._accepted_lens(task)
         longest = max(able.values(), default=0)
         return features in able and load.max_len >= min(task.max_total_len, longest)
 
     def _accepted_lens(self, task: CompletionTask) -> dict[Features, int]:
-        """The longest sequences that are taken with each of the features that the task needs: known
-        ones, else unknown ones, else any."""
+        """The longest accepted sequence, in tokens, for each set of features that is eligible: sets
+        with all needed features, else unknown features, else all sets."""
         grades: list[dict[Features, int]] = [{}, {}, {}]
         for pool in self._of(task.models):
             for features, max_len in pool.max_lens.items():
@@ -547,8 +556,8 @@ class LoadIndex:
     def least_loaded(
         self, task: CompletionTask, count: int, *, full: bool = False
     ) -> list[EngineLoad]:
-        """Up to `count` open engines, or `full` ones, for each of the task's models that take it,
-        the least loaded, in no particular order."""
+        """For each of the task's models, the `count` least loaded engines that accept the task, in
+        no particular order. `full`: among the engines without a free slot."""
         found: list[EngineLoad] = []
         for pool in self._of(task.models):
             engines = pool.full if full else pool.open
@@ -570,5 +579,5 @@ class LoadIndex:
 
 
 def _speed_class(step_s: float) -> float:
-    """The least that an idle engine's step may take of those in the same grade."""
+    """The lower bound, in seconds, of the speed class of a step."""
     return float(2.0 ** (floor(_CLASSES_PER_DOUBLING * log2(step_s)) / _CLASSES_PER_DOUBLING))
