@@ -1,4 +1,5 @@
-"""Placement by predicted seconds: what a task costs on each engine, itself and the others there."""
+"""Chooses the engine of a task: the engine on which the task and the tasks already there lose the
+least predicted time. `docs/internals/placement.md` explains the terms of the cost."""
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -13,24 +14,26 @@ from parrot.serve.scheduling.task import CompletionTask
 
 
 class Site(NamedTuple):
-    """An engine as a place for n tasks of a block: they end after `start_s + n * each_s` and cost
-    others `harm_s + n * harm_each_s`; at most `room` of them fit."""
+    """An engine as a candidate for tasks of a block. `n` tasks of the block finish after
+    `start_s + n * each_s` and delay other tasks by `harm_s + n * harm_each_s` weighted seconds."""
 
     engine_id: int
     start_s: float
     each_s: float
     harm_s: float
     harm_each_s: float
-    room: int
+    room: int  # Number of tasks of the block that fit.
 
 
 def split(
     sites: Sequence[Site], num_tasks: int, tolerance: float, most: int | None = None
 ) -> list[tuple[int, int]]:
-    """Shares for engines: (engine, tasks), of all tasks as far as they fit. Of the ways to split,
-    over at most `most` engines if these hold all, the one over the fewest whose cost is within
-    `tolerance` (relative) of the least; the cost is the block's last end, and the harm to others
-    per task of the block."""
+    """Split a block over engines. Returns pairs (engine id, number of tasks) for all tasks that
+    fit.
+
+    Chooses the fewest engines whose cost is at most `1 + tolerance` times the smallest cost. The
+    cost is the time until the block finishes plus the harm to other tasks per task of the block.
+    At most `most` engines are used, except if they have no room for all tasks."""
     usable = [site for site in sites if site.room > 0]
     usable.sort(key=lambda s: s.start_s + s.each_s + s.harm_s / num_tasks + s.harm_each_s)
     num_tasks = min(num_tasks, sum(site.room for site in usable))
@@ -42,7 +45,7 @@ def split(
         if sum(site.room for site in chosen) >= num_tasks:
             shares = balance(chosen, num_tasks)
             ways.append((_cost(shares, num_tasks), shares))
-    if not ways:  # only many small places together hold them
+    if not ways:  # The tasks fit only if they are spread over all engines.
         shares = balance(usable, num_tasks)
     else:
         limit = min(cost for cost, _ in ways) * (1 + tolerance)
@@ -51,8 +54,8 @@ def split(
 
 
 def balance(sites: Sequence[Site], num_tasks: int) -> list[tuple[Site, int]]:
-    """The shares, those above zero, with the earliest last end: each next task goes where it ends
-    first. There must be room for all."""
+    """Assign each task to the engine on which it finishes first. So the last task finishes as early
+    as possible. Returns the engines with at least one task. All tasks must fit."""
     shares = [0] * len(sites)
     heap = [(site.start_s + site.each_s, i) for i, site in enumerate(sites)]
     heapq.heapify(heap)
@@ -73,7 +76,7 @@ def _cost(shares: Sequence[tuple[Site, int]], num_tasks: int) -> float:
 
 
 def _counts(most: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, ... and `most`: enough to come near the best number."""
+    """Yield the numbers of engines to try: 1, 2, 3, 4, 6, 8, 12, ... and `most`."""
     count = 1
     while count < most:
         yield count
@@ -81,74 +84,82 @@ def _counts(most: int) -> Iterator[int]:
     yield most
 
 
-_LEAST_LOADED = 4  # engines considered for their load alone
-_MAX_SITES = 16  # the same for a block, or twice its size
-_MAX_HOLDERS = 16  # engines considered for what they have; a warm prefix may be on all of them
-_WORK_WEIGHT = 1.5  # computing a prompt costs more than waiting for a sibling to compute it
-# A prompt that others push out of a server is computed again, and pushes them out in turn.
+# Number of least loaded engines that are candidates for a task. A larger value finds better engines
+# and costs more CPU time.
+_LEAST_LOADED = 4
+# Upper limit of the least loaded engines that are candidates for a block.
+_MAX_SITES = 16
+# Number of engines with a cached prefix that are candidates. A common prefix may be on all engines.
+_MAX_HOLDERS = 16
+# Factor on the seconds in which a task's prompt is computed. It is above 1 because a related task
+# may compute the same prefix before this task starts.
+_WORK_WEIGHT = 1.5
+# Factor on the seconds in which evicted KV is computed again. It is 3 because the KV that returns
+# evicts other KV in turn.
 _LOSS_WEIGHT = 2.0 * _WORK_WEIGHT
-_LATENCY_STEP_GROWTH = 2.0  # a decode step of an engine with latency tasks may grow so much
-# How much later a block may end for the sake of using fewer engines.
+# Throughput tasks next to latency tasks may lengthen a decode step to this multiple of an empty
+# step.
+_LATENCY_STEP_GROWTH = 2.0
+# A block may finish later by this fraction of its time if it then uses fewer engines.
 _THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
 
 
 Costs = dict[int, float | None]
-"""Predicted seconds on each engine that was considered; None where the task does not fit."""
+"""Predicted seconds on each candidate engine. None: the task does not fit there."""
 
 
 class TenantLoad(NamedTuple):
-    """The tasks that a tenant has on an engine, and their tokens."""
+    """The number of tasks of a tenant on an engine, and their KV tokens."""
 
     num_tasks: int
     num_tokens: int
 
 
 MayOvercommit = Callable[[EngineLoad, int], TenantLoad | None]
-"""Whether a task may be squeezed in on an engine, with so many tokens of its own there: then what
-its tenant has there, else None."""
+"""Whether a task may be placed on an engine without room. The second argument is the number of KV
+tokens that the task adds. Returns the present load of its tenant there. None: it may not."""
 
 
 class EngineChoice(NamedTuple):
-    """An engine for a task, and the tokens of its prompt that would have to be computed there.
-    `costs`: what was compared; None if nothing was, since its block has a plan, or there was no
-    other engine."""
+    """The engine for a task."""
 
     load: EngineLoad
-    to_compute: int
-    costs: Costs | None = None
+    to_compute: int  # Prompt tokens that the engine must compute.
+    costs: Costs | None = None  # None: the block's plan or a single candidate decided.
 
 
 class Placer:
-    """Chooses an engine for each task in turn. `queued` and `unqueued` tell of tasks to come;
-    a task that `choose` gets is still among them."""
+    """Base class of placement policies. Chooses an engine for one task at a time. The scheduler
+    reports queued tasks with `queued` and `unqueued`. A task is still queued during `choose`."""
 
     def __init__(self, loads: LoadIndex) -> None:
         self._loads = loads
 
     def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
-        """Choose an open engine with one of the task's models; None if it fits none."""
+        """Choose an engine with a free slot and one of the task's models. None: no engine has
+        room."""
         raise NotImplementedError
 
     def preview(self, task: CompletionTask, now: float) -> EngineChoice | None:
-        """The choice for a task that is not queued. Changes nothing."""
+        """The choice for a task that is not queued. Changes no state."""
         return self.choose(task, now)
 
     def overcommit(
         self, task: CompletionTask, now: float, may: MayOvercommit
     ) -> EngineChoice | None:
-        """An engine where the task may be squeezed in though there is no room; None if there is
-        none, or this placer does not do that."""
+        """An engine without room on which `may` permits the task. None: there is no such engine, or
+        the placer does not overcommit."""
         return None
 
     def new_round(self) -> None:
-        """Time has passed, or something has ended, since the last choice."""
+        """A new round of scheduling begins: time or loads have changed since the last choice."""
 
     def queued(self, task: CompletionTask) -> None: ...
 
     def unqueued(self, task: CompletionTask) -> None: ...
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
-        """The task runs on the engine, and is no longer to come."""
+        """The task was placed on the engine and is no longer queued."""
         self.unqueued(task)
 
     def released(
@@ -159,12 +170,10 @@ class Placer:
 
 
 class LowestCostPlacer(Placer):
-    """The least sum of the seconds that the task takes, and of those that it takes from the tasks
-    already there, each weighted by what a second is worth to it. Queued tasks that belong together
-    are dealt out as a block, in the first of their turns.
-
-    The least loaded engines are considered, and those that need not compute a beginning of the
-    prompt, since `index` has it, or, if `with_running`, a prompt that runs there."""
+    """Chooses the engine with the lowest cost: the task's predicted seconds plus the seconds that
+    it takes from the tasks there, weighted by `latency_weight`. Candidates are the least loaded
+    engines and engines with a prefix of the prompt. Queued tasks that belong together are placed as
+    a block, when the first of them has its turn."""
 
     def __init__(
         self,
@@ -174,11 +183,14 @@ class LowestCostPlacer(Placer):
         index: PrefixIndex | None,
         with_running: bool,
     ) -> None:
+        """`index`: the cached prefixes. None: caches are ignored. `with_running`: prefixes of
+        running prompts count as cached."""
         super().__init__(loads)
         self._index = index
         self._with_running = with_running
         self._blocks = blocks
-        self._plans: dict[Hashable, list[tuple[int, int]]] = {}  # heaps: -tasks for an engine, it
+        # The plan of each block: a heap of pairs (-number of tasks, engine id).
+        self._plans: dict[Hashable, list[tuple[int, int]]] = {}
 
     def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
         known = self._find(task)
@@ -207,7 +219,7 @@ class LowestCostPlacer(Placer):
         self, task: CompletionTask, now: float, known: PrefixHolders
     ) -> EngineChoice | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)
-        if len(candidates) == 1:  # nothing to compare
+        if len(candidates) == 1:
             (load,) = candidates
             fits = self._growth_s(task, load, now, known) is not None
             return _choice(task, load, known) if fits else None
@@ -238,8 +250,8 @@ class LowestCostPlacer(Placer):
     def _candidates(
         self, task: CompletionTask, count: int, known: PrefixHolders
     ) -> list[EngineLoad]:
-        """The `count` least loaded engines and those with a beginning of the prompt; engines that
-        failed with the task only if there is no other."""
+        """The `count` least loaded engines, and engines with a prefix of the prompt. An engine on
+        which the task failed is a candidate only if it is the last one left."""
         found = self._loads.least_loaded(task, count + len(task.failed_engines))
         candidates = {load.id: load for load in found}
         if len(candidates) < self._loads.num_open(task.models):
@@ -257,8 +269,8 @@ class LowestCostPlacer(Placer):
     def _cost_s(
         self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders
     ) -> float | None:
-        """Predicted seconds, of which those that others lose count by their weights over the
-        task's; None if the task cannot be placed on this engine now."""
+        """Predicted seconds of the task, plus the seconds that other tasks lose. The latter are
+        weighted relative to the task's weight. None: the task does not fit on the engine now."""
         growth_s = self._growth_s(task, load, now, known)
         if growth_s is None:
             return None
@@ -278,8 +290,10 @@ class LowestCostPlacer(Placer):
         known: PrefixHolders,
         held: TenantLoad,
     ) -> float:
-        """Predicted seconds where others' work is bound, by what its tenant has there. Those others
-        count nothing: a chat that went to the least crowded engine would leave its prompt."""
+        """Predicted seconds of an overcommitted task, from the load of its own tenant.
+
+        The load of other tenants does not count, since the engine limits its effect. Otherwise a
+        chat would leave its cached prefix for an engine with fewer calls of other tenants."""
         output = task.expected_output
         num_read = held.num_tokens + task.prompt_len - known.shared_len(load.id) + output // 2
         to_compute = task.prompt_len - known.reused_len(load.id)
@@ -288,8 +302,8 @@ class LowestCostPlacer(Placer):
         return cost_s + output * load.costs.decode_step_s(held.num_tasks + 1, num_read)
 
     def _copy_s(self, task: CompletionTask, load: EngineLoad) -> float:
-        """Seconds in which the engine brings back what it has on its host of the prompt. Nobody
-        else waits for that."""
+        """Seconds to copy the prompt's KV from CPU memory to GPU memory. Other tasks do not wait
+        for the copy."""
         if not load.costs.host_token_s or self._index is None:
             return 0.0
         match = self._index.match(load.id, task.keys)
@@ -298,8 +312,8 @@ class LowestCostPlacer(Placer):
         return match.context.num_on_host(match.boundary.length) * load.costs.host_token_s
 
     def _loss_s(self, task: CompletionTask, load: EngineLoad, now: float, to_compute: int) -> float:
-        """Seconds to compute again what gives way to this prompt, which may go where there is room:
-        what sessions will go on from, or what a server behind the engine forgets."""
+        """Weighted seconds to compute again the KV that the task evicts: KV of sessions that will
+        continue, or the estimated cache of a foreign server."""
         if self._index is None:
             return 0.0
         if (usage := self._index.kv_usage.get(load.id)) is not None:
@@ -315,7 +329,7 @@ class LowestCostPlacer(Placer):
     def _growth_s(
         self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders
     ) -> float | None:
-        """Seconds by which the task lengthens a step; None if it cannot be placed on this engine
+        """Seconds by which the task lengthens a step. None: the task does not fit on the engine
         now."""
         new_prompt = task.prompt_len - known.shared_len(load.id)
         if not load.fits(task, new_prompt):
@@ -329,18 +343,19 @@ class LowestCostPlacer(Placer):
     def _next_planned(
         self, task: CompletionTask, now: float, known: PrefixHolders
     ) -> EngineLoad | None:
-        """The engine that its block's plan has for the task; None without a plan, or if it has no
-        room any more."""
+        """The next engine of the plan of the task's block. None: there is no plan, or its engines
+        have no room left."""
         if task.failed_engines or self._loads.num_open(task.models) < 2:
             return None
         block = self._blocks.find(task)
-        # The last one of a group is no block, but has its place in the plan.
+        # The last queued task of a group is not a block, but the plan still has an engine for it.
         key = (task.models, task.group) if block is None else block.key
         plan = self._plans.get(key, [])
         if not plan and block is not None:
             plan = self._plans[key] = self._plan(task, block, now, known)
         while plan:
-            # In turns: tasks come by length, and the longest must not all be on one engine.
+            # The engine with the most tasks left is next. Tasks are sorted by length, and this
+            # spreads the longest tasks over the engines.
             left, engine_id = heappop(plan)
             load = self._loads.get(engine_id)
             if load is None or not load.is_open or not self._loads.accepts(load, task):
@@ -354,7 +369,7 @@ class LowestCostPlacer(Placer):
     def _plan(
         self, task: CompletionTask, block: Block, now: float, known: PrefixHolders
     ) -> list[tuple[int, int]]:
-        # Where other blocks have use for the other engines, each prefix is filled once.
+        # Other blocks use the other engines, so each prefix is computed on few engines.
         share = block.size / self._blocks.num_tasks(task.models)
         most = max(1, round(self._loads.num_open(task.models) * share))
         candidates = self._candidates(task, min(_MAX_SITES, 2 * block.size), known)
@@ -402,14 +417,15 @@ def _choice(
 
 
 def delay_limit(task: CompletionTask) -> float:
-    """The time from which on a throughput task no longer waits for the sake of latency tasks."""
+    """The time from which a throughput task is placed next to latency tasks without a limit on
+    their steps: when it has waited as long as its remaining path takes."""
     return nextafter(task.arrived + task.remaining_path_s, inf)
 
 
 def _growth_limit_s(task: CompletionTask, load: EngineLoad, now: float) -> float:
-    """Seconds by which a newcomer may lengthen a step: latency tasks bound the batch they sit in.
-    Throughput work that has waited for as long as it will take comes in all the same: where there
-    are always latency tasks it would starve, and its queue with it."""
+    """Seconds by which the task may lengthen a step of the engine. Latency tasks limit their batch.
+    The limit ends at `delay_limit`. Otherwise throughput tasks would starve on engines that always
+    have latency tasks."""
     if task.is_latency or not load.num_latency or now >= delay_limit(task):
         return inf
     return _LATENCY_STEP_GROWTH * load.costs.step_s - load.step_s

@@ -1,5 +1,5 @@
-"""Common prefixes of prompts: those that run on each engine, those that an engine need not compute
-again, and those of queued tasks."""
+"""Common prefixes of prompts: of running tasks on each engine, of cached contexts, and of queued
+tasks."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
@@ -8,18 +8,22 @@ from typing import NamedTuple, Self
 
 from parrot.serve.scheduling.task import CompletionTask
 
-_MIN_SHARED_TOKENS = 128  # tokens of a common beginning that make queued tasks siblings
+# Shortest common prefix, in tokens, that makes queued tasks a block. A larger value forms fewer
+# blocks.
+_MIN_SHARED_TOKENS = 128
 
 
 class RunningPrefixes:
-    """The segments of the prompts that run on each engine: key -> engine -> how many tasks have it,
-    and the tokens that it is taken to have (tasks may estimate the same text differently)."""
+    """Counts the segments of the prompts that run on each engine."""
 
     def __init__(self) -> None:
+        # By prefix key and engine id: the number of tasks, and the tokens of the key's last
+        # segment. The tokens are the first task's estimate, since tasks may estimate one text
+        # differently.
         self._running: dict[bytes, dict[int, tuple[int, int]]] = {}
 
     def add(self, task: CompletionTask, engine_id: int) -> int:
-        """Returns the tokens of the segments that no running task there had."""
+        """Returns the tokens of the segments that no other running task has on the engine."""
         new_tokens = 0
         for key, length in zip(task.keys, task.lengths, strict=True):
             engines = self._running.setdefault(key, {})
@@ -30,7 +34,7 @@ class RunningPrefixes:
         return new_tokens
 
     def remove(self, task: CompletionTask, engine_id: int) -> int:
-        """Returns the tokens of the segments that no running task there has any more."""
+        """Returns the tokens of the segments that no remaining task has on the engine."""
         old_tokens = 0
         for key in task.keys:
             engines = self._running[key]
@@ -45,7 +49,7 @@ class RunningPrefixes:
         return old_tokens
 
     def check_integrity(self, tasks: Mapping[int, Iterable[CompletionTask]]) -> dict[int, int]:
-        """Recount by the tasks of each engine; returns the tokens of each engine's segments."""
+        """Recount the tasks of each engine. Returns the tokens of each engine's segments."""
         counts = Counter((key, e) for e, there in tasks.items() for t in there for key in t.keys)
         tokens = dict.fromkeys(tasks, 0)
         for key, engines in self._running.items():
@@ -56,7 +60,7 @@ class RunningPrefixes:
         return tokens
 
     def shared_len(self, task: CompletionTask, engine_id: int) -> int:
-        """Tokens of the longest beginning that a running task there has too."""
+        """Tokens of the longest prefix that a running task on the engine also has."""
         shared = 0
         for key, length in zip(task.keys, task.lengths, strict=True):
             engines = self._running.get(key)
@@ -66,26 +70,26 @@ class RunningPrefixes:
         return shared
 
     def holders(self, key: bytes) -> Collection[int] | None:
-        """The engines that run a task whose prompt begins with the one of this key."""
+        """The engines with a running task that has the prefix of this key. None: no engine."""
         return self._running.get(key)
 
 
 Holders = Callable[[bytes], Collection[int] | None]
-"""The engines that have the prompt of a key."""
+"""Returns the engines that have the prefix of a key. None: no engine."""
 
 
 class PrefixHolders(NamedTuple):
-    """The engines that have a prefix of a task's prompt, and its tokens, the longest prefix first.
-    `running`: a prompt that runs there has it. `reusable`: it need not be computed again."""
+    """The engines that have a prefix of a task's prompt. Each list has pairs (engines, tokens of
+    the prefix), the longest prefix first."""
 
-    running: list[tuple[Collection[int], int]]
-    reusable: list[tuple[Collection[int], int]]
+    running: list[tuple[Collection[int], int]]  # A running prompt has the prefix.
+    reusable: list[tuple[Collection[int], int]]  # The engine need not compute the prefix.
 
     @classmethod
     def of(
         cls, task: CompletionTask, running: Holders, cached: Holders | None, with_running: bool
     ) -> Self:
-        """`with_running`: prefixes of running prompts are reusable, as `cached` ones are."""
+        """`with_running`: prefixes of running prompts are reusable, like cached prefixes."""
         found = cls([], [])
         length = task.prompt_len
         for i in range(len(task.keys) - 1, -1, -1):
@@ -106,7 +110,7 @@ class PrefixHolders(NamedTuple):
         return _length(self.reusable, engine_id)
 
     def engines(self, limit: int) -> Iterator[int]:
-        """The first of those with something reusable, perhaps repeated."""
+        """The first `limit` engines with a reusable prefix, possibly repeated."""
         return islice(chain.from_iterable(holders for holders, _ in self.reusable), limit)
 
 
@@ -118,26 +122,26 @@ def _length(prefixes: list[tuple[Collection[int], int]], engine_id: int) -> int:
 
 
 class Block(NamedTuple):
-    """`size` queued tasks that belong together: by the first `shared` tokens of their prompts, by
-    their group, or by both. `prompt_len` is their average."""
+    """Queued tasks that belong together: they have a common prefix, or they are in one group."""
 
     key: Hashable
-    size: int
-    shared: int
-    prompt_len: float
+    size: int  # Number of tasks.
+    shared: int  # Tokens of the common prefix. 0: the tasks have only their group in common.
+    prompt_len: float  # Average tokens of a prompt.
 
 
 class QueuedBlocks:
-    """Which queued tasks begin alike, and which are of one group, before any of them runs."""
+    """Finds queued tasks with a common prefix or group, before any of them runs."""
 
     def __init__(self, *, by_prefix: bool, by_group: bool) -> None:
         self._by_prefix = by_prefix
         self._by_group = by_group
-        self._counts: dict[Hashable, tuple[int, int]] = {}  # tasks, and tokens of their prompts
+        # By prefix key or group: the number of tasks, and the sum of their prompt tokens.
+        self._counts: dict[Hashable, tuple[int, int]] = {}
         self._num_tasks: Counter[tuple[str, ...]] = Counter()
 
     def num_tasks(self, models: tuple[str, ...]) -> int:
-        """Number of tasks that are queued for these models."""
+        """Number of queued tasks for these models."""
         return self._num_tasks[models]
 
     def add(self, task: CompletionTask) -> None:
@@ -147,8 +151,9 @@ class QueuedBlocks:
         self._count(task, -1)
 
     def find(self, task: CompletionTask) -> Block | None:
-        """The block of a queued task, if it is not alone: those with the longest common beginning,
-        or its group where that is larger."""
+        """The block of a queued task. None: no other queued task belongs to it.
+
+        The block has the tasks with the longest common prefix, or the group if it is larger."""
         group = self._counts.get((task.models, task.group)) if task.group else None
         if group is None and task.prompt_len < _MIN_SHARED_TOKENS:
             return None

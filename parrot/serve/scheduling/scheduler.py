@@ -1,5 +1,7 @@
-"""The global scheduler: queued tasks and engines in, placements out. It does nothing by itself and
-knows no policy by name."""
+"""The global scheduler: decides which queued task runs next, and on which engine.
+
+The dispatcher calls `Scheduler.schedule` and runs the placements that it returns. The order of
+tasks and the choice of engines are policies that the scheduler receives."""
 
 import logging
 from collections import Counter, deque
@@ -24,17 +26,22 @@ logger = logging.getLogger(__name__)
 MakeOrder = Callable[[Clock], OrderPolicy]
 MakePlacer = Callable[[LoadIndex], Placer]
 
+# Largest absolute priority that is sent to an engine.
 _MAX_PRIORITY = 2**31 - 1
+# Number of recent decisions that are kept for the page.
 _NUM_DECISIONS = 64
-_UNDERSERVED_LEAD = 2**20  # priorities by which tenants go first where others have more tasks
-_PRIORITY_STEP_S = 2.0  # finer differences are not worth the smaller batches that they cause
+# Latency tasks of underserved tenants are sorted this many priorities earlier on an engine.
+_UNDERSERVED_LEAD = 2**20
+# Seconds of `OrderPolicy.priority_s` for one step of an engine's priority. Smaller steps give more
+# tasks different priorities and so make an engine's batches smaller.
+_PRIORITY_STEP_S = 2.0
 
 
 class Scheduler:
-    """Tasks are queued per set of models, and from the second tenant on there per tenant. The loads
-    of `engines` are what was placed and has not ended, by estimates: exact sizes are known only
-    when a prompt meets an engine's tokenizer. `decisions` are the last placements, for whoever
-    wonders about them. `weigh`: see `Weigh`."""
+    """Owns the queued tasks and the load of each engine.
+
+    There is one queue for each set of models, with a queue per tenant from the second tenant on.
+    Loads are estimates, because token counts are exact only for an engine's tokenizer."""
 
     def __init__(
         self,
@@ -45,18 +52,19 @@ class Scheduler:
         placer: MakePlacer | None = None,
         weigh: Weigh = lambda tenant: 1.0,
     ) -> None:
-        """`order` and `placer` replace the configured ones."""
+        """`order` and `placer` replace the configured policies. `weigh`: see `Weigh`."""
         self.engines = LoadIndex()
-        self.decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)
+        self.decisions: deque[Decision] = deque(maxlen=_NUM_DECISIONS)  # The most recent last.
         self.weigh = weigh
         self._clock = clock
         self._order = (order or order_maker(config))(clock)
         self._placer = (placer or placer_maker(config, index))(self.engines)
         self.engines.listeners += [self._placer, self._order]
         self._queues: dict[Models, TaskQueue | FairQueue] = {}
-        self._fairness: Fairness | None = None  # there is none before a second tenant comes
+        self._fairness: Fairness | None = None  # Created for the second tenant.
         self._first_tenant: str | None = None
-        self._next_delay_limit: float | None = None  # when that of a task passed over ends first
+        # The earliest `delay_limit` of a skipped task. None: no skipped task has one.
+        self._next_delay_limit: float | None = None
         self._failed: list[CompletionTask] = []
         self._step_growth = config.tenant_step_growth
         self._epoch = clock.now()
@@ -69,11 +77,11 @@ class Scheduler:
 
     @property
     def queues(self) -> "Mapping[Models, TaskQueue | FairQueue]":
-        """The queued tasks, by the models that they want."""
+        """The queued tasks, by their models."""
         return {models: queue for models, queue in self._queues.items() if queue}
 
     def queued_by_tenant(self) -> Counter[str]:
-        """The number of queued tasks of each tenant that has some."""
+        """The number of queued tasks of each tenant with queued tasks."""
         if self._fairness is not None:
             return self._fairness.counters.num_queued()
         return +Counter({self._first_tenant or "": self.num_queued})
@@ -89,24 +97,24 @@ class Scheduler:
         self._enter(task)
 
     def remove(self, task: CompletionTask) -> None:
-        """A queued task will not run."""
+        """Remove a queued task, which will not run."""
         self._pull(task)
         self._leave(task)
 
     def update(self, task: CompletionTask) -> None:
-        """A queued task's objective has changed."""
+        """Sort a queued task again after its objective has changed."""
         self._pull(task)
         task.refresh()
         self._order.updated(task)
         self._push(task)
 
     def ended(self, task: CompletionTask, engine_id: int) -> None:
-        """A placed task has ended for good."""
+        """A placed task has finished, failed or been cancelled."""
         self._unload(task, engine_id)
         self._order.ended(task)
 
     def requeue(self, task: CompletionTask, engine_id: int) -> None:
-        """A placed task must run again. It keeps its age."""
+        """Queue a placed task again. It keeps its arrival time."""
         self._unload(task, engine_id)
         task.refresh()
         self._order.updated(task)
@@ -127,15 +135,15 @@ class Scheduler:
             self._fairness.forget_session(session_id)
 
     def weight(self, tenant: str) -> float:
-        """The weight of a tenant, as its tasks have it."""
+        """The weight of a tenant. A new weight takes effect when the tenant has no tasks."""
         fairness = self._fairness
         return self.weigh(tenant) if fairness is None else fairness.counters.weight(tenant)
 
     # The loop
 
     def schedule(self) -> list[Placement]:
-        """Place as many tasks as fit, in order. The caller runs every one of them, and gives up
-        those of `take_failed`."""
+        """Place as many tasks as fit, in order. The caller runs each placement and fails the tasks
+        that `take_failed` returns."""
         for task in self._order.due():
             if task in self._queues.get(task.models, ()):
                 self._pull(task)
@@ -171,23 +179,23 @@ class Scheduler:
         return placements
 
     def take_failed(self) -> list[CompletionTask]:
-        """Tasks that `schedule` could not weigh because of a defect. They are not queued any more,
-        and the others were placed as if these had not been there."""
+        """Remove and return the tasks for which choosing an engine raised an exception. These tasks
+        are no longer queued, and other tasks are not affected."""
         failed, self._failed = self._failed, []
         return failed
 
     def next_change(self) -> float | None:
-        """The time at which `schedule` may place or reorder what it left queued, though nothing has
-        happened until then; None if no queued task waits for a time."""
+        """The time at which `schedule` must run again without another event, because a task may be
+        placed or the order changes. None: no queued task depends on time."""
         patience, due = self._next_delay_limit, self._order.next_change()
         if patience is None or due is None:
             return due if patience is None else patience
         return min(patience, due)
 
     def preview(self, task: CompletionTask, preferred: Iterable[int] = ()) -> int | None:
-        """The engine on which a task would be placed once its prompt is computed there: the first
-        of `preferred` that may run it, if one may. None if it would have to wait even then. Changes
-        nothing."""
+        """The engine on which the task would be placed if its prompt was cached there: the first
+        engine of `preferred` that accepts the task, else the placer's choice. None: the task would
+        wait. Changes nothing."""
         loads = [self.engines.get(engine_id) for engine_id in preferred]
         able = [load for load in loads if load is not None and self.engines.accepts(load, task)]
         if able:
@@ -199,7 +207,7 @@ class Scheduler:
         return choice.load.id
 
     def check_integrity(self) -> None:
-        """Recount the loads. Raises AssertionError with what differs."""
+        """Recount the queues and loads. Raises AssertionError with the values that differ."""
         queued = [task for queue in self._queues.values() for task in queue.tasks()]
         for queue in self._queues.values():
             queue.check_integrity()
@@ -211,7 +219,7 @@ class Scheduler:
     def _find_place(
         self, queue: "TaskQueue | FairQueue", task: CompletionTask, now: float
     ) -> EngineChoice | None:
-        """Where the first task of the queue runs now. None: it was set aside."""
+        """The engine for the queue's next task. None: the task was skipped or its group held."""
         choice = self._placer.choose(task, now)
         if choice is None:
             queue.skip(task)
@@ -222,14 +230,14 @@ class Scheduler:
         return choice
 
     def _place_on(self, task: CompletionTask, load: EngineLoad) -> EngineChoice | None:
-        """This engine as a place for the task; None if it has no room."""
+        """This engine as the choice for the task. None: the engine has no room."""
         new_prompt = task.prompt_len - self.engines.running.shared_len(task, load.id)
         has_room = load.is_open and load.fits(task, new_prompt)
         return EngineChoice(load, new_prompt) if has_room else None
 
     def _should_delay(self, task: CompletionTask, choice: EngineChoice) -> bool:
-        """Whether the task should be delayed although it fits, since it would slow down the tasks
-        that run there. See `should_delay`."""
+        """Whether to delay the task although it fits, because it would slow down the tasks on the
+        engine. See `should_delay`."""
         load, to_compute = choice.load, choice.to_compute
         if not self._order.limits_concurrency or not load.num_tasks:
             return False
@@ -239,6 +247,7 @@ class Scheduler:
         num_groups = 0 if queue is None else queue.num_groups
         num_waiting = max(1.0, num_groups / self.engines.num_members(task.models))
         step_s, most_s = load.costs.step_s, _added_s(task, load, task.prompt_len, task.prompt_len)
+        # A fast upper bound: all tasks are before this task, and its whole prompt is new.
         if not should_delay(load.num_tasks, load.num_tasks + num_waiting, most_s, step_s):
             return False
         num_ahead, num_others = self._order.count_ahead(task, load.id)
@@ -247,8 +256,8 @@ class Scheduler:
         return should_delay(num_ahead, num_others + num_waiting, added_s, step_s)
 
     def _overcommit(self, fairness: "Fairness", now: float) -> list[Placement]:
-        """Place calls that somebody waits for beyond the engines' room where their tenants have
-        few and others many: they take the places, and if need be the KV, of those."""
+        """Place latency tasks of underserved tenants although the engine has no room. On the engine
+        such a task may preempt calls of the other tenants."""
         placements: list[Placement] = []
         for queue in self._queues.values():
             heads = () if isinstance(queue, TaskQueue) else queue.heads()
@@ -263,11 +272,12 @@ class Scheduler:
     # Queues and loads
 
     def _add_tenant(self, tenant: str) -> None:
-        """Share between tenants when the second one comes."""
+        """Start fair sharing when the second tenant submits a task."""
         if self._first_tenant is None:
             self._first_tenant = tenant
             return
-        from parrot.serve.scheduling.fairness import Fairness  # which few services need
+        # Imported here, because most services have one tenant.
+        from parrot.serve.scheduling.fairness import Fairness
 
         self._fairness = Fairness(self.weigh, self._order, self.engines, self._queues)
 
@@ -277,7 +287,7 @@ class Scheduler:
         self._push(task)
 
     def _leave(self, task: CompletionTask) -> None:
-        """A task that was queued will not run."""
+        """Forget a task that was removed from its queue and will not run."""
         if self._fairness is not None:
             self._fairness.counters.unqueued(task.tenant)
         self._order.ended(task)
@@ -300,7 +310,7 @@ class Scheduler:
 
     def _run(self, task: CompletionTask, choice: EngineChoice, now: float) -> Placement:
         load, fairness = choice.load, self._fairness
-        # Before the task itself counts there.
+        # Before `load.place` counts the task itself.
         is_underserved = fairness is not None and fairness.is_underserved(task, load.id)
         load.place(task, choice.to_compute, now)
         self.decisions.append(_decision(task, choice, now))
@@ -330,7 +340,7 @@ def order_maker(config: GlobalSchedulerConfig) -> MakeOrder:
 
 
 def placer_maker(config: GlobalSchedulerConfig, index: PrefixIndex) -> MakePlacer:
-    """The configured placer. `index` has the cached prefixes of all engines."""
+    """The configured placer. `index`: the cached prefixes of all engines."""
     return lambda loads: LowestCostPlacer(
         loads,
         QueuedBlocks(by_prefix=config.ctx_group, by_group=config.graph_group),
@@ -340,7 +350,8 @@ def placer_maker(config: GlobalSchedulerConfig, index: PrefixIndex) -> MakePlace
 
 
 def queued_by_model(scheduler: Scheduler) -> Counter[str]:
-    """The number of queued tasks that may run on each model; "": those that may on any."""
+    """The number of queued tasks for each model. A task with several models counts for each of
+    them, and a task that may run on all models counts for ""."""
     queued = Counter[str]()
     for models, queue in scheduler.queues.items():
         queued.update(dict.fromkeys(models or ("",), len(queue)))
@@ -365,7 +376,7 @@ def _decision(task: CompletionTask, choice: EngineChoice, now: float) -> Decisio
 def _first(
     queues: "Sequence[TaskQueue | FairQueue]",
 ) -> "tuple[TaskQueue | FairQueue, CompletionTask] | None":
-    """The task that goes first, and its queue."""
+    """The next task of all queues, and its queue."""
     best: tuple[tuple[float, ...], TaskQueue | FairQueue, CompletionTask] | None = None
     for queue in queues:
         top = queue.top()
@@ -375,13 +386,14 @@ def _first(
 
 
 def _earliest_delay_limit(tasks: list[CompletionTask], now: float) -> float | None:
-    """When the patience of one of the tasks ends next."""
+    """The earliest future `delay_limit` of a throughput task."""
     ends = [delay_limit(task) for task in tasks if not task.is_latency]
     return min([end for end in ends if end > now], default=None)
 
 
 def _added_s(task: CompletionTask, load: EngineLoad, num_read: int, to_compute: int) -> float:
-    """To each step while the task runs: its part of the prompt, and its KV that is read."""
+    """Seconds that the task adds to each of its steps: its prompt, spread over its output tokens,
+    and its KV reads."""
     cost = load.costs
     prefill_s = to_compute * cost.prefill_s / task.expected_output
     return cost.sequence_s + num_read * cost.token_s + prefill_s

@@ -1,14 +1,12 @@
-"""A completion as the scheduler knows it, and its decisions.
-
-Predictions of calls: the lengths of their outputs, learnt from those before, and their seconds.
+"""The scheduler's view of a completion, its decisions, and the predictions of durations.
 
     seconds of a completion =  overhead
                              + tokens of its own fill * seconds per prompt token
                              + expected output tokens * seconds per step
 
-Engines report what prompts and steps cost. Lengths start from a prior that weighs as much as one
-observation, and old observations fade. `seconds` are in the present company; `work_s` is what the
-same takes an engine that has nothing else to do, and may be compared whenever it was predicted.
+Engines report the costs of prompts and steps. Output lengths are learned per function from earlier
+outputs. `Prediction.seconds` uses the step of the engines under their present load.
+`Prediction.work_s` uses the step of an idle engine, so values from different times are comparable.
 """
 
 from bisect import bisect_right
@@ -34,56 +32,62 @@ from parrot.utils.heaps import LruDict
 _NO_OBJECTIVE = Objective(PerformanceCriteria.LATENCY, depth=0, remaining_path_s=0.0)
 
 
+# Predicted seconds of a completion in addition to its prompt and output.
 _OVERHEAD_S = 0.01
+# Predicted seconds of a native call.
 _NATIVE_S = 0.01
+# Predicted tokens of an input whose value does not exist yet.
 _UNKNOWN_INPUT_TOKENS = 256
-_OUTPUT_SHARE = 0.5  # of max_gen_length: what an output has of which nothing is known
+# Fraction of `max_gen_length` that is predicted for the first output of a function.
+_OUTPUT_SHARE = 0.5
+# Number of functions whose output lengths are kept.
 _MAX_FUNCTIONS = 4096
+# Number of model sets whose tokens per character are kept.
 _MAX_RATIOS = 256
-_MAX_OUTPUTS = 64.0  # weight of a function's observations; older ones fade
-_BOUNDS = tuple(sorted({int(1.15**i) for i in range(100)}))  # up to about a million tokens
+# Weight of a function's observations at which all weights are halved. One output has the weight 1.
+# A larger value remembers old outputs longer.
+_MAX_OUTPUTS = 64.0
+# Lower bounds of the buckets of output lengths, in tokens: steps of 15%, up to about 1,000,000.
+_BOUNDS = tuple(sorted({int(1.15**i) for i in range(100)}))
 
 
 @dataclass(slots=True, eq=False)
 class CompletionTask:
-    """A prompt to be run, and how, of the completion that asked for it first.
-
-    `needs`: what its engine must be able to do, see `Capabilities`. `keys[i]` is the prefix key of
-    the prompt that ends with segment i, and `lengths[i]` an estimate of that segment's tokens.
-    `expected_output`: tokens that the output is predicted to have. `used`: the tokens of its prompt
-    that were computed, and those that were generated, once an engine has told. `service_s`: seconds
-    of engines that it has had."""
+    """The unit of scheduling: a prompt with its sampling options. Identical completions may share
+    one task, which belongs to the first of them."""
 
     completion: Completion
     segments: list[Segment]
-    keys: tuple[bytes, ...]
+    keys: tuple[bytes, ...]  # The prefix keys: `keys[i]` covers the segments 0 to i.
     arrived: float
-    expected_output: int
-    tokens_per_char: float = 0.25  # of the text whose tokens are not known
-    failed_engines: set[int] = field(default_factory=set)  # engines that failed with it
-    num_skipped: int = 0  # times the scheduler placed later tasks before it
+    expected_output: int  # Predicted output tokens.
+    tokens_per_char: float = 0.25  # For text without known token ids.
+    failed_engines: set[int] = field(default_factory=set)  # Engines on which the task failed.
+    num_skipped: int = 0  # Rounds in which later tasks were placed before this task.
+    # Computed prompt tokens and generated tokens, after the engine has reported them.
     used: tuple[int, int] | None = None
-    service_s: float = 0.0
-    max_total_len: int = field(init=False)  # tokens of prompt and output, as long as both may be
+    service_s: float = 0.0  # Engine seconds that the task has used.
+    max_total_len: int = field(init=False)  # Tokens of the prompt and the longest output.
     tenant: str = field(init=False)
     models: tuple[str, ...] = field(init=False)
-    needs: frozenset[str] = field(init=False)
+    needs: frozenset[str] = field(init=False)  # Features of the engine, see `Capabilities`.
     conversation: dict[str, Any] | None = field(init=False)
     max_output: int = field(init=False)
-    lengths: tuple[int, ...] = field(init=False)
+    lengths: tuple[int, ...] = field(init=False)  # Estimated tokens of each segment.
     prompt_len: int = field(init=False)
-    is_latency: bool = field(init=False)  # someone waits for this very output or its tokens
-    is_background: bool = field(init=False)  # no reader waits for it, or for what needs it
+    is_latency: bool = field(init=False)  # A reader waits for the output or for its tokens.
+    is_background: bool = field(init=False)  # No reader waits for the output or its consumers.
     remaining_path_s: float = field(init=False)
     deadline: float | None = field(init=False)
-    group: tuple[int, str] | None = field(init=False)
+    group: tuple[int, str] | None = field(init=False)  # Session and task group.
 
     def __post_init__(self) -> None:
         options = self.completion.options
         self.tenant, self.models = options.tenant, options.models
         self.conversation = self.completion.conversation
         self.needs = self.completion.sampling.needs()
-        if self.conversation is not None:  # all servers that take one keep to schemas there
+        # Each server that accepts conversations also supports JSON schemas in them.
+        if self.conversation is not None:
             own = {"messages", "tools"} if "tools" in self.conversation else {"messages"}
             self.needs = self.needs - {"json_schema"} | own
         self.max_output = self.completion.sampling.max_gen_length
@@ -94,7 +98,7 @@ class CompletionTask:
 
     @property
     def num_chars(self) -> int:
-        """Characters of the prompt."""
+        """Number of characters of the prompt."""
         return sum([segment.num_chars for segment in self.segments])
 
     @property
@@ -106,7 +110,7 @@ class CompletionTask:
         return self.completion.wants_stream
 
     def refresh(self) -> None:
-        """Read the objective anew. Only while no queue or engine counts the task."""
+        """Copy the completion's objective. The task must not be queued or placed."""
         objective = self.objective or _NO_OBJECTIVE
         self.is_latency = objective.criteria is not PerformanceCriteria.THROUGHPUT
         self.is_background = objective.is_background
@@ -117,7 +121,7 @@ class CompletionTask:
 
     @property
     def num_constant(self) -> int:
-        """Number of segments at the prompt's start that come from the template alone."""
+        """Number of segments in the prompt's prefix that are constants of the template."""
         for i, segment in enumerate(self.segments):
             if segment.kind is not PieceKind.CONSTANT:
                 return i
@@ -125,10 +129,11 @@ class CompletionTask:
 
 
 class EngineShare(NamedTuple):
-    """The weight of a call's tenant, and by what part others of the same weight may lengthen the
-    call's steps; None: by any."""
+    """The share of a call's tenant on an engine."""
 
     weight: float = 1.0
+    # The fraction by which other tenants of the same weight may lengthen the call's steps. None: no
+    # limit.
     step_growth: float | None = None
 
 
@@ -137,32 +142,28 @@ UNBOUND = EngineShare()
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Run `task` on this engine now. `priority`: its place in the engine's queue, lower first.
-    `is_longest`: no live engine of the task's models takes longer sequences. `share`: its
-    tenant's."""
+    """The order to run `task` on an engine now."""
 
     task: CompletionTask
     engine_id: int
-    priority: int
-    is_longest: bool = True
+    priority: int  # In the engine's waiting queue, lowest first.
+    is_longest: bool = True  # No other engine of the task's models accepts longer sequences.
     share: EngineShare = UNBOUND
 
 
 class Decision(NamedTuple):
-    """A placement that was made, and what it was chosen from.
+    """A record of a placement, with the costs of the candidates."""
 
-    `at` is on the clock's scale, `waited_s` since the call was queued. `costs`: the predicted
-    seconds on each engine that was compared, None where it did not fit; None if nothing was
-    compared."""
-
-    at: float
+    at: float  # On the clock's scale.
     session_id: int
     request_id: int
     func_name: str
     engine_id: int
     prompt_tokens: int
-    to_compute: int
-    waited_s: float
+    to_compute: int  # Uncached prompt tokens.
+    waited_s: float  # Seconds since the call was queued.
+    # Predicted seconds on each candidate engine. A value of None: the call does not fit there. None
+    # instead of the dict: no engines were compared.
     costs: dict[int, float | None] | None
 
 
@@ -173,11 +174,11 @@ def _num_tokens(segment: Segment, tokens_per_char: float) -> int:
 
 
 class OutputLengths:
-    """A histogram of one function's output lengths in buckets of 15%, with each bucket's sum."""
+    """A histogram of the output lengths of one function, in tokens."""
 
     def __init__(self) -> None:
-        self._buckets: dict[int, tuple[float, float]] = {}
-        self._weight = 0.0
+        self._buckets: dict[int, tuple[float, float]] = {}  # Weight, and sum of the lengths.
+        self._weight = 0.0  # Sum over all buckets.
 
     def observe(self, num_tokens: int) -> None:
         bucket = bisect_right(_BOUNDS, num_tokens)
@@ -188,7 +189,8 @@ class OutputLengths:
             self._fade()
 
     def expect(self, prior: float, limit: int) -> float:
-        """The mean length of an output that is cut at `limit`; `prior` is one observation."""
+        """The mean output length if outputs end at `limit` tokens. `prior` has the weight of one
+        observation."""
         total = prior
         for weight, tokens in self._buckets.values():
             total += min(tokens, weight * limit)
@@ -205,8 +207,8 @@ class OutputLengths:
 
 @dataclass(slots=True)
 class _TextRatio:
-    """Tokens per character of prompts: a ratio of sums that begins at a usual value and remembers
-    about the last million characters."""
+    """Tokens per character of prompts. Starts at 0.25. About the last 1,000,000 characters
+    count."""
 
     num_tokens: float = 16.0
     num_chars: float = 64.0
@@ -223,17 +225,17 @@ class _TextRatio:
 
 
 class Pace(NamedTuple):
-    """Predicted seconds of a prompt token, of a step in the present company, and of a step of one
-    sequence alone."""
+    """Predicted speed of engines, in seconds."""
 
-    prefill_s: float
-    step_s: float
-    step_alone_s: float
+    prefill_s: float  # One prompt token.
+    step_s: float  # One decode step under the present load.
+    step_alone_s: float  # One decode step of a single sequence.
 
 
 class Estimates:
-    """Predictions for one ServeCore. Every method takes constant time and touches no graph. `pace`
-    says how fast engines with some models are now (none named: all engines)."""
+    """Predicts lengths and durations for one ServeCore, from the values that are known now. The
+    time of a prediction does not depend on the size of the graph. `pace` returns the speed of the
+    engines with the given models. No models: all engines."""
 
     def __init__(self, pace: Callable[[tuple[str, ...]], Pace]) -> None:
         self._pace = pace
@@ -242,7 +244,7 @@ class Estimates:
         self._prior = _TextRatio()
 
     def output_tokens(self, completion: Completion) -> int:
-        """Exact where the call fixes the length, else what such calls had, at least one."""
+        """The expected output length in tokens, at least 1. Exact if the call fixes the length."""
         limit = completion.sampling.max_gen_length
         if _has_fixed_length(completion.sampling):
             return limit
@@ -254,13 +256,13 @@ class Estimates:
         return (self._ratios.get(models) or self._prior).value
 
     def tokens(self, completion: Completion) -> int:
-        """The predicted tokens of its own fill and its output."""
+        """Predicted tokens of the completion's own fill and its output."""
         per_char = self.tokens_per_char(completion.options.models)
         prompt = sum([_prompt_tokens(piece, per_char) for piece in completion.fill])
         return int(prompt) + self.output_tokens(completion)
 
     def predict(self, task: Task) -> Prediction:
-        """Predict one run from the lengths that are known now."""
+        """Predict the duration of one run of the task."""
         if not isinstance(task, Completion):
             return Prediction(_NATIVE_S, _NATIVE_S)
         models = task.options.models
@@ -274,8 +276,8 @@ class Estimates:
         )
 
     def learn(self, completion: Completion, prompt_chars: int, usage: Usage) -> None:
-        """Take in an answer. Engines that count nothing teach nothing."""
-        if not usage.output_tokens:
+        """Record the lengths of a finished call."""
+        if not usage.output_tokens:  # The engine does not count tokens.
             return
         key, models = function_key(completion), completion.options.models
         if (lengths := self._functions.get(key)) is None:
@@ -294,8 +296,8 @@ def _has_fixed_length(sampling: SamplingConfig) -> bool:
 
 
 def function_key(completion: Completion) -> int:
-    """Calls with one cache salt and the same template are one function, each output for itself. (A
-    hash, so that a template is not kept for its statistics.)"""
+    """The key of the statistics of an output: a hash of the cache salt and the template text before
+    the output. A hash, so that statistics do not keep templates in memory."""
     texts = tuple([piece.text for piece in completion.fill if isinstance(piece, TextPiece)])
     return hash((completion.options.cache_salt, texts))
 
