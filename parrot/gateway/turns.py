@@ -317,7 +317,7 @@ class Turns:
             options,
             previous=None if ending is None else ending.completion,
             output=target.output,
-            is_held=chain is not None and chain.is_deferred,
+            allows_background=chain is not None and chain.is_deferred,
             conversation=rendered.conversation,
         )
         request_id, completions = session.apply(AddPrompt(prompt, target.usage, target.is_kept))

@@ -166,7 +166,7 @@ def _prompt_fields(prompt: Prompt) -> Payload:
         "options": _options_fields(prompt.options),
         "previous": None if previous is None else [previous.request_id, previous.id],
         "output": None if prompt.output is None else prompt.output.id,
-        "is_held": prompt.is_held,
+        "is_held": prompt.allows_background,
         "conversation": prompt.conversation,
     }
 
@@ -230,7 +230,7 @@ def _prompt(graph: SessionGraph, fields: Payload) -> Prompt:
         options=CallOptions(**options | own),
         previous=None if previous is None else graph.completion(*previous),
         output=None if fields["output"] is None else graph.variable(fields["output"]),
-        is_held=fields["is_held"],
+        allows_background=fields["is_held"],
         conversation=fields["conversation"],
     )
 

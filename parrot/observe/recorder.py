@@ -276,7 +276,7 @@ def _as_call(
         func_name=completion.options.func_name,
         models=list(completion.options.models),
         cache_prefix=completion.options.cache_prefix,
-        on_demand=not completion.is_held,
+        on_demand=not completion.allows_background,
         successor_of=None if completion.previous is None else completion.previous.request_id,
     )
     return call, CallResponse(request_id=completion.request_id, param_info=described)

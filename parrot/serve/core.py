@@ -420,4 +420,4 @@ class ServeCore:
         yield from self.dispatcher.release_session(session.id)
         self.sessions.remove(session)
         self.events.emit(SessionEnded, session, self.clock.now() - session.created_at)
-        yield from session.graph.dissolve()
+        yield from session.graph.free()

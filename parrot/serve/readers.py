@@ -188,12 +188,14 @@ class Reads:
     def _wake_held(self, session: Session) -> None:
         """Start the calls that a blocked program holds, after the producer of the variable. A
         blocked program sends no read that would set another objective."""
-        if session.graph.activation.wake():
+        if session.graph.activation.start_background():
             self.wake_soon(session)
 
     def _wake(self, session: Session) -> None:
         session.is_wake_due = False
-        if session.graph.activation.wake(until=self._clock.now() - WAKE_DELAY_S + _ROUNDING_S):
+        if session.graph.activation.start_background(
+            until=self._clock.now() - WAKE_DELAY_S + _ROUNDING_S
+        ):
             self.wake_soon(session)
 
     @contextmanager
@@ -233,9 +235,9 @@ class _Read:
         """The variables of a race. When it is decided, the others are not run in background."""
 
     def want(
-        self, variable: SemanticVariable, *, as_stream: bool = False, may_lose: bool = False
+        self, variable: SemanticVariable, *, as_stream: bool = False, is_racing: bool = False
     ) -> None:
-        reader = Reader(variable, self._criteria, self._deadline, as_stream, may_lose)
+        reader = Reader(variable, self._criteria, self._deadline, as_stream, is_racing)
         self._readers.append(reader)
         self._activation.add_reader(reader)
 
@@ -268,7 +270,7 @@ class _Race:
         elif not self.decided.done():
             self._watched.append(variable)
             variable.on_settled(self._on_settled)
-            self._read.want(variable, may_lose=self._has_losers)
+            self._read.want(variable, is_racing=self._has_losers)
 
     @property
     def progress(self) -> str:

@@ -273,7 +273,7 @@ class Session:
     def follow(self, log: SessionLog | None) -> None:
         """Record changes in this log from now on; None: record nothing."""
         self.log = log
-        self.graph.flow.on_settled = None if log is None else log.settled
+        self.graph.propagation.on_settled = None if log is None else log.settled
 
     def apply(self, command: Command[Result_co]) -> Result_co:
         """Execute a command of the session's program. Raises `InsufficientStorage` if it cannot be

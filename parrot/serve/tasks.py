@@ -103,7 +103,7 @@ class TaskRunner:
         self.meters = Meters(tenants, clock) if tenants.is_closed else None
         self._sessions = sessions
         self.expect = dispatcher.expect
-        self.unexpect = dispatcher.unexpect
+        self.stop_expecting = dispatcher.stop_expecting
         self.update_remaining_work = dispatcher.update_remaining_work
         self._held: dict[int, Task] | None = None
 
@@ -191,7 +191,7 @@ class TaskRunner:
             session.task_finished(task, self._clock.now())
             if self._held is not None:
                 if self._held.pop(task.id, None) and isinstance(task, Completion):
-                    self._dispatcher.unexpect(task)
+                    self._dispatcher.stop_expecting(task)
                 return
             self._dispatcher.events.emit(TaskEnded, session, task)
 

@@ -175,7 +175,7 @@ async def test_a_variable_of_many_consumers_is_set() -> None:
         readings = [large.read(large.last)]
         await asyncio.sleep(0)
         activation = large.session.graph.activation
-        while activation.wake():
+        while activation.start_background():
             pass
         await slices(large, lambda: large.count(CompletionState.WAITING))
         with at_most_a_slice(large, lambda: activation.num_started):
@@ -232,7 +232,7 @@ async def test_nobody_serves_thousands_of_calls() -> None:
 
         readings = [large.read(large.last)]
         await asyncio.sleep(0)
-        while large.session.graph.activation.wake():
+        while large.session.graph.activation.start_background():
             pass
         large.set(large.first, "text")
         await slices(large, lambda: large.session.graph.activation.num_started)

@@ -87,7 +87,7 @@ def _session(session: Session) -> dict[str, Any]:
         "held": {
             task.id
             for task in tasks
-            if isinstance(task, Completion) and task.is_held and not task.is_finished
+            if isinstance(task, Completion) and task.allows_background and not task.is_finished
         },
     }
 

@@ -351,7 +351,7 @@ class Dispatcher:
             self._runs.fail(run, _unsupported(run.models, min(lacking)))
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
-        """It will be submitted when its inputs are there, unless `unexpect` comes first."""
+        """It will be submitted when its inputs are there, unless `stop_expecting` comes first."""
         prefix = self._ledger.prefixes.expect(completion, forecast)
         if prefix is None or not self._fills_eagerly:
             return
@@ -366,7 +366,7 @@ class Dispatcher:
             )
         self._prefetch.grew(completion, prefix)
 
-    def unexpect(self, completion: Completion) -> None:
+    def stop_expecting(self, completion: Completion) -> None:
         self._ledger.prefixes.drop(completion)
         self._give_up_fill(completion)
 

@@ -60,7 +60,7 @@ class Exchange:
         request.drafts = drafts
         before = run.text
         logprobs = None if run.stats.logprobs is None else run.stats.logprobs.part(0)
-        if run.wants_stream or run.may_lose:
+        if run.wants_stream or run.is_racing:
             response = await self._stream(run, attempt, request)
         else:
             attempt.is_whole = True

@@ -201,7 +201,7 @@ class Prefetcher:
         the prompt, since there it goes once somebody does."""
         completion = task.completion
         preferred: Iterable[int] = ()
-        if not completion.asked:
+        if not completion.reader_demand:
             preferred = self._ledger.index.engines_of_owner(completion.session_id, task.keys)
         engine_id = self._scheduler.preview(task, preferred)
         return None if engine_id is None else self._fleet.engines.get(engine_id)

@@ -175,9 +175,9 @@ class Run(CompletionTask):
         return any(waiter.wants_stream for waiter in self.waiters)
 
     @property
-    def may_lose(self) -> bool:
+    def is_racing(self) -> bool:
         """It may be withdrawn at any time, and is to go on from there when it is wanted again."""
-        return any(waiter.may_lose for waiter in self.waiters)
+        return any(waiter.is_racing for waiter in self.waiters)
 
     @property
     def owner(self) -> Owner:

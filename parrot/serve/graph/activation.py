@@ -19,13 +19,13 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.graph.objective import (
     deduce,
+    drop_stale_deadline,
     earliest_deadline,
     objective_of,
     predict,
     predict_again,
     push,
     ready_at,
-    relax,
     tighten,
 )
 from parrot.utils.clock import Clock
@@ -44,44 +44,44 @@ class RemainingWork:
         self._sum_s = 0.0
         self._num_done = 0
         self._next_prediction = 1
-        self._is_learning = False
+        self._is_repredicting = False
 
     def __contains__(self, task: Task) -> bool:
         return task in self._wanted
 
-    def count(self, task: Task) -> None:
+    def add(self, task: Task) -> None:
         """A wanted task's work is part of what remains."""
         self._sum_s += task.work_s - self._wanted.get(task, 0.0)
         self._wanted[task] = task.work_s
 
-    def discount(self, task: Task) -> None:
+    def remove(self, task: Task) -> None:
         self._sum_s -= self._wanted.pop(task, 0.0)
         if not self._wanted:
             self._sum_s = 0.0  # no rounding errors are left over
 
-    def learns(self) -> bool:
-        """Another task is done. Whether all others are to be predicted again by `learning`: answers
-        of the same functions change most after the first."""
+    def should_repredict(self) -> bool:
+        """Another task is done. Whether all others are to be predicted again by `repredict`:
+        answers of the same functions change most after the first."""
         self._num_done += 1
-        if self._num_done < self._next_prediction or self._is_learning:
+        if self._num_done < self._next_prediction or self._is_repredicting:
             return False
         self._next_prediction *= 2
-        self._is_learning = True
+        self._is_repredicting = True
         return True
 
-    def learning(self, per_slice: int, update: Callable[[Iterable[Task]], None]) -> Iterator[int]:
+    def repredict(self, per_slice: int, update: Callable[[Iterable[Task]], None]) -> Iterator[int]:
         """Work for a backlog. `update` is given tasks whose paths have changed by much."""
         wanted = sorted(self._wanted, key=attrgetter("depth"))  # consumers before producers
         for start in range(0, len(wanted), per_slice):
             tasks = [task for task in wanted[start : start + per_slice] if task in self._wanted]
             changed = predict_again(tasks, self._predictor)
             for task in tasks:
-                self.count(task)
+                self.add(task)
             update(changed)
             for task in tasks[:1]:
                 self.report(task)
             yield len(tasks)
-        self._is_learning = False
+        self._is_repredicting = False
 
     def report(self, task: Task) -> None:
         """Tell the runner what remains of the task's session."""
@@ -92,16 +92,16 @@ class RemainingWork:
         assert not any(task.is_finished for task in self._wanted), self._wanted
 
 
-_MAX_WOKEN = 512  # tasks that are woken in one turn of the event loop
+_MAX_BACKGROUND_STARTS = 512  # tasks that are woken in one turn of the event loop
 
 
 class Activation:
     """Counts who wants each task, starts wanted tasks whose inputs are ready, and stops tasks that
     nobody wants any more. `num_started`: tasks that are with the runner now.
 
-    `wake` lets the program itself want the tasks that it holds: in the background, behind what is
-    read. A task stops to be held when a reader leaves it, when the program `release`s it, or when
-    the last task that was read and needed it is cancelled or left.
+    `start_background` lets the program itself want the tasks that it holds: in the background,
+    behind what is read. A task stops to be held when a reader leaves it, when the program
+    `release`s it, or when the last task that was read and needed it is cancelled or left.
 
     A task's producers hear that it is wanted when it becomes so, and it does when its turn comes:
     walks are loops, not recursion, and those through many tasks go in the backlog, since a session
@@ -117,30 +117,30 @@ class Activation:
         self._backlog = backlog
         self.num_started = 0
         self._is_closed = False
-        self._asleep: deque[Task] = deque()  # held, but not woken yet, the oldest first
-        self._changed: deque[Task] = deque()  # those that may have become wanted, or unwanted
-        self._revised: OrderedDict[Task, None] = (
+        self._background: deque[Task] = deque()  # held, but not woken yet, the oldest first
+        self._dirty: deque[Task] = deque()  # those that may have become wanted, or unwanted
+        self._to_push: OrderedDict[Task, None] = (
             OrderedDict()
         )  # what they ask of others has changed
         self._is_walking = False
         # What was read last. It is not in the journal: after a takeover it is this until the next.
-        self._read_as = PerformanceCriteria.THROUGHPUT
+        self._last_read_criteria = PerformanceCriteria.THROUGHPUT
         self._remaining = RemainingWork(runner, predictor)
 
     def add_reader(self, reader: Reader) -> None:
         """Want an unsettled variable, whether or not it has a producer yet."""
         reader.variable.readers.append(reader)
-        self._read_as = reader.criteria
+        self._last_read_criteria = reader.criteria
         producer = reader.variable.producer
         if producer is None or producer.is_finished:
             return
         changed = self._update_delivery(producer)
         producer.demand += 1
-        producer.asked += 1
+        producer.reader_demand += 1
         if producer.is_wanted and tighten(producer, reader.criteria, reader.deadline):
             changed.add(producer)
-            self._revised[producer] = None
-        self._update(changed)
+            self._to_push[producer] = None
+        self._refresh_objectives(changed)
         self._walk(producer)
 
     def remove_reader(self, reader: Reader) -> None:
@@ -152,55 +152,55 @@ class Activation:
         producer = reader.variable.producer
         if producer is None or producer.is_finished:
             return
-        self._update(self._update_delivery(producer))
+        self._refresh_objectives(self._update_delivery(producer))
         producer.demand -= 1
-        producer.asked -= 1
-        if not producer.asked:
+        producer.reader_demand -= 1
+        if not producer.reader_demand:
             self._release_consumers(producer)
         if reader.deadline is not None:
-            self._revised[producer] = None
+            self._to_push[producer] = None
         self._walk(producer)
 
-    def wake(self, until: float = inf) -> bool:
+    def start_background(self, until: float = inf) -> bool:
         """Run in the background the calls that the program holds and submitted by `until`, at most
         512 of them. False if none is left to be woken later."""
-        woken: list[Task] = []
+        started: list[Task] = []
         while (
-            len(woken) < _MAX_WOKEN
-            and self._asleep
-            and (self._asleep[0].times.submitted or 0.0) <= until
+            len(started) < _MAX_BACKGROUND_STARTS
+            and self._background
+            and (self._background[0].times.submitted or 0.0) <= until
         ):
-            task = self._asleep.popleft()
-            if task.is_held and not task.is_finished:
-                task.is_woken = True
+            task = self._background.popleft()
+            if task.allows_background and not task.is_finished:
+                task.has_background_demand = True
                 task.demand += 1
-                woken.append(task)
-        self._walk(*woken)
-        return bool(self._asleep)
+                started.append(task)
+        self._walk(*started)
+        return bool(self._background)
 
     def release(self, variable: SemanticVariable) -> None:
         """The program has decided against the variable: its producer is held no more. Nothing
         happens to that while somebody asks for it."""
         task = variable.producer
-        if task is None or task.asked or task.is_finished:
+        if task is None or task.reader_demand or task.is_finished:
             return
         self._release_consumers(task)
-        self._let_go(task)
+        self._clear_background(task)
         self._walk(task)
 
     def add_producer(self, task: Task) -> None:
         """A task was linked; its outputs may have been wanted before it came."""
-        task.demand, task.asked = self._count_demand(task)
-        if task.is_held:
-            self._asleep.append(task)
+        task.demand, task.reader_demand = self._count_demand(task)
+        if task.allows_background:
+            self._background.append(task)
         self._walk(task)
 
-    def input_given(self, task: Task) -> None:
+    def input_set(self, task: Task) -> None:
         """The program has set one of its inputs. It does so for what comes of it: background work
         that misses nothing else runs as what was read last, for its read will come, too. Not one of
         a stage, for which nobody waits alone."""
-        if task.missing == 1 and task.is_wanted and not task.asked and task.group is None:
-            tighten(task, self._read_as, None)
+        if task.missing == 1 and task.is_wanted and not task.reader_demand and task.group is None:
+            tighten(task, self._last_read_criteria, None)
         self.input_settled(task)
 
     def input_settled(self, task: Task) -> None:
@@ -212,7 +212,7 @@ class Activation:
             self._expect(task)
         elif all(variable.error is None for variable in task.inputs):
             predict(task, self._predictor)
-            self._remaining.count(task)
+            self._remaining.add(task)
             task.objective = objective_of(task)
             self._start(task)
 
@@ -223,22 +223,24 @@ class Activation:
             task.is_started = False
             self.num_started -= 1
         else:
-            self._unexpect(task)
-        self._tell_producers(task, wants=False, asks=False)
+            self._stop_expecting(task)
+        self._propagate_demand(task, has_demand=False, has_reader_demand=False)
         if task in self._remaining:
-            self._remaining.discount(task)
-            if task.state is CompletionState.DONE and self._remaining.learns():
+            self._remaining.remove(task)
+            if task.state is CompletionState.DONE and self._remaining.should_repredict():
                 per_slice = self._backlog.per_slice
-                self._backlog.add(self, self._remaining.learning(per_slice, self._update))
+                self._backlog.add(
+                    self, self._remaining.repredict(per_slice, self._refresh_objectives)
+                )
             self._remaining.report(task)
         self._walk()
 
     def close(self) -> None:
         """Nothing starts any more."""
         self._is_closed = True
-        self._asleep.clear()
-        self._changed.clear()
-        self._revised.clear()
+        self._background.clear()
+        self._dirty.clear()
+        self._to_push.clear()
 
     def check_integrity(self, tasks: Iterable[Task]) -> None:
         """Recount demand; `tasks` are all of the graph's."""
@@ -251,13 +253,16 @@ class Activation:
                 continue
             demand = self._count_demand(task)
             is_torn = any(output.is_settled for output in task.outputs)  # by a crash: it runs again
-            counted = task.demand, task.asked
+            counted = task.demand, task.reader_demand
             assert is_torn or counted == demand, (task, counted, demand)
             assert task.is_wanted == (task.objective is not None), task
             assert task.is_wanted == (task in self._remaining), task
             assert task.is_started == (task.is_wanted and not task.missing), task
             if not is_walking:
-                assert (task.wants, task.asks) == (task.demand > 0, task.asked > 0), task
+                assert (task.is_counted, task.is_counted_as_read) == (
+                    task.demand > 0,
+                    task.reader_demand > 0,
+                ), task
             if task.is_wanted and not is_walking:
                 assert task.deadline == earliest_deadline(task), (task, task.deadline)
         assert self.num_started == num_started, (self.num_started, num_started)
@@ -267,21 +272,21 @@ class Activation:
         """Number of those who want the task, and of those who ask for it."""
         num_readers = sum([len(output.readers) for output in task.outputs])
         consumers = task.wanted_consumers()
-        num_asking = num_readers + sum([consumer.asks for consumer in consumers])
-        return num_readers + len(consumers) + task.is_woken, num_asking
+        num_asking = num_readers + sum([consumer.is_counted_as_read for consumer in consumers])
+        return num_readers + len(consumers) + task.has_background_demand, num_asking
 
     def _walk(self, *tasks: Task) -> None:
         """Look at these tasks, and at all that changes by that."""
         if self._is_closed:
             return
-        self._changed.extend(tasks)
-        if (self._changed or self._revised) and not self._is_walking:
+        self._dirty.extend(tasks)
+        if (self._dirty or self._to_push) and not self._is_walking:
             self._is_walking = True
             self._backlog.add(self, self._walking())
 
     def _walking(self) -> Iterator[int]:
         try:
-            while self._changed or self._revised:
+            while self._dirty or self._to_push:
                 yield self._step()
         finally:
             self._is_walking = False
@@ -292,24 +297,24 @@ class Activation:
         activated: dict[Task, None] = {}
         changed: set[Task] = set()
         task, count = None, 0
-        while self._changed and count < self._backlog.per_slice:
-            task = self._changed.popleft()
+        while self._dirty and count < self._backlog.per_slice:
+            task = self._dirty.popleft()
             count += 1
             if not task.is_finished:
-                self._look_at(task, activated, changed)
+                self._apply_demand(task, activated, changed)
         if activated:
             longer = deduce(list(activated), self._predictor)
             changed |= longer
-            self._revised.update(dict.fromkeys(longer))
+            self._to_push.update(dict.fromkeys(longer))
             for new in activated:
-                self._remaining.count(new)
+                self._remaining.add(new)
                 new.objective = objective_of(new)
         if task is not None:
             self._remaining.report(task)
-        while self._revised and count < self._backlog.per_slice:
-            changed |= self._revise()
+        while self._to_push and count < self._backlog.per_slice:
+            changed |= self._push_next()
             count += 1
-        self._update(changed - activated.keys())
+        self._refresh_objectives(changed - activated.keys())
         for task in sorted(activated, key=attrgetter("id")) if len(activated) > 1 else activated:
             if task.state is not CompletionState.WAITING:
                 continue
@@ -319,52 +324,58 @@ class Activation:
                 self._start(task)
         return count
 
-    def _look_at(self, task: Task, activated: dict[Task, None], changed: set[Task]) -> None:
+    def _apply_demand(self, task: Task, activated: dict[Task, None], changed: set[Task]) -> None:
         """Let it be what its demand says. One that nobody asks for any more is not held either."""
-        if task.asks and not task.asked and task.demand == task.is_woken:
-            self._let_go(task)
-        is_wanted, is_asked = task.demand > 0, task.asked > 0
-        if is_wanted and not task.wants:
+        if (
+            task.is_counted_as_read
+            and not task.reader_demand
+            and task.demand == task.has_background_demand
+        ):
+            self._clear_background(task)
+        is_wanted, is_read = task.demand > 0, task.reader_demand > 0
+        if is_wanted and not task.is_counted:
             task.state = CompletionState.WAITING
             task.times.activated = self._clock.now()
             task.num_awaited = task.missing
             activated[task] = None
-        elif task.wants and not is_wanted:
+        elif task.is_counted and not is_wanted:
             activated.pop(task, None)
             self._stop(task)
-        elif task.objective is not None and task.objective.is_background == is_asked:
+        elif task.objective is not None and task.objective.is_background == is_read:
             changed.add(task)
-        self._tell_producers(task, wants=is_wanted, asks=is_asked)
+        self._propagate_demand(task, has_demand=is_wanted, has_reader_demand=is_read)
 
-    def _tell_producers(self, task: Task, *, wants: bool, asks: bool) -> None:
-        more, more_asked = wants - task.wants, asks - task.asks
-        task.wants, task.asks = wants, asks
-        if not more and not more_asked:
+    def _propagate_demand(self, task: Task, *, has_demand: bool, has_reader_demand: bool) -> None:
+        added = has_demand - task.is_counted
+        added_reader = has_reader_demand - task.is_counted_as_read
+        task.is_counted, task.is_counted_as_read = has_demand, has_reader_demand
+        if not added and not added_reader:
             return
         for producer in task.producers():
             if producer.is_finished:
                 continue
-            producer.demand += more
-            producer.asked += more_asked
-            if producer.wants != (producer.demand > 0) or producer.asks != (producer.asked > 0):
-                self._changed.append(producer)
+            producer.demand += added
+            producer.reader_demand += added_reader
+            has_changed = producer.is_counted != (producer.demand > 0)
+            if has_changed or producer.is_counted_as_read != (producer.reader_demand > 0):
+                self._dirty.append(producer)
             if producer.deadline is not None:  # which may have been this task's
-                self._revised[producer] = None
+                self._to_push[producer] = None
 
-    def _revise(self) -> set[Task]:
+    def _push_next(self) -> set[Task]:
         """Let one task ask of its producers what holds now. Returns all whose deduction changed."""
-        task, _ = self._revised.popitem(last=False)
+        task, _ = self._to_push.popitem(last=False)
         if not task.is_wanted:
             return set()
         changed = set(push(task))
         above = list(changed)
-        if relax(task):
+        if drop_stale_deadline(task):
             changed.add(task)
             above = [producer for producer in task.producers() if producer.is_wanted]
-        self._revised.update(dict.fromkeys(above))
+        self._to_push.update(dict.fromkeys(above))
         return changed
 
-    def _update(self, changed: Iterable[Task]) -> None:
+    def _refresh_objectives(self, changed: Iterable[Task]) -> None:
         for task in sorted(changed, key=attrgetter("id")):
             if not task.is_wanted:
                 continue
@@ -383,13 +394,13 @@ class Activation:
         if isinstance(task, Completion):
             self._runner.expect(task, lambda: ready_at(task, self._clock.now()))
 
-    def _unexpect(self, task: Task) -> None:
+    def _stop_expecting(self, task: Task) -> None:
         if isinstance(task, Completion):
-            self._runner.unexpect(task)
+            self._runner.stop_expecting(task)
 
     def _release_consumers(self, task: Task) -> None:
         """Make nothing of the task, directly or not, in the background: now, and after the next
-        `wake`, which would want what is asleep."""
+        `start_background`, which would want what is asleep."""
         if next(task.open_consumers(), None) is not None and not self._is_closed:
             self._backlog.add(self, self._releasing(task))
 
@@ -397,48 +408,48 @@ class Activation:
         below, found = [task], {task}
         for other in below:
             for consumer in other.open_consumers():
-                is_new = not consumer.asked and consumer not in found
-                if is_new and (self._asleep or consumer.demand):
+                is_new = not consumer.reader_demand and consumer not in found
+                if is_new and (self._background or consumer.demand):
                     found.add(consumer)
                     below.append(consumer)
-                    self._let_go(consumer)
-                    self._changed.append(consumer)
+                    self._clear_background(consumer)
+                    self._dirty.append(consumer)
                 yield 1
         self._walk()
 
-    def _let_go(self, task: Task) -> None:
+    def _clear_background(self, task: Task) -> None:
         """The program holds it no more."""
-        task.demand -= task.is_woken
-        task.is_held = task.is_woken = False
+        task.demand -= task.has_background_demand
+        task.allows_background = task.has_background_demand = False
 
     def _stop(self, task: Task) -> None:
         """Nobody wants it any more."""
-        self._remaining.discount(task)
+        self._remaining.remove(task)
         if task.is_started:
             task.is_started = False
             self.num_started -= 1
             self._runner.withdraw(task)
             for output in task.outputs:
                 if not output.is_settled:
-                    output.restart()
+                    output.reset_partial_text()
         task.state = CompletionState.IDLE
         task.objective = None
-        self._unexpect(task)
+        self._stop_expecting(task)
 
     def _update_delivery(self, task: Task) -> set[Task]:
         """A reader of the task has come or gone. Returns the task if that changed whether its
         tokens are to be delivered as they come."""
         if not isinstance(task, Completion):
             return set()
-        before = task.wants_stream, task.may_lose
-        task.wants_stream = task.may_lose = False
+        before = task.wants_stream, task.is_racing
+        task.wants_stream = task.is_racing = False
         for reader in task.readers():
             task.wants_stream |= reader.wants_stream
-            task.may_lose |= reader.may_lose
-        return set() if before == (task.wants_stream, task.may_lose) else {task}
+            task.is_racing |= reader.is_racing
+        return set() if before == (task.wants_stream, task.is_racing) else {task}
 
 
-class Flow:
+class Propagation:
     """Handles settled variables: those who make them hear of it at once, those who take them one
     after the other, by way of the backlog, since settling one may settle thousands that depend on
     it. A consumer that has not heard yet is as if the value had not come; it may be cancelled,
@@ -459,7 +470,7 @@ class Flow:
         self._activation = activation
         self._backlog = backlog
         self._is_closed = False
-        self._untold: dict[SemanticVariable, deque[Task]] = {}
+        self._pending_consumers: dict[SemanticVariable, deque[Task]] = {}
 
     def settled(self, variable: SemanticVariable) -> None:
         """Handle a variable that was set or has failed just now."""
@@ -470,10 +481,10 @@ class Flow:
         if self.on_settled is not None:
             self.on_settled(variable)
         if variable.consumers and not self._is_closed:  # those that come later find it settled
-            self._untold[variable] = deque(variable.consumers)
-            self._backlog.add(self._activation, self._tell(variable))
+            self._pending_consumers[variable] = deque(variable.consumers)
+            self._backlog.add(self._activation, self._notify_consumers(variable))
 
-    def enter(self, task: Task) -> None:
+    def add_task(self, task: Task) -> None:
         """A task was linked: it fails at once with a failed input, or may be wanted already."""
         failed = next((variable for variable in task.inputs if variable.error is not None), None)
         if failed is not None:
@@ -494,16 +505,18 @@ class Flow:
         one of the variables, if it is not settled."""
         self._is_closed = True
         self._activation.close()
-        self._untold.clear()
+        self._pending_consumers.clear()
         self._backlog.drop(self._activation)
         return self._closing(tasks, variables, error)
 
     def check_integrity(self, tasks: Iterable[Task]) -> None:
         """Recount what the tasks wait for."""
-        untold = Counter(consumer for waiting in self._untold.values() for consumer in waiting)
+        pending = Counter(
+            consumer for waiting in self._pending_consumers.values() for consumer in waiting
+        )
         for task in tasks:
             num_unsettled = sum(not variable.is_settled for variable in task.inputs)
-            assert self._is_closed or task.missing == num_unsettled + untold[task], task
+            assert self._is_closed or task.missing == num_unsettled + pending[task], task
             assert task.is_finished == all(variable.is_settled for variable in task.outputs), task
 
     def _closing(
@@ -517,18 +530,18 @@ class Flow:
                 variable.fail(error)
             yield 1
 
-    def _tell(self, variable: SemanticVariable) -> Iterator[int]:
+    def _notify_consumers(self, variable: SemanticVariable) -> Iterator[int]:
         """Tell its consumers, one with each step."""
-        while untold := self._untold.get(variable):
-            consumer = untold.popleft()
+        while pending := self._pending_consumers.get(variable):
+            consumer = pending.popleft()
             if variable.producer is None and variable.error is None:
-                self._activation.input_given(consumer)
+                self._activation.input_set(consumer)
             else:
                 self._activation.input_settled(consumer)
             if variable.error is not None:
                 self._fail(consumer, variable)
             yield 1
-        self._untold.pop(variable, None)
+        self._pending_consumers.pop(variable, None)
 
     def _finish(self, task: Task, output: SemanticVariable) -> None:
         """`output`, one of the task's, is settled. The task is finished with the last one."""

@@ -39,15 +39,15 @@ class Ancestor:
 class Prompt:
     """A prompt that comes whole, and what is to be generated behind it, or behind the output of
     `previous` and then it: an output for each of `samplings`. `output`: an unset variable that is
-    the only one. `is_held`: without a reader it runs in the background, unless the session runs
-    calls on demand. `conversation`: see `GenerateRequest`."""
+    the only one. `allows_background`: without a reader it runs in the background, unless the
+    session runs calls on demand. `conversation`: see `GenerateRequest`."""
 
     fill: tuple[Piece, ...]
     samplings: Sequence[SamplingConfig]
     options: CallOptions
     previous: Completion | None = None
     output: SemanticVariable | None = None
-    is_held: bool = False
+    allows_background: bool = False
     conversation: dict[str, Any] | None = None
 
 

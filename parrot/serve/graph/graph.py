@@ -28,7 +28,7 @@ from parrot.protocol.public import (
     SemanticCallRequest,
     SemanticGraphCall,
 )
-from parrot.serve.graph.activation import Activation, Flow
+from parrot.serve.graph.activation import Activation, Propagation
 from parrot.serve.graph.build import (
     Ancestor,
     Prompt,
@@ -47,7 +47,7 @@ from parrot.serve.graph.nodes import (
     SemanticVariable,
     Task,
     VariableState,
-    unnamed,
+    default_func_name,
 )
 from parrot.utils.clock import Clock
 from parrot.utils.ids import IdCounter, SecretIds
@@ -58,7 +58,7 @@ Repeatable = SemanticCallRequest | NativeCallRequest | GraphRequest
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
-class Replays:
+class IdempotentResponses:
     """Remembers the answered requests of one session that carried a key."""
 
     def __init__(self) -> None:
@@ -148,8 +148,8 @@ class SessionGraph:
 
     Tasks run by way of `services.executor`, when `activation` says that somebody wants them; their
     results come back through the variables alone. `on_demand` holds for calls that do not say it
-    themselves: nothing but a reader makes them run. `flow.on_settled` hears of every variable
-    that was not born with its value, before what follows from it."""
+    themselves: nothing but a reader makes them run. `propagation.on_settled` hears of every
+    variable that was not born with its value, before what follows from it."""
 
     def __init__(
         self,
@@ -170,18 +170,20 @@ class SessionGraph:
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
         self.activation = Activation(clock, executor, services.predictor, backlog)
-        self._replays: Replays | None = None  # there is none before the first idempotency key
+        self._responses: IdempotentResponses | None = (
+            None  # there is none before the first idempotency key
+        )
         self._tenant = tenant
         self.cache_salt = cache_salt
         self._on_demand = on_demand
         self._clock = clock
         self.ids = ids
-        self.flow = Flow(clock, executor, self.activation, backlog)
+        self.propagation = Propagation(clock, executor, self.activation, backlog)
 
     def num_variables(self, state: VariableState) -> int:
         if state is VariableState.EMPTY:
-            return len(self.variables) - sum(self.flow.num_settled.values())
-        return self.flow.num_settled[state]
+            return len(self.variables) - sum(self.propagation.num_settled.values())
+        return self.propagation.num_settled[state]
 
     def variable(self, var_id: str) -> SemanticVariable:
         try:
@@ -198,13 +200,13 @@ class SessionGraph:
 
     def answered(self, request: Repeatable, kind: type[Answer]) -> Answer | None:
         """The answer that this key got. Raises `Conflict` if it was for another request."""
-        return None if self._replays is None else self._replays.find(request, kind)
+        return None if self._responses is None else self._responses.find(request, kind)
 
     def remember(self, request: Repeatable, response: BaseModel) -> None:
         """Keep the answer if the request has an idempotency key."""
         if request.idempotency_key is not None:
-            self._replays = self._replays or Replays()
-            self._replays.remember(request, response)
+            self._responses = self._responses or IdempotentResponses()
+            self._responses.remember(request, response)
 
     def add_variable(self, name: str, text: str | None = None) -> SemanticVariable:
         variable = self.new_variable(name, text)
@@ -268,7 +270,7 @@ class SessionGraph:
                 output=prompt.output or self.new_variable(f"answer_{i}"),
                 sampling=sampling,
                 previous=prompt.previous,
-                is_held=prompt.is_held and not self._on_demand,
+                allows_background=prompt.allows_background and not self._on_demand,
                 conversation=prompt.conversation,
             )
             for i, sampling in enumerate(prompt.samplings)
@@ -286,7 +288,7 @@ class SessionGraph:
         if variable.is_settled:
             return
         if variable.producer is not None:
-            self.flow.cancel(variable.producer, error)
+            self.propagation.cancel(variable.producer, error)
         else:
             variable.fail(error)
 
@@ -294,15 +296,15 @@ class SessionGraph:
         """Cancel every output of the call that is not settled."""
         unfinished = [task for task in self._call(request_id).tasks if not task.is_finished]
         for task in reversed(unfinished):
-            self.flow.cancel(task, Cancelled(f"request {request_id} was cancelled"))
+            self.propagation.cancel(task, Cancelled(f"request {request_id} was cancelled"))
 
     def close(self, error: ParrotError) -> Iterator[int]:
         """The session ends, and nothing of it starts any more. The steps stop all work, and fail
         every variable that is not settled."""
         tasks = (task for call in reversed(self.calls.values()) for task in reversed(call.tasks))
-        return self.flow.close(tasks, self.variables.values(), error)
+        return self.propagation.close(tasks, self.variables.values(), error)
 
-    def dissolve(self) -> Iterator[int]:
+    def free(self) -> Iterator[int]:
         """Take apart what `close` has ended. The steps free its parts one after the other: they
         hold each other, and Python's collector would free all of them in one turn of the loop."""
         for variable in self.variables.values():
@@ -317,7 +319,7 @@ class SessionGraph:
         """Recount what is kept incrementally. Only between events of the loop."""
         tasks = [task for call in self.calls.values() for task in call.tasks]
         self.activation.check_integrity(tasks)
-        self.flow.check_integrity(tasks)
+        self.propagation.check_integrity(tasks)
         for state in VariableState:
             count = sum(variable.state is state for variable in self.variables.values())
             assert count == self.num_variables(state), (state, count)
@@ -345,7 +347,7 @@ class SessionGraph:
             draft = self._semantic_call(request, new)
         on_demand = self._on_demand if request.on_demand is None else request.on_demand
         for task in draft.call.tasks:
-            task.is_held = not on_demand
+            task.allows_background = not on_demand
         return draft
 
     def _semantic_call(
@@ -359,7 +361,7 @@ class SessionGraph:
             bound,
             ancestor,
             options=CallOptions(
-                func_name=request.func_name or unnamed(request_id),
+                func_name=request.func_name or default_func_name(request_id),
                 models=tuple(request.models),
                 cache_prefix=request.cache_prefix,
                 chat=request.chat,
@@ -397,9 +399,9 @@ class SessionGraph:
     def _register(self, variable: SemanticVariable) -> None:
         self.variables[variable.id] = variable
         if variable.is_settled:  # born with its value: those who need it never waited for it
-            self.flow.num_settled[variable.state] += 1
+            self.propagation.num_settled[variable.state] += 1
         else:
-            variable.on_settled(self.flow.settled)
+            variable.on_settled(self.propagation.settled)
 
     def _bind(
         self, parameters: Sequence[CallParameter], new: Mapping[str, SemanticVariable]
@@ -432,7 +434,7 @@ class SessionGraph:
             caller = task.options.traceparent
             task.traceparent = caller if spans is None else spans.told(caller, task.id)
         for task in tasks:
-            self.flow.enter(task)
+            self.propagation.add_task(task)
         for draft in drafts:
             if draft.criteria is not None and draft.call.tasks:
                 last = draft.call.tasks[-1].outputs[-1]

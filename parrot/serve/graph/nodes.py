@@ -158,7 +158,7 @@ class SemanticVariable:
         self.error = error
         self._settle(VariableState.FAILED)
 
-    def restart(self) -> None:
+    def reset_partial_text(self) -> None:
         """Forget the partial text: the producer was stopped because nobody reads the variable, and
         appends the text from its beginning if it runs again."""
         assert not self.is_settled, self
@@ -343,13 +343,13 @@ class CallOptions:
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """One who wants a variable from outside of the graph. `may_lose`: it is a race's candidate."""
+    """One who wants a variable from outside of the graph. `is_racing`: it is a race's candidate."""
 
     variable: SemanticVariable
     criteria: PerformanceCriteria
     deadline: float | None = None  # on the clock's scale
     wants_stream: bool = False
-    may_lose: bool = False
+    is_racing: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -362,8 +362,8 @@ class Node:
     plus the program if that holds the task and was woken. `asked` counts, of these, the readers and
     the consumers that are asked for themselves: a wanted task that nobody asks for is background
     work. `wants` and `asks`: whether its producers count it so; where many tasks change, some hear
-    of it in a later turn of the event loop. `is_held`: it may run in the background; `is_woken`:
-    the program wants it to.
+    of it in a later turn of the event loop. `allows_background`: it may run in the background;
+    `has_background_demand`: the program wants it to.
     `is_started`: it is with the dispatcher or the sandbox now; `is_ended`: its end was handled. The
     last group of fields belongs to deduction, which makes the objective of it, and means something
     only while the task is wanted."""
@@ -380,11 +380,11 @@ class Node:
     outputs: tuple[SemanticVariable, ...] = field(init=False)
     missing: int = 0
     demand: int = 0
-    asked: int = 0
-    wants: bool = False
-    asks: bool = False
-    is_held: bool = True
-    is_woken: bool = False
+    reader_demand: int = 0
+    is_counted: bool = False
+    is_counted_as_read: bool = False
+    allows_background: bool = True
+    has_background_demand: bool = False
     is_started: bool = False
     is_ended: bool = False
     traceparent: str = ""  # its own span, or that of who asked for it; empty: it is not traced
@@ -409,7 +409,7 @@ class Node:
 
     @property
     def is_wanted(self) -> bool:
-        return self.wants and self.state not in _FINAL_STATES
+        return self.is_counted and self.state not in _FINAL_STATES
 
     def producers(self) -> "Iterator[Task]":
         """Yield the tasks that make its unsettled inputs, once for each input."""
@@ -427,7 +427,7 @@ class Node:
 
     def wanted_consumers(self) -> "list[Task]":
         """The open consumers that are wanted."""
-        return [consumer for consumer in self.open_consumers() if consumer.wants]
+        return [consumer for consumer in self.open_consumers() if consumer.is_counted]
 
     def readers(self) -> Iterator[Reader]:
         for variable in self.outputs:
@@ -443,7 +443,7 @@ class Completion(Node):
     sampling: SamplingConfig
     previous: "Completion | None" = None
     wants_stream: bool = False  # a reader wants tokens as they come
-    may_lose: bool = False  # it is in a race: its text is kept as it comes, to go on when it lost
+    is_racing: bool = False  # it is in a race: its text is kept as it comes, to go on when it lost
     stats: RunStats = field(default_factory=RunStats)
     conversation: dict[str, Any] | None = None  # that its server renders, until it is settled
 
@@ -480,14 +480,14 @@ class NativeCall(Node):
 Task = Completion | NativeCall
 
 
-unnamed = "call_{}".format
+default_func_name = "call_{}".format
 """The function's name of a call that gave none, by the id of its request."""
 
 
 def given_name(task: Task) -> str:
     """The function's name that the program gave; empty if it gave none."""
     name = task.options.func_name
-    return "" if name == unnamed(task.request_id) else name
+    return "" if name == default_func_name(task.request_id) else name
 
 
 class Executor(Protocol):
@@ -500,12 +500,12 @@ class Executor(Protocol):
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """A wanted completion waits for inputs: called when it becomes wanted, and again whenever
-        one of its inputs is settled while others are missing. It ends with `start`, `unexpect` or
-        `finished`, whichever comes first. `forecast` may be called until then: when the last input
-        is predicted to come, on the clock's scale; infinite if nobody knows."""
+        one of its inputs is settled while others are missing. It ends with `start`,
+        `stop_expecting` or `finished`, whichever comes first. `forecast` may be called until then:
+        when the last input is predicted to come, on the clock's scale; infinite if nobody knows."""
         ...
 
-    def unexpect(self, completion: Completion) -> None:
+    def stop_expecting(self, completion: Completion) -> None:
         """Expect the completion no more, if it was expected: it is not wanted now, or has ended
         without having been started."""
         ...

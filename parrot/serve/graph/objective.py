@@ -29,10 +29,10 @@ from parrot.serve.graph.nodes import Objective, Predictor, Task
 
 # A task that is already wanted hears of a longer path below it when that grew by this factor, so a
 # chain that keeps growing while it waits costs O(log n) per task and not O(n).
-_GROWTH = 1.1
+_MIN_GROWTH = 1.1
 
 _MAX_DEPTH = 4  # tasks above that are asked in turn; beyond, the prediction of activation holds
-_MAX_LOOK = 64  # inputs looked at for the first that is missing
+_MAX_INPUTS_SCANNED = 64  # inputs looked at for the first that is missing
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
@@ -67,7 +67,7 @@ def objective_of(node: Task) -> Objective:
         remaining_path_s=node.path_s,
         task_group=None if node.group is None else str(node.group),
         deadline=node.deadline,
-        is_background=not node.asked,
+        is_background=not node.reader_demand,
     )
 
 
@@ -75,20 +75,20 @@ def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
     """Deduce tasks that have just become wanted. Returns those, among all that were wanted before,
     that this made stricter or longer, and which have yet to `push`."""
     if len(activated) == 1 and not activated[0].missing:
-        _place(activated[0], predictor)
+        _reset_deduction(activated[0], predictor)
         activated[0].ready_in_s = 0.0
-        _pull_urgency(activated[0], set())
+        _pull_objective(activated[0], set())
         return set()
     new = set(activated)
     order = _consumers_first(new)
     for node in order:
-        _place(node, predictor)
+        _reset_deduction(node, predictor)
     for node in reversed(order):
         above = (p.ready_in_s + p.duration_s for p in _wanted_producers(node))
         node.ready_in_s = max(above, default=0.0)
     changed = _lengthened(order, new)  # before any says which of its producers are a stage
     for node in order:
-        _pull_urgency(node, new)
+        _pull_objective(node, new)
         changed.update(p for p in push(node) if p not in new)
     return changed
 
@@ -106,7 +106,7 @@ def earliest_deadline(node: Task) -> float | None:
     return min((when for when in asked if when is not None), default=None)
 
 
-def relax(node: Task) -> bool:
+def drop_stale_deadline(node: Task) -> bool:
     """Drop the deadline of those who wanted the task and have gone. Returns whether that changed
     its deadline, so that its producers' may change."""
     deadline = earliest_deadline(node)
@@ -128,7 +128,7 @@ def ready_at(task: Task, now: float, depth: int = _MAX_DEPTH) -> float:
     num_come = task.num_awaited - task.missing
     if num_come > 0:
         when = max(when, now + (now - activated) * task.missing / num_come)
-    missing = next((v for v in islice(task.inputs, _MAX_LOOK) if not v.is_settled), None)
+    missing = next((v for v in islice(task.inputs, _MAX_INPUTS_SCANNED) if not v.is_settled), None)
     if missing is None:
         return when
     above = missing.producer
@@ -146,7 +146,7 @@ def predict_again(wanted: Iterable[Task], predictor: Predictor) -> set[Task]:
     for node in _consumers_first(set(wanted)):
         before_s = node.path_s
         predict(node, predictor)
-        if not before_s / _GROWTH <= node.path_s <= before_s * _GROWTH:
+        if not before_s / _MIN_GROWTH <= node.path_s <= before_s * _MIN_GROWTH:
             changed.add(node)
     return changed
 
@@ -172,7 +172,7 @@ def _consumers_first(new: set[Task]) -> list[Task]:
     return order
 
 
-def _place(node: Task, predictor: Predictor) -> None:
+def _reset_deduction(node: Task, predictor: Predictor) -> None:
     """Start its deduction afresh: depth and path from its consumers, which have theirs."""
     node.depth = max((c.depth + 1 for c in node.wanted_consumers()), default=0)
     predict(node, predictor)
@@ -181,7 +181,7 @@ def _place(node: Task, predictor: Predictor) -> None:
     node.deadline = None
 
 
-def _pull_urgency(node: Task, new: set[Task]) -> None:
+def _pull_objective(node: Task, new: set[Task]) -> None:
     """Apply what its readers ask, and the consumers that were wanted before (new ones push)."""
     for reader in node.readers():
         _apply(node, reader.criteria, reader.deadline)
@@ -189,7 +189,7 @@ def _pull_urgency(node: Task, new: set[Task]) -> None:
         if consumer not in new:
             others = (p for p in consumer.producers() if p is not node and p.is_wanted)
             in_stage = any(p.depth == node.depth for p in others)
-            _relay(consumer, node, in_stage)
+            _push_to(consumer, node, in_stage)
 
 
 def push(consumer: Task) -> list[Task]:
@@ -199,7 +199,7 @@ def push(consumer: Task) -> list[Task]:
     longer = [producer for producer in producers if _lengthen(producer, consumer)]
     stages = Counter(producer.depth for producer in producers)
     for producer in producers:
-        if _relay(consumer, producer, stages[producer.depth] > 1):
+        if _push_to(consumer, producer, stages[producer.depth] > 1):
             longer.append(producer)
     return longer
 
@@ -216,7 +216,7 @@ def _lengthened(consumers: Iterable[Task], new: set[Task]) -> set[Task]:
 
 def _lengthen(node: Task, consumer: Task) -> bool:
     path_s, depth = node.duration_s + consumer.path_s, consumer.depth + 1
-    if path_s <= node.path_s * _GROWTH and depth <= node.depth * _GROWTH:
+    if path_s <= node.path_s * _MIN_GROWTH and depth <= node.depth * _MIN_GROWTH:
         return False
     node.path_s = max(node.path_s, path_s)
     node.depth = max(node.depth, depth)
@@ -228,7 +228,7 @@ def _wanted_producers(node: Task) -> list[Task]:
     return [producer for producer in dict.fromkeys(node.producers()) if producer.is_wanted]
 
 
-def _relay(consumer: Task, producer: Task, in_stage: bool) -> bool:
+def _push_to(consumer: Task, producer: Task, in_stage: bool) -> bool:
     is_next = producer.depth <= consumer.depth + 1  # not a further consumer, later in the graph
     if in_stage and is_next and producer.group is None:
         producer.group = consumer.id

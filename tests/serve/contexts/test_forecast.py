@@ -67,8 +67,8 @@ class ForecastingRunner(HeldRunner):
             self.texts[completion] = [segment.text for segment in prefix.segments]
             self.num_grown += 1
 
-    def unexpect(self, completion: Completion) -> None:
-        super().unexpect(completion)
+    def stop_expecting(self, completion: Completion) -> None:
+        super().stop_expecting(completion)
         self.prefixes.drop(completion)
         self.texts.pop(completion, None)
 

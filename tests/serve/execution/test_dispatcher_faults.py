@@ -205,7 +205,7 @@ class History:
         else:
             self.withdrawn.add(completion.id)
             self.dispatcher.withdraw(completion)
-            completion.output.restart()
+            completion.output.reset_partial_text()
             assert completion.state is CompletionState.IDLE
 
     async def run(self) -> None:

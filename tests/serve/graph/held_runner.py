@@ -53,7 +53,7 @@ class HeldRunner:
         if completion not in self.expected:
             self.expected.append(completion)
 
-    def unexpect(self, completion: Completion) -> None:
+    def stop_expecting(self, completion: Completion) -> None:
         assert completion.state is not CompletionState.QUEUED
         if completion in self.expected:
             self.expected.remove(completion)
@@ -130,10 +130,10 @@ def add_reader(
     *,
     deadline: float | None = None,
     wants_stream: bool = False,
-    may_lose: bool = False,
+    is_racing: bool = False,
 ) -> Reader:
     """Want an unsettled variable until `graph.activation.remove_reader`."""
-    reader = Reader(variable, criteria, deadline, wants_stream, may_lose)
+    reader = Reader(variable, criteria, deadline, wants_stream, is_racing)
     graph.activation.add_reader(reader)
     return reader
 

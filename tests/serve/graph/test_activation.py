@@ -449,7 +449,7 @@ def test_an_awake_session_runs_what_the_program_holds_in_the_background(
     link_call(graph, "needs", [needed])
     add_reader(graph, graph.variable(parts[1]), Criteria.LATENCY)
     assert runner.names() == ["p1"]
-    graph.activation.wake()
+    graph.activation.start_background()
     assert sorted(runner.names()) == ["needed", "p0", "p1", "p2"]
     assert objectives(graph, *parts, needed, lazy) == [
         (Criteria.THROUGHPUT, True),
@@ -460,7 +460,7 @@ def test_an_awake_session_runs_what_the_program_holds_in_the_background(
     ]
     later = link_call(graph, "later", [])
     assert "later" not in runner.names()
-    assert not graph.activation.wake()
+    assert not graph.activation.start_background()
     assert "later" in runner.names()
     add_reader(graph, graph.variable(later), Criteria.TTFT)
     assert objectives(graph, later) == [(Criteria.TTFT, False)]
@@ -472,7 +472,7 @@ def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: H
     graph = make_graph(runner, on_demand=True)
     link_call(graph, "a", [])
     link_call(graph, "b", [], on_demand=False)
-    graph.activation.wake()
+    graph.activation.start_background()
     assert runner.names() == ["b"]
 
 
@@ -482,7 +482,7 @@ def test_a_reader_raises_the_background_work_above_it_and_takes_it_along(
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     other = link_call(graph, "other", [a])
-    graph.activation.wake()
+    graph.activation.start_background()
     assert objectives(graph, a, b) == [(Criteria.THROUGHPUT, True)] * 2
     reader = add_reader(graph, graph.variable(b), Criteria.LATENCY)
     assert objectives(graph, a, b) == [(Criteria.LATENCY, False)] * 2
@@ -501,7 +501,7 @@ def test_what_only_a_lost_reader_needed_stops_though_it_was_background_work_once
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     free = link_call(graph, "free", [])
-    graph.activation.wake()
+    graph.activation.start_background()
     graph.activation.remove_reader(add_reader(graph, graph.variable(b), Criteria.LATENCY))
     assert runner.names() == ["free"]
     assert objectives(graph, a, b, free) == [None, None, (Criteria.THROUGHPUT, True)]
@@ -516,7 +516,7 @@ def test_nothing_is_made_in_the_background_of_what_was_released(
     draft, other = link_call(graph, "draft", []), link_call(graph, "other", [])
     rating = link_call(graph, "rating", [draft, other])
     final = link_call(graph, "final", [rating])
-    graph.activation.wake()
+    graph.activation.start_background()
     assert runner.names() == ["draft", "other"]
     graph.activation.release(graph.variable(draft))
     assert runner.names() == ["other"]
@@ -535,7 +535,7 @@ def test_what_was_released_before_the_session_woke_stays_idle(
 ) -> None:
     a = link_call(graph, "a", [])
     graph.activation.release(graph.variable(a))
-    graph.activation.wake()
+    graph.activation.start_background()
     assert runner.names() == []
 
 
@@ -545,7 +545,7 @@ def test_cancellation_and_the_end_stop_background_work(
     response = graph.submit(semantic("a {{y}}", made("y")))
     b = link_call(graph, "b", [])
     link_call(graph, "c", [])
-    graph.activation.wake()
+    graph.activation.start_background()
     graph.cancel_call(response.request_id)
     graph.cancel_variable(b)
     assert runner.names() == ["c"]
@@ -563,7 +563,7 @@ def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
     link_call(graph, "c", [lazy])
     link_call(graph, "free", [])
     graph.activation.remove_reader(add_reader(graph, graph.variable(b), Criteria.LATENCY))
-    graph.activation.wake()
+    graph.activation.start_background()
     assert runner.names() == ["free"]
     graph.check_integrity()
 
@@ -574,9 +574,9 @@ async def test_calls_are_woken_in_the_order_of_their_submission(runner: HeldRunn
     link_call(graph, "early", [])
     await clock.advance(2)
     link_call(graph, "late", [])
-    assert graph.activation.wake(until=11)
+    assert graph.activation.start_background(until=11)
     assert runner.names() == ["early"]
-    assert not graph.activation.wake(until=12)
+    assert not graph.activation.start_background(until=12)
     assert runner.names() == ["early", "late"]
     graph.check_integrity()
 
@@ -585,9 +585,9 @@ def test_many_calls_are_woken_in_turns(runner: HeldRunner) -> None:
     graph = make_graph(runner, ManualClock(start=10))
     for n in range(600):
         link_call(graph, f"p{n}", [])
-    assert graph.activation.wake()
+    assert graph.activation.start_background()
     assert len(runner.names()) == 512
-    assert not graph.activation.wake()
+    assert not graph.activation.start_background()
     assert runner.names() == [f"p{n}" for n in range(600)]
     graph.check_integrity()
 
@@ -604,7 +604,7 @@ def test_what_the_program_sets_an_input_of_runs_as_it_reads_before_it_is_read(
     parts = [link_call(graph, f"part{n}", [facts[2]]) for n in range(2)]
     link_call(graph, "total", parts)
     reader = add_reader(graph, graph.variable(link_call(graph, "first", [])), read_as)
-    graph.activation.wake()
+    graph.activation.start_background()
     runner.finish(runner.started[0])
     assert reader.variable.is_settled
     graph.set_variable(facts[0], "text")
@@ -627,11 +627,11 @@ def test_a_reader_that_goes_before_the_walk_has_come_by_leaves_background_work(
     backlog = Slices(per_slice=1)
     graph = make_graph(runner, backlog=backlog)
     call = link_call(graph, "call", [])
-    graph.activation.wake()
+    graph.activation.start_background()
     backlog.finish()
     for n in range(3):
         link_call(graph, f"c{n}", [])
-    graph.activation.wake()
+    graph.activation.start_background()
     graph.activation.remove_reader(add_reader(graph, graph.variable(call), Criteria.LATENCY))
     backlog.finish()
     assert objectives(graph, call) == [(Criteria.LATENCY, True)]

@@ -118,7 +118,7 @@ class GraphMachine(RuleBasedStateMachine):
 
     @rule()
     def wake(self) -> None:
-        self.graph.activation.wake()
+        self.graph.activation.start_background()
         self.is_awake = True
         self.woken = {task for call in self.graph.calls.values() for task in call.tasks}
 

@@ -132,7 +132,7 @@ def test_turns_that_take_in_all_before_them_are_no_stage(
     for number in range(num_turns):
         turns.append(link_call(graph, f"turn{number}", turns))
     add_reader(graph, graph.variable(turns[0]), Criteria.LATENCY)
-    graph.activation.wake()
+    graph.activation.start_background()
     depths = [objective(graph, turn).depth for turn in turns]
     assert depths == list(reversed(range(num_turns)))
     assert {objective(graph, turn).task_group for turn in turns} == {None}
