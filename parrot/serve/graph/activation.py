@@ -1,4 +1,19 @@
-"""Activation: start what somebody wants, and what that needs; stop what nobody wants any more."""
+"""Activation: starts the tasks that a reader or the program demands, and stops all other tasks.
+
+`demand` counts the readers and the wanted consumers of a task, plus 1 for background work. Example:
+the calls a and b make the inputs of call c, and a client reads the output of c.
+
+    event                  demand a, b, c   effect
+    calls are submitted        0  0  0      none: all calls are IDLE
+    c gets a reader            1  1  1      a and b start, c is WAITING for 2 inputs
+    a finishes                 -  1  1      c is WAITING for 1 input
+    the reader leaves          -  0  0      b is withdrawn, b and c are IDLE
+    c gets a reader            -  1  1      b starts again
+    b finishes                 -  -  1      c starts
+
+With `start_background` before the reader, the demand is 2, 2, 1 and `reader_demand` is 0, 0, 0: all
+three calls are background work. The reader makes this 2, 2, 2 and 1, 1, 1.
+"""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -33,14 +48,14 @@ from parrot.utils.tasks import Backlog
 
 
 class RemainingWork:
-    """Sums what wanted tasks are predicted to take, and predicts it again with what answers teach:
-    after the session's 1st, 2nd, 4th, 8th ... task that is done, so O(log n) predictions for each
-    of n tasks."""
+    """The predicted work of a session's wanted and unfinished tasks. All of them are predicted
+    again after the session's 1st, 2nd, 4th, 8th, ... finished task. So each of n tasks is predicted
+    O(log n) times."""
 
     def __init__(self, runner: Executor, predictor: Predictor) -> None:
         self._runner = runner
         self._predictor = predictor
-        self._wanted: dict[Task, float] = {}  # with the work in the sum below
+        self._wanted: dict[Task, float] = {}  # The work of each task in `_sum_s`.
         self._sum_s = 0.0
         self._num_done = 0
         self._next_prediction = 1
@@ -50,18 +65,18 @@ class RemainingWork:
         return task in self._wanted
 
     def add(self, task: Task) -> None:
-        """A wanted task's work is part of what remains."""
+        """Add a wanted task, or update its work."""
         self._sum_s += task.work_s - self._wanted.get(task, 0.0)
         self._wanted[task] = task.work_s
 
     def remove(self, task: Task) -> None:
         self._sum_s -= self._wanted.pop(task, 0.0)
         if not self._wanted:
-            self._sum_s = 0.0  # no rounding errors are left over
+            self._sum_s = 0.0  # Remove rounding errors.
 
     def should_repredict(self) -> bool:
-        """Another task is done. Whether all others are to be predicted again by `repredict`:
-        answers of the same functions change most after the first."""
+        """Count a finished task. Returns whether the caller must run `repredict` now."""
+        # The first outputs of a function change its predictions most.
         self._num_done += 1
         if self._num_done < self._next_prediction or self._is_repredicting:
             return False
@@ -70,8 +85,9 @@ class RemainingWork:
         return True
 
     def repredict(self, per_slice: int, update: Callable[[Iterable[Task]], None]) -> Iterator[int]:
-        """Work for a backlog. `update` is given tasks whose paths have changed by much."""
-        wanted = sorted(self._wanted, key=attrgetter("depth"))  # consumers before producers
+        """Predict all wanted tasks again, `per_slice` tasks per step. `update` receives the tasks
+        whose paths have changed by more than 10%."""
+        wanted = sorted(self._wanted, key=attrgetter("depth"))  # Consumers before producers.
         for start in range(0, len(wanted), per_slice):
             tasks = [task for task in wanted[start : start + per_slice] if task in self._wanted]
             changed = predict_again(tasks, self._predictor)
@@ -84,7 +100,7 @@ class RemainingWork:
         self._is_repredicting = False
 
     def report(self, task: Task) -> None:
-        """Tell the runner what remains of the task's session."""
+        """Report the remaining work of the task's session to the runner."""
         self._runner.update_remaining_work(task.session_id, self._sum_s)
 
     def check_integrity(self) -> None:
@@ -92,21 +108,15 @@ class RemainingWork:
         assert not any(task.is_finished for task in self._wanted), self._wanted
 
 
-_MAX_BACKGROUND_STARTS = 512  # tasks that are woken in one turn of the event loop
+# Tasks that one turn of the event loop starts in the background. A larger value makes the turn
+# longer.
+_MAX_BACKGROUND_STARTS = 512
 
 
 class Activation:
-    """Counts who wants each task, starts wanted tasks whose inputs are ready, and stops tasks that
-    nobody wants any more. `num_started`: tasks that are with the runner now.
-
-    `start_background` lets the program itself want the tasks that it holds: in the background,
-    behind what is read. A task stops to be held when a reader leaves it, when the program
-    `release`s it, or when the last task that was read and needed it is cancelled or left.
-
-    A task's producers hear that it is wanted when it becomes so, and it does when its turn comes:
-    walks are loops, not recursion, and those through many tasks go in the backlog, since a session
-    may be one chain of 65,536 calls. What answers teach reaches a task's objective when its inputs
-    are complete, and now and then before, see `RemainingWork`."""
+    """Counts the demand for each task, starts wanted tasks whose inputs are ready, and withdraws
+    tasks without demand. A change of demand is propagated to producers in slices of the backlog,
+    without recursion, because a session may be one chain of 65,536 calls."""
 
     def __init__(
         self, clock: Clock, runner: Executor, predictor: Predictor, backlog: Backlog
@@ -115,20 +125,21 @@ class Activation:
         self._runner = runner
         self._predictor = predictor
         self._backlog = backlog
-        self.num_started = 0
+        self.num_started = 0  # Tasks that the runner has now.
         self._is_closed = False
-        self._background: deque[Task] = deque()  # held, but not woken yet, the oldest first
-        self._dirty: deque[Task] = deque()  # those that may have become wanted, or unwanted
-        self._to_push: OrderedDict[Task, None] = (
-            OrderedDict()
-        )  # what they ask of others has changed
+        # Tasks that may run in the background and were not started there, oldest first.
+        self._background: deque[Task] = deque()
+        self._dirty: deque[Task] = deque()  # Tasks whose demand may have changed.
+        # Tasks whose deduced values have changed and must be pushed to their producers.
+        self._to_push: OrderedDict[Task, None] = OrderedDict()
         self._is_walking = False
-        # What was read last. It is not in the journal: after a takeover it is this until the next.
+        # The criteria of the last read. The journal does not have them, so after a takeover this
+        # value is used until the next read.
         self._last_read_criteria = PerformanceCriteria.THROUGHPUT
         self._remaining = RemainingWork(runner, predictor)
 
     def add_reader(self, reader: Reader) -> None:
-        """Want an unsettled variable, whether or not it has a producer yet."""
+        """Add a reader of an unsettled variable. The variable may have no producer yet."""
         reader.variable.readers.append(reader)
         self._last_read_criteria = reader.criteria
         producer = reader.variable.producer
@@ -144,8 +155,9 @@ class Activation:
         self._walk(producer)
 
     def remove_reader(self, reader: Reader) -> None:
-        """The reader has its value or has gone. Work that nobody else asks for is withdrawn, and
-        what was to be made of it in the background."""
+        """Remove a reader that has its value or has left. Tasks that lose their last demand are
+        withdrawn. If the producer has no reader demand left, background work on it and on its
+        consumers stops."""
         if reader not in reader.variable.readers:
             return
         reader.variable.readers.remove(reader)
@@ -162,8 +174,8 @@ class Activation:
         self._walk(producer)
 
     def start_background(self, until: float = inf) -> bool:
-        """Run in the background the calls that the program holds and submitted by `until`, at most
-        512 of them. False if none is left to be woken later."""
+        """Start background work: up to 512 unread tasks that were submitted by `until`, oldest
+        first. Returns whether later calls may start more tasks."""
         started: list[Task] = []
         while (
             len(started) < _MAX_BACKGROUND_STARTS
@@ -179,8 +191,8 @@ class Activation:
         return bool(self._background)
 
     def release(self, variable: SemanticVariable) -> None:
-        """The program has decided against the variable: its producer is held no more. Nothing
-        happens to that while somebody asks for it."""
+        """The program no longer needs the variable. Background work on its producer and on the
+        consumers stops. Does nothing while the producer has reader demand."""
         task = variable.producer
         if task is None or task.reader_demand or task.is_finished:
             return
@@ -189,22 +201,23 @@ class Activation:
         self._walk(task)
 
     def add_producer(self, task: Task) -> None:
-        """A task was linked; its outputs may have been wanted before it came."""
+        """Add a linked task. Its outputs may already have readers and wanted consumers."""
         task.demand, task.reader_demand = self._count_demand(task)
         if task.allows_background:
             self._background.append(task)
         self._walk(task)
 
     def input_set(self, task: Task) -> None:
-        """The program has set one of its inputs. It does so for what comes of it: background work
-        that misses nothing else runs as what was read last, for its read will come, too. Not one of
-        a stage, for which nobody waits alone."""
+        """The program has set an input of the task."""
+        # A program sets an input because it will read the result. So background work that misses no
+        # other input gets the criteria of the last read. A task of a stage does not, because no
+        # reader waits for one task of a stage alone.
         if task.missing == 1 and task.is_wanted and not task.reader_demand and task.group is None:
             tighten(task, self._last_read_criteria, None)
         self.input_settled(task)
 
     def input_settled(self, task: Task) -> None:
-        """One of its inputs got its value (or failed: then the caller fails the task)."""
+        """An input of the task was set or has failed. After a failure the caller fails the task."""
         task.missing -= 1
         if not task.is_wanted:
             return
@@ -217,7 +230,7 @@ class Activation:
             self._start(task)
 
     def finished(self, task: Task) -> None:
-        """Handle a task that came to a final state. What was to be made for it alone is
+        """Remove a task that has reached a final state. Producers without other demand are
         withdrawn."""
         if task.is_started:
             task.is_started = False
@@ -236,14 +249,14 @@ class Activation:
         self._walk()
 
     def close(self) -> None:
-        """Nothing starts any more."""
+        """Stop activation: no task starts from now on."""
         self._is_closed = True
         self._background.clear()
         self._dirty.clear()
         self._to_push.clear()
 
     def check_integrity(self, tasks: Iterable[Task]) -> None:
-        """Recount demand; `tasks` are all of the graph's."""
+        """Recount the demand. `tasks`: all tasks of the graph."""
         num_started = 0
         is_walking = self in self._backlog
         for task in tasks:
@@ -252,7 +265,8 @@ class Activation:
                 assert not task.is_started, task
                 continue
             demand = self._count_demand(task)
-            is_torn = any(output.is_settled for output in task.outputs)  # by a crash: it runs again
+            # A crash may have settled some outputs. The task runs again for the others.
+            is_torn = any(output.is_settled for output in task.outputs)
             counted = task.demand, task.reader_demand
             assert is_torn or counted == demand, (task, counted, demand)
             assert task.is_wanted == (task.objective is not None), task
@@ -269,14 +283,14 @@ class Activation:
         self._remaining.check_integrity()
 
     def _count_demand(self, task: Task) -> tuple[int, int]:
-        """Number of those who want the task, and of those who ask for it."""
+        """Count `demand` and `reader_demand` from the readers and consumers."""
         num_readers = sum([len(output.readers) for output in task.outputs])
         consumers = task.wanted_consumers()
-        num_asking = num_readers + sum([consumer.is_counted_as_read for consumer in consumers])
-        return num_readers + len(consumers) + task.has_background_demand, num_asking
+        reader_demand = num_readers + sum([consumer.is_counted_as_read for consumer in consumers])
+        return num_readers + len(consumers) + task.has_background_demand, reader_demand
 
     def _walk(self, *tasks: Task) -> None:
-        """Look at these tasks, and at all that changes by that."""
+        """Check the demand of these tasks, then of all tasks whose demand changes as a result."""
         if self._is_closed:
             return
         self._dirty.extend(tasks)
@@ -292,8 +306,8 @@ class Activation:
             self._is_walking = False
 
     def _step(self) -> int:
-        """Let a slice of tasks become wanted or unwanted, as they are, and tell their producers.
-        Then those start whose inputs are there. Returns how many were looked at."""
+        """Apply and propagate the demand of a slice of tasks. Start the newly wanted tasks whose
+        inputs are ready. Returns the number of tasks that were checked."""
         activated: dict[Task, None] = {}
         changed: set[Task] = set()
         task, count = None, 0
@@ -325,7 +339,8 @@ class Activation:
         return count
 
     def _apply_demand(self, task: Task, activated: dict[Task, None], changed: set[Task]) -> None:
-        """Let it be what its demand says. One that nobody asks for any more is not held either."""
+        """Activate or stop the task according to its demand, and propagate the demand."""
+        # The last reader demand has gone, so background work on the task stops as well.
         if (
             task.is_counted_as_read
             and not task.reader_demand
@@ -359,11 +374,12 @@ class Activation:
             has_changed = producer.is_counted != (producer.demand > 0)
             if has_changed or producer.is_counted_as_read != (producer.reader_demand > 0):
                 self._dirty.append(producer)
-            if producer.deadline is not None:  # which may have been this task's
+            if producer.deadline is not None:  # The deadline may have come from this task.
                 self._to_push[producer] = None
 
     def _push_next(self) -> set[Task]:
-        """Let one task ask of its producers what holds now. Returns all whose deduction changed."""
+        """Push the deduced values of one task to its producers. Returns all tasks whose deduced
+        values have changed."""
         task, _ = self._to_push.popitem(last=False)
         if not task.is_wanted:
             return set()
@@ -399,8 +415,8 @@ class Activation:
             self._runner.stop_expecting(task)
 
     def _release_consumers(self, task: Task) -> None:
-        """Make nothing of the task, directly or not, in the background: now, and after the next
-        `start_background`, which would want what is asleep."""
+        """Stop background work on all tasks downstream of the task, and keep `start_background`
+        from starting them later."""
         if next(task.open_consumers(), None) is not None and not self._is_closed:
             self._backlog.add(self, self._releasing(task))
 
@@ -418,12 +434,12 @@ class Activation:
         self._walk()
 
     def _clear_background(self, task: Task) -> None:
-        """The program holds it no more."""
+        """The task may no longer run in the background."""
         task.demand -= task.has_background_demand
         task.allows_background = task.has_background_demand = False
 
     def _stop(self, task: Task) -> None:
-        """Nobody wants it any more."""
+        """Withdraw a task whose demand is 0. It may become wanted again later."""
         self._remaining.remove(task)
         if task.is_started:
             task.is_started = False
@@ -437,8 +453,8 @@ class Activation:
         self._stop_expecting(task)
 
     def _update_delivery(self, task: Task) -> set[Task]:
-        """A reader of the task has come or gone. Returns the task if that changed whether its
-        tokens are to be delivered as they come."""
+        """Set the task's `wants_stream` and `is_racing` after a reader was added or removed.
+        Returns the task if one of them has changed."""
         if not isinstance(task, Completion):
             return set()
         before = task.wants_stream, task.is_racing
@@ -450,11 +466,9 @@ class Activation:
 
 
 class Propagation:
-    """Handles settled variables: those who make them hear of it at once, those who take them one
-    after the other, by way of the backlog, since settling one may settle thousands that depend on
-    it. A consumer that has not heard yet is as if the value had not come; it may be cancelled,
-    become wanted, or be given up meanwhile. `on_settled` hears of each variable before what follows
-    from it."""
+    """Propagates settled variables. The producer is notified at once. Consumers are notified one by
+    one from the backlog, because one failure may fail thousands of tasks. For a consumer that was
+    not notified yet, the input still counts as missing."""
 
     def __init__(
         self,
@@ -464,6 +478,7 @@ class Propagation:
         backlog: Backlog,
     ) -> None:
         self.num_settled = dict.fromkeys(VariableState, 0)
+        # Is called with each settled variable, before its consumers are notified.
         self.on_settled: Callable[[SemanticVariable], None] | None = None
         self._clock = clock
         self._runner = runner
@@ -473,19 +488,19 @@ class Propagation:
         self._pending_consumers: dict[SemanticVariable, deque[Task]] = {}
 
     def settled(self, variable: SemanticVariable) -> None:
-        """Handle a variable that was set or has failed just now."""
+        """Propagate a variable that was just set or has just failed."""
         self.num_settled[variable.state] += 1
         variable.readers.clear()
         if variable.producer is not None:
             self._finish(variable.producer, variable)
         if self.on_settled is not None:
             self.on_settled(variable)
-        if variable.consumers and not self._is_closed:  # those that come later find it settled
+        if variable.consumers and not self._is_closed:  # Later consumers find it settled.
             self._pending_consumers[variable] = deque(variable.consumers)
             self._backlog.add(self._activation, self._notify_consumers(variable))
 
     def add_task(self, task: Task) -> None:
-        """A task was linked: it fails at once with a failed input, or may be wanted already."""
+        """Add a linked task. If an input has failed, the task fails at once."""
         failed = next((variable for variable in task.inputs if variable.error is not None), None)
         if failed is not None:
             self._fail(task, failed)
@@ -493,7 +508,7 @@ class Propagation:
             self._activation.add_producer(task)
 
     def cancel(self, task: Task, error: ParrotError) -> None:
-        """Stop the task wherever it is, and fail its outputs that are not settled."""
+        """Cancel the task in any state, and fail its unsettled outputs with `error`."""
         if task.is_started:
             self._runner.cancel(task, error)
         self._fail_outputs(task, CompletionState.CANCELLED, error)
@@ -501,8 +516,8 @@ class Propagation:
     def close(
         self, tasks: Iterable[Task], variables: Iterable[SemanticVariable], error: ParrotError
     ) -> Iterator[int]:
-        """The graph ends: nothing of it starts any more. A step cancels one of the tasks, or fails
-        one of the variables, if it is not settled."""
+        """Close the graph: no task starts from now on. Each step of the result cancels one task or
+        fails one unsettled variable."""
         self._is_closed = True
         self._activation.close()
         self._pending_consumers.clear()
@@ -510,7 +525,7 @@ class Propagation:
         return self._closing(tasks, variables, error)
 
     def check_integrity(self, tasks: Iterable[Task]) -> None:
-        """Recount what the tasks wait for."""
+        """Recount the missing inputs of the tasks."""
         pending = Counter(
             consumer for waiting in self._pending_consumers.values() for consumer in waiting
         )
@@ -531,7 +546,7 @@ class Propagation:
             yield 1
 
     def _notify_consumers(self, variable: SemanticVariable) -> Iterator[int]:
-        """Tell its consumers, one with each step."""
+        """Notify the variable's consumers, one per step."""
         while pending := self._pending_consumers.get(variable):
             consumer = pending.popleft()
             if variable.producer is None and variable.error is None:
@@ -544,7 +559,7 @@ class Propagation:
         self._pending_consumers.pop(variable, None)
 
     def _finish(self, task: Task, output: SemanticVariable) -> None:
-        """`output`, one of the task's, is settled. The task is finished with the last one."""
+        """Finish the task if all its outputs are settled. `output`: the output settled last."""
         if task.is_ended or not all(variable.is_settled for variable in task.outputs):
             return
         task.is_ended = True
@@ -557,7 +572,8 @@ class Propagation:
         self._runner.finished(task)
 
     def _fail(self, task: Task, cause: SemanticVariable) -> None:
-        """An input failed. The error keeps the type (so the status) of the first failure."""
+        """Fail a task whose input has failed. The error has the type of the first failure, so the
+        HTTP status stays the same."""
         if task.is_finished:
             return
         assert cause.error is not None
