@@ -1,5 +1,5 @@
-"""The graph of a session: its variables, the calls that make and take them, and who wants what.
+"""The graph of a session: its variables, the calls that produce and consume them, and their demand.
 
-The room owns the state of every variable, the demand for every task and the objective that follows
-from it. It starts and withdraws tasks through an `Executor`. It must not know engines, contexts,
-the scheduler or HTTP: results come back through the variables alone."""
+This package owns the state of each variable, the demand for each task and the task's objective. It
+starts and withdraws tasks through an `Executor`, which reports results by settling variables. It
+must not know engines, contexts, the scheduler or HTTP."""

@@ -1,4 +1,5 @@
-"""From a call's template and parameters to the completions it runs as. Pure."""
+"""Builds the completions of a call from its template and parameters, and links tasks into the
+graph."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -21,38 +22,37 @@ from parrot.serve.graph.nodes import (
     VariablePiece,
 )
 
+# Placeholders that a template may have. A template with more is rejected.
 MAX_PLACEHOLDERS = 4096
 _DEFAULT_SAMPLING = SamplingConfig()
-_MAX_CACHED_TEMPLATE = 16384  # characters
+# Longest template, in characters, whose parsed form is cached.
+_MAX_CACHED_TEMPLATE = 16384
 
 
 @dataclass(frozen=True, slots=True)
 class Ancestor:
-    """Where a stateful call continues: the last completion of its predecessor, and what the
-    predecessor's template says after it."""
+    """The point from which a stateful call continues."""
 
-    last: Completion | None = None
-    tail: tuple[Piece, ...] = ()
+    last: Completion | None = None  # The last completion of the predecessor.
+    tail: tuple[Piece, ...] = ()  # The predecessor's template after its last output.
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that comes whole, and what is to be generated behind it, or behind the output of
-    `previous` and then it: an output for each of `samplings`. `output`: an unset variable that is
-    the only one. `allows_background`: without a reader it runs in the background, unless the
-    session runs calls on demand. `conversation`: see `GenerateRequest`."""
+    """A call without a template: a prompt, and one output for each of `samplings`."""
 
     fill: tuple[Piece, ...]
     samplings: Sequence[SamplingConfig]
     options: CallOptions
-    previous: Completion | None = None
-    output: SemanticVariable | None = None
+    previous: Completion | None = None  # The prompt continues after this completion's output.
+    output: SemanticVariable | None = None  # An unset variable for the single output.
+    # The call may run without a reader, except if the session runs calls on demand.
     allows_background: bool = False
-    conversation: dict[str, Any] | None = None
+    conversation: dict[str, Any] | None = None  # See `GenerateRequest`.
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:
-    """Map the parameters by their names. Raises `InvalidRequest` if a name occurs twice."""
+    """Return the parameters by name. Raises `InvalidRequest` if a name occurs twice."""
     by_name = {parameter.name: parameter for parameter in parameters}
     if len(by_name) < len(parameters):
         names = [parameter.name for parameter in parameters]
@@ -71,8 +71,9 @@ def build_completions(
     request_id: int,
     next_id: Callable[[], int],
 ) -> tuple[list[Completion], Ancestor]:
-    """Cut the template at its outputs, and bind it to the variables of its parameters. Returns also
-    where a successor continues. Raises `InvalidRequest` naming the parameter."""
+    """Split the template at its outputs into completions, and bind its placeholders to variables.
+    Also returns the point from which a successor continues. Raises `InvalidRequest` with the
+    parameter."""
     _check_system(request)
     parameters = {parameter.name: parameter for parameter in request.parameters}
     system = () if request.system is None else (TextPiece(request.system, PieceKind.SYSTEM),)
@@ -114,8 +115,9 @@ def build_completions(
 
 
 def _message(fill: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The messages before an answer of a chat. The user's has no white space at its edges, which
-    only sets the template's placeholders apart. Pieces that are empty then go, but for the last."""
+    """The messages before an answer of a chat. White space at the edges of the user's message is
+    removed, because it only separates placeholders in the template. Empty pieces are removed, but
+    at least one piece is left."""
     if fill and isinstance(first := fill[0], TextPiece) and (first.kind is PieceKind.SYSTEM):
         return (first, *_message(fill[1:]))
     pieces = list(fill)
@@ -146,7 +148,8 @@ def _check_output_place(name: str, filled: set[str], *, has_text: bool) -> None:
 
 
 def _parse(template: str) -> tuple[TemplateText | Placeholder, ...]:
-    """Programs send the same templates again and again. Raises `InvalidRequest`."""
+    """Parse a template. Raises `InvalidRequest`."""
+    # Short templates are cached, because programs send the same templates many times.
     is_short = len(template) <= _MAX_CACHED_TEMPLATE
     return _parse_cached(template) if is_short else _parse_any(template)
 
@@ -168,11 +171,12 @@ def _parse_any(template: str) -> tuple[TemplateText | Placeholder, ...]:
     return tuple(pieces)
 
 
-_MAX_NAMED = 16  # of each end of a cycle
+# Variables at each end of a cycle that its error message names.
+_MAX_NAMED = 16
 
 
 def link(tasks: Sequence[Task]) -> None:
-    """Link the tasks of one call, or none of them and raise `CyclicGraph`."""
+    """Link the tasks of one call. If they close a cycle, link none and raise `CyclicGraph`."""
     for count, task in enumerate(tasks, start=1):
         _link(task)
         if _is_cyclic(task):
@@ -183,9 +187,10 @@ def link(tasks: Sequence[Task]) -> None:
 
 
 def link_all(tasks: Sequence[Task]) -> list[Task]:
-    """Link the tasks of many calls, or none of them and raise `CyclicGraph`. Returns them with
-    producers before consumers. Where a path leads from one of them to another through tasks that
-    were there, looks once at each task below them."""
+    """Link the tasks of many calls. Returns them with producers before consumers. If the tasks
+    close a cycle, link none and raise `CyclicGraph`.
+
+    If existing tasks connect the new tasks, this visits each task downstream of them once."""
     for task in tasks:
         _link(task)
     below: TopologicalSorter[Task] = TopologicalSorter()
@@ -235,20 +240,20 @@ def _unlink(task: Task) -> None:
 
 
 def _is_cyclic(task: Task) -> bool:
-    """Whether a task that is already linked closes a cycle.
+    """Whether a linked task closes a cycle.
 
-    Everything but `task` is acyclic, so either search alone would find a cycle: downwards from its
-    outputs and upwards from its inputs. Whichever ends first without meeting `task` proves that
-    there is none, so the cost is that of the smaller side. A task whose outputs nobody consumes,
-    the usual case, costs nothing."""
+    The graph without `task` is acyclic. So a search downstream from its outputs and a search
+    upstream from its inputs both find a cycle, if there is one. They run in turns, and the first
+    search that ends decides. The cost is proportional to the smaller side."""
+    # The usual case: the outputs of a new task have no consumers.
     if not any(output.consumers for output in task.outputs):
         return False
     return _either_finds(_search([task], {task}, down=True), _search([task], {task}, down=False))
 
 
 def _are_connected(new: Set[Task]) -> bool:
-    """Whether a path leads from one of the tasks, which are linked, to one of them, through others
-    alone. All others are acyclic, so again the cost is that of the smaller side."""
+    """Whether a path through other tasks connects two of the new, linked tasks. The cost is
+    proportional to the smaller side, as in `_is_cyclic`."""
     sides = []
     for down in (True, False):
         nearest = {other for task in new for other in _neighbours(task, down=down)}
@@ -257,7 +262,7 @@ def _are_connected(new: Set[Task]) -> bool:
 
 
 def _either_finds(*searches: Iterator[bool]) -> bool:
-    """Whether the first search that ends, of all that go on in turns, has found something."""
+    """Run the searches in turns. Returns the result of the first search that ends."""
     while True:
         for search in searches:
             is_found = next(search, None)
@@ -266,7 +271,7 @@ def _either_finds(*searches: Iterator[bool]) -> bool:
 
 
 def _search(starts: Iterable[Task], goals: Set[Task], *, down: bool) -> Iterator[bool]:
-    """One step a task: True when it has come to one of `goals`."""
+    """Visit one task per step. Yields True when the search reaches one of `goals`, else False."""
     seen: set[Task] = set()
     stack = list(starts)
     while stack:
@@ -290,7 +295,7 @@ def _neighbours(task: Task, *, down: bool) -> Iterator[Task]:
 
 
 def _cycle(start: Task) -> list[SemanticVariable]:
-    """The variables along a shortest cycle through `start`, which has one."""
+    """The variables along a shortest cycle through `start`. `start` must be part of a cycle."""
     came_by: dict[Task, SemanticVariable] = {}
     queue = [start]
     for task in queue:

@@ -1,4 +1,4 @@
-"""One session's graph: its variables, the calls that make and take them, what is wanted of it."""
+"""The graph of one session: its variables, and the calls that produce and consume them."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 
 class IdempotentResponses:
-    """Remembers the answered requests of one session that carried a key."""
+    """The responses of one session to requests with an idempotency key."""
 
     def __init__(self) -> None:
         self._answers: dict[str | None, tuple[bytes, BaseModel]] = {}
@@ -85,7 +85,7 @@ def _fingerprint(request: Repeatable) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The counters, and the backlog, that the graphs of all sessions of a ServeCore share."""
+    """The counters and the backlog that all graphs of a ServeCore share."""
 
     tasks: IdCounter = field(default_factory=lambda: IdCounter(1))
     requests: IdCounter = field(default_factory=lambda: IdCounter(1))
@@ -94,17 +94,17 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class GraphServices:
-    """The services that a graph uses. `backlog` is given the walks through it."""
+    """The services that a graph uses."""
 
     executor: Executor
     predictor: Predictor
     clock: Clock
-    backlog: Backlog
+    backlog: Backlog  # Runs walks through the graph in slices.
 
 
 class SessionIds:
-    """The sources of one session's ids: the shared counters, and ids of variables that
-    follow from the session's secret."""
+    """Creates the ids of one session: task and request ids from the shared counters, and variable
+    ids from the session's secret."""
 
     def __init__(self, shared: Shared, secret: str) -> None:
         self.tasks, self.requests = shared.tasks, shared.requests
@@ -112,7 +112,7 @@ class SessionIds:
 
     @property
     def upcoming(self) -> list[int]:
-        """The numbers of the next ids. Set back, the same ids come again."""
+        """The numbers of the next ids. Setting an earlier value creates the same ids again."""
         return [self.tasks.upcoming, self.requests.upcoming, self.variables.upcoming]
 
     @upcoming.setter
@@ -121,35 +121,32 @@ class SessionIds:
 
 
 CallRequest = SemanticCallRequest | NativeCallRequest
-Bound = dict[str, SemanticVariable]  # by parameter name
+Bound = dict[str, SemanticVariable]  # By parameter name.
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A submitted call. `successor`: where a stateful call that follows it continues; None for a
-    native call."""
+    """A submitted call."""
 
     tasks: tuple[Task, ...]
-    successor: Ancestor | None
+    successor: Ancestor | None  # Where a stateful successor continues. None: a native call.
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A call that is not part of the graph yet. `variables`: its own and those of others."""
+    """A call that is not part of the graph yet."""
 
     request_id: int
     call: Call
-    variables: Sequence[SemanticVariable]
+    variables: Sequence[SemanticVariable]  # The variables of all parameters, new or existing.
     criteria: PerformanceCriteria | None = None
 
 
 class SessionGraph:
-    """Owns the session's variables and tasks. A verb that raises leaves the graph unchanged.
+    """Owns the variables and tasks of a session. A method that raises leaves the graph unchanged.
 
-    Tasks run by way of `services.executor`, when `activation` says that somebody wants them; their
-    results come back through the variables alone. `on_demand` holds for calls that do not say it
-    themselves: nothing but a reader makes them run. `propagation.on_settled` hears of every
-    variable that was not born with its value, before what follows from it."""
+    `activation` starts tasks on `services.executor`. The executor reports results only by settling
+    variables, and `propagation` handles settled variables."""
 
     def __init__(
         self,
@@ -162,17 +159,18 @@ class SessionGraph:
         on_demand: bool = False,
         trace_id: str | None = None,
     ) -> None:
-        """`trace_id`: None if nothing is traced, and empty if only calls that have callers of their
-        own are."""
+        """`on_demand`: the default for calls without this option. Such calls run only with a
+        reader.
+
+        `trace_id`: None if tracing is off. Empty: only calls with a caller's span are traced."""
         clock, executor, backlog = services.clock, services.executor, services.backlog
         self.session_id = session_id
         self.spans = None if trace_id is None else SessionSpans(trace_id, session_id)
         self.variables: dict[str, SemanticVariable] = {}
         self.calls: dict[int, Call] = {}
         self.activation = Activation(clock, executor, services.predictor, backlog)
-        self._responses: IdempotentResponses | None = (
-            None  # there is none before the first idempotency key
-        )
+        # Created for the first request with an idempotency key.
+        self._responses: IdempotentResponses | None = None
         self._tenant = tenant
         self.cache_salt = cache_salt
         self._on_demand = on_demand
@@ -192,18 +190,20 @@ class SessionGraph:
             raise NotFound(f"no variable `{var_id:.80}` in this session") from None
 
     def completion(self, request_id: int, task_id: int) -> Completion:
-        """One of a call's completions. Raises `NotFound`, and `KeyError` if the call has not it."""
+        """A completion of a call. Raises `NotFound` if the session has no such call, and `KeyError`
+        if the call has no such completion."""
         for task in self._call(request_id).tasks:
             if task.id == task_id and isinstance(task, Completion):
                 return task
         raise KeyError(f"no completion {task_id} of request {request_id}")
 
     def answered(self, request: Repeatable, kind: type[Answer]) -> Answer | None:
-        """The answer that this key got. Raises `Conflict` if it was for another request."""
+        """The response to an earlier request with this idempotency key. Raises `Conflict` if the
+        requests differ."""
         return None if self._responses is None else self._responses.find(request, kind)
 
     def remember(self, request: Repeatable, response: BaseModel) -> None:
-        """Keep the answer if the request has an idempotency key."""
+        """Keep the response if the request has an idempotency key."""
         if request.idempotency_key is not None:
             self._responses = self._responses or IdempotentResponses()
             self._responses.remember(request, response)
@@ -214,14 +214,15 @@ class SessionGraph:
         return variable
 
     def new_variable(self, name: str, text: str | None = None) -> SemanticVariable:
-        """A variable that nobody knows yet, which is set to `text`. It is no part of the graph."""
+        """Create a variable that is not part of the graph, and set it to `text` if given."""
         variable = SemanticVariable(self.ids.variables.next(), name, self.session_id)
         if text is not None:
             variable.set(text)
         return variable
 
     def set_variable(self, var_id: str, text: str) -> None:
-        """The program gives the value. Raises `AlreadySet`, or `Conflict` if a call makes it."""
+        """Set a variable for the program. Raises `AlreadySet`, or `Conflict` if the variable is the
+        output of a call."""
         variable = self.variable(var_id)
         if variable.producer is not None and not variable.is_settled:
             raise Conflict(f"variable `{variable.name}` is the output of a call")
@@ -238,8 +239,8 @@ class SessionGraph:
     def submit_all(
         self, requests: Sequence[CallRequest], variables: Sequence[SemanticVariable]
     ) -> list[CallResponse]:
-        """Add new variables and calls that may name them, or nothing. Raises as `submit` does; the
-        error names the call."""
+        """Add new variables and calls that may use them. Raises the errors of `submit`, with the
+        index of the call. After an error nothing has been added."""
         new = {variable.id: variable for variable in variables}
         made: set[SemanticVariable] = set()
         drafts = []
@@ -255,8 +256,8 @@ class SessionGraph:
         return [_describe(*pair) for pair in zip(drafts, requests, strict=True)]
 
     def submit_prompt(self, prompt: Prompt) -> tuple[int, list[Completion]]:
-        """Add a call that has no template, and return its id with a completion for each output.
-        Raises `CyclicGraph`, and for an output that is given `AlreadySet` or `Conflict`."""
+        """Add a call without a template. Returns its request id and a completion for each output.
+        Raises `CyclicGraph`, and `AlreadySet` or `Conflict` for `prompt.output`."""
         if prompt.output is not None:
             _require_unset(prompt.output, prompt.output.name)
         request_id = self.ids.requests.next()
@@ -282,7 +283,8 @@ class SessionGraph:
         return request_id, completions
 
     def cancel_variable(self, var_id: str) -> None:
-        """Stop its producer, if it has one, and fail it. Nothing happens if it is settled."""
+        """Cancel the variable's producer, if any, and fail the variable. Does nothing if the
+        variable is settled."""
         variable = self.variable(var_id)
         error = Cancelled(f"variable `{variable.name}` was cancelled")
         if variable.is_settled:
@@ -293,20 +295,21 @@ class SessionGraph:
             variable.fail(error)
 
     def cancel_call(self, request_id: int) -> None:
-        """Cancel every output of the call that is not settled."""
+        """Cancel all unfinished tasks of the call."""
         unfinished = [task for task in self._call(request_id).tasks if not task.is_finished]
         for task in reversed(unfinished):
             self.propagation.cancel(task, Cancelled(f"request {request_id} was cancelled"))
 
     def close(self, error: ParrotError) -> Iterator[int]:
-        """The session ends, and nothing of it starts any more. The steps stop all work, and fail
-        every variable that is not settled."""
+        """Close the graph: no task starts from now on. The steps of the result cancel all tasks and
+        fail all unsettled variables."""
         tasks = (task for call in reversed(self.calls.values()) for task in reversed(call.tasks))
         return self.propagation.close(tasks, self.variables.values(), error)
 
     def free(self) -> Iterator[int]:
-        """Take apart what `close` has ended. The steps free its parts one after the other: they
-        hold each other, and Python's collector would free all of them in one turn of the loop."""
+        """Free the memory of a closed graph, one variable or call per step."""
+        # The objects form reference cycles. The garbage collector would free all of them in one
+        # turn of the event loop.
         for variable in self.variables.values():
             variable.unlink()
             yield 1
@@ -316,7 +319,7 @@ class SessionGraph:
                 yield 1
 
     def check_integrity(self) -> None:
-        """Recount what is kept incrementally. Only between events of the loop."""
+        """Recount the counters of the graph. Only between events of the loop."""
         tasks = [task for call in self.calls.values() for task in call.tasks]
         self.activation.check_integrity(tasks)
         self.propagation.check_integrity(tasks)
@@ -339,7 +342,7 @@ class SessionGraph:
         return call.successor
 
     def _draft(self, request: CallRequest, new: Mapping[str, SemanticVariable]) -> _Draft:
-        """`new`: variables that will be part of the graph with the call, by id."""
+        """`new`: variables that are added to the graph together with the call, by id."""
         index_parameters(request.parameters)
         if isinstance(request, NativeCallRequest):
             draft = self._native_call(request, new)
@@ -398,7 +401,7 @@ class SessionGraph:
 
     def _register(self, variable: SemanticVariable) -> None:
         self.variables[variable.id] = variable
-        if variable.is_settled:  # born with its value: those who need it never waited for it
+        if variable.is_settled:  # It was created with its value, so no consumer has waited.
             self.propagation.num_settled[variable.state] += 1
         else:
             variable.on_settled(self.propagation.settled)
@@ -406,7 +409,7 @@ class SessionGraph:
     def _bind(
         self, parameters: Sequence[CallParameter], new: Mapping[str, SemanticVariable]
     ) -> Bound:
-        """The variable of each parameter; new ones are not registered yet."""
+        """The variable of each parameter. New variables are not registered yet."""
         bound: Bound = {}
         for parameter in parameters:
             if parameter.var_id is not None:
@@ -420,9 +423,9 @@ class SessionGraph:
         return bound
 
     def _add(self, drafts: Iterable[_Draft], tasks: Iterable[Task]) -> None:
-        """Make linked calls and their variables part of the graph, and begin what others want of
-        them. `tasks` are those of all calls, producers first. A reader with a call's criteria wants
-        its last output."""
+        """Add linked calls and their variables to the graph, and start their wanted tasks. `tasks`:
+        the tasks of all calls, producers first. A call with `output_criteria` gets a permanent
+        reader of its last output."""
         for draft in drafts:
             for variable in draft.variables:
                 if variable.id not in self.variables:
@@ -444,7 +447,7 @@ class SessionGraph:
 
 @contextmanager
 def naming_call(index: int, func_name: str | None) -> Iterator[None]:
-    """Let errors in the block say that they are about the call of this index."""
+    """Add the call's index and name to the errors that the block raises."""
     try:
         yield
     except ParrotError as error:
@@ -454,7 +457,7 @@ def naming_call(index: int, func_name: str | None) -> Iterator[None]:
 
 
 def _required(variable: SemanticVariable | None, parameter: CallParameter) -> SemanticVariable:
-    """A variable that the parameter may be bound to."""
+    """Return the variable of a parameter. Raises an error if the parameter cannot use it."""
     name = parameter.name
     if variable is None:
         raise NotFound(f"no variable `{parameter.var_id:.80}` for parameter `{name}`", param=name)
@@ -464,7 +467,7 @@ def _required(variable: SemanticVariable | None, parameter: CallParameter) -> Se
 
 
 def _require_unset(variable: SemanticVariable, name: str) -> None:
-    """Raise `AlreadySet` or `Conflict` if the variable cannot be that of the output `name`."""
+    """Raise `AlreadySet` or `Conflict` if the variable cannot be the output `name` of a call."""
     if variable.is_settled:
         raise AlreadySet(f"the variable of output `{name}` is already set", param=name)
     if variable.producer is not None:
@@ -472,7 +475,8 @@ def _require_unset(variable: SemanticVariable, name: str) -> None:
 
 
 def _claim(draft: _Draft, made: set[SemanticVariable]) -> None:
-    """Add its outputs to those of the calls that come with it."""
+    """Add the outputs of the call to `made`. Raises `Conflict` if another call of the same request
+    makes one of them."""
     for task in draft.call.tasks:
         for output in task.outputs:
             if output in made:
@@ -497,20 +501,20 @@ def _describe(draft: _Draft, request: CallRequest) -> CallResponse:
 
 Scope = dict[str, int | str | None]
 NewVariable = Callable[[str, str | None], SemanticVariable]
-"""Makes a variable of a name and its value, if it has one."""
+"""Creates a variable with a name and an optional value."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedGraph:
-    """`variables`: the new ones that have a name in the request, by that name."""
+    """The variables and calls of a `GraphRequest`, with variable ids in place of names."""
 
-    variables: dict[str, SemanticVariable] = field(default_factory=dict)
+    variables: dict[str, SemanticVariable] = field(default_factory=dict)  # New, by name.
     calls: list[SemanticCallRequest | NativeCallRequest] = field(default_factory=list)
 
 
 def resolve(request: GraphRequest, session_id: int, new_variable: NewVariable) -> ResolvedGraph:
-    """Raises `InvalidRequest` that names the field for a name that is declared twice, made by two
-    calls, or never declared."""
+    """Create the variables of a request and bind its calls to them. Raises `InvalidRequest` with
+    the field if a name is declared twice, made by two calls, or not declared."""
     graph = ResolvedGraph()
     _declare(request, new_variable, graph.variables)
     scope: Scope = {"session_id": session_id, "session_auth": request.session_auth}
@@ -567,7 +571,7 @@ def _resolved(
 def _call_request(
     call: SemanticGraphCall | NativeGraphCall, scope: Scope, parameters: list[CallParameter]
 ) -> SemanticCallRequest | NativeCallRequest:
-    """The request for the call alone."""
+    """The request that submits this call without the others."""
     fields = dict(call) | scope | {"parameters": parameters}
     if isinstance(call, NativeGraphCall):
         return NativeCallRequest(**fields)

@@ -1,5 +1,5 @@
 """Semantic variables and tasks, the nodes of a session's graph. A variable is write-once text with
-one producer and many readers; a task is a native call, or one of a semantic call's completions.
+one producer and many readers. A task is a native call or one completion of a semantic call.
 
     producer ----> variable ----> consumers
     Task           readers        Task, ...
@@ -9,7 +9,7 @@ A call with the template "A {{x}} B {{y}} C {{z}}" (input x; outputs y, z) runs 
     completion 0:  Fill "A ", x, " B "    Generate y
     completion 1:  Fill " C "             Generate z      previous = completion 0
 
-The prompt of completion 1 is the whole of completion 0, its output included, and then its own fill.
+The prompt of completion 1 is the prompt of completion 0, then y, then its own fill.
 """
 
 import asyncio
@@ -35,34 +35,30 @@ class VariableState(StrEnum):
 
 
 def text_digest(text: str) -> bytes:
-    """A text's identity: SHA-256, 32 bytes. Large texts take a millisecond a megabyte, so whoever
-    holds one asks once."""
+    """The SHA-256 of the text, 32 bytes. It takes about 1 ms per megabyte, so callers cache it."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """The token ids of a variable's text as an engine generated them, so that a consumer on the
-    same tokenizer (see `EngineInfo.tokenizer_id`) need not tokenise the text again."""
+    """The token ids of a text as an engine generated them. A consumer with the same tokenizer (see
+    `EngineInfo.tokenizer_id`) need not tokenise the text again."""
 
     tokenizer_id: str
     ids: tuple[int, ...]
 
     @property
     def digest(self) -> bytes:
-        """The identity of these very tokens."""
+        """The SHA-256 of the tokenizer's id and the token ids."""
         return hashlib.sha256(self.tokenizer_id.encode() + array("i", self.ids).tobytes()).digest()
 
 
 class SemanticVariable:
-    """A text to come. Its producer (an engine, a native function or the program) settles it once,
-    with `set` or `fail`. Everything that waits for it learns of that from here, and only from here.
+    """Text that may not exist yet. Its producer (an engine, a native function or the program)
+    settles it once, with `set` or `fail`, and it notifies all its waiters.
 
-    While an engine generates it, `append` extends `partial_text`; readers of `stream` see the
-    deltas and always end up with exactly `text`, whenever they came.
-
-    Its place in the graph is between its `producer`, a task or None, and the tasks and readers that
-    take it. `origin`: if it failed because an input of its producer did, the first failure."""
+    `append` extends `partial_text` during generation. A reader of `stream` always receives exactly
+    `text` in total, no matter when it started."""
 
     __slots__ = (
         "_digest",
@@ -93,6 +89,7 @@ class SemanticVariable:
         self.producer: Task | None = None
         self.consumers: list[Task] = []
         self.readers: list[Reader] = []
+        # The first failure, if this variable failed because an input of its producer failed.
         self.origin: ParrotError | None = None
         self._digest: bytes | None = None
         self._stats: RunStats | None = None
@@ -104,13 +101,13 @@ class SemanticVariable:
 
     @property
     def text(self) -> str:
-        """The value. Only a ready variable has one."""
+        """The value of a ready variable."""
         assert self.state is VariableState.READY, self
         return self.partial_text
 
     @property
     def digest(self) -> bytes:
-        """The value's. Only a ready variable has one."""
+        """The digest of the value of a ready variable."""
         if self._digest is None:
             self._digest = text_digest(self.text)
         return self._digest
@@ -121,29 +118,30 @@ class SemanticVariable:
 
     @property
     def is_idle(self) -> bool:
-        """Whether wanting it would set work going."""
+        """Whether a reader of the variable would start work."""
         return self.producer is not None and not self.producer.demand and not self.is_settled
 
     @property
     def stats(self) -> "RunStats | None":
-        """How the completion ran that makes or made it; None: no completion does."""
+        """Statistics of the completion that is the producer. None: the producer is no
+        completion."""
         return self._stats if self.producer is None else self.producer.stats
 
     def unlink(self) -> None:
-        """Nothing follows from it any more. A reader may be about to tell of it still."""
-        self._stats = self.stats
+        """Remove the variable from the graph."""
+        self._stats = self.stats  # A reader may still report the statistics.
         self.producer = None
         self.consumers.clear()
 
     def append(self, delta: str) -> None:
-        """The producer has generated some more text."""
+        """Add generated text."""
         assert not self.is_settled, self
         if delta:
             self.partial_text += delta
             self._wake()
 
     def set(self, text: str, tokenized: TokenizedText | None = None) -> None:
-        """Publish the value. `text` begins with what was appended. Raises `AlreadySet`."""
+        """Set the value. `text` must start with `partial_text`. Raises `AlreadySet`."""
         if self.is_settled:
             raise AlreadySet(f"variable `{self.name}` is already {self.state}")
         assert text.startswith(self.partial_text), (self, self.partial_text, text)
@@ -152,44 +150,46 @@ class SemanticVariable:
         self._settle(VariableState.READY)
 
     def fail(self, error: ParrotError) -> None:
-        """Every reader, now and later, gets `error`. Raises `AlreadySet`."""
+        """Fail the variable: all present and future readers get `error`. Raises `AlreadySet`."""
         if self.is_settled:
             raise AlreadySet(f"variable `{self.name}` is already {self.state}")
         self.error = error
         self._settle(VariableState.FAILED)
 
     def reset_partial_text(self) -> None:
-        """Forget the partial text: the producer was stopped because nobody reads the variable, and
-        appends the text from its beginning if it runs again."""
+        """Remove the partial text after the producer was withdrawn. If the producer runs again, it
+        appends the text from the start."""
         assert not self.is_settled, self
         self.partial_text = ""
 
     def on_settled(self, callback: Callable[["SemanticVariable"], None]) -> None:
-        """Call `callback(self)` once, when the variable is settled; at once if it is."""
+        """Call `callback(self)` once, when the variable is settled. If it is settled already, call
+        it now."""
         if self.is_settled:
             callback(self)
         else:
             self._settled_callbacks.append(callback)
 
     def forget(self, callback: Callable[["SemanticVariable"], None]) -> None:
-        """Take back `on_settled`, if it was not called yet."""
+        """Remove a callback of `on_settled` that was not called yet."""
         with suppress(ValueError):
             self._settled_callbacks.remove(callback)
 
     async def wait(self) -> str:
-        """The value, or raises the error. Timeouts and withdrawal are the caller's business."""
+        """Wait until the variable is settled. Returns the value, or raises the error. The caller
+        handles timeouts and removes its reader."""
         while not self.is_settled:
             await self._changed()
         return self.result()
 
     def result(self) -> str:
-        """The value of a settled variable, or raises its error."""
+        """Return the value of a settled variable, or raise its error."""
         if self.error is not None:
             raise self.error.again()
         return self.text
 
     async def stream(self) -> AsyncIterator[str]:
-        """All the text from its beginning, in deltas as they come; raises the error."""
+        """Yield the text from its start, in deltas as they are generated. Raises the error."""
         sent = 0
         while True:
             if len(self.partial_text) > sent:
@@ -205,7 +205,7 @@ class SemanticVariable:
 
     def _settle(self, state: VariableState) -> None:
         self.state = state
-        self._wake()  # first, whatever a callback does
+        self._wake()  # Readers wake up even if a callback raises.
         callbacks, self._settled_callbacks = self._settled_callbacks, []
         for callback in callbacks:
             callback(self)
@@ -222,28 +222,27 @@ class SemanticVariable:
         try:
             await watcher
         finally:
-            if watcher.cancelled() and watcher in self._watchers:  # nothing has changed meanwhile
+            if watcher.cancelled() and watcher in self._watchers:  # `_wake` was not called.
                 self._watchers.remove(watcher)
 
 
 class PieceKind(Enum):
-    """The values are part of prefix keys."""
+    """The kind of a part of a prompt. Prefix keys contain the values of this enum."""
 
-    CONSTANT = b"c"  # text of the template, which may contain special tokens
-    SYSTEM = b"s"  # a chat's system message, which comes first
-    VALUE = b"v"  # a variable's value, always plain text
-    OUTPUT = b"o"  # plain text that was generated behind what precedes it
-    TOKENS = b"t"  # tokens that a program chose itself, which begin a prompt
+    CONSTANT = b"c"  # Text of the template, which may contain special tokens.
+    SYSTEM = b"s"  # The system message at the start of a chat.
+    VALUE = b"v"  # A variable's value, always plain text.
+    OUTPUT = b"o"  # Plain text that was generated after the preceding pieces.
+    TOKENS = b"t"  # Token ids from the program, at the start of a prompt.
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """Text that is known when the call is submitted. `tokenized`: its tokens, of kind `TOKENS`,
-    which its text may not tell."""
+    """Text that is known when the call is submitted."""
 
     text: str
     kind: PieceKind = PieceKind.CONSTANT
-    tokenized: TokenizedText | None = None
+    tokenized: TokenizedText | None = None  # The token ids of a piece of kind `TOKENS`.
 
     @cached_property
     def digest(self) -> bytes:
@@ -252,7 +251,7 @@ class TextPiece:
 
 @dataclass(frozen=True, slots=True)
 class VariablePiece:
-    """The place of a variable's value in a prompt."""
+    """A variable whose value is part of a prompt."""
 
     variable: SemanticVariable
 
@@ -262,26 +261,21 @@ Piece = TextPiece | VariablePiece
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The purpose of a wanted task, as deduction finds it. Policies read its fields.
-
-    `depth`: calls between it and the demanded output (0: it is the output). `remaining_path_s`:
-    predicted seconds from its start to the end of the longest path below it. `task_group`: equal
-    for completions that feed the same consumer; None outside a group. `deadline`: on the clock's
-    scale. `is_background`: no reader waits for it, or for what needs it."""
+    """The objective of a wanted task: the input of scheduling policies. Deduction computes it."""
 
     criteria: PerformanceCriteria
-    depth: int
-    remaining_path_s: float
-    task_group: str | None = None
-    deadline: float | None = None
-    is_background: bool = False
+    depth: int  # Calls from the task to the output that is read. 0: the task makes this output.
+    remaining_path_s: float  # Predicted seconds of the task and the longest path after it.
+    task_group: str | None = None  # The same for tasks of one stage. None: not in a stage.
+    deadline: float | None = None  # On the clock's scale.
+    is_background: bool = False  # No reader waits for the task or for its consumers.
 
 
 class CompletionState(StrEnum):
-    IDLE = "idle"  # nobody wants it yet
-    WAITING = "waiting"  # wanted; an input is still missing
-    QUEUED = "queued"  # all inputs ready; in the global scheduler
-    RUNNING = "running"  # on an engine
+    IDLE = "idle"  # Without demand.
+    WAITING = "waiting"  # Wanted, and an input is missing.
+    QUEUED = "queued"  # All inputs are ready, and the task waits for an engine.
+    RUNNING = "running"  # On an engine.
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -292,7 +286,7 @@ _FINAL_STATES = frozenset({CompletionState.DONE, CompletionState.FAILED, Complet
 
 @dataclass(slots=True)
 class Timeline:
-    """When things happened, on the clock's scale; None: not yet."""
+    """Times of a task's states, on the clock's scale. None: not reached yet."""
 
     submitted: float | None = None
     activated: float | None = None
@@ -303,100 +297,98 @@ class Timeline:
 
 @dataclass(slots=True)
 class RunStats:
-    """Where and how the last attempt ran. Written by the executor."""
+    """Statistics of a task's last attempt. The executor writes them."""
 
     engine_name: str | None = None
     model: str | None = None
     attempts: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
-    recomputed_tokens: int = 0  # of these, those that some context has or had
+    recomputed_tokens: int = 0  # Computed tokens that another context has or had.
     prompt_tokens: int = 0
     output_tokens: int = 0
-    drafted_tokens: int = 0  # that steps verified several at once
-    accepted_tokens: int = 0  # of these, those that became output
-    decode_s: float | None = None  # from its first token to its last
-    service_s: float = 0.0  # of engines' time, as it is shared between tenants
-    finish_reason: FinishReason | None = None  # why the text ends, once it does
-    stop_string: str | None = None  # the one that ended it
-    is_reused: bool = False  # the result of an identical call was taken: nothing was computed
-    logprobs: Logprobs | None = None  # of the output's tokens so far, if they are wanted
-    comes_whole: str = ""  # why its text is not seen as it comes although somebody wants that
-    used_tokens: int = 0  # of prompt and output, without those before it was withdrawn
+    drafted_tokens: int = 0  # Draft tokens that the engine verified.
+    accepted_tokens: int = 0  # Draft tokens that became output.
+    decode_s: float | None = None  # Seconds from the first output token to the last.
+    service_s: float = 0.0  # Engine seconds that the tenant is charged.
+    finish_reason: FinishReason | None = None  # Set when the output is complete.
+    stop_string: str | None = None  # The stop string that ended the output.
+    is_reused: bool = False  # The result of an identical call was used, and nothing was computed.
+    logprobs: Logprobs | None = None  # Of the output tokens so far, if they were requested.
+    comes_whole: str = ""  # The reason why the text is not streamed although a reader asks for it.
+    used_tokens: int = 0  # Prompt and output tokens, without tokens counted before a withdrawal.
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The parts of a call's metadata that matter after the graph is built."""
+    """Options of a call that are used after the graph is built."""
 
     func_name: str
-    models: tuple[str, ...] = ()  # empty: any
+    models: tuple[str, ...] = ()  # Empty: all models.
     cache_prefix: bool = True
     chat: bool = False
     tenant: str = ""
-    cache_salt: str = ""  # calls with another one share nothing with it
-    reuse: bool = True  # identical deterministic calls may share a run
-    remark: str = ""  # for people who look at the session
-    prediction: str = ""  # text that the outputs may repeat
-    traceparent: str = ""  # the span of who asked for this call; empty: that of the session
+    cache_salt: str = ""  # Calls with different salts do not share cached prefixes or results.
+    reuse: bool = True  # Identical deterministic calls may share one run.
+    remark: str = ""  # Text that the page shows next to the call.
+    prediction: str = ""  # Text that the output may repeat.
+    traceparent: str = ""  # The caller's span. Empty: the session's span.
 
 
 @dataclass(slots=True, eq=False)
 class Reader:
-    """One who wants a variable from outside of the graph. `is_racing`: it is a race's candidate."""
+    """A client's read of a variable. It keeps the producer wanted."""
 
     variable: SemanticVariable
     criteria: PerformanceCriteria
-    deadline: float | None = None  # on the clock's scale
+    deadline: float | None = None  # On the clock's scale.
     wants_stream: bool = False
-    is_racing: bool = False
+    is_racing: bool = False  # The variable is a candidate of a race.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Node:
-    """A task's state, and its place between the variables that it takes and those that it makes.
+    """A task of the graph: its state, its input and output variables, and the demand for it.
 
-    The session's graph owns the state up to QUEUED; the dispatcher or the sandbox does while the
-    task is QUEUED or RUNNING. `missing` counts its unsettled inputs, `demand` the readers of its
-    outputs plus its wanted consumers (one for each of their unsettled inputs that it produces),
-    plus the program if that holds the task and was woken. `asked` counts, of these, the readers and
-    the consumers that are asked for themselves: a wanted task that nobody asks for is background
-    work. `wants` and `asks`: whether its producers count it so; where many tasks change, some hear
-    of it in a later turn of the event loop. `allows_background`: it may run in the background;
-    `has_background_demand`: the program wants it to.
-    `is_started`: it is with the dispatcher or the sandbox now; `is_ended`: its end was handled. The
-    last group of fields belongs to deduction, which makes the objective of it, and means something
-    only while the task is wanted."""
+    The session's graph owns `state` until QUEUED. The dispatcher or the sandbox owns `state` while
+    the task is QUEUED or RUNNING."""
 
-    id: int  # unique in this ServeCore, among all tasks
+    id: int  # Unique among all tasks of this ServeCore.
     request_id: int
     session_id: int
     options: CallOptions
     state: CompletionState = CompletionState.IDLE
-    objective: Objective | None = None  # of a wanted task
+    objective: Objective | None = None  # None: the task is not wanted.
     times: Timeline = field(default_factory=Timeline)
 
-    inputs: tuple[SemanticVariable, ...] = field(init=False)  # distinct
+    inputs: tuple[SemanticVariable, ...] = field(init=False)  # Without duplicates.
     outputs: tuple[SemanticVariable, ...] = field(init=False)
-    missing: int = 0
+    missing: int = 0  # Unsettled inputs.
+    # Readers of the outputs, plus wanted consumers, plus 1 for background demand. A consumer counts
+    # once for each unsettled output that it takes.
     demand: int = 0
+    # The part of `demand` that leads to a reader. A wanted task without it is background work.
     reader_demand: int = 0
+    # Whether the producers count this task in their `demand` and `reader_demand`. The producers may
+    # be updated in a later turn of the event loop.
     is_counted: bool = False
     is_counted_as_read: bool = False
-    allows_background: bool = True
-    has_background_demand: bool = False
-    is_started: bool = False
-    is_ended: bool = False
-    traceparent: str = ""  # its own span, or that of who asked for it; empty: it is not traced
+    allows_background: bool = True  # The task may run without a reader.
+    has_background_demand: bool = False  # The program demands the task in the background.
+    is_started: bool = False  # The dispatcher or the sandbox has the task.
+    is_ended: bool = False  # The end of the task was handled.
+    traceparent: str = ""  # The task's span, or the caller's. Empty: the task is not traced.
 
+    # Deduced fields. They are valid while the task is wanted. See `deduce`.
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     depth: int = 0
     duration_s: float = 0.0
     work_s: float = 0.0
-    path_s: float = 0.0  # its duration and that of the longest path of wanted tasks below it
-    num_awaited: int = 0  # inputs that were missing when it became wanted
-    ready_in_s: float = 0.0  # the longest path of wanted tasks above it, when it became wanted
-    group: int | None = None  # the id of the consumer whose stage it belongs to
+    path_s: float = 0.0  # Seconds of the task and the longest path of wanted consumers after it.
+    num_awaited: int = 0  # Inputs that were missing when the task became wanted.
+    # Seconds of the longest path of wanted producers, predicted when the task became wanted.
+    ready_in_s: float = 0.0
+    group: int | None = None  # The id of the consumer whose stage has the task.
     deadline: float | None = None
 
     @property
@@ -412,13 +404,13 @@ class Node:
         return self.is_counted and self.state not in _FINAL_STATES
 
     def producers(self) -> "Iterator[Task]":
-        """Yield the tasks that make its unsettled inputs, once for each input."""
+        """Yield the producers of the unsettled inputs, once for each input."""
         for variable in self.inputs:
             if variable.producer is not None and not variable.is_settled:
                 yield variable.producer
 
     def open_consumers(self) -> "Iterator[Task]":
-        """Yield the unfinished tasks that wait for its unsettled outputs, once for each output."""
+        """Yield the unfinished consumers of the unsettled outputs, once for each output."""
         for variable in self.outputs:
             if not variable.is_settled:
                 for task in variable.consumers:
@@ -426,7 +418,7 @@ class Node:
                         yield task
 
     def wanted_consumers(self) -> "list[Task]":
-        """The open consumers that are wanted."""
+        """The open consumers that count in `demand`."""
         return [consumer for consumer in self.open_consumers() if consumer.is_counted]
 
     def readers(self) -> Iterator[Reader]:
@@ -436,16 +428,18 @@ class Node:
 
 @dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Completion(Node):
-    """One `Fill ... Fill Generate`: the unit of scheduling."""
+    """One `Fill ... Fill Generate` of a semantic call: the unit of scheduling."""
 
     fill: tuple[Piece, ...]
     output: SemanticVariable
     sampling: SamplingConfig
     previous: "Completion | None" = None
-    wants_stream: bool = False  # a reader wants tokens as they come
-    is_racing: bool = False  # it is in a race: its text is kept as it comes, to go on when it lost
+    wants_stream: bool = False  # A reader streams the output.
+    # The output is a candidate of a race. Its text is delivered during generation, so that the
+    # completion can continue if it loses the race.
+    is_racing: bool = False
     stats: RunStats = field(default_factory=RunStats)
-    conversation: dict[str, Any] | None = None  # that its server renders, until it is settled
+    conversation: dict[str, Any] | None = None  # Messages for a server that renders the prompt.
 
     def __post_init__(self) -> None:
         before = [] if self.previous is None else [self.previous.output]
@@ -455,18 +449,18 @@ class Completion(Node):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether an identical one may take its result."""
+        """Whether an identical completion may use the result."""
         return self.options.reuse and self.sampling.is_deterministic
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class NativeCall(Node):
-    """One run of a native function by ServeCore's sandbox."""
+    """One call of a native function, which runs in ServeCore's sandbox."""
 
     source: str
     timeout_s: float
-    arguments: tuple[tuple[str, SemanticVariable], ...]  # the inputs, by parameter name
-    results: tuple[tuple[str, SemanticVariable], ...]  # the outputs, by parameter name
+    arguments: tuple[tuple[str, SemanticVariable], ...]  # Inputs by parameter name.
+    results: tuple[tuple[str, SemanticVariable], ...]  # Outputs by parameter name.
 
     @property
     def stats(self) -> None:
@@ -481,37 +475,38 @@ Task = Completion | NativeCall
 
 
 default_func_name = "call_{}".format
-"""The function's name of a call that gave none, by the id of its request."""
+"""Returns the function name of a call without a name, from its request id."""
 
 
 def given_name(task: Task) -> str:
-    """The function's name that the program gave; empty if it gave none."""
+    """The function name from the program. Empty: the program gave no name."""
     name = task.options.func_name
     return "" if name == default_func_name(task.request_id) else name
 
 
 class Executor(Protocol):
-    """The verbs that the graph asks of the layers that run tasks. Results come back through the
-    variables, possibly before the call returns."""
+    """The interface of the graph to the layers that run tasks. An executor settles the outputs of a
+    task, possibly before a method returns."""
 
     def start(self, task: Task) -> None:
-        """Run `task`: its inputs are ready and it has an objective."""
+        """Run `task`. Its inputs are ready, and it has an objective."""
         ...
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
-        """A wanted completion waits for inputs: called when it becomes wanted, and again whenever
-        one of its inputs is settled while others are missing. It ends with `start`,
-        `stop_expecting` or `finished`, whichever comes first. `forecast` may be called until then:
-        when the last input is predicted to come, on the clock's scale; infinite if nobody knows."""
+        """A wanted completion waits for inputs. Is called when the completion becomes wanted, and
+        each time an input is settled while others are missing.
+
+        Valid until `start`, `stop_expecting` or `finished`. `forecast` predicts when the last input
+        is ready, on the clock's scale. Infinite: unknown."""
         ...
 
     def stop_expecting(self, completion: Completion) -> None:
-        """Expect the completion no more, if it was expected: it is not wanted now, or has ended
-        without having been started."""
+        """The completion is no longer wanted, or has finished without a start. Does nothing if it
+        was not expected."""
         ...
 
     def withdraw(self, task: Task) -> None:
-        """Stop a started task without settling its outputs; it may be started again later."""
+        """Stop a started task without settling its outputs. The task may be started again."""
         ...
 
     def cancel(self, task: Task, error: ParrotError) -> None:
@@ -519,28 +514,28 @@ class Executor(Protocol):
         ...
 
     def reprioritise(self, completion: Completion) -> None:
-        """The objective of a started completion became stricter, or a reader wants its tokens."""
+        """The objective of a started completion, its `wants_stream` or its `is_racing` has
+        changed."""
         ...
 
     def finished(self, task: Task) -> None:
-        """A task ended in a final state (for counting; must not raise)."""
+        """A task has reached a final state. Is used for counting. Must not raise."""
         ...
 
     def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
-        """The session's wanted tasks that are not finished, waiting ones included, are so many
-        seconds of work in sum. Comes before `start` of those that just became wanted."""
+        """The session's wanted and unfinished tasks have `remaining_s` seconds of work. Is called
+        before `start` of newly wanted tasks."""
         ...
 
 
 class Prediction(NamedTuple):
-    """`seconds`: how long one run takes. `work_s`: how long it would take if nothing else ran: how
-    much work it is."""
+    """The predicted duration of one run of a task."""
 
-    seconds: float
-    work_s: float
+    seconds: float  # Under the present load.
+    work_s: float  # On an idle engine.
 
 
 class Predictor(Protocol):
     def predict(self, task: Task) -> Prediction:
-        """Predict one run by what is known now."""
+        """Predict one run of the task from the current statistics."""
         ...

@@ -1,4 +1,4 @@
-"""Deduction: the objective of each wanted task, found by walking back from the wanted outputs.
+"""Deduction: finds the objective of each wanted task, upstream from the outputs that have readers.
 
     reader (LATENCY) <- reduce    depth 0   LATENCY
                           ^ ^ ^
@@ -6,17 +6,16 @@
                           ^
                         split         depth 2   THROUGHPUT
 
-A task takes the strictest of what its readers and consumers ask:
-- of a direct reader: the reader's own criteria;
-- of a consumer for which it is one of several tasks at the same depth (a stage): THROUGHPUT, and
-  the task group of that consumer;
-- of background work, for which no reader waits: THROUGHPUT;
-- of any other consumer that is LATENCY, TTFT or TPOT work: LATENCY, since nothing of the consumer
-  can appear before its input is complete; of a THROUGHPUT consumer: THROUGHPUT.
+A task gets the strictest criteria of its readers and consumers:
+- A direct reader gives its own criteria.
+- A consumer with several producers at the same depth (a stage) gives THROUGHPUT and its task group.
+- Background work, which no reader waits for, gives THROUGHPUT.
+- Another consumer with LATENCY, TTFT or TPOT gives LATENCY, since the consumer cannot start before
+  its input is complete. A THROUGHPUT consumer gives THROUGHPUT.
 
-Everything only tightens while a task stays wanted, but deadlines go with those who set them: a
-program that reads again and again with short timeouts must not leave the first of them behind. The
-functions touch nothing but the deduced fields of the nodes.
+While a task stays wanted, its criteria, depth and path only become stricter or longer. A deadline
+is dropped when its reader leaves. Otherwise the first of many reads with short timeouts would leave
+its deadline behind. The functions change only the deduced fields of the nodes.
 """
 
 from collections import Counter
@@ -27,12 +26,15 @@ from math import inf
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.serve.graph.nodes import Objective, Predictor, Task
 
-# A task that is already wanted hears of a longer path below it when that grew by this factor, so a
-# chain that keeps growing while it waits costs O(log n) per task and not O(n).
+# A longer path or depth is pushed to a wanted task only if it has grown by more than this factor.
+# So a growing chain of n tasks costs O(log n) updates per task. A larger value costs less CPU time.
 _MIN_GROWTH = 1.1
 
-_MAX_DEPTH = 4  # tasks above that are asked in turn; beyond, the prediction of activation holds
-_MAX_INPUTS_SCANNED = 64  # inputs looked at for the first that is missing
+# Number of waiting producers above a task that `ready_at` follows. Above them, it uses the
+# prediction from the time of activation.
+_MAX_DEPTH = 4
+# Number of inputs in which `ready_at` searches for the first missing input.
+_MAX_INPUTS_SCANNED = 64
 
 _THROUGHPUT = PerformanceCriteria.THROUGHPUT
 _LATENCY = PerformanceCriteria.LATENCY
@@ -46,7 +48,7 @@ def strictest(a: PerformanceCriteria, b: PerformanceCriteria) -> PerformanceCrit
 
 
 def strictest_objective(a: Objective | None, b: Objective | None) -> Objective | None:
-    """The weakest objective that satisfies both. The group is that of the first."""
+    """The weakest objective that satisfies both. The task group is the group of `a`."""
     if a is None or b is None:
         return a or b
     deadlines = [o.deadline for o in (a, b) if o.deadline is not None]
@@ -72,8 +74,8 @@ def objective_of(node: Task) -> Objective:
 
 
 def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
-    """Deduce tasks that have just become wanted. Returns those, among all that were wanted before,
-    that this made stricter or longer, and which have yet to `push`."""
+    """Deduce the fields of tasks that have just become wanted. Returns the previously wanted tasks
+    whose fields have changed. The caller must `push` these."""
     if len(activated) == 1 and not activated[0].missing:
         _reset_deduction(activated[0], predictor)
         activated[0].ready_in_s = 0.0
@@ -86,7 +88,7 @@ def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
     for node in reversed(order):
         above = (p.ready_in_s + p.duration_s for p in _wanted_producers(node))
         node.ready_in_s = max(above, default=0.0)
-    changed = _lengthened(order, new)  # before any says which of its producers are a stage
+    changed = _lengthened(order, new)  # Before `push`, which compares depths to find stages.
     for node in order:
         _pull_objective(node, new)
         changed.update(p for p in push(node) if p not in new)
@@ -94,21 +96,21 @@ def deduce(activated: Sequence[Task], predictor: Predictor) -> set[Task]:
 
 
 def tighten(node: Task, criteria: PerformanceCriteria, deadline: float | None) -> bool:
-    """A further reader of a wanted task. Returns whether that made it stricter, so that it has to
-    `push`."""
+    """Apply the criteria and the deadline of a new reader. Returns whether the task has changed.
+    The caller must then `push` it."""
     return _apply(node, criteria, deadline)
 
 
 def earliest_deadline(node: Task) -> float | None:
-    """The earliest deadline of those who want the task; None if none of them has one."""
+    """The earliest deadline of the task's readers and wanted consumers. None: no deadline."""
     asked = [reader.deadline for reader in node.readers()]
     asked += [consumer.deadline for consumer in node.wanted_consumers()]
     return min((when for when in asked if when is not None), default=None)
 
 
 def drop_stale_deadline(node: Task) -> bool:
-    """Drop the deadline of those who wanted the task and have gone. Returns whether that changed
-    its deadline, so that its producers' may change."""
+    """Drop a deadline whose reader or consumer has left. Returns whether the task's deadline has
+    changed. The deadlines of its producers may change as a result."""
     deadline = earliest_deadline(node)
     if deadline != node.deadline:
         node.deadline = deadline
@@ -117,11 +119,11 @@ def drop_stale_deadline(node: Task) -> bool:
 
 
 def ready_at(task: Task, now: float, depth: int = _MAX_DEPTH) -> float:
-    """When a wanted task that waits will have its inputs, on the clock's scale: the latest of
-    - what was predicted when it became wanted, by the longest path above it;
-    - when the rest of its inputs will be there, if they come as fast as those that have come;
-    - when the task that makes its first missing input will be done, if that waits, too.
-    Infinite if nothing but the program can give that input."""
+    """Predict when a waiting task will have all its inputs, on the clock's scale: the latest of
+    - the prediction from when it became wanted: the longest path above it,
+    - the time at which the missing inputs are complete at the rate of the inputs so far,
+    - the time at which a waiting producer of the first missing input finishes.
+    Infinite if only the program can set that input."""
     activated = task.times.activated
     assert activated is not None, task
     when = max(now, activated + task.ready_in_s)
@@ -134,14 +136,14 @@ def ready_at(task: Task, now: float, depth: int = _MAX_DEPTH) -> float:
     above = missing.producer
     if above is None:
         return inf
-    if depth and above.missing and above.is_wanted:  # else it is about to be
+    if depth and above.missing and above.is_wanted:  # A producer may not be activated yet.
         when = max(when, ready_at(above, now, depth - 1) + above.duration_s)
     return when
 
 
 def predict_again(wanted: Iterable[Task], predictor: Predictor) -> set[Task]:
-    """Predict all tasks that are wanted with what has been learnt since. Returns those whose path
-    has changed by much."""
+    """Predict wanted tasks again with new statistics. Returns the tasks whose path has changed by
+    more than the factor `_MIN_GROWTH`."""
     changed: set[Task] = set()
     for node in _consumers_first(set(wanted)):
         before_s = node.path_s
@@ -152,14 +154,14 @@ def predict_again(wanted: Iterable[Task], predictor: Predictor) -> set[Task]:
 
 
 def predict(node: Task, predictor: Predictor) -> None:
-    """Predict its duration and its work, and so its path, from the paths of its consumers."""
+    """Predict the task's duration and work, and compute its path from the consumers' paths."""
     below_s = max([consumer.path_s for consumer in node.wanted_consumers()], default=0.0)
     node.duration_s, node.work_s = predictor.predict(node)
     node.path_s = node.duration_s + below_s
 
 
 def _consumers_first(new: set[Task]) -> list[Task]:
-    """Topological order of the new tasks, each after all its new consumers."""
+    """Topological order of the new tasks: each task is after all its new consumers."""
     num_before = Counter(p for node in new for p in node.producers() if p in new)
     order = [node for node in new if node not in num_before]
     for node in order:
@@ -173,7 +175,8 @@ def _consumers_first(new: set[Task]) -> list[Task]:
 
 
 def _reset_deduction(node: Task, predictor: Predictor) -> None:
-    """Start its deduction afresh: depth and path from its consumers, which have theirs."""
+    """Reset the deduced fields, and compute depth and path from the consumers. The consumers must
+    have been computed before."""
     node.depth = max((c.depth + 1 for c in node.wanted_consumers()), default=0)
     predict(node, predictor)
     node.criteria = _THROUGHPUT
@@ -182,7 +185,8 @@ def _reset_deduction(node: Task, predictor: Predictor) -> None:
 
 
 def _pull_objective(node: Task, new: set[Task]) -> None:
-    """Apply what its readers ask, and the consumers that were wanted before (new ones push)."""
+    """Apply the objectives of the readers and of consumers that were wanted before. New consumers
+    `push` theirs."""
     for reader in node.readers():
         _apply(node, reader.criteria, reader.deadline)
     for consumer in node.wanted_consumers():
@@ -193,8 +197,8 @@ def _pull_objective(node: Task, new: set[Task]) -> None:
 
 
 def push(consumer: Task) -> list[Task]:
-    """Tell its producers what it asks of them, and how long the path below them is. Returns those
-    that this made stricter or longer, which have to `push` in turn."""
+    """Push the consumer's objective and path to its wanted producers. Returns the producers that
+    have changed. The caller must `push` these in turn."""
     producers = _wanted_producers(consumer)
     longer = [producer for producer in producers if _lengthen(producer, consumer)]
     stages = Counter(producer.depth for producer in producers)
@@ -205,8 +209,8 @@ def push(consumer: Task) -> list[Task]:
 
 
 def _lengthened(consumers: Iterable[Task], new: set[Task]) -> set[Task]:
-    """Tell the producers that were wanted before how long the paths below them are. Returns those
-    that this made longer."""
+    """Push the paths to producers that were wanted before. Returns the producers whose path has
+    become longer."""
     longer: set[Task] = set()
     for consumer in consumers:
         producers = [p for p in _wanted_producers(consumer) if p not in new]
@@ -224,12 +228,14 @@ def _lengthen(node: Task, consumer: Task) -> bool:
 
 
 def _wanted_producers(node: Task) -> list[Task]:
-    """Those that are wanted, once each. Others hear of what is asked when they become so."""
+    """The wanted producers, without duplicates. Other producers are deduced when they become
+    wanted."""
     return [producer for producer in dict.fromkeys(node.producers()) if producer.is_wanted]
 
 
 def _push_to(consumer: Task, producer: Task, in_stage: bool) -> bool:
-    is_next = producer.depth <= consumer.depth + 1  # not a further consumer, later in the graph
+    # False if another consumer of the producer has a greater depth.
+    is_next = producer.depth <= consumer.depth + 1
     if in_stage and is_next and producer.group is None:
         producer.group = consumer.id
         _apply(producer, _THROUGHPUT, consumer.deadline)
