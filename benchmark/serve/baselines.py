@@ -14,7 +14,7 @@ from itertools import chain
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex
-from parrot.serve.scheduling.placement import EngineChoice, Placer
+from parrot.serve.scheduling.placement import Choice, Placer
 from parrot.serve.scheduling.queue import ByApplication
 from parrot.serve.scheduling.scheduler import MakeOrder, MakePlacer
 from parrot.serve.scheduling.task import CompletionTask
@@ -79,10 +79,10 @@ class Router(Placer):
         is_free = load.is_open and load.fits(task, new_prompt)
         return is_free and self._loads.accepts(load, task)
 
-    def _choice(self, task: CompletionTask, load: EngineLoad | None) -> EngineChoice | None:
+    def _choice(self, task: CompletionTask, load: EngineLoad | None) -> Choice | None:
         if load is None:
             return None
-        return EngineChoice(load, task.prompt_len - self._loads.running.shared_len(task, load.id))
+        return Choice(load, task.prompt_len - self._loads.running.shared_len(task, load.id))
 
 
 class RoundRobin(Router):
@@ -92,7 +92,7 @@ class RoundRobin(Router):
         super().__init__(loads)
         self._last_id = -1
 
-    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
+    def choose(self, task: CompletionTask, now: float) -> Choice | None:
         found = sorted(self._open(task), key=lambda load: load.id)
         later = (load for load in found if load.id > self._last_id)
         return self._choice(task, next(chain(later, found), None))
@@ -111,7 +111,7 @@ class PrefixAware(Router):
         super().__init__(loads)
         self._sent: LruDict[bytes, set[int]] = LruDict(_MAX_KEYS)
 
-    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
+    def choose(self, task: CompletionTask, now: float) -> Choice | None:
         found = self._open(task)
         if found and not self._is_uneven(task):
             matches = {load.id: self._matched(task, load) for load in found}

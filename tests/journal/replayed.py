@@ -58,7 +58,7 @@ def asked_calls(core: ServeCore) -> dict[int, set[int]]:
     """By session: the tasks that have a reader, directly or through other tasks."""
     return {
         session.id: {
-            task.id for call in session.graph.calls.values() for task in call.tasks if task.asked
+            task.id for call in session.graph.calls.values() for task in call.tasks if task.reader_demand
         }
         for session in core.sessions
     }
@@ -83,7 +83,7 @@ def _session(session: Session) -> dict[str, Any]:
             request_id: [_task(task) for task in call.tasks]
             for request_id, call in graph.calls.items()
         },
-        "answers": {} if graph._replays is None else dict(graph._replays._answers),
+        "answers": {} if graph._responses is None else dict(graph._responses._answers),
         "held": {
             task.id
             for task in tasks

@@ -120,7 +120,7 @@ MayOvercommit = Callable[[EngineLoad, int], TenantLoad | None]
 tokens that the task adds. Returns the present load of its tenant there. None: it may not."""
 
 
-class EngineChoice(NamedTuple):
+class Choice(NamedTuple):
     """The engine for a task."""
 
     load: EngineLoad
@@ -135,18 +135,18 @@ class Placer:
     def __init__(self, loads: LoadIndex) -> None:
         self._loads = loads
 
-    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
+    def choose(self, task: CompletionTask, now: float) -> Choice | None:
         """Choose an engine with a free slot and one of the task's models. None: no engine has
         room."""
         raise NotImplementedError
 
-    def preview(self, task: CompletionTask, now: float) -> EngineChoice | None:
+    def preview(self, task: CompletionTask, now: float) -> Choice | None:
         """The choice for a task that is not queued. Changes no state."""
         return self.choose(task, now)
 
     def overcommit(
         self, task: CompletionTask, now: float, may: MayOvercommit
-    ) -> EngineChoice | None:
+    ) -> Choice | None:
         """An engine without room on which `may` permits the task. None: there is no such engine, or
         the placer does not overcommit."""
         return None
@@ -192,17 +192,17 @@ class LowestCostPlacer(Placer):
         # The plan of each block: a heap of pairs (-number of tasks, engine id).
         self._plans: dict[Hashable, list[tuple[int, int]]] = {}
 
-    def choose(self, task: CompletionTask, now: float) -> EngineChoice | None:
+    def choose(self, task: CompletionTask, now: float) -> Choice | None:
         known = self._find(task)
         load = self._next_planned(task, now, known)
         return self._cheapest(task, now, known) if load is None else _choice(task, load, known)
 
-    def preview(self, task: CompletionTask, now: float) -> EngineChoice | None:
+    def preview(self, task: CompletionTask, now: float) -> Choice | None:
         return self._cheapest(task, now, self._find(task))
 
     def overcommit(
         self, task: CompletionTask, now: float, may: MayOvercommit
-    ) -> EngineChoice | None:
+    ) -> Choice | None:
         known = self._find(task)
         found = self._candidates(task, _LEAST_LOADED, known)
         found += self._loads.least_loaded(task, _LEAST_LOADED, full=True)
@@ -217,7 +217,7 @@ class LowestCostPlacer(Placer):
 
     def _cheapest(
         self, task: CompletionTask, now: float, known: PrefixHolders
-    ) -> EngineChoice | None:
+    ) -> Choice | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)
         if len(candidates) == 1:
             (load,) = candidates
@@ -412,8 +412,8 @@ class LowestCostPlacer(Placer):
 
 def _choice(
     task: CompletionTask, load: EngineLoad, known: PrefixHolders, costs: Costs | None = None
-) -> EngineChoice:
-    return EngineChoice(load, task.prompt_len - known.reused_len(load.id), costs)
+) -> Choice:
+    return Choice(load, task.prompt_len - known.reused_len(load.id), costs)
 
 
 def delay_limit(task: CompletionTask) -> float:

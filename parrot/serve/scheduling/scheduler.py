@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.scheduling.load import EngineLoad, LoadIndex, Models, Weigh
-from parrot.serve.scheduling.placement import EngineChoice, LowestCostPlacer, Placer, delay_limit
+from parrot.serve.scheduling.placement import Choice, LowestCostPlacer, Placer, delay_limit
 from parrot.serve.scheduling.prefixes import QueuedBlocks
 from parrot.serve.scheduling.queue import CriticalPath, OrderPolicy, TaskQueue, should_delay
 from parrot.serve.scheduling.task import CompletionTask, Decision, EngineShare, Placement
@@ -218,7 +218,7 @@ class Scheduler:
 
     def _find_place(
         self, queue: "TaskQueue | FairQueue", task: CompletionTask, now: float
-    ) -> EngineChoice | None:
+    ) -> Choice | None:
         """The engine for the queue's next task. None: the task was skipped or its group held."""
         choice = self._placer.choose(task, now)
         if choice is None:
@@ -229,13 +229,13 @@ class Scheduler:
             return None
         return choice
 
-    def _place_on(self, task: CompletionTask, load: EngineLoad) -> EngineChoice | None:
+    def _place_on(self, task: CompletionTask, load: EngineLoad) -> Choice | None:
         """This engine as the choice for the task. None: the engine has no room."""
         new_prompt = task.prompt_len - self.engines.running.shared_len(task, load.id)
         has_room = load.is_open and load.fits(task, new_prompt)
-        return EngineChoice(load, new_prompt) if has_room else None
+        return Choice(load, new_prompt) if has_room else None
 
-    def _should_delay(self, task: CompletionTask, choice: EngineChoice) -> bool:
+    def _should_delay(self, task: CompletionTask, choice: Choice) -> bool:
         """Whether to delay the task although it fits, because it would slow down the tasks on the
         engine. See `should_delay`."""
         load, to_compute = choice.load, choice.to_compute
@@ -308,7 +308,7 @@ class Scheduler:
         if not queue:
             del self._queues[task.models]
 
-    def _run(self, task: CompletionTask, choice: EngineChoice, now: float) -> Placement:
+    def _run(self, task: CompletionTask, choice: Choice, now: float) -> Placement:
         load, fairness = choice.load, self._fairness
         # Before `load.place` counts the task itself.
         is_underserved = fairness is not None and fairness.is_underserved(task, load.id)
@@ -358,7 +358,7 @@ def queued_by_model(scheduler: Scheduler) -> Counter[str]:
     return queued
 
 
-def _decision(task: CompletionTask, choice: EngineChoice, now: float) -> Decision:
+def _decision(task: CompletionTask, choice: Choice, now: float) -> Decision:
     completion = task.completion
     return Decision(
         now,

@@ -17,7 +17,7 @@ from parrot.protocol.public import SemanticCallRequest
 from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
 from parrot.serve.execution.prefetch import PrefetchCounts
-from parrot.serve.scheduling.placement import EngineChoice
+from parrot.serve.scheduling.placement import Choice
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 
 COSTS = {"step_s": 0.01, "prefill_token_s": 1e-4, "sequence_s": 0.0, "context_token_s": 0.0}
@@ -170,7 +170,7 @@ def test_what_nobody_asks_for_yet_is_computed_where_its_session_has_the_most(is_
         dispatcher = program.cluster.core.dispatcher
         with patch.object(dispatcher._scheduler._placer, "preview") as preview:
             preview.side_effect = lambda task, now: next(
-                EngineChoice(load, task.prompt_len)
+                Choice(load, task.prompt_len)
                 for load in dispatcher._scheduler.engines
                 if dispatcher._ledger.index.match(load.id, task.keys) is None
             )

@@ -88,7 +88,7 @@ class World:
     def withdraw(self, completion: Completion) -> None:
         """As the graph does when nobody reads it any more."""
         self.dispatcher.withdraw(completion)
-        completion.output.restart()
+        completion.output.reset_partial_text()
 
     def lose(self, engine_id: int) -> None:
         engine = self.dispatcher.fleet.engines.get(engine_id)

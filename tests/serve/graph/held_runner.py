@@ -1,4 +1,4 @@
-"""A session's graph over a runner that holds started tasks until the test ends them."""
+"""A session's graph with a runner that holds started tasks until the test finishes them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,15 +27,15 @@ from tests.support.requests import made, semantic, taken, var_ids
 
 @dataclass
 class HeldRunner:
-    """Holds started tasks until the test says what becomes of them."""
+    """Holds started tasks until the test calls `finish` or `fail`."""
 
     started: list[Task] = field(default_factory=list)
     withdrawn: list[Task] = field(default_factory=list)
     cancelled: list[Task] = field(default_factory=list)
     reprioritised: list[Completion] = field(default_factory=list)
-    expected: list[Completion] = field(default_factory=list)  # they wait for inputs
+    expected: list[Completion] = field(default_factory=list)  # Completions that wait for inputs.
     on_start: Callable[[Task], None] | None = None
-    remaining_s: dict[int, float] = field(default_factory=dict)  # by session
+    remaining_s: dict[int, float] = field(default_factory=dict)  # By session.
 
     def start(self, task: Task) -> None:
         assert task.state is CompletionState.QUEUED
@@ -76,7 +76,7 @@ class HeldRunner:
     def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
         self.remaining_s[session_id] = remaining_s
 
-    # what the test does
+    # Called by tests
 
     def finish(self, task: Task, text: str | None = None) -> None:
         self.started.remove(task)
@@ -116,7 +116,7 @@ def make_graph(
             runner or HeldRunner(),
             predictor or Estimates(LoadIndex().pace),
             clock or ManualClock(),
-            backlog or Backlog(per_slice=10**9),  # all at once
+            backlog or Backlog(per_slice=10**9),  # All in one slice.
         ),
         cache_salt="tenant",
         on_demand=on_demand,
@@ -132,14 +132,14 @@ def add_reader(
     wants_stream: bool = False,
     is_racing: bool = False,
 ) -> Reader:
-    """Want an unsettled variable until `graph.activation.remove_reader`."""
+    """Add a reader of an unsettled variable. `graph.activation.remove_reader` removes it."""
     reader = Reader(variable, criteria, deadline, wants_stream, is_racing)
     graph.activation.add_reader(reader)
     return reader
 
 
 def prompt_of(completion: Completion) -> list[Piece]:
-    """Every piece from the beginning of its context to the place where it generates."""
+    """All pieces of the completion's prompt, with those of the previous completions."""
     before = completion.previous
     start = [] if before is None else [*prompt_of(before), VariablePiece(before.output)]
     return [*start, *completion.fill]

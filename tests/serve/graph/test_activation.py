@@ -32,7 +32,7 @@ def graph(runner: HeldRunner) -> SessionGraph:
     return make_graph(runner)
 
 
-def test_nothing_runs_until_someone_wants_it(graph: SessionGraph, runner: HeldRunner) -> None:
+def test_tasks_run_only_with_demand(graph: SessionGraph, runner: HeldRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     link_call(graph, "c", [a])
@@ -40,13 +40,13 @@ def test_nothing_runs_until_someone_wants_it(graph: SessionGraph, runner: HeldRu
     add_reader(graph, graph.variable(b), Criteria.LATENCY)
     assert runner.names() == ["a"]
     runner.finish(runner.started[0])
-    assert runner.names() == ["b"]  # and never c
+    assert runner.names() == ["b"]  # c has no demand.
     runner.finish(runner.started[0])
     assert runner.names() == []
     graph.check_integrity()
 
 
-def test_output_criteria_is_a_reader_that_stays(graph: SessionGraph, runner: HeldRunner) -> None:
+def test_output_criteria_adds_a_permanent_reader(graph: SessionGraph, runner: HeldRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a], output_criteria="latency")
     assert runner.names() == ["a"]
@@ -67,7 +67,7 @@ def test_reading_the_first_of_two_outputs_does_not_run_the_second(
     assert runner.names() == ["z"]
 
 
-def test_work_that_nobody_else_wants_is_withdrawn_upstream(
+def test_work_without_other_demand_is_withdrawn_upstream(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     shared = link_call(graph, "shared", [])
@@ -115,7 +115,7 @@ def test_a_failure_reaches_every_dependent_with_its_type_and_chain(
     assert error.message == "`third` needs `b`, which failed: nobody is there"
     assert isinstance(error.__cause__, NoEngine)
     assert error.__cause__.__cause__ is graph.variable(a).error
-    assert runner.names() == ["free"]  # an independent branch goes on
+    assert runner.names() == ["free"]  # An independent branch continues.
     graph.activation.remove_reader(late_reader)
     late = link_call(graph, "late", [c], func_name="fourth")
     error = graph.variable(late).error
@@ -124,7 +124,7 @@ def test_a_failure_reaches_every_dependent_with_its_type_and_chain(
     graph.check_integrity()
 
 
-def test_when_one_input_fails_the_work_on_the_others_stops(
+def test_a_failed_input_stops_the_work_on_the_other_inputs(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     inputs = [link_call(graph, f"m{n}", []) for n in range(3)]
@@ -138,17 +138,19 @@ def test_when_one_input_fails_the_work_on_the_others_stops(
     graph.check_integrity()
 
 
-def test_cancelling_goes_both_ways(graph: SessionGraph, runner: HeldRunner) -> None:
+def test_cancelling_stops_producers_and_fails_consumers(
+    graph: SessionGraph, runner: HeldRunner
+) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [b])
     add_reader(graph, graph.variable(c), Criteria.LATENCY)
     graph.cancel_variable(b)
-    assert runner.withdrawn  # a: nobody wants it any more
+    assert runner.withdrawn  # a has no demand left.
     assert isinstance(graph.variable(b).error, Cancelled)
     assert isinstance(graph.variable(c).error, Cancelled)
     assert not graph.variable(a).is_settled
-    graph.cancel_variable(b)  # a second time is nothing
+    graph.cancel_variable(b)  # A second cancellation has no effect.
     add_reader(graph, graph.variable(a), Criteria.LATENCY)
     graph.cancel_variable(a)
     assert len(runner.cancelled) == 1
@@ -209,7 +211,7 @@ def test_a_producer_may_come_after_its_readers(graph: SessionGraph, runner: Held
     graph.check_integrity()
 
 
-def test_a_cycle_is_refused_by_name_and_changes_nothing(graph: SessionGraph) -> None:
+def test_a_cycle_is_rejected_by_name_and_changes_nothing(graph: SessionGraph) -> None:
     a, b, c = (graph.add_variable(name) for name in "abc")
     ids = {name: node.id for name, node in zip("abc", (a, b, c), strict=True)}
     graph.submit(semantic("x {{i}} {{o}}", taken("i", ids["a"]), made("o", ids["b"])))
@@ -235,7 +237,7 @@ def test_a_cycle_is_refused_by_name_and_changes_nothing(graph: SessionGraph) -> 
 
 
 def test_order_inside_a_call_is_not_a_cycle(graph: SessionGraph, runner: HeldRunner) -> None:
-    """The second half of a call may take what a native function made of its first half."""
+    """The second completion of a call may use a native function's result from the first."""
     x, b = graph.add_variable("x"), graph.add_variable("b")
     graph.submit(native("f", taken("i", x.id), made("o", b.id)))
     both = semantic(
@@ -270,7 +272,7 @@ def test_a_native_node_runs_when_any_of_its_outputs_is_wanted(
     graph.check_integrity()
 
 
-async def test_a_stream_reader_is_told_to_the_scheduler(
+async def test_a_stream_reader_is_reported_to_the_runner(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     x = link_call(graph, "x", [])
@@ -282,12 +284,12 @@ async def test_a_stream_reader_is_told_to_the_scheduler(
     add_reader(graph, graph.variable(x), Criteria.THROUGHPUT)
     graph.activation.remove_reader(reader)
     assert not queued.wants_stream  # type: ignore[union-attr]
-    assert runner.reprioritised == [queued, queued]  # who is left waits for the whole
+    assert runner.reprioritised == [queued, queued]  # The remaining reader does not stream.
     add_reader(graph, graph.variable(y), Criteria.LATENCY)
-    assert runner.reprioritised == [queued, queued, queued]  # tightened through y
+    assert runner.reprioritised == [queued, queued, queued]  # Tightened by a reader of y.
 
 
-def test_closing_ends_everything(graph: SessionGraph, runner: HeldRunner) -> None:
+def test_closing_cancels_all_tasks_and_variables(graph: SessionGraph, runner: HeldRunner) -> None:
     empty = graph.add_variable("empty")
     x = link_call(graph, "x", [])
     y = link_call(graph, "y", [x, empty.id], output_criteria="latency")
@@ -328,14 +330,14 @@ def chain(graph: SessionGraph, length: int, **fields: object) -> list[str]:
 
 
 def num_calls(work: Callable[[], object]) -> int:
-    """How many functions it calls, built-in ones too: time would depend on what else runs."""
+    """The number of function calls, with built-in ones. Time would depend on other processes."""
     profile = cProfile.Profile()
     profile.runcall(work)
     return sum(entry.callcount for entry in profile.getstats())
 
 
 def assert_not_quadratic(work: Callable[[int], object], size: int) -> None:
-    """Four times as much costs little more than four times, where a square would cost sixteen."""
+    """Four times the size costs about four times as much. Quadratic time would cost 16 times."""
     small, large = num_calls(lambda: work(size)), num_calls(lambda: work(4 * size))
     assert large < 5.5 * small, (small, large)
 
@@ -347,18 +349,18 @@ def run_and_fail_a_chain(length: int) -> SessionGraph:
     add_reader(graph, graph.variable(ids[-1]), Criteria.LATENCY)
     assert all(graph.variable(var_id).is_settled for var_id in ids)
     runner.on_start = lambda task: runner.fail(task, NoEngine("gone"))
-    ids = chain(graph, length, output_criteria="latency")  # demanded anew at each step
+    ids = chain(graph, length, output_criteria="latency")  # Each call adds a reader.
     assert isinstance(graph.variable(ids[-1]).error, NoEngine)
     return graph
 
 
 def test_ten_thousand_calls_in_a_chain_run_fail_and_close() -> None:
-    """No recursion."""
+    """Walks and errors use no recursion."""
     graph = run_and_fail_a_chain(10_000)
     graph.check_integrity()
     graph.calls.clear()
     graph.variables.clear()
-    gc.collect()  # a chain of 10,000 causes is freed without recursion
+    gc.collect()  # A chain of 10,000 error causes is freed without recursion.
 
 
 def test_a_chain_is_not_quadratic() -> None:
@@ -395,7 +397,7 @@ def use_a_wide_stage(width: int) -> None:
     graph = make_graph(runner)
     ids = [link_call(graph, "m", []) for _ in range(width)]
     reduce = link_call(graph, "r", ids)
-    for _ in range(width):  # readers come and go
+    for _ in range(width):  # Readers are added and removed.
         graph.activation.remove_reader(add_reader(graph, graph.variable(ids[0]), Criteria.LATENCY))
     add_reader(graph, graph.variable(reduce), Criteria.LATENCY)
     assert len(runner.started) == width
@@ -410,7 +412,7 @@ def test_a_wide_stage_is_not_quadratic() -> None:
     assert_not_quadratic(use_a_wide_stage, 100)
 
 
-def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: HeldRunner) -> None:
+def test_a_deadline_is_dropped_with_its_reader(graph: SessionGraph, runner: HeldRunner) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [a])
@@ -435,14 +437,12 @@ def test_deadlines_go_with_those_who_set_them(graph: SessionGraph, runner: HeldR
 
 
 def objectives(graph: SessionGraph, *var_ids: str) -> list[tuple[Criteria, bool] | None]:
-    """Of the producers: their criteria, and whether they are background work."""
+    """The criteria of each producer, and whether it is background work."""
     found = [graph.variable(var_id).producer.objective for var_id in var_ids]  # type: ignore[union-attr]
     return [None if o is None else (o.criteria, o.is_background) for o in found]
 
 
-def test_an_awake_session_runs_what_the_program_holds_in_the_background(
-    graph: SessionGraph, runner: HeldRunner
-) -> None:
+def test_unread_calls_run_in_the_background(graph: SessionGraph, runner: HeldRunner) -> None:
     parts = [link_call(graph, f"p{n}", []) for n in range(3)]
     lazy = link_call(graph, "lazy", [], on_demand=True)
     needed = link_call(graph, "needed", [], on_demand=True)
@@ -468,7 +468,9 @@ def test_an_awake_session_runs_what_the_program_holds_in_the_background(
     graph.check_integrity()
 
 
-def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: HeldRunner) -> None:
+def test_an_on_demand_session_runs_only_permitted_calls_in_the_background(
+    runner: HeldRunner,
+) -> None:
     graph = make_graph(runner, on_demand=True)
     link_call(graph, "a", [])
     link_call(graph, "b", [], on_demand=False)
@@ -476,7 +478,7 @@ def test_calls_of_a_session_on_demand_are_woken_only_where_they_say_so(runner: H
     assert runner.names() == ["b"]
 
 
-def test_a_reader_raises_the_background_work_above_it_and_takes_it_along(
+def test_a_reader_raises_the_background_work_upstream_and_stops_it_when_it_leaves(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
@@ -488,14 +490,16 @@ def test_a_reader_raises_the_background_work_above_it_and_takes_it_along(
     assert objectives(graph, a, b) == [(Criteria.LATENCY, False)] * 2
     graph.activation.remove_reader(reader)
     assert objectives(graph, b, other) == [None, (Criteria.THROUGHPUT, True)]
-    assert objectives(graph, a) == [(Criteria.LATENCY, True)]  # for `other`; it stays strict
+    assert objectives(graph, a) == [
+        (Criteria.LATENCY, True)
+    ]  # `other` still needs it. The criteria stays strict.
     assert runner.names() == ["a"]
     graph.cancel_variable(other)
-    assert runner.names() == ["a"]  # the program still holds it
+    assert runner.names() == ["a"]  # It still has background demand.
     graph.check_integrity()
 
 
-def test_what_only_a_lost_reader_needed_stops_though_it_was_background_work_once(
+def test_work_of_a_reader_that_left_stops_although_it_was_background_work(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
@@ -510,7 +514,7 @@ def test_what_only_a_lost_reader_needed_stops_though_it_was_background_work_once
     graph.check_integrity()
 
 
-def test_nothing_is_made_in_the_background_of_what_was_released(
+def test_consumers_of_a_released_variable_do_not_run_in_the_background(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     draft, other = link_call(graph, "draft", []), link_call(graph, "other", [])
@@ -524,13 +528,13 @@ def test_nothing_is_made_in_the_background_of_what_was_released(
     graph.check_integrity()
     reader = add_reader(graph, graph.variable(final), Criteria.LATENCY)
     graph.activation.release(graph.variable(draft))
-    assert runner.names() == ["other", "draft"]  # somebody asks for it
+    assert runner.names() == ["other", "draft"]  # `draft` has a reader.
     graph.activation.remove_reader(reader)
     assert runner.names() == []
     graph.check_integrity()
 
 
-def test_what_was_released_before_the_session_woke_stays_idle(
+def test_calls_released_before_the_background_start_stay_idle(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
@@ -539,7 +543,7 @@ def test_what_was_released_before_the_session_woke_stays_idle(
     assert runner.names() == []
 
 
-def test_cancellation_and_the_end_stop_background_work(
+def test_cancellation_and_closing_stop_background_work(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     response = graph.submit(semantic("a {{y}}", made("y")))
@@ -554,7 +558,7 @@ def test_cancellation_and_the_end_stop_background_work(
     assert graph.activation.num_started == 0
 
 
-def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
+def test_calls_whose_reader_left_before_the_background_start_stay_idle(
     graph: SessionGraph, runner: HeldRunner
 ) -> None:
     a = link_call(graph, "a", [])
@@ -568,7 +572,7 @@ def test_what_is_left_before_it_is_woken_stays_idle_with_all_that_needs_it(
     graph.check_integrity()
 
 
-async def test_calls_are_woken_in_the_order_of_their_submission(runner: HeldRunner) -> None:
+async def test_background_calls_start_in_the_order_of_submission(runner: HeldRunner) -> None:
     clock = ManualClock(start=10)
     graph = make_graph(runner, clock)
     link_call(graph, "early", [])
@@ -581,7 +585,7 @@ async def test_calls_are_woken_in_the_order_of_their_submission(runner: HeldRunn
     graph.check_integrity()
 
 
-def test_many_calls_are_woken_in_turns(runner: HeldRunner) -> None:
+def test_many_background_calls_start_in_slices(runner: HeldRunner) -> None:
     graph = make_graph(runner, ManualClock(start=10))
     for n in range(600):
         link_call(graph, f"p{n}", [])
@@ -593,11 +597,11 @@ def test_many_calls_are_woken_in_turns(runner: HeldRunner) -> None:
 
 
 @pytest.mark.parametrize("read_as", list(Criteria))
-def test_what_the_program_sets_an_input_of_runs_as_it_reads_before_it_is_read(
+def test_a_call_whose_input_the_program_sets_gets_the_criteria_of_the_last_read(
     graph: SessionGraph, runner: HeldRunner, read_as: Criteria
 ) -> None:
-    """What needs it too, and where it comes by way of another call, but not where one call takes in
-    many."""
+    """Only the call that takes the input gets the criteria. Calls downstream of it and calls of a
+    stage do not."""
     facts = [graph.add_variable("fact").id for _ in range(3)]
     used, other = link_call(graph, "used", facts[:2]), link_call(graph, "other", [])
     behind = link_call(graph, "behind", [used])
@@ -617,11 +621,13 @@ def test_what_the_program_sets_an_input_of_runs_as_it_reads_before_it_is_read(
         *[(Criteria.THROUGHPUT, True)] * 3,
     ]
     runner.finish(runner.started[1])
-    assert objectives(graph, behind) == [(Criteria.THROUGHPUT, True)]  # its input was made
+    assert objectives(graph, behind) == [
+        (Criteria.THROUGHPUT, True)
+    ]  # A call made its input, not the program.
     graph.check_integrity()
 
 
-def test_a_reader_that_goes_before_the_walk_has_come_by_leaves_background_work(
+def test_a_reader_that_leaves_during_the_walk_leaves_background_work(
     runner: HeldRunner,
 ) -> None:
     backlog = Slices(per_slice=1)

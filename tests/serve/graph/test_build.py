@@ -110,7 +110,7 @@ BAD_CALLS = [
 
 
 @pytest.mark.parametrize(("template", "parameters", "param", "reason"), BAD_CALLS)
-def test_a_contradictory_call_is_refused_by_name(
+def test_a_contradictory_call_is_rejected_by_name(
     template: str, parameters: list[dict[str, object]], param: str, reason: str
 ) -> None:
     graph = make_graph()
@@ -122,7 +122,7 @@ def test_a_contradictory_call_is_refused_by_name(
     assert not graph.calls
 
 
-def test_refused_bindings_leave_the_graph_unchanged() -> None:
+def test_rejected_bindings_leave_the_graph_unchanged() -> None:
     graph = make_graph()
     done = graph.add_variable("done", "text")
     empty = graph.add_variable("empty")
@@ -183,8 +183,8 @@ def test_an_idempotency_key_replays_the_answer() -> None:
     ),
     st.integers(0, 3),
 )
-def test_cutting_loses_no_piece(pieces: list[str], num_outputs: int) -> None:
-    """Joining the fills again, and what a successor gets, gives the template, whatever it is."""
+def test_splitting_a_template_loses_no_piece(pieces: list[str], num_outputs: int) -> None:
+    """The fills and the part for a successor, joined again, are equal to the template."""
     template = "".join(
         "".join(pieces) + "." + placeholder(f"out{n}") for n in range(num_outputs)
     ) + "".join(pieces)

@@ -1,5 +1,5 @@
-"""Random programs against a session's graph: whatever happens in whatever order, the books balance,
-only wanted work is started, and every variable ends as it must."""
+"""Random operations on a session's graph. After each, the counters are exact, only wanted tasks
+run, and each variable has the expected state."""
 
 from collections.abc import Callable, Iterable
 
@@ -31,7 +31,7 @@ CRITERIA = st.sampled_from(list(PerformanceCriteria))
 
 
 class Slices(Backlog):
-    """The test says when the loop has its next turn."""
+    """A backlog whose next slice runs when the test calls `turn`."""
 
     def _go_on(self) -> None:
         pass
@@ -52,8 +52,10 @@ class GraphMachine(RuleBasedStateMachine):
         self.readers: list[Reader] = []
         self.is_awake = False
         self.woken: set[Task] = set()
-        self.reasons: dict[str, type[ParrotError]] = {}  # by the ids of variables that failed first
-        self.held: set[Task] = set()  # what nobody has given up, in a way that tells
+        self.reasons: dict[
+            str, type[ParrotError]
+        ] = {}  # By the id of the variable that failed first.
+        self.held: set[Task] = set()  # Tasks that must still run in the background.
 
     def variables(self) -> list[SemanticVariable]:
         return list(self.graph.variables.values())
@@ -125,7 +127,8 @@ class GraphMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
-        """Whatever stops with it was wanted for it alone, or made of what it left."""
+        """Remove a reader. Tasks without other demand stop, and so does background work
+        downstream."""
         reader = self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1)))
         connected = self.connected(reader.variable)
         self.graph.activation.remove_reader(reader)
@@ -134,25 +137,26 @@ class GraphMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.variables())
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """Nothing of it is made in the background; what a reader asks for goes on."""
+        """Release a variable. Background work on it stops, and tasks with a reader continue."""
         variable = self.pick(data, self.variables())
-        asked = self.asked_for()
+        asked = self.tasks_with_readers()
         self.graph.activation.release(variable)
-        assert self.asked_for() == asked
+        assert self.tasks_with_readers() == asked
         if variable.producer is not None and variable.producer not in asked:
             assert self.is_busy() or not variable.producer.is_wanted
             self.held -= self.connected(variable)
 
     def connected(self, variable: SemanticVariable) -> set[Task]:
-        """What may stop with the variable: all that needs it, and all that any of those needs."""
+        """The tasks that may stop with the variable: all tasks downstream, and all their
+        producers."""
         below = reachable(
             [*variable.consumers, *([variable.producer] if variable.producer else [])],
             lambda task: [consumer for v in task.outputs for consumer in v.consumers],
         )
         return reachable(below, lambda task: [v.producer for v in task.inputs if v.producer])
 
-    def asked_for(self) -> set[Task]:
-        """The unfinished tasks that a reader waits for, by a walk from the readers."""
+    def tasks_with_readers(self) -> set[Task]:
+        """The unfinished tasks with reader demand, found by a walk from the readers."""
         stack = [
             v.producer for v in self.variables() if v.readers and v.producer and not v.is_settled
         ]
@@ -204,7 +208,7 @@ class GraphMachine(RuleBasedStateMachine):
         self.graph.cancel_call(request_id)
 
     def blame(self, variables: Iterable[SemanticVariable], reason: type[ParrotError]) -> None:
-        """If they fail now, this is why."""
+        """Record `reason` as the expected error if these variables fail now."""
         for variable in variables:
             if not variable.is_settled:
                 self.reasons.setdefault(variable.id, reason)
@@ -232,13 +236,13 @@ class GraphMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.is_busy())
     @invariant()
-    def what_is_asked_for_is_wanted_and_all_else_is_background_work(self) -> None:
-        asked = self.asked_for()
+    def what_is_tasks_with_readers_is_wanted_and_all_else_is_background_work(self) -> None:
+        asked = self.tasks_with_readers()
         for call in self.graph.calls.values():
             for task in call.tasks:
                 if task.is_finished:
                     continue
-                assert task in asked or not task.asked
+                assert task in asked or not task.reader_demand
                 assert task.is_wanted or task not in asked
                 if (objective := task.objective) is not None:
                     assert objective.is_background == (task not in asked)
@@ -261,7 +265,7 @@ class GraphMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_busy())
     @invariant()
     def every_variable_fails_for_a_reason_of_its_own_history(self) -> None:
-        """Its own or its call's end, or that of something it needs; of that reason's type."""
+        """The error has the type of a recorded reason of the variable or of a variable upstream."""
         for variable in self.variables():
             if variable.error is None:
                 assert variable.state is VariableState.EMPTY or variable.id not in self.reasons
@@ -283,7 +287,7 @@ class GraphMachine(RuleBasedStateMachine):
                     assert all(output.is_settled for output in consumer.outputs)
 
     def teardown(self) -> None:
-        """Let all work end well: whoever can be served is served, and then nothing waits."""
+        """Finish all tasks. Afterwards each reader has its value or lacks a producer."""
         self.backlog.finish()
         while self.runner.started:
             self.runner.finish(self.runner.started[0])
@@ -291,7 +295,7 @@ class GraphMachine(RuleBasedStateMachine):
         self.graph.check_integrity()
         for reader in self.readers:
             variable = reader.variable
-            if not variable.is_settled:  # only for want of a producer somewhere above
+            if not variable.is_settled:  # A producer upstream is missing.
                 assert self.lacks_producer(variable)
         list(self.graph.close(SessionGone("the session ends")))
         self.graph.check_integrity()
@@ -318,8 +322,8 @@ def reachable(starts: Iterable[Task], step: Callable[[Task], Iterable[Task]]) ->
 
 
 class SlicedGraphMachine(GraphMachine):
-    """Walks take many turns, and anything may happen between two. So what is held when one gets
-    there is not told from the rules alone."""
+    """Walks take many turns with other operations between them. So the rules alone do not tell
+    which tasks allow background work when a walk reaches them."""
 
     is_at_once = False
 

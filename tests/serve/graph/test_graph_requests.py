@@ -186,7 +186,7 @@ class TestWhatIsRefused:
         assert session is not None
         assert not session.graph.calls
         assert not session.graph.variables
-        assert session.account.used.total() == 1  # the session itself
+        assert session.account.used.total() == 1  # The session itself.
         num_sessions = len(site.core.sessions)
         assert (await site.send("POST", PATH, json={"session": {}} | body))[0] == status
         assert len(site.core.sessions) == num_sessions
@@ -279,7 +279,7 @@ async def test_the_recorder_sees_single_calls() -> None:
 
 
 async def test_random_graphs_have_the_edges_of_the_same_calls_one_by_one() -> None:
-    """Whatever order their calls come in."""
+    """The order of the calls in the request does not matter."""
     draw = random.Random(0)
     for _ in range(20):
         world = await HeldWorld.open()

@@ -61,10 +61,10 @@ def test_a_stage_that_two_calls_read_is_throughput_work(graph: SessionGraph) -> 
 
 
 @pytest.mark.parametrize("criteria", list(Criteria))
-def test_a_chain_works_for_its_reader(graph: SessionGraph, criteria: Criteria) -> None:
+def test_a_chain_has_the_criteria_of_its_reader(graph: SessionGraph, criteria: Criteria) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
-    c = link_call(graph, "c", [b, a])  # also takes what came before: still a chain
+    c = link_call(graph, "c", [b, a])  # It also takes a, which is before b: still a chain.
     add_reader(graph, graph.variable(c), criteria)
     before = Criteria.THROUGHPUT if criteria is Criteria.THROUGHPUT else Criteria.LATENCY
     assert objective(graph, c).criteria is criteria
@@ -74,7 +74,7 @@ def test_a_chain_works_for_its_reader(graph: SessionGraph, criteria: Criteria) -
 
 
 @pytest.mark.parametrize("deadlines", [(40, 60), (60, 40)])
-def test_what_two_need_has_the_sooner_deadline(
+def test_a_task_with_two_consumers_has_the_earlier_deadline(
     graph: SessionGraph, deadlines: tuple[int, int]
 ) -> None:
     shared = link_call(graph, "shared", [])
@@ -84,7 +84,7 @@ def test_what_two_need_has_the_sooner_deadline(
     assert objective(graph, shared).deadline == 40
 
 
-def test_a_later_stricter_reader_tightens_all_the_way_up(graph: SessionGraph) -> None:
+def test_a_later_stricter_reader_tightens_all_producers(graph: SessionGraph) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     c = link_call(graph, "c", [b])
@@ -100,11 +100,11 @@ def test_a_later_stricter_reader_tightens_all_the_way_up(graph: SessionGraph) ->
     assert objective(graph, b).criteria is Criteria.LATENCY
     assert objective(graph, a).deadline == 40
     add_reader(graph, graph.variable(c), Criteria.THROUGHPUT, deadline=60)
-    assert objective(graph, c).criteria is Criteria.TPOT  # never loosened
+    assert objective(graph, c).criteria is Criteria.TPOT  # The criteria stays strict.
     assert objective(graph, c).deadline == 40
 
 
-def test_one_member_of_a_stage_can_be_wanted_soon(graph: SessionGraph) -> None:
+def test_one_task_of_a_stage_can_have_a_stricter_reader(graph: SessionGraph) -> None:
     maps = [link_call(graph, f"map{n}", []) for n in range(3)]
     reduce = link_call(graph, "reduce", maps)
     add_reader(graph, graph.variable(reduce), Criteria.LATENCY)
@@ -113,7 +113,7 @@ def test_one_member_of_a_stage_can_be_wanted_soon(graph: SessionGraph) -> None:
     assert found == [Criteria.THROUGHPUT, Criteria.LATENCY, Criteria.THROUGHPUT]
 
 
-def test_a_longer_path_below_reaches_work_that_waits(graph: SessionGraph) -> None:
+def test_a_longer_path_reaches_waiting_producers(graph: SessionGraph) -> None:
     gate = graph.add_variable("gate").id
     a = link_call(graph, "a", [gate], output_criteria="throughput")
     alone = objective(graph, a)
@@ -124,10 +124,10 @@ def test_a_longer_path_below_reaches_work_that_waits(graph: SessionGraph) -> Non
 
 
 @pytest.mark.parametrize("num_turns", [2, 3, 6])
-def test_turns_that_take_in_all_before_them_are_no_stage(
+def test_turns_that_take_all_earlier_turns_are_not_a_stage(
     graph: SessionGraph, num_turns: int
 ) -> None:
-    """Nor with the first, which is wanted before the others are."""
+    """This also holds for the first turn, which is wanted before the others."""
     turns = list[str]()
     for number in range(num_turns):
         turns.append(link_call(graph, f"turn{number}", turns))
@@ -230,8 +230,8 @@ def test_paths_and_depths_equal_the_longest_paths_of_networkx(
 
 
 @fuzz(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=14))
-def test_exactly_the_edges_that_close_a_cycle_are_refused(edges: list[tuple[int, int]]) -> None:
-    """Each pair (a, b): a call that takes variable a and makes variable b, if b has no producer."""
+def test_exactly_the_edges_that_close_a_cycle_are_rejected(edges: list[tuple[int, int]]) -> None:
+    """For each pair (a, b), submit a call from variable a to variable b, if b has no producer."""
     graph = make_graph()
     variables = [graph.add_variable(str(n)) for n in range(8)]
     oracle = nx.DiGraph()
@@ -257,7 +257,7 @@ def test_exactly_the_edges_that_close_a_cycle_are_refused(edges: list[tuple[int,
 
 
 class Price:
-    """Predicts what the test says: seconds by the name of the output."""
+    """Predicts the seconds that the test sets for the name of the output."""
 
     def __init__(self, **seconds: float) -> None:
         self.by_name = seconds
@@ -268,7 +268,7 @@ class Price:
         return Prediction(seconds, seconds)
 
 
-def test_what_has_finished_is_no_part_of_what_remains() -> None:
+def test_finished_tasks_are_not_part_of_the_remaining_work() -> None:
     runner, price = HeldRunner(), Price(a=1.0, b=2.0, c=4.0, d=8.0)
     graph = make_graph(runner, predictor=price)
     a = link_call(graph, "a", [])
@@ -277,7 +277,7 @@ def test_what_has_finished_is_no_part_of_what_remains() -> None:
     d = link_call(graph, "d", [b, c])
     reader = add_reader(graph, graph.variable(d), Criteria.LATENCY)
     assert runner.remaining_s == {7: 15.0}
-    assert objective(graph, a).remaining_path_s == 13.0  # by way of c
+    assert objective(graph, a).remaining_path_s == 13.0  # The path through c.
     runner.finish(task(graph, a))
     assert runner.remaining_s == {7: 14.0}
     runner.finish(task(graph, c))
@@ -290,7 +290,7 @@ def test_what_has_finished_is_no_part_of_what_remains() -> None:
     graph.check_integrity()
 
 
-def test_calls_submitted_later_lengthen_what_remains() -> None:
+def test_calls_submitted_later_add_to_the_remaining_work() -> None:
     runner, price = HeldRunner(), Price(a=1.0, b=2.0, c=4.0)
     graph = make_graph(runner, predictor=price)
     a = link_call(graph, "a", [], output_criteria="latency")
@@ -304,11 +304,11 @@ def test_calls_submitted_later_lengthen_what_remains() -> None:
     assert objective(graph, b).remaining_path_s == 6.0
 
 
-def test_what_was_learnt_reaches_tasks_that_are_wanted_already() -> None:
+def test_new_statistics_reach_wanted_tasks() -> None:
     runner, price = HeldRunner(), Price(a=10.0, b=10.0, c=10.0)
     graph = make_graph(runner, predictor=price)
     a = link_call(graph, "a", [])
-    other = link_call(graph, "a", [])  # another call of the same function
+    other = link_call(graph, "a", [])  # Another call of the same function.
     b = link_call(graph, "b", [a, other])
     c = link_call(graph, "c", [b])
     add_reader(graph, graph.variable(c), Criteria.LATENCY)
@@ -320,5 +320,5 @@ def test_what_was_learnt_reaches_tasks_that_are_wanted_already() -> None:
     assert runner.remaining_s == {7: 3.0}
     price.by_name = {"a": 1.0, "b": 5.0, "c": 1.0}
     runner.finish(task(graph, other))
-    assert objective(graph, b).remaining_path_s == 6.0  # its inputs are complete
+    assert objective(graph, b).remaining_path_s == 6.0  # Its inputs are complete.
     graph.check_integrity()

@@ -1,4 +1,4 @@
-"""Semantic variables: who waits, who leaves, and in what order they learn."""
+"""Semantic variables: waiting readers, readers that leave, and the order of notifications."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ def variable() -> SemanticVariable:
     return SemanticVariable("id", "x", 7)
 
 
-async def test_a_reader_that_leaves_in_the_turn_of_the_value_disturbs_nobody(
+async def test_a_reader_that_leaves_in_the_turn_of_the_value_does_not_disturb_others(
     variable: SemanticVariable,
 ) -> None:
     readers = [asyncio.ensure_future(variable.wait()) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""A scheduler on virtual time, and tasks for it."""
+"""A scheduler on virtual time, with tasks for tests."""
 
 from itertools import count
 
@@ -76,7 +76,8 @@ class Bench:
         own_len: int = 1,
         tenant: str = "",
     ) -> CompletionTask:
-        """A prompt of `prefix_len` tokens of the constant `text`, and `own_len` of its own."""
+        """A task whose prompt has `prefix_len` tokens of the constant `text` and `own_len` own
+        tokens."""
         number = next(self._ids)
         text = f"own {number}" if text is None else text
         completion = Completion(

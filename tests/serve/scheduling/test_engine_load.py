@@ -1,4 +1,4 @@
-"""What an engine's load tells: what is usual there, and what harms whom."""
+"""The predicted load of an engine: its usual load, harm to other tasks, and step costs."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def engine_of(bench: Bench, engine_id: int = 0) -> EngineLoad:
     return load
 
 
-def test_averages_do_not_depend_on_how_often_they_are_renewed() -> None:
+def test_averages_do_not_depend_on_how_often_they_are_updated() -> None:
     costs = StepCosts(token_s=0.0)
     load = {"num_tasks": 4, "num_read": 1000, "weight": 40.0, "prefill_until": 2.0}
     index = LoadIndex()
@@ -34,7 +34,7 @@ def test_averages_do_not_depend_on_how_often_they_are_renewed() -> None:
     assert idle.usual_step_s == pytest.approx(costs.decode_step_s(0, 0))
 
 
-def test_steps_are_as_long_as_now_and_later_as_long_as_usual() -> None:
+def test_steps_have_the_present_length_first_and_the_usual_length_later() -> None:
     bench = Bench()
     bench.engines(1)
     load = engine_of(bench)
@@ -44,12 +44,12 @@ def test_steps_are_as_long_as_now_and_later_as_long_as_usual() -> None:
     outlook = load.outlook(bench.clock.now())
     left_s = outlook.remaining_s
     assert outlook.steps_s(10) == pytest.approx(10 * load.step_s)
-    idle_s = StepCosts().step_s  # nobody was there before, so nobody is expected
+    idle_s = StepCosts().step_s  # No task has run, so the usual load is 0.
     rest = 5000 - left_s / load.step_s
     assert outlook.steps_s(5000) == pytest.approx(left_s + rest * idle_s, rel=0.01)
 
 
-def test_an_engine_whose_tasks_have_ended_keeps_nobody_waiting() -> None:
+def test_an_engine_whose_tasks_have_finished_has_no_wait() -> None:
     bench = Bench()
     bench.engines(1)
     task = bench.task(own_len=100_000)
@@ -61,7 +61,7 @@ def test_an_engine_whose_tasks_have_ended_keeps_nobody_waiting() -> None:
     assert (outlook.wait_s, outlook.remaining_s, outlook.weight) == (0.0, 0.0, 0.0)
 
 
-def test_who_is_there_waits_for_the_prompt_of_a_newcomer() -> None:
+def test_present_tasks_wait_for_the_prompt_of_a_new_task() -> None:
     bench = Bench()
     bench.engines(1)
     task = bench.task(output=2000)
@@ -74,7 +74,7 @@ def test_who_is_there_waits_for_the_prompt_of_a_newcomer() -> None:
     assert outlook.harm_s(1e9, 0, 0.0) == pytest.approx(outlook.remaining_s * latency_weight(task))
 
 
-def test_those_who_will_come_are_harmed_too() -> None:
+def test_harm_includes_the_usual_load() -> None:
     bench = Bench()
     bench.engines(1)
     load = engine_of(bench)
@@ -94,7 +94,7 @@ def test_those_who_will_come_are_harmed_too() -> None:
 
 
 def test_a_chat_goes_where_its_steps_will_be_short() -> None:
-    """Engine 0 has a moment without work, engine 1 has little all the time."""
+    """Engine 0 is idle for a moment. Engine 1 always has little work."""
     bench = Bench()
     bench.engines(2, slots=1000)
     for _ in range(20):
@@ -118,7 +118,7 @@ def test_a_chat_goes_where_its_steps_will_be_short() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_who_reads_along_judges_by_the_time_per_token(is_streamed: bool) -> None:
+def test_the_weight_of_a_stream_depends_on_its_output_length(is_streamed: bool) -> None:
     bench = Bench()
     bench.engines(1)
     criteria = LATENCY if is_streamed else PerformanceCriteria.TPOT
@@ -131,14 +131,14 @@ def test_who_reads_along_judges_by_the_time_per_token(is_streamed: bool) -> None
     assert engine_of(bench).weight == pytest.approx(latency_weight(short) + latency_weight(long))
 
 
-def test_who_waits_for_the_whole_judges_by_its_time() -> None:
+def test_the_weight_of_a_whole_value_does_not_depend_on_its_length() -> None:
     bench = Bench()
     short, long = bench.task(output=100), bench.task(output=1000)
     assert latency_weight(short) == latency_weight(long) > 1.0
     assert latency_weight(bench.task(output=100, criteria=THROUGHPUT)) == 1.0
 
 
-def test_an_engine_that_has_measured_nothing_is_like_those_of_its_model_and_device() -> None:
+def test_an_engine_without_costs_gets_the_median_of_its_model_and_device() -> None:
     bench = Bench()
     bench.engines(6)
     engines = bench.scheduler.engines
@@ -147,13 +147,13 @@ def test_an_engine_that_has_measured_nothing_is_like_those_of_its_model_and_devi
     assert engine_of(bench, 0).costs == StepCosts()
     engines.reported(4, StepCosts(step_s=0.1), device="B")
     engines.reported(0, device="A")
-    assert engine_of(bench, 0).costs.step_s == 0.1  # the model's, for want of better
+    assert engine_of(bench, 0).costs.step_s == 0.1  # The last report of the model.
     for engine_id, own in enumerate((slow, fast, middle), 1):
         engines.reported(engine_id, own, device="A")
     for _ in range(2):
         engines.reported(0, device="A")
         assert engine_of(bench, 0).costs == middle
-        assert engine_of(bench, 1).costs == slow  # its own
+        assert engine_of(bench, 1).costs == slow  # Its own costs.
         engines.reported(1, device="A")
     engines.remove(2)
     engines.remove(3)
@@ -162,17 +162,19 @@ def test_an_engine_that_has_measured_nothing_is_like_those_of_its_model_and_devi
     engines.reported(0, fast, device="A")
     engines.reported(0, device="A")
     assert engine_of(bench, 0).costs == fast
-    engines.reported(0, device="B")  # as the server behind it tells later
+    engines.reported(0, device="B")  # The server reports its device later.
     engines.reported(5, device="B")
     assert engine_of(bench, 5).costs in (fast, StepCosts(step_s=0.1))
     for engine_id in (0, 1, 4, 5):
         engines.remove(engine_id)
     bench.engines(1)
-    assert engine_of(bench, 6).costs == fast  # of whom there was none left
+    assert (
+        engine_of(bench, 6).costs == fast
+    )  # The last costs of the model, although no engine was left.
     assert not engines._measured
 
 
-def test_an_engine_that_comes_with_its_costs_is_a_measure_for_others() -> None:
+def test_costs_reported_at_registration_count_for_other_engines() -> None:
     bench = Bench()
     costs = StepCosts(step_s=0.7)
     bench.engines(1)
@@ -182,8 +184,8 @@ def test_an_engine_that_comes_with_its_costs_is_a_measure_for_others() -> None:
         assert engine_of(bench, engine_id).costs == costs
 
 
-def test_what_a_server_does_for_others_is_load() -> None:
-    """They make its steps longer, and a newcomer waits for those who wait there."""
+def test_requests_of_a_servers_other_clients_are_load() -> None:
+    """Requests of other clients lengthen steps, and a new task waits for those that wait there."""
     bench = Bench()
     bench.engines(2)
     idle, shared = engine_of(bench, 0), engine_of(bench, 1)

@@ -1,5 +1,5 @@
-"""Fair share between tenants: the bound of the virtual token counter, for any arrivals, and that
-no slot is empty while somebody waits."""
+"""Fair sharing between tenants: the bound of the virtual token counter for random arrivals, and no
+empty slot while tasks are queued."""
 
 from collections import Counter, defaultdict, deque
 
@@ -21,8 +21,8 @@ COSTS = StepCosts()
 
 
 class Cluster(Bench):
-    """One engine with some slots, whose tasks end when the test says so, with outputs of other
-    lengths than predicted."""
+    """One engine whose tasks finish when the test calls `end`. Output lengths differ from the
+    predictions."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(policy="fcfs", weigh=WEIGHTS.__getitem__)
@@ -40,7 +40,7 @@ class Cluster(Bench):
         return task
 
     def end(self, which: int, fraction: float) -> None:
-        """One of the running tasks ends after a fraction of the longest output."""
+        """Finish a running task after `fraction` of its longest output."""
         task = self.running.pop(which % len(self.running))
         task.used = (task.prompt_len, 1 + int(fraction * (task.max_output - 1)))
         self.scheduler.ended(task, 0)
@@ -58,8 +58,8 @@ class Cluster(Bench):
 
     @property
     def bound(self) -> float:
-        """What two tenants that wait may differ by: each may have had all places at the beginning,
-        and at the end, with those that were squeezed in, and be one call ahead."""
+        """The largest difference in service between two waiting tenants. Each may have had all
+        slots at the start and at the end, twice with overcommitted tasks, and be one call ahead."""
         dearest = service_s(COSTS, MAX_PROMPT + 1, MAX_PROMPT + 1, MAX_OUTPUT)
         return 2 * (2 * 2 * self.slots + 1) * dearest
 
@@ -76,13 +76,13 @@ END = st.tuples(st.integers(0, 100), st.floats(0.0, 1.0))
     st.lists(ARRIVAL, min_size=20, max_size=60),
     st.lists(st.one_of(ARRIVAL, END, END), max_size=150),
 )
-def test_two_tenants_that_wait_differ_by_no_more_than_the_bound(
+def test_two_waiting_tenants_differ_by_at_most_the_bound(
     slots: int, first: list[tuple[str, int, int]], events: list[tuple[str | int, ...]]
 ) -> None:
     cluster = Cluster(slots)
     for tenant, prompt, output in first:
         cluster.arrive(tenant, prompt, output)
-    # By pair: the least and the largest difference since both wait.
+    # By pair: the smallest and the largest difference since both tenants wait.
     extremes: dict[tuple[str, str], tuple[float, float]] = {}
     for event in events:
         if len(event) == 3:
@@ -104,7 +104,7 @@ def test_two_tenants_that_wait_differ_by_no_more_than_the_bound(
     cluster.scheduler.check_integrity()
 
 
-def test_one_call_does_not_wait_behind_the_ten_thousand_of_another_tenant() -> None:
+def test_one_call_does_not_wait_for_ten_thousand_of_another_tenant() -> None:
     cluster = Cluster(slots=4)
     for _ in range(1000):
         cluster.arrive("a", 500, 100)
@@ -125,8 +125,8 @@ def test_weights_divide_the_service() -> None:
     assert cluster.served["heavy"] == pytest.approx(3 * cluster.served["a"], rel=0.02)
 
 
-def test_time_without_work_is_no_credit() -> None:
-    """Who comes back, or comes late, has no claim to what others had meanwhile."""
+def test_inactivity_earns_no_credit() -> None:
+    """A tenant that returns or starts late gets no compensation for the time before."""
     cluster = Cluster(slots=1)
     cluster.arrive("b", 100, 100)
     cluster.end(0, 1.0)
@@ -143,7 +143,7 @@ def test_time_without_work_is_no_credit() -> None:
     assert gained["a"] == pytest.approx(gained["b"], rel=0.05)
 
 
-def test_leaving_for_a_moment_forgets_no_debt() -> None:
+def test_a_short_absence_keeps_the_debt() -> None:
     cluster = Cluster(slots=1)
     for _ in range(50):
         cluster.arrive("a", 500, 100)
@@ -152,12 +152,12 @@ def test_leaving_for_a_moment_forgets_no_debt() -> None:
         cluster.arrive("heavy", MAX_PROMPT, MAX_OUTPUT)
         while not any(t.completion.options.tenant == "heavy" for t in cluster.running):
             cluster.end(0, 1.0)
-        cluster.end(0, 1.0)  # it has no task now, and comes again at once
+        cluster.end(0, 1.0)  # The tenant has no task now, and returns at once.
     share = cluster.served["heavy"] / WEIGHTS["heavy"]
     assert share <= cluster.served["a"] + cluster.bound / 3
 
 
-def test_a_shared_beginning_is_its_first_users_to_pay() -> None:
+def test_the_first_user_pays_for_a_shared_prefix() -> None:
     bench = Bench()
     bench.engines(1)
     first, second = [
@@ -176,7 +176,7 @@ def test_a_shared_beginning_is_its_first_users_to_pay() -> None:
     assert second.service_s == pytest.approx(service_s(COSTS, 1, 1, output))
 
 
-def test_a_call_that_is_stopped_pays_for_the_time_that_it_ran() -> None:
+def test_a_stopped_call_pays_for_the_time_that_it_ran() -> None:
     bench = Bench()
     bench.engines(1)
     early, late = bench.task(output=400), bench.task(output=400)
@@ -191,7 +191,7 @@ def test_a_call_that_is_stopped_pays_for_the_time_that_it_ran() -> None:
     assert 0 < late.service_s < service_s(COSTS, late.prompt_len, late.prompt_len, 201)
 
 
-def test_in_a_tenant_the_order_is_its_own() -> None:
+def test_the_order_policy_applies_inside_a_tenant() -> None:
     bench = Bench()
     bench.engines(1, slots=1)
     slow = bench.task(criteria=THROUGHPUT, path=50, tenant="a")
@@ -209,7 +209,7 @@ def test_in_a_tenant_the_order_is_its_own() -> None:
     assert sorted(tenants[:2]) == sorted(tenants[2:4]) == ["a", "b"]
 
 
-def test_small_calls_of_one_tenant_do_not_keep_out_a_large_one_of_another() -> None:
+def test_small_calls_of_one_tenant_do_not_starve_a_large_one_of_another() -> None:
     bench = Bench(policy="fcfs")
     bench.engines(1, tokens=2000)
     running: deque[tuple[CompletionTask, int]] = deque()
@@ -232,10 +232,11 @@ def test_small_calls_of_one_tenant_do_not_keep_out_a_large_one_of_another() -> N
     assert num_ended > 10
 
 
-def test_a_chat_beside_a_crowd_stays_where_its_prompt_is() -> None:
-    """The crowd's work there is bound for it: it wins nothing by going where there is less."""
+def test_an_overcommitted_chat_stays_with_its_cached_prefix() -> None:
+    """The engine limits the effect of the other tenant's calls, so a less loaded engine is not
+    better."""
     bench = Bench()
-    for length in (4000, 10):  # the first engine has the long prompts
+    for length in (4000, 10):  # The first engine has the long prompts.
         bench.engines(1, slots=8)
         bench.add(*(bench.task(tenant="a", prefix_len=length, output=800) for _ in range(8)))
         while bench.run():
@@ -254,10 +255,10 @@ def test_a_chat_beside_a_crowd_stays_where_its_prompt_is() -> None:
 
 
 @pytest.mark.parametrize(("criteria", "num_placed"), [(LATENCY, 4), (THROUGHPUT, 0)])
-def test_interactive_calls_exceed_the_limit_by_their_tenants_share(
+def test_interactive_calls_exceed_the_slots_within_their_tenants_share(
     criteria: PerformanceCriteria, num_placed: int
 ) -> None:
-    """Two tenants have equal weights, so that is half of the engine's slots."""
+    """Two tenants have equal weights, so each has half of the engine's slots."""
     bench = Bench(policy="fcfs")
     for model in ("x", "y", "z"):
         bench.engines(1, model=model, slots=8)
@@ -268,7 +269,7 @@ def test_interactive_calls_exceed_the_limit_by_their_tenants_share(
     assert len(placed) == num_placed
 
 
-def test_many_idle_tenants_are_forgotten_in_the_end() -> None:
+def test_counters_of_many_idle_tenants_are_forgotten() -> None:
     counters = Counters(lambda tenant: 1.0)
     for n in range(10_000):
         counters.queued(f"tenant {n}")

@@ -1,4 +1,4 @@
-"""The sums over all engines, which no engine that comes or goes has counted anew."""
+"""The sums over all engines stay exact while engines are added and removed."""
 
 import random
 
@@ -8,7 +8,7 @@ from parrot.serve.scheduling.load import LoadIndex
 from tests.serve.scheduling.scheduler_bench import Bench
 
 
-def test_what_is_known_of_all_is_that_of_those_who_are_left() -> None:
+def test_sums_equal_those_of_the_remaining_engines() -> None:
     rng, index, live = random.Random(0), LoadIndex(), list[int]()
     task = Bench().task()
     task.needs = frozenset({"regex"})

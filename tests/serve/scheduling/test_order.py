@@ -1,4 +1,4 @@
-"""Order policies and the queue that follows them."""
+"""Order policies, and the queue that uses them."""
 
 import random
 from collections.abc import Hashable
@@ -25,12 +25,12 @@ LATENCY, THROUGHPUT = PerformanceCriteria.LATENCY, PerformanceCriteria.THROUGHPU
 
 
 def charge(duration_s: float) -> Charge:
-    """A charge of which only the predicted duration counts."""
+    """A charge with a predicted duration and no other load."""
     return Charge(1.0, 0.0, 0.0, duration_s, 0, 0, StepCosts(), 0.0)
 
 
 class Line:
-    """A queue in front of one server that takes one task at a time."""
+    """A queue of a server that runs one task at a time."""
 
     def __init__(self, policy: str = "critical_path", **config: object) -> None:
         self.clock = ManualClock()
@@ -93,7 +93,7 @@ class Line:
         self.order.ended(task)
 
     def run(self, work_s: float = 1.0) -> list[CompletionTask]:
-        """Everything that is queued, one after the other."""
+        """Place and finish all queued tasks one by one."""
         done = []
         while self.queue:
             done.append(self.place(work_s))
@@ -102,7 +102,7 @@ class Line:
         return done
 
 
-def test_fcfs_goes_by_arrival_alone() -> None:
+def test_fcfs_sorts_by_arrival_only() -> None:
     line = Line("fcfs")
     tasks = []
     for session in (1, 2, 1, 2):
@@ -128,7 +128,7 @@ def test_las_serves_in_turns_of_equal_service() -> None:
     first = [line.place(work_s=2.0) for _ in range(4)]
     assert [task.completion.session_id for task in first] == [1, 2, 1, 2]
     new = line.add(3)
-    assert line.place() is new  # it has had nothing yet
+    assert line.place() is new  # The new application has received no service.
     assert line.place() is tasks[2]
 
 
@@ -147,20 +147,20 @@ def test_the_least_remaining_work_goes_first_and_the_longest_path_in_it() -> Non
     assert line.run() == [near[1], near[0], far[1], far[0]]
 
 
-def test_an_application_moves_up_as_it_gets_done() -> None:
+def test_finished_work_moves_an_application_forward() -> None:
     line = Line()
     line.remain(1, 30.0)
     line.remain(2, 20.0)
     one, two = line.add(1), line.add(2)
     line.remain(1, 10.0)
     assert line.place() is one
-    line.remain(2, 40.0)  # more calls were submitted
+    line.remain(2, 40.0)  # More calls were submitted.
     line.remain(3, 30.0)
     three = line.add(3)
     assert line.run() == [three, two]
 
 
-def test_what_is_read_goes_before_background_work_of_its_application() -> None:
+def test_read_calls_are_before_background_work_of_their_application() -> None:
     line = Line()
     background = line.add(criteria=THROUGHPUT, path_s=20.0, is_background=True)
     line.later(30)
@@ -178,7 +178,7 @@ def test_latency_work_before_throughput_work() -> None:
 
 @pytest.mark.parametrize("work_s", [1.0, 10.0, 60.0])
 def test_a_long_application_waits_in_proportion_and_no_longer(work_s: float) -> None:
-    """New short ones come for ever, more than can be served."""
+    """Short applications arrive without end, faster than they can be served."""
     line = Line()
     line.remain(0, work_s)
     long = line.add(0, criteria=THROUGHPUT)
@@ -191,7 +191,7 @@ def test_a_long_application_waits_in_proportion_and_no_longer(work_s: float) -> 
     assert work_s < line.clock.now() < 2 * work_s + 15
 
 
-def test_an_application_without_end_loses_its_place() -> None:
+def test_new_applications_pass_one_that_never_ends() -> None:
     line = Line()
     line.add(1)
     line.later(1.0)
@@ -206,7 +206,7 @@ def test_an_application_without_end_loses_its_place() -> None:
     pytest.fail("starved")
 
 
-def test_an_application_that_paused_starts_anew() -> None:
+def test_an_application_that_paused_gets_a_new_start_time() -> None:
     line = Line()
     line.add(1)
     line.run()
@@ -217,7 +217,7 @@ def test_an_application_that_paused_starts_anew() -> None:
     assert line.run() == [newer, again]
 
 
-def test_forgotten_sessions_leave_no_account() -> None:
+def test_closed_sessions_leave_no_account() -> None:
     line = Line()
     line.remain(1, 5.0)
     task = line.add(1)
@@ -225,7 +225,7 @@ def test_forgotten_sessions_leave_no_account() -> None:
     line.order.forget(2)
     line.order.forget(1)
     assert line.run() == [task]
-    line.remain(1, 0.0)  # the last news may come late
+    line.remain(1, 0.0)  # The last update may come late.
     line.order.forget(1)
     assert line.order._accounts == {}  # type: ignore[attr-defined]
 
@@ -233,12 +233,12 @@ def test_forgotten_sessions_leave_no_account() -> None:
 # Deadlines
 
 
-def test_a_call_goes_first_while_its_deadline_is_at_risk() -> None:
+def test_a_call_is_first_while_its_deadline_is_at_risk() -> None:
     line = Line()
     line.remain(1, 1.0)
     line.remain(2, 50.0)
     short, timed = line.add(1), line.add(2, path_s=10.0, deadline=40.0)
-    line.later(18.9)  # 21.1 s are left for 10 s of work: no hurry
+    line.later(18.9)  # 21.1 s are left for 10 s of work: not urgent.
     assert line.place() is short
     other = line.add(1)
     line.later(0.2)
@@ -246,25 +246,25 @@ def test_a_call_goes_first_while_its_deadline_is_at_risk() -> None:
     assert line.place() is other
 
 
-def test_a_hopeless_call_has_no_right_of_way() -> None:
+def test_a_call_with_an_unreachable_deadline_is_not_urgent() -> None:
     line = Line()
     line.remain(1, 1.0)
     line.remain(2, 50.0)
     timed = line.add(2, path_s=10.0, deadline=20.0)
     short = line.add(1)
-    line.later(15.5)  # 4.5 s are left for 10 s of work
+    line.later(15.5)  # 4.5 s are left for 10 s of work.
     assert line.run() == [short, timed]
 
 
 def test_among_urgent_calls_the_latest_start_decides() -> None:
     line = Line()
-    calls = [(5.0, 9.0), (1.0, 4.0), (6.0, 9.5)]  # path, deadline: to be started by 4, 3 and 3.5
+    calls = [(5.0, 9.0), (1.0, 4.0), (6.0, 9.5)]  # Path, deadline. Latest starts: 4, 3 and 3.5.
     tasks = [line.add(i, path_s=path_s, deadline=end) for i, (path_s, end) in enumerate(calls)]
     line.later(1.5)
     assert line.run() == [tasks[1], tasks[2], tasks[0]]
 
 
-def test_tasks_with_far_deadlines_are_not_kept_when_they_are_done() -> None:
+def test_finished_tasks_with_far_deadlines_are_dropped() -> None:
     line = Line()
     for _ in range(1000):
         line.add(1, deadline=1e6)
@@ -276,7 +276,7 @@ def test_tasks_with_far_deadlines_are_not_kept_when_they_are_done() -> None:
 
 
 class Chaos(OrderPolicy):
-    """Keys of groups that change at any time."""
+    """Group keys that change at any time."""
 
     def __init__(self) -> None:
         self.keys = {group: float(group) for group in range(5)}
@@ -323,7 +323,7 @@ def test_the_queue_is_sorted_whatever_the_keys_do(seed: int) -> None:
 
 
 @pytest.mark.parametrize("policy", ["critical_path", "las", "app_fifo"])
-def test_parts_of_a_stage_have_one_place_in_an_engines_queue(policy: str) -> None:
+def test_tasks_of_a_stage_have_one_priority_on_an_engine(policy: str) -> None:
     line = Line(policy)
     tasks = [line.add(1) for _ in range(3)]
     line.remain(1, 30.0)
@@ -334,7 +334,7 @@ def test_parts_of_a_stage_have_one_place_in_an_engines_queue(policy: str) -> Non
     assert len(set(places)) == 1
 
 
-def test_an_engine_hears_of_urgency_alone_where_calls_wait_for_their_turn_before_it() -> None:
+def test_critical_path_sends_only_urgency_to_engines() -> None:
     line = Line()
     line.remain(1, 90.0)
     calm = [line.add(1), line.add(2)]
@@ -344,7 +344,7 @@ def test_an_engine_hears_of_urgency_alone_where_calls_wait_for_their_turn_before
     assert places[0] < places[1] == places[2] < places[3]
 
 
-def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
+def test_running_applications_with_smaller_keys_are_ahead() -> None:
     line = Line()
     tasks = []
     for session in range(6):
@@ -365,7 +365,7 @@ def test_those_who_run_and_go_before_it_are_ahead_of_a_task() -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**6))
-def test_who_is_ahead_is_what_a_walk_would_find(seed: int) -> None:
+def test_the_count_ahead_equals_a_walk_over_all_tasks(seed: int) -> None:
     rng, line = random.Random(seed), Line()
     queued: list[CompletionTask] = []
     placed: dict[CompletionTask, int] = {}
@@ -388,7 +388,7 @@ def test_who_is_ahead_is_what_a_walk_would_find(seed: int) -> None:
             case 4:
                 line.remain(session, rng.random() * 20)
             case 5 if placed:
-                task = rng.choice(list(placed))  # to run again
+                task = rng.choice(list(placed))  # It must run again.
                 line.order.released(task, placed.pop(task), charge(0.0), 0.0)
                 line.order.updated(task)
                 line.queue.push(task)
@@ -412,7 +412,7 @@ def walk(
     return sum(key <= line.order.group_key(line.order.group(task)) for key in keys), len(keys)
 
 
-def test_a_group_is_passed_over_until_it_is_released() -> None:
+def test_a_held_group_returns_at_the_end_of_the_round() -> None:
     line = Line()
     line.remain(2, 10.0)
     first = [line.add(1), line.add(1)]
@@ -428,10 +428,10 @@ def test_a_group_is_passed_over_until_it_is_released() -> None:
     assert line.queue.num_groups == 0
 
 
-def test_an_application_gets_another_place_when_a_call_has_ended() -> None:
+def test_the_priority_of_an_application_changes_when_a_call_finishes() -> None:
     line = Line("las")
     first, second = line.add(1), line.add(1)
     before = line.order.priority_s(first)
     line.order.placed(first, 0, charge(10.0))
     line.end(first)
-    assert line.order.priority_s(second) > before  # for it has had that much service
+    assert line.order.priority_s(second) > before  # The application has received more service.

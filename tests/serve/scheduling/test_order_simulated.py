@@ -1,4 +1,4 @@
-"""What the order policies are for: whole applications on simulated engines, on virtual time."""
+"""The effect of order policies on whole applications, on simulated engines and virtual time."""
 
 import asyncio
 from statistics import mean
@@ -25,7 +25,7 @@ async def application(
     deadline_s: float | None = None,
     text: str = "Go on",
 ) -> float:
-    """A chain of calls that begins at a time; returns when its last output is there."""
+    """Run a chain of calls that starts at a given time. Returns when its last output is ready."""
     await asyncio.sleep(begin)
     session = await client.create_session()
     scope = {"session_id": session.session_id, "session_auth": session.session_auth}
@@ -51,7 +51,7 @@ def with_policy(policy: str) -> CoreConfig:
 
 
 def simulate(policy: str, *applications: tuple[Any, ...]) -> list[float]:
-    """Times of completion, each from its beginning."""
+    """The completion times of the applications, each from its start."""
 
     async def main() -> list[float]:
         core = with_policy(policy)
@@ -65,7 +65,7 @@ def simulate(policy: str, *applications: tuple[Any, ...]) -> list[float]:
     return run_virtual(main())
 
 
-def test_equal_chains_end_one_after_the_other_and_not_all_at_the_end() -> None:
+def test_equal_chains_finish_one_after_the_other() -> None:
     chains = [(0.01 * i, 10, 10) for i in range(4)]
     ends = {policy: simulate(policy, *chains) for policy in ("critical_path", "las", "fcfs")}
     last = 4 * 10 * 10 * STEP_S
@@ -75,17 +75,17 @@ def test_equal_chains_end_one_after_the_other_and_not_all_at_the_end() -> None:
     assert mean(ends["critical_path"]) < 0.7 * last
 
 
-def test_short_applications_do_not_wait_for_a_long_one_that_came_before() -> None:
+def test_short_applications_do_not_wait_for_an_older_long_one() -> None:
     work = [(0.0, 20, 50), *((0.1 + i, 1, 10) for i in range(5))]
     long, *short = simulate("critical_path", *work)
-    assert max(short) < 0.8  # a call of the long one is never interrupted
+    assert max(short) < 0.8  # A running call of the long application is not interrupted.
     assert long < 20 * 50 * STEP_S + 5 * 10 * STEP_S + 0.1
     assert mean(simulate("app_fifo", *work)[1:]) > 5
 
 
 def test_a_read_with_a_deadline_is_served_in_time_if_that_is_possible() -> None:
-    """More short calls come than can be served. A long one has to wait until its age counts, unless
-    somebody needs it sooner."""
+    """More short calls arrive than can be served. A long call waits until its age outweighs its
+    length, except if its reader has an earlier deadline."""
     calls = [(0.08 * i, 1, 10) for i in range(200)]
     relaxed, *_ = simulate("critical_path", (0.55, 1, 200), *calls)
     assert 6.5 < relaxed < 20

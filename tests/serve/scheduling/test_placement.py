@@ -1,4 +1,4 @@
-"""Where tasks run: by predicted seconds, in blocks, and by the rules of routers."""
+"""Placement by predicted seconds, in blocks, and by the rules of routers."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def test_load_is_spread() -> None:
 
 @pytest.mark.parametrize("num_engines", [2, 40])
 @pytest.mark.parametrize("group", [None, "g"])
-def test_of_equal_engines_the_first_is_taken(num_engines: int, group: str | None) -> None:
+def test_of_equal_engines_the_first_is_chosen(num_engines: int, group: str | None) -> None:
     bench = Bench()
     bench.engines(num_engines)
     task = bench.task(group=group)
@@ -32,8 +32,8 @@ def test_of_equal_engines_the_first_is_taken(num_engines: int, group: str | None
     assert bench.run() == {other: 1}
 
 
-def test_an_engine_that_still_computes_prompts_is_passed_over() -> None:
-    """Both run the same; on engine 1 the prompt is done."""
+def test_an_engine_with_uncomputed_prompts_is_avoided() -> None:
+    """Both engines run the same task. Engine 1 has computed its prompt."""
     bench = Bench()
     bench.engines(2)
     for engine_id in (1, 0):
@@ -48,7 +48,7 @@ def test_an_engine_that_still_computes_prompts_is_passed_over() -> None:
     assert bench.run() == {task: 1}
 
 
-def test_a_prompt_goes_where_least_of_what_sessions_have_gives_way() -> None:
+def test_a_prompt_goes_where_it_evicts_the_least_session_kv() -> None:
     bench = Bench()
     bench.engines(3)
     task, small = bench.task(own_len=500), bench.task(own_len=50)
@@ -60,7 +60,7 @@ def test_a_prompt_goes_where_least_of_what_sessions_have_gives_way() -> None:
     for usage in bench.index.kv_usage.values():
         usage.used = 800
     bench.add(small)
-    assert bench.run() == {small: 0}  # there is room for it anywhere
+    assert bench.run() == {small: 0}  # It fits on both engines.
     assert [KvUsage(100, used, 40).session_tokens_evicted(50) for used in (0, 50, 80, 100)] == [
         0,
         0,
@@ -88,8 +88,8 @@ def test_a_cached_prefix_attracts(ctx_aware: bool) -> None:
 
 
 @pytest.mark.parametrize("host_token_s", [0.0, 1e-6, 1e-4])
-def test_a_prefix_on_the_host_attracts_less_than_on_the_device(host_token_s: float) -> None:
-    """And more than none, unless bringing it back takes longer than to compute it."""
+def test_a_prefix_in_cpu_memory_attracts_less_than_in_gpu_memory(host_token_s: float) -> None:
+    """It attracts more than no prefix, except if the copy takes longer than the computation."""
     bench = Bench()
     bench.engines(3, costs=StepCosts(host_token_s=host_token_s))
     task = bench.task("system", prefix_len=2000)
@@ -118,7 +118,7 @@ def test_a_cached_prefix_does_not_outweigh_the_load() -> None:
 
 
 @pytest.mark.parametrize("ctx_group", [True, False])
-def test_siblings_gather_before_any_cache_is_warm(ctx_group: bool) -> None:
+def test_tasks_with_a_common_prefix_share_an_engine_before_it_is_cached(ctx_group: bool) -> None:
     bench = Bench(ctx_group=ctx_group, graph_group=False)
     bench.engines(4)
     tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT) for _ in range(8)]
@@ -127,7 +127,8 @@ def test_siblings_gather_before_any_cache_is_warm(ctx_group: bool) -> None:
 
 
 def test_each_of_several_blocks_gets_its_share_of_the_engines() -> None:
-    """Alone, either would be split over all four: its prompt is short and its outputs are many."""
+    """Each block alone would be split over all four engines: its prompt is short, its outputs
+    many."""
     bench = Bench(graph_group=False)
     bench.engines(4, slots=64)
     blocks = {
@@ -142,7 +143,7 @@ def test_each_of_several_blocks_gets_its_share_of_the_engines() -> None:
 
 
 @pytest.mark.parametrize("graph_group", [True, False])
-def test_task_groups_gather(graph_group: bool) -> None:
+def test_tasks_of_a_group_share_an_engine(graph_group: bool) -> None:
     bench = Bench(graph_group=graph_group)
     bench.engines(4)
     tasks = [bench.task(criteria=THROUGHPUT, group="g") for _ in range(8)]
@@ -159,7 +160,7 @@ def test_task_groups_split_when_they_do_not_fit() -> None:
     assert len(set(placed)) == 3
 
 
-def test_throughput_work_keeps_away_from_latency_work() -> None:
+def test_throughput_work_avoids_engines_with_latency_work() -> None:
     bench = Bench()
     bench.engines(2)
     chat = bench.task(session=1)
@@ -170,7 +171,7 @@ def test_throughput_work_keeps_away_from_latency_work() -> None:
     assert chat_engine not in set(bench.run().values())
 
 
-def test_latency_tasks_bound_the_batch_they_sit_in() -> None:
+def test_latency_tasks_limit_their_batch() -> None:
     bench = Bench()
     bench.engines(1, slots=1000)
     chat = bench.task(session=1)
@@ -184,8 +185,9 @@ def test_latency_tasks_bound_the_batch_they_sit_in() -> None:
     assert len(bench.run()) == 500 - placed
 
 
-def test_nobody_waits_for_latency_tasks_for_longer_than_it_takes() -> None:
-    """Else work that fits only where nobody chats would starve where somebody always does."""
+def test_a_throughput_task_waits_for_latency_tasks_only_as_long_as_it_runs() -> None:
+    """Otherwise a task that fits only next to no chat would starve on an engine with constant
+    chats."""
     bench = Bench()
     bench.engines(1, slots=1000)
     bench.add(bench.task(session=1))
@@ -211,10 +213,10 @@ def test_engines_that_failed_with_a_task_are_avoided() -> None:
     task = bench.task()
     task.failed_engines.add(0)
     bench.add(task)
-    assert bench.run()[task] == 0  # better than nothing
+    assert bench.run()[task] == 0  # The last engine left.
 
 
-def test_a_task_waits_for_an_engine_that_takes_its_length() -> None:
+def test_a_task_waits_for_an_engine_that_accepts_its_length() -> None:
     bench = Bench()
     bench.engines(6, max_len=100)
     bench.engines(1, slots=1, max_len=1000)
@@ -228,7 +230,7 @@ def test_a_task_waits_for_an_engine_that_takes_its_length() -> None:
     assert bench.run() == {next_long: 6}
 
 
-def test_a_block_is_dealt_out_over_engines_that_take_its_length() -> None:
+def test_a_block_is_split_over_engines_that_accept_its_length() -> None:
     bench = Bench()
     bench.engines(4, max_len=1000)
     bench.engines(4, max_len=9000)
@@ -236,7 +238,7 @@ def test_a_block_is_dealt_out_over_engines_that_take_its_length() -> None:
     assert set(bench.run().values()) <= {4, 5, 6, 7}
 
 
-def test_where_no_engine_takes_its_length_a_task_goes_to_the_longest() -> None:
+def test_a_task_that_is_too_long_for_all_engines_goes_to_the_longest() -> None:
     bench = Bench()
     bench.engines(6, max_len=100)
     bench.engines(1, max_len=200)
@@ -266,7 +268,7 @@ def test_a_preview_changes_nothing(placement: str) -> None:
     assert engines(previews=2) == engines(previews=0)
 
 
-def test_a_preview_prefers_the_first_that_may_run_the_task() -> None:
+def test_a_preview_prefers_the_first_engine_that_may_run_the_task() -> None:
     bench = Bench()
     bench.engines(2)
     bench.engines(1, model="other")
@@ -278,7 +280,7 @@ def test_a_preview_prefers_the_first_that_may_run_the_task() -> None:
 
 
 @pytest.mark.parametrize("limits", [{"slots": 1}, {"tokens": 150}])
-def test_a_preview_is_nowhere_while_the_preferred_engine_is_full(limits: dict[str, int]) -> None:
+def test_a_preview_finds_no_engine_while_the_preferred_one_is_full(limits: dict[str, int]) -> None:
     bench = Bench()
     bench.engines(2, **limits)
     bench.add(running := bench.task())
@@ -292,7 +294,7 @@ def test_a_preview_is_nowhere_while_the_preferred_engine_is_full(limits: dict[st
 # Blocks
 
 
-def test_siblings_that_compute_much_are_dealt_out_at_once() -> None:
+def test_a_block_with_long_own_prompts_is_split_at_once() -> None:
     bench = Bench()
     bench.engines(4)
     tasks = [
@@ -304,8 +306,8 @@ def test_siblings_that_compute_much_are_dealt_out_at_once() -> None:
     assert sorted(placed.count(engine) for engine in range(4)) == [4, 4, 4, 4]
 
 
-def test_a_block_is_dealt_out_in_turns() -> None:
-    """It comes sorted by length: no engine may get all of the longest."""
+def test_a_block_is_assigned_to_its_engines_in_turns() -> None:
+    """Its tasks are sorted by length, and no engine may get all of the longest ones."""
     bench = Bench()
     bench.engines(4)
     tasks = [bench.task("instruction", prefix_len=200, own_len=2000 + 10 * i) for i in range(16)]
@@ -325,7 +327,7 @@ def test_a_block_leaves_out_an_engine_that_is_busy() -> None:
     assert engine_id not in set(bench.run().values())
 
 
-def test_a_block_goes_on_where_its_prefix_is_cached() -> None:
+def test_a_block_runs_where_its_prefix_is_cached() -> None:
     bench = Bench()
     bench.engines(4)
     tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT) for _ in range(4)]
@@ -345,7 +347,7 @@ def test_a_block_larger_than_all_engines_fills_them() -> None:
 
 
 @pytest.mark.parametrize("group", ["g", None])
-def test_without_the_features_siblings_are_strangers(group: str | None) -> None:
+def test_without_the_switches_common_prefixes_are_ignored(group: str | None) -> None:
     bench = Bench(ctx_group=False, graph_group=False)
     bench.engines(4)
     tasks = [bench.task("doc", prefix_len=8000, criteria=THROUGHPUT, group=group) for _ in range(8)]
@@ -357,15 +359,15 @@ def test_without_the_features_siblings_are_strangers(group: str | None) -> None:
 
 
 def report(bench: Bench, slowness: list[float]) -> None:
-    """Every engine says what its steps cost."""
+    """Each engine reports its step costs."""
     costs = StepCosts().model_dump()
     for engine_id, factor in enumerate(slowness):
         own = {name: factor * cost for name, cost in costs.items()}
         bench.scheduler.engines.reported(engine_id, StepCosts(**own))
 
 
-def test_a_slow_engine_gets_less() -> None:
-    """Two engines of a model, one of them four times as slow: it gets work only under load."""
+def test_a_slow_engine_gets_fewer_tasks() -> None:
+    """One of two engines of a model is four times as slow. It gets work only under load."""
     bench = Bench()
     bench.engines(2, slots=1000)
     report(bench, [1.0, 4.0])
@@ -376,7 +378,7 @@ def test_a_slow_engine_gets_less() -> None:
     assert 0 < placed.count(1) < 100
 
 
-def test_of_many_engines_the_slow_ones_are_not_among_the_least_loaded() -> None:
+def test_slow_engines_are_not_among_the_least_loaded() -> None:
     bench = Bench()
     bench.engines(40)
     report(bench, [4.0] * 20 + [1.0] * 20)
@@ -385,9 +387,9 @@ def test_of_many_engines_the_slow_ones_are_not_among_the_least_loaded() -> None:
 
 
 @pytest.mark.parametrize("slower", [0.0, 0.02])
-def test_of_many_idle_engines_all_are_considered_in_turn(slower: float) -> None:
-    """Those who think make no load, and an engine that always got the next one would be full of
-    what they go on from. Measured costs are never quite alike."""
+def test_tasks_rotate_among_all_idle_engines(slower: float) -> None:
+    """A session between two turns adds no load. An engine that always received the next session
+    would be full of their KV. Measured costs always differ slightly."""
     bench, used = Bench(), set[int]()
     bench.engines(40)
     report(bench, [1.0 + slower * (number % 3) for number in range(40)])
@@ -408,10 +410,10 @@ def test_a_block_is_split_by_speed() -> None:
     tasks = [bench.task(own_len=3000, group="g", criteria=THROUGHPUT, output=20) for _ in range(50)]
     bench.add(*tasks)
     placed = list(bench.run().values())
-    assert 5 <= placed.count(1) <= 15  # a fifth would be 10
+    assert 5 <= placed.count(1) <= 15  # A fifth would be 10.
 
 
-def test_engines_that_report_nothing_are_taken_to_be_like_others_of_their_model() -> None:
+def test_engines_without_costs_get_those_of_their_model() -> None:
     bench = Bench()
     bench.engines(1, model="slow", costs=StepCosts(step_s=0.1, prefill_s=0.001))
     bench.engines(1, model="slow")
@@ -481,7 +483,7 @@ def test_prefix_aware_ignores_short_matches_and_balances() -> None:
     bench.engines(2, slots=1000)
     bench.add(*[bench.task("a", prefix_len=1000) for _ in range(100)])
     placed = list(bench.run().values())
-    assert placed == [0] * 65 + [1] * 35  # until one has too many more than the other
+    assert placed == [0] * 65 + [1] * 35  # Until the difference in load is too large.
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -1,4 +1,4 @@
-"""What calls are predicted to cost, and how that follows what they did cost."""
+"""Predicted lengths and durations, learned from finished calls."""
 
 import pytest
 from hypothesis import given as fuzz
@@ -64,18 +64,22 @@ def test_a_fixed_length_is_predicted_exactly() -> None:
     assert estimates.output_tokens(stopped) < 77
 
 
-def test_lengths_are_learnt_per_template_and_tenant() -> None:
+def test_lengths_are_learned_per_template_and_tenant() -> None:
     estimates = Estimates(LoadIndex().pace)
     mine = completion(max_gen_length=1000)
     assert estimates.output_tokens(mine) == 501
     estimates.learn(mine, 8, usage(50))
-    assert estimates.output_tokens(mine) == 1 + (500 + 50) // 2  # one answer proves little
+    assert (
+        estimates.output_tokens(mine) == 1 + (500 + 50) // 2
+    )  # One answer has the weight of the prior.
     for _ in range(100):
         estimates.learn(mine, 8, usage(50))
     assert 50 < estimates.output_tokens(mine) < 70
     assert estimates.output_tokens(completion("Else: ", max_gen_length=1000)) == 501
     assert estimates.output_tokens(completion(max_gen_length=1000, tenant="u")) == 501
-    assert estimates.output_tokens(completion(max_gen_length=20)) <= 21  # the same, cut earlier
+    assert (
+        estimates.output_tokens(completion(max_gen_length=20)) <= 21
+    )  # The same lengths with an earlier limit.
 
 
 def test_old_lengths_fade() -> None:
@@ -87,7 +91,7 @@ def test_old_lengths_fade() -> None:
     assert estimates.output_tokens(call) < 100
 
 
-def test_functions_do_not_pile_up() -> None:
+def test_the_number_of_functions_is_limited() -> None:
     estimates = Estimates(LoadIndex().pace)
     for number in range(10_000):
         estimates.learn(completion(f"template {number}", models=(str(number),)), 8, usage(50))
@@ -97,14 +101,16 @@ def test_functions_do_not_pile_up() -> None:
 
 
 @fuzz(st.lists(st.integers(1, 10_000)), st.integers(1, 5000), st.floats(0, 1))
-def test_a_mean_lies_between_what_was_seen(lengths: list[int], limit: int, share: float) -> None:
+def test_a_mean_is_between_the_observed_lengths(
+    lengths: list[int], limit: int, share: float
+) -> None:
     histogram, prior = OutputLengths(), share * limit
     for length in lengths:
         histogram.observe(length)
     cut = [prior, *(min(length, limit) for length in lengths)]
     expected = histogram.expect(prior, limit)
     assert min(cut) * 0.999 <= expected <= max(cut) * 1.001
-    if len(lengths) < 64:  # all are remembered; only a bucket around the limit is cut too little
+    if len(lengths) < 64:  # No observation has faded. Only the bucket at the limit is inexact.
         assert expected == pytest.approx(sum(cut) / len(cut), rel=0.16)
 
 
@@ -126,7 +132,7 @@ def test_seconds_follow_the_lengths_that_are_known() -> None:
     assert estimates.predict(NATIVE).seconds < plain
 
 
-def test_tokens_of_a_text_are_learnt_per_set_of_models() -> None:
+def test_tokens_per_character_are_learned_per_set_of_models() -> None:
     estimates = Estimates(LoadIndex().pace)
     call = completion("x" * 400, models=("terse",), max_gen_length=10)
     for _ in range(200):
@@ -135,16 +141,16 @@ def test_tokens_of_a_text_are_learnt_per_set_of_models() -> None:
     assert estimates.tokens_per_char(()) == 0.25
 
 
-def test_answers_that_count_nothing_teach_nothing() -> None:
+def test_answers_without_token_counts_are_ignored() -> None:
     estimates, call = Estimates(LoadIndex().pace), completion(max_gen_length=1000)
     before = estimates.predict(call).seconds
     estimates.learn(call, 8, Usage())
     assert estimates.predict(call).seconds == before
-    estimates.learn(call, 0, usage(500))  # no times, an empty prompt
+    estimates.learn(call, 0, usage(500))  # No times and an empty prompt.
     assert estimates.predict(call).seconds == pytest.approx(before, rel=0.01)
 
 
-def test_seconds_are_in_company_and_work_is_the_same_at_any_load() -> None:
+def test_seconds_depend_on_the_load_and_work_does_not() -> None:
     pace = [Pace(0.001, 0.01, 0.01)]
     estimates = Estimates(lambda models: pace[-1])
     call = completion(max_gen_length=100, ignore_tokenizer_eos=True)

@@ -1,4 +1,4 @@
-"""The global scheduler: order, capacity, and that nothing starves or leaks."""
+"""The global scheduler: order, capacity, starvation and leaks."""
 
 import random
 from typing import get_args
@@ -64,8 +64,8 @@ def test_without_app_fifo_only_tasks_count() -> None:
 
 
 @pytest.mark.parametrize("app_fifo", [True, False])
-def test_nobody_starves(app_fifo: bool) -> None:
-    """An old app floods the only slot with urgent work for ever; a later one still gets through."""
+def test_no_application_starves(app_fifo: bool) -> None:
+    """An old application fills the only slot with latency work. A later one still gets service."""
     bench = Bench(app_fifo=app_fifo)
     bench.engines(1, slots=1)
     flood = [bench.task(session=1, path=60) for _ in range(3)]
@@ -84,7 +84,7 @@ def test_nobody_starves(app_fifo: bool) -> None:
     pytest.fail("starved")
 
 
-def test_an_app_that_paused_starts_anew() -> None:
+def test_an_app_that_paused_gets_a_new_start_time() -> None:
     bench = Bench()
     bench.engines(1, slots=1)
     bench.add(bench.task(session=1))
@@ -153,7 +153,7 @@ def test_priorities_follow_the_order_of_apps() -> None:
 # Time
 
 
-def test_the_scheduler_says_when_waiting_throughput_work_may_start() -> None:
+def test_next_change_is_the_time_at_which_throughput_work_may_start() -> None:
     bench = Bench()
     bench.engines(1, slots=1000)
     bench.add(bench.task(session=1))
@@ -170,7 +170,7 @@ def test_the_scheduler_says_when_waiting_throughput_work_may_start() -> None:
     assert bench.run()
 
 
-def test_the_scheduler_says_when_a_deadline_changes_the_order() -> None:
+def test_next_change_is_the_time_at_which_a_deadline_changes_the_order() -> None:
     bench = Bench()
     bench.engines(1, slots=1)
     bench.add(bench.task(session=3))
@@ -181,12 +181,12 @@ def test_the_scheduler_says_when_a_deadline_changes_the_order() -> None:
     bench.add(task)
     bench.run()
     when = bench.scheduler.next_change()
-    assert when == pytest.approx(bench.clock.now() + 100 - 21)  # twice its path and a second
+    assert when == pytest.approx(bench.clock.now() + 100 - 21)  # Twice its path plus 1 s.
     bench.scheduler.remove(task)
     assert bench.scheduler.next_change() is None
 
 
-def test_a_defect_in_weighing_one_task_fails_that_task_alone(
+def test_an_exception_in_the_placer_fails_one_task(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench = Bench()
@@ -219,7 +219,7 @@ def test_slots_and_tokens_are_respected() -> None:
     assert bench.scheduler.num_queued == 2
     bench = Bench()
     bench.engines(1, tokens=300)
-    bench.add(*[bench.task() for _ in range(5)])  # 111 tokens each
+    bench.add(*[bench.task() for _ in range(5)])  # 111 tokens each.
     assert len(bench.run()) == 2
 
 
@@ -253,7 +253,7 @@ def test_a_task_that_exceeds_an_engine_runs_alone_on_it() -> None:
     assert list(bench.run()) == [small]
 
 
-def test_smaller_tasks_pass_one_that_does_not_fit_but_not_for_ever() -> None:
+def test_smaller_tasks_pass_a_task_that_does_not_fit_a_limited_number_of_times() -> None:
     bench = Bench()
     bench.engines(1, tokens=1000)
     filler = bench.task(output=500)
@@ -306,7 +306,7 @@ def test_order_holds_across_sets_of_models() -> None:
     assert bench.order() == [first, second, third]
 
 
-def test_a_removed_engine_gets_nothing() -> None:
+def test_a_removed_engine_gets_no_tasks() -> None:
     bench = Bench()
     bench.engines(2)
     bench.scheduler.engines.remove(0)
@@ -324,7 +324,7 @@ def test_a_removed_engine_gets_nothing() -> None:
     st.booleans(),
     st.integers(1, 3),
 )
-def test_random_histories_leave_nothing_behind(
+def test_random_histories_leave_no_state(
     seed: int, policy: str, grouped: bool, num_tenants: int
 ) -> None:
     rng = random.Random(seed)

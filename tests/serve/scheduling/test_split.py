@@ -1,4 +1,4 @@
-"""How a block is split over engines, against trying everything."""
+"""The split of a block over engines, compared with all possible splits."""
 
 from collections.abc import Iterator
 
@@ -42,7 +42,7 @@ def sites(*, harm: float, max_room: int) -> st.SearchStrategy[list[Site]]:
 
 @settings(max_examples=150)
 @given(sites(harm=0.0, max_room=12), st.integers(1, 12))
-def test_the_last_end_is_near_the_earliest_possible(found: list[Site], total: int) -> None:
+def test_a_block_finishes_near_the_earliest_possible_time(found: list[Site], total: int) -> None:
     shares = dict(split(found, total, tolerance=0.1))
     fitting = min(total, sum(site.room for site in found))
     assert sum(shares.values()) == fitting
@@ -57,8 +57,8 @@ def test_the_last_end_is_near_the_earliest_possible(found: list[Site], total: in
 @settings(max_examples=100)
 @given(sites(harm=0.3, max_room=12), st.integers(1, 10))
 def test_harm_to_others_counts(found: list[Site], total: int) -> None:
-    """Not the best, as shares are levelled by ends alone, but never worse than one engine alone
-    that would have been tried first."""
+    """The split is not optimal, because shares are balanced by finishing times only. It is never
+    worse than a single engine that is tried first."""
     fitting = min(total, sum(site.room for site in found))
     shares = dict(split(found, total, tolerance=0.0))
     usable = [site for site in found if site.room]
@@ -72,26 +72,26 @@ def test_harm_to_others_counts(found: list[Site], total: int) -> None:
         assert cost(found, chosen, fitting) <= cost(found, alone, fitting) + 1e-9
 
 
-def test_the_fewest_engines_that_are_soon_enough() -> None:
+def test_a_split_uses_the_fewest_engines_within_the_tolerance() -> None:
     idle = [Site(i, 1.0, 0.01, 0.0, 0.0, 100) for i in range(8)]
-    assert len(split(idle, 8, tolerance=0.1)) == 1  # 1.08 s instead of 1.01 s
+    assert len(split(idle, 8, tolerance=0.1)) == 1  # 1.08 s instead of 1.01 s.
     assert len(split(idle, 32, tolerance=0.1)) == 3
     assert len(split(idle, 32, tolerance=0.0)) == 8
 
 
-def test_no_more_engines_than_wanted_unless_they_have_no_room() -> None:
+def test_a_split_exceeds_the_limit_of_engines_only_for_lack_of_room() -> None:
     idle = [Site(i, 1.0, 0.01, 0.0, 0.0, 20) for i in range(8)]
     assert len(split(idle, 16, tolerance=0.0, most=1)) == 1
     assert len(split(idle, 32, tolerance=0.0, most=2)) == 2
     assert sum(share for _, share in split(idle, 32, tolerance=0.0, most=1)) == 32
 
 
-def test_slower_engines_get_less() -> None:
+def test_slower_engines_get_fewer_tasks() -> None:
     shares = dict(split([Site(0, 0.1, 0.1, 0, 0, 99), Site(1, 0.4, 0.4, 0, 0, 99)], 50, 0.0))
     assert shares[0] == pytest.approx(4 * shares[1], rel=0.15)
 
 
-def test_no_room_is_no_share() -> None:
+def test_an_engine_without_room_gets_no_tasks() -> None:
     assert split([], 3, 0.1) == []
     assert split([Site(0, 0.1, 0.1, 0, 0, 0)], 3, 0.1) == []
     assert split([Site(0, 0.1, 0.1, 0, 0, 2), Site(1, 9.0, 0.1, 0, 0, 2)], 9, 0.1) == [
@@ -100,6 +100,6 @@ def test_no_room_is_no_share() -> None:
     ]
 
 
-def test_levels_are_even() -> None:
+def test_equal_engines_get_equal_shares() -> None:
     same = [Site(i, 0.5, 0.1, 0, 0, 99) for i in range(3)]
     assert [share for _, share in balance(same, 10)] == [4, 3, 3]

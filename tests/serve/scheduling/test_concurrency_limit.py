@@ -1,4 +1,4 @@
-"""How many applications an engine runs at once."""
+"""The limit on the applications that an engine runs at once."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ STEP_S = 0.007
 
 
 def num_at_once(num_apps: int, added_s: float) -> int:
-    """The first that should wait, of so many alike."""
+    """The number of equal applications that run before the next one is delayed."""
     ahead = range(num_apps)
     return next((k for k in ahead if should_delay(k, num_apps, added_s, STEP_S)), num_apps)
 
 
 def ends(waves: Sequence[int], added_s: float) -> list[float]:
-    """When each of alike applications ends that are run in waves, by what their steps take."""
+    """The finishing times of equal applications that run in waves, from the lengths of steps."""
     times: list[float] = []
     now = 0.0
     for size in waves:
@@ -39,7 +39,7 @@ def cost(times: Sequence[float]) -> float:
 
 
 @given(st.integers(1, 200), st.floats(1e-5, 1e-2))
-def test_no_two_waves_are_better(num_apps: int, added_s: float) -> None:
+def test_no_other_split_into_two_waves_is_better(num_apps: int, added_s: float) -> None:
     size = num_at_once(num_apps, added_s)
     chosen = cost(ends([size, num_apps - size] if size < num_apps else [size], added_s))
     others = [cost(ends([k, num_apps - k], added_s)) for k in range(1, num_apps)]
@@ -48,7 +48,7 @@ def test_no_two_waves_are_better(num_apps: int, added_s: float) -> None:
 
 
 @given(st.integers(0, 100), st.integers(1, 100), st.floats(0, 1e-2), st.floats(1e-4, 1e-2))
-def test_short_steps_and_lone_applications_wait_for_nobody(
+def test_short_steps_and_single_applications_are_not_delayed(
     num_ahead: int, num_others: int, added_s: float, step_s: float
 ) -> None:
     assert not should_delay(0, 1 + num_others, added_s, step_s)
@@ -58,7 +58,7 @@ def test_short_steps_and_lone_applications_wait_for_nobody(
 
 
 @pytest.mark.parametrize("policy", ["critical_path", "las", "app_fifo", "fcfs"])
-def test_only_the_order_by_remaining_work_holds_calls_back(policy: str) -> None:
+def test_only_the_order_by_remaining_work_delays_calls(policy: str) -> None:
     config: dict[str, object] = {} if policy in ORDERS else {"policy": policy}
     bench = Bench(ORDERS.get(policy), **config)
     bench.engines(1, slots=1000)
@@ -71,7 +71,7 @@ def test_only_the_order_by_remaining_work_holds_calls_back(policy: str) -> None:
     assert set(bench.order()) == set(tasks) - set(placed)
 
 
-def test_what_adds_little_to_a_step_passes_those_who_wait() -> None:
+def test_a_call_that_adds_little_to_a_step_passes_delayed_calls() -> None:
     bench = Bench()
     bench.engines(1, slots=1000)
     for i in range(40):
@@ -85,7 +85,7 @@ def test_what_adds_little_to_a_step_passes_those_who_wait() -> None:
 
 
 @pytest.mark.parametrize("preferred", [(), (0,)])
-def test_a_preview_is_nowhere_if_it_would_wait_for_those_who_run(preferred: Sequence[int]) -> None:
+def test_a_preview_finds_no_engine_if_the_call_would_be_delayed(preferred: Sequence[int]) -> None:
     bench = Bench()
     bench.engines(1, slots=1000, tokens=10_000_000)
     for i in range(40):
@@ -98,9 +98,9 @@ def test_a_preview_is_nowhere_if_it_would_wait_for_those_who_run(preferred: Sequ
     assert bench.scheduler.preview(short, preferred) == 0
 
 
-def test_alike_chains_end_in_two_waves() -> None:
-    """Their prompts take the engine's time. By `fcfs` all end together; the mean may fall while the
-    last ends only as much later as the smaller batches cost."""
+def test_equal_chains_run_in_two_waves() -> None:
+    """Their prompts take the engine's time. With `fcfs` all finish together. Two waves lower the
+    mean, and the last chain finishes later only by the cost of smaller batches."""
     costs = {"step_s": STEP_S, "prefill_token_s": 1e-3, "sequence_s": 0.0, "context_token_s": 0.0}
     engine = SimConfig.model_validate({"instance": costs})
 
