@@ -193,9 +193,8 @@ class Reads:
 
     def _wake(self, session: Session) -> None:
         session.is_wake_due = False
-        if session.graph.activation.start_background(
-            until=self._clock.now() - WAKE_DELAY_S + _ROUNDING_S
-        ):
+        until = self._clock.now() - WAKE_DELAY_S + _ROUNDING_S
+        if session.graph.activation.start_background(until):
             self.wake_soon(session)
 
     @contextmanager

@@ -58,7 +58,10 @@ def asked_calls(core: ServeCore) -> dict[int, set[int]]:
     """By session: the tasks that have a reader, directly or through other tasks."""
     return {
         session.id: {
-            task.id for call in session.graph.calls.values() for task in call.tasks if task.reader_demand
+            task.id
+            for call in session.graph.calls.values()
+            for task in call.tasks
+            if task.reader_demand
         }
         for session in core.sessions
     }

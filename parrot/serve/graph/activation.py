@@ -151,7 +151,7 @@ class Activation:
         if producer.is_wanted and tighten(producer, reader.criteria, reader.deadline):
             changed.add(producer)
             self._to_push[producer] = None
-        self._refresh_objectives(changed)
+        self._refresh(changed)
         self._walk(producer)
 
     def remove_reader(self, reader: Reader) -> None:
@@ -164,7 +164,7 @@ class Activation:
         producer = reader.variable.producer
         if producer is None or producer.is_finished:
             return
-        self._refresh_objectives(self._update_delivery(producer))
+        self._refresh(self._update_delivery(producer))
         producer.demand -= 1
         producer.reader_demand -= 1
         if not producer.reader_demand:
@@ -184,7 +184,7 @@ class Activation:
         ):
             task = self._background.popleft()
             if task.allows_background and not task.is_finished:
-                task.has_background_demand = True
+                task.in_background = True
                 task.demand += 1
                 started.append(task)
         self._walk(*started)
@@ -242,9 +242,7 @@ class Activation:
             self._remaining.remove(task)
             if task.state is CompletionState.DONE and self._remaining.should_repredict():
                 per_slice = self._backlog.per_slice
-                self._backlog.add(
-                    self, self._remaining.repredict(per_slice, self._refresh_objectives)
-                )
+                self._backlog.add(self, self._remaining.repredict(per_slice, self._refresh))
             self._remaining.report(task)
         self._walk()
 
@@ -273,10 +271,8 @@ class Activation:
             assert task.is_wanted == (task in self._remaining), task
             assert task.is_started == (task.is_wanted and not task.missing), task
             if not is_walking:
-                assert (task.is_counted, task.is_counted_as_read) == (
-                    task.demand > 0,
-                    task.reader_demand > 0,
-                ), task
+                marks = task.is_counted, task.is_counted_as_read
+                assert marks == (task.demand > 0, task.reader_demand > 0), task
             if task.is_wanted and not is_walking:
                 assert task.deadline == earliest_deadline(task), (task, task.deadline)
         assert self.num_started == num_started, (self.num_started, num_started)
@@ -287,7 +283,7 @@ class Activation:
         num_readers = sum([len(output.readers) for output in task.outputs])
         consumers = task.wanted_consumers()
         reader_demand = num_readers + sum([consumer.is_counted_as_read for consumer in consumers])
-        return num_readers + len(consumers) + task.has_background_demand, reader_demand
+        return num_readers + len(consumers) + task.in_background, reader_demand
 
     def _walk(self, *tasks: Task) -> None:
         """Check the demand of these tasks, then of all tasks whose demand changes as a result."""
@@ -328,7 +324,7 @@ class Activation:
         while self._to_push and count < self._backlog.per_slice:
             changed |= self._push_next()
             count += 1
-        self._refresh_objectives(changed - activated.keys())
+        self._refresh(changed - activated.keys())
         for task in sorted(activated, key=attrgetter("id")) if len(activated) > 1 else activated:
             if task.state is not CompletionState.WAITING:
                 continue
@@ -341,11 +337,7 @@ class Activation:
     def _apply_demand(self, task: Task, activated: dict[Task, None], changed: set[Task]) -> None:
         """Activate or stop the task according to its demand, and propagate the demand."""
         # The last reader demand has gone, so background work on the task stops as well.
-        if (
-            task.is_counted_as_read
-            and not task.reader_demand
-            and task.demand == task.has_background_demand
-        ):
+        if task.is_counted_as_read and not task.reader_demand and task.demand == task.in_background:
             self._clear_background(task)
         is_wanted, is_read = task.demand > 0, task.reader_demand > 0
         if is_wanted and not task.is_counted:
@@ -391,7 +383,7 @@ class Activation:
         self._to_push.update(dict.fromkeys(above))
         return changed
 
-    def _refresh_objectives(self, changed: Iterable[Task]) -> None:
+    def _refresh(self, changed: Iterable[Task]) -> None:
         for task in sorted(changed, key=attrgetter("id")):
             if not task.is_wanted:
                 continue
@@ -435,8 +427,8 @@ class Activation:
 
     def _clear_background(self, task: Task) -> None:
         """The task may no longer run in the background."""
-        task.demand -= task.has_background_demand
-        task.allows_background = task.has_background_demand = False
+        task.demand -= task.in_background
+        task.allows_background = task.in_background = False
 
     def _stop(self, task: Task) -> None:
         """Withdraw a task whose demand is 0. It may become wanted again later."""
@@ -485,7 +477,7 @@ class Propagation:
         self._activation = activation
         self._backlog = backlog
         self._is_closed = False
-        self._pending_consumers: dict[SemanticVariable, deque[Task]] = {}
+        self._unnotified: dict[SemanticVariable, deque[Task]] = {}
 
     def settled(self, variable: SemanticVariable) -> None:
         """Propagate a variable that was just set or has just failed."""
@@ -496,7 +488,7 @@ class Propagation:
         if self.on_settled is not None:
             self.on_settled(variable)
         if variable.consumers and not self._is_closed:  # Later consumers find it settled.
-            self._pending_consumers[variable] = deque(variable.consumers)
+            self._unnotified[variable] = deque(variable.consumers)
             self._backlog.add(self._activation, self._notify_consumers(variable))
 
     def add_task(self, task: Task) -> None:
@@ -520,15 +512,13 @@ class Propagation:
         fails one unsettled variable."""
         self._is_closed = True
         self._activation.close()
-        self._pending_consumers.clear()
+        self._unnotified.clear()
         self._backlog.drop(self._activation)
         return self._closing(tasks, variables, error)
 
     def check_integrity(self, tasks: Iterable[Task]) -> None:
         """Recount the missing inputs of the tasks."""
-        pending = Counter(
-            consumer for waiting in self._pending_consumers.values() for consumer in waiting
-        )
+        pending = Counter(consumer for waiting in self._unnotified.values() for consumer in waiting)
         for task in tasks:
             num_unsettled = sum(not variable.is_settled for variable in task.inputs)
             assert self._is_closed or task.missing == num_unsettled + pending[task], task
@@ -547,7 +537,7 @@ class Propagation:
 
     def _notify_consumers(self, variable: SemanticVariable) -> Iterator[int]:
         """Notify the variable's consumers, one per step."""
-        while pending := self._pending_consumers.get(variable):
+        while pending := self._unnotified.get(variable):
             consumer = pending.popleft()
             if variable.producer is None and variable.error is None:
                 self._activation.input_set(consumer)
@@ -556,7 +546,7 @@ class Propagation:
             if variable.error is not None:
                 self._fail(consumer, variable)
             yield 1
-        self._pending_consumers.pop(variable, None)
+        self._unnotified.pop(variable, None)
 
     def _finish(self, task: Task, output: SemanticVariable) -> None:
         """Finish the task if all its outputs are settled. `output`: the output settled last."""

@@ -374,7 +374,7 @@ class Node:
     is_counted: bool = False
     is_counted_as_read: bool = False
     allows_background: bool = True  # The task may run without a reader.
-    has_background_demand: bool = False  # The program demands the task in the background.
+    in_background: bool = False  # The program demands the task in the background.
     is_started: bool = False  # The dispatcher or the sandbox has the task.
     is_ended: bool = False  # The end of the task was handled.
     traceparent: str = ""  # The task's span, or the caller's. Empty: the task is not traced.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from parrot.serve.scheduling.load import Charge, EngineLoad, LoadIndex, Models, Weigh
-from parrot.serve.scheduling.placement import TenantLoad
+from parrot.serve.scheduling.placement import InUse
 from parrot.serve.scheduling.queue import MAX_SKIPS, OrderPolicy, TaskQueue
 from parrot.serve.scheduling.task import CompletionTask
 from parrot.utils.heaps import LazyHeap, LruDict
@@ -291,11 +291,11 @@ class FairQueue:
 
 # Upper limit of the tasks on an engine, as a multiple of its slots. A larger value lets more calls
 # of underserved tenants run at once.
-_MAX_OVERCOMMIT = 2
+_OVERCOMMIT = 2
 
 
 @dataclass(slots=True)
-class _MutableLoad:
+class _TenantLoad:
     weight: float
     num_tasks: int = 0
     num_tokens: int = 0
@@ -307,12 +307,12 @@ class TenantLoads:
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
-        self._engines: defaultdict[int, dict[str, _MutableLoad]] = defaultdict(dict)
+        self._engines: defaultdict[int, dict[str, _TenantLoad]] = defaultdict(dict)
 
     def add(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         tenant, there = task.tenant, self._engines[engine_id]
         if (held := there.get(tenant)) is None:
-            held = there[tenant] = _MutableLoad(self._weight_of(tenant))
+            held = there[tenant] = _TenantLoad(self._weight_of(tenant))
         held.num_tasks += 1
         held.num_tokens += charge.num_tokens
 
@@ -338,26 +338,22 @@ class TenantLoads:
         most = max(h.num_tasks / h.weight for name, h in there.items() if name != tenant)
         return most > num_tasks / weight
 
-    def load_within_share(
-        self, task: CompletionTask, load: EngineLoad, num_tokens: int
-    ) -> TenantLoad | None:
+    def within_share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> InUse | None:
         """The tenant's present load on the engine, if the task may exceed the engine's slots. None:
         the task may not. `num_tokens`: the KV tokens that the task adds.
 
         The tenant must be underserved, and the task must fit into the tenant's weighted share."""
-        if load.num_tasks >= _MAX_OVERCOMMIT * load.max_tasks or not self.is_underserved(
-            task, load.id
-        ):
+        if load.num_tasks >= _OVERCOMMIT * load.max_tasks or not self.is_underserved(task, load.id):
             return None
         there, tenant = self._engines[load.id], task.tenant
         weight = self._weight_of(tenant)
-        own = there.get(tenant) or _MutableLoad(weight)
+        own = there.get(tenant) or _TenantLoad(weight)
         part = weight / (weight + sum(h.weight for name, h in there.items() if name != tenant))
         if own.num_tasks + 1 > part * load.max_tasks:
             return None
         if own.num_tokens + num_tokens > part * load.max_tokens:
             return None
-        return TenantLoad(own.num_tasks, own.num_tokens)
+        return InUse(own.num_tasks, own.num_tokens)
 
     def check_integrity(self, loads: list[EngineLoad]) -> None:
         """Recount the placed tasks. Raises AssertionError with the engine that differs."""
@@ -435,11 +431,9 @@ class Fairness:
         """See `TenantLoads.is_underserved`. False if only one tenant has tasks."""
         return self.counters.has_several_tenants and self._held.is_underserved(task, engine_id)
 
-    def load_within_share(
-        self, task: CompletionTask, load: EngineLoad, num_tokens: int
-    ) -> TenantLoad | None:
-        """See `TenantLoads.load_within_share`."""
-        return self._held.load_within_share(task, load, num_tokens)
+    def within_share(self, task: CompletionTask, load: EngineLoad, num_tokens: int) -> InUse | None:
+        """See `TenantLoads.within_share`."""
+        return self._held.within_share(task, load, num_tokens)
 
     def check_integrity(self, queued: list[CompletionTask]) -> None:
         """Recount the queued and placed tasks. Raises AssertionError with the values that

@@ -307,7 +307,7 @@ _USUAL_COSTS = StepCosts()  # The costs of an engine if no engine has reported a
 # two measurements always differ slightly. A larger value makes the classes narrower.
 _CLASSES_PER_DOUBLING = 4
 # Number of engines among whose costs the median is taken. A larger value costs more CPU time.
-_MAX_MEDIAN_ENGINES = 63
+_MAX_MEDIAN = 63
 
 
 @dataclass(slots=True)
@@ -425,9 +425,7 @@ class LoadIndex:
         # A mean would mix values of different engines, and one faulty engine would distort it.
         if not alike:
             return self._costs.get(load.model, _USUAL_COSTS)
-        costs = sorted(
-            islice(alike.values(), _MAX_MEDIAN_ENGINES), key=lambda c: c.decode_step_s(1, 0)
-        )
+        costs = sorted(islice(alike.values(), _MAX_MEDIAN), key=lambda c: c.decode_step_s(1, 0))
         return costs[(len(costs) - 1) // 2]
 
     def _drop_costs(self, load: EngineLoad) -> StepCosts | None:

@@ -108,14 +108,14 @@ Costs = dict[int, float | None]
 """Predicted seconds on each candidate engine. None: the task does not fit there."""
 
 
-class TenantLoad(NamedTuple):
+class InUse(NamedTuple):
     """The number of tasks of a tenant on an engine, and their KV tokens."""
 
     num_tasks: int
     num_tokens: int
 
 
-MayOvercommit = Callable[[EngineLoad, int], TenantLoad | None]
+MayOvercommit = Callable[[EngineLoad, int], InUse | None]
 """Whether a task may be placed on an engine without room. The second argument is the number of KV
 tokens that the task adds. Returns the present load of its tenant there. None: it may not."""
 
@@ -144,9 +144,7 @@ class Placer:
         """The choice for a task that is not queued. Changes no state."""
         return self.choose(task, now)
 
-    def overcommit(
-        self, task: CompletionTask, now: float, may: MayOvercommit
-    ) -> Choice | None:
+    def overcommit(self, task: CompletionTask, now: float, may: MayOvercommit) -> Choice | None:
         """An engine without room on which `may` permits the task. None: there is no such engine, or
         the placer does not overcommit."""
         return None
@@ -200,24 +198,20 @@ class LowestCostPlacer(Placer):
     def preview(self, task: CompletionTask, now: float) -> Choice | None:
         return self._cheapest(task, now, self._find(task))
 
-    def overcommit(
-        self, task: CompletionTask, now: float, may: MayOvercommit
-    ) -> Choice | None:
+    def overcommit(self, task: CompletionTask, now: float, may: MayOvercommit) -> Choice | None:
         known = self._find(task)
         found = self._candidates(task, _LEAST_LOADED, known)
         found += self._loads.least_loaded(task, _LEAST_LOADED, full=True)
         best, best_cost = None, (inf, -1)
         for load in found:
             new_prompt = task.prompt_len - known.shared_len(load.id)
-            if (held := may(load, new_prompt + load.reserved_output(task))) is not None:
-                cost_s = self._own_cost_s(task, load, now, known, held)
+            if (own := may(load, new_prompt + load.reserved_output(task))) is not None:
+                cost_s = self._own_cost_s(task, load, now, known, own)
                 if (cost_s, load.id) < best_cost:
                     best, best_cost = load, (cost_s, load.id)
         return None if best is None else _choice(task, best, known)
 
-    def _cheapest(
-        self, task: CompletionTask, now: float, known: PrefixHolders
-    ) -> Choice | None:
+    def _cheapest(self, task: CompletionTask, now: float, known: PrefixHolders) -> Choice | None:
         candidates = self._candidates(task, _LEAST_LOADED, known)
         if len(candidates) == 1:
             (load,) = candidates
@@ -283,23 +277,18 @@ class LowestCostPlacer(Placer):
         return cost_s + outlook.harm_s(prefill_s, output, growth_s) / latency_weight(task)
 
     def _own_cost_s(
-        self,
-        task: CompletionTask,
-        load: EngineLoad,
-        now: float,
-        known: PrefixHolders,
-        held: TenantLoad,
+        self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders, own: InUse
     ) -> float:
         """Predicted seconds of an overcommitted task, from the load of its own tenant.
 
         The load of other tenants does not count, since the engine limits its effect. Otherwise a
         chat would leave its cached prefix for an engine with fewer calls of other tenants."""
         output = task.expected_output
-        num_read = held.num_tokens + task.prompt_len - known.shared_len(load.id) + output // 2
+        num_read = own.num_tokens + task.prompt_len - known.shared_len(load.id) + output // 2
         to_compute = task.prompt_len - known.reused_len(load.id)
         cost_s = _WORK_WEIGHT * to_compute * load.costs.prefill_s + self._copy_s(task, load)
         cost_s += self._loss_s(task, load, now, to_compute)
-        return cost_s + output * load.costs.decode_step_s(held.num_tasks + 1, num_read)
+        return cost_s + output * load.costs.decode_step_s(own.num_tasks + 1, num_read)
 
     def _copy_s(self, task: CompletionTask, load: EngineLoad) -> float:
         """Seconds to copy the prompt's KV from CPU memory to GPU memory. Other tasks do not wait

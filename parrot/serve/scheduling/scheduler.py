@@ -262,7 +262,7 @@ class Scheduler:
         for queue in self._queues.values():
             heads = () if isinstance(queue, TaskQueue) else queue.heads()
             for task in heads:
-                may = partial(fairness.load_within_share, task)
+                may = partial(fairness.within_share, task)
                 choice = self._placer.overcommit(task, now, may) if task.is_latency else None
                 if choice is not None:
                     queue.remove(task)
