@@ -380,7 +380,7 @@ class Fairness:
         self._order = order
         self._engines = engines
         self._held = TenantLoads(self.counters.weight)
-        self._tenant_of: dict[int, str] = {}  # by session
+        self._tenant_of: dict[int, str] = {}  # By session.
         for load in engines:
             for task, charge in load.tasks.items():
                 self.queued(task)

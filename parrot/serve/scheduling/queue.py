@@ -9,8 +9,8 @@ group with the smallest key is next. Example at 100 s, with one group per sessio
     C         70 s         20 s        throughput    70 +  40      = 110
 
 The order is B, C, A. When 15 s of A's work have finished, A's key is 0 + 2 x 45 + 0.1 x 15 = 91.5.
-A is then before C. Inside a group, the longest remaining path is first: of two tasks that arrived
-at 0 s, a path of 12 s has the key 0 - 5 x 12 = -60, and a path of 3 s has the key -15.
+A is then before C. Inside a group, the task with the longest remaining path is first. For two tasks
+that arrived at 0 s, a path of 12 s gives the key 0 - 5 x 12 = -60, and a path of 3 s gives -15.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -27,8 +27,8 @@ from parrot.utils.heaps import LazyHeap
 # Seconds that one second of remaining work adds to a session's key. A larger value favours short
 # sessions more.
 _WORK_WEIGHT = 2.0
-# Seconds that one second of finished work adds to a session's key. It lets new sessions pass a
-# session that never ends.
+# Seconds that one second of finished work adds to a session's key. With a larger value, new
+# sessions pass a session that never ends sooner.
 _SERVED_WEIGHT = 0.1
 # Latency tasks are sorted as if their session had started this many seconds earlier.
 _LATENCY_LEAD_S = 10.0
@@ -239,7 +239,7 @@ class CriticalPath(ByApplication):
 
     def task_key(self, task: CompletionTask) -> float:
         if task.deadline is not None and self._is_urgent(task):
-            return task.deadline - task.remaining_path_s  # the latest start
+            return task.deadline - task.remaining_path_s  # The latest start.
         lag_s = _BACKGROUND_LAG_S if task.is_background else 0.0
         return task.arrived + lag_s - _PATH_WEIGHT * task.remaining_path_s
 
