@@ -45,7 +45,7 @@ def split(
         if sum(site.room for site in chosen) >= num_tasks:
             shares = balance(chosen, num_tasks)
             ways.append((_cost(shares, num_tasks), shares))
-    if not ways:  # The tasks fit only if they are spread over all engines.
+    if not ways:  # `most` engines have no room for all tasks.
         shares = balance(usable, num_tasks)
     else:
         limit = min(cost for cost, _ in ways) * (1 + tolerance)
@@ -109,7 +109,7 @@ Costs = dict[int, float | None]
 
 
 class InUse(NamedTuple):
-    """The number of tasks of a tenant on an engine, and their KV tokens."""
+    """The slots and the KV tokens that a tenant uses on an engine."""
 
     num_tasks: int
     num_tokens: int
@@ -117,7 +117,7 @@ class InUse(NamedTuple):
 
 MayOvercommit = Callable[[EngineLoad, int], InUse | None]
 """Whether a task may be placed on an engine without room. The second argument is the number of KV
-tokens that the task adds. Returns the present load of its tenant there. None: it may not."""
+tokens that the task adds. Returns the present use of the task's tenant there. None: it may not."""
 
 
 class Choice(NamedTuple):

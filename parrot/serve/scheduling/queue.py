@@ -76,7 +76,7 @@ class OrderPolicy:
         return task.arrived
 
     def due(self) -> Iterable[CompletionTask]:
-        """Return the queued tasks whose group or key time has changed since the last call."""
+        """Return the queued tasks whose group or key has changed with time since the last call."""
         return ()
 
     def next_change(self) -> float | None:
@@ -312,7 +312,7 @@ SortKey = tuple[float, float]
 # A queue's round ends after this many skipped tasks, or this many held groups. A larger value finds
 # more tasks that fit, and costs more CPU time per round.
 _LOOK_AHEAD = 4
-# A task that was skipped in this many rounds is not skipped again. Later tasks wait for it.
+# After a task was skipped in this many rounds, all later tasks of its queue wait for it.
 MAX_SKIPS = 64
 
 
