@@ -61,6 +61,26 @@ ApiKeyOption = Annotated[
     str | None,
     typer.Option("--api-key", envvar="PARROT_KEY", help="API key, if the server has keys."),
 ]
+ModelsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL | URL...",
+        help="The model: `embedded`, a hub id such as Qwen/Qwen3-0.6B, a folder with weights, a "
+        "GGUF file, an engine's config file, or the name of a sample config. Or the URLs of "
+        "servers with an OpenAI API that already run, such as http://localhost:8000/v1.",
+    ),
+]
+ApiKeyFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--api-key-file",
+        help="With URLs: file with the servers' API key. \\[default: OPENAI_API_KEY]",
+    ),
+]
+CaFileOption = Annotated[
+    Path | None,
+    typer.Option("--ca-file", help="With URLs: certificates (PEM) to trust for https."),
+]
 LogDirOption = Annotated[
     Path, typer.Option("--log-dir", help="Folder for the log of each process.")
 ]
@@ -88,13 +108,7 @@ def _run_server(module: str, name: str, args: list[str]) -> None:
 
 @app.command()
 def up(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="The model: `embedded`, a hub id such as Qwen/Qwen3-0.6B, a folder with weights, "
-            "a GGUF file, an engine's config file, or the name of a sample config."
-        ),
-    ],
+    models: ModelsArgument,
     engines: Annotated[
         int | None,
         typer.Option(min=1, help="Number of engines. \\[default: one per GPU, or 1]"),
@@ -124,10 +138,13 @@ def up(
             help="Disable authentication. Anyone who can reach the port can use the server.",
         ),
     ] = False,
+    api_key_file: ApiKeyFileOption = None,
+    ca_file: CaFileOption = None,
     log_dir: LogDirOption = Path("logs"),
     ready_timeout: ReadyTimeoutOption = 1800.0,
 ) -> None:
-    """Start a server with a model on this machine. Stop it with Ctrl-C."""
+    """Serve a model on this machine, or put Parrot in front of servers that already run. Stop it
+    with Ctrl-C."""
     from parrot.cli.up import UpOptions
     from parrot.cli.up import up as serve_model
 
@@ -142,8 +159,10 @@ def up(
         log_dir=log_dir,
         ready_timeout_s=ready_timeout,
         tensor_parallel=tensor_parallel,
+        api_key_file=api_key_file,
+        ca_file=ca_file,
     )
-    serve_model(model, options)
+    serve_model(models, options)
 
 
 @config.command("show")

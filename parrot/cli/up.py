@@ -1,9 +1,10 @@
-"""`parrot up MODEL`: a model, served here with all that Parrot has, in one command."""
+"""`parrot up MODEL` serves a model on this machine. `parrot up URL` puts Parrot in front of servers
+that already run."""
 
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -50,25 +51,50 @@ class UpOptions:
     log_dir: Path
     ready_timeout_s: float
     tensor_parallel: int | None = None
+    api_key_file: Path | None = None
+    ca_file: Path | None = None
 
 
-def up(model: str, options: UpOptions) -> None:
+def up(models: Sequence[str], options: UpOptions) -> None:
     """Run until a signal comes or ServeCore dies, and end by `SystemExit`. An engine that dies is
-    started again."""
+    started again. `models`: one model, or URLs of servers."""
     try:
         core = _core(options)
-        engines = plan_engines(model, options, os.environ, visible_gpus(os.environ))
-        require_packages(engines)
+        if models[0].startswith(("http://", "https://")):
+            from parrot.cli.front import planned_servers  # Imports the openai engine.
+
+            servers = planned_servers(models, options.api_key_file, options.ca_file)
+            core["servers"] = [*core.get("servers", ()), *servers]
+            engines = []
+            what = f"Parrot in front of {', '.join(server['url'] for server in servers)}"
+        else:
+            model = _only_model(models)
+            engines = plan_engines(model, options, os.environ, visible_gpus(os.environ))
+            require_packages(engines)
+            what = f"{_counted(len(engines))} of {model}"
         cluster = Cluster(
             core, engines, log_dir=options.log_dir, ready_timeout_s=options.ready_timeout_s
         )
     except (ConfigError, ClusterError) as error:
         fail(str(error))
     with orderly_exit(partial(hurry, cluster)):
-        ERR.print(f"Starting {_counted(len(engines))} of {escape(model)} …", soft_wrap=True)
+        ERR.print(f"Starting {escape(what)} …", soft_wrap=True)
         with running(cluster):
+            if not engines:
+                from parrot.cli.front import wait_for_servers
+
+                wait_for_servers(cluster, options.ready_timeout_s)
             _say_how_to_use(cluster)
             fail(cluster.supervise(warn).death_message())
+
+
+def _only_model(models: Sequence[str]) -> str:
+    if len(models) > 1:
+        raise ConfigError(
+            f"{len(models)} models: `parrot up` takes one model, or URLs of servers. "
+            "`parrot launch` serves several models"
+        )
+    return models[0]
 
 
 def _core(options: UpOptions) -> Config:
@@ -191,8 +217,8 @@ def _say_how_to_use(cluster: Cluster) -> None:
     models = _models(cluster)
     model = models[0]
     context = _context(cluster, model)
-    engines = _counted(len(cluster.engine_names))
-    OUT.print(f"Ready: {escape(', '.join(models))} on {engines} at [bold]{url}[/]\n")
+    where = f" on {_counted(names)}" if (names := len(cluster.engine_names)) else ""
+    OUT.print(f"Ready: {escape(', '.join(models))}{where} at [bold]{url}[/]\n")
     if core.get("page", True):
         OUT.print(f"Look at it:  {page_url(url, cluster.cluster_token)}\n", soft_wrap=True)
     key = "KEY" if core.get("api_keys") or core.get("keys_file") else "any"

@@ -182,15 +182,34 @@ class OpenAIInstance(ConfigModel):
     that do not tell, or tell it wrongly."""
 
     api_key: str | None = Field(None, repr=False)
+    api_key_file: str | None = Field(
+        None, min_length=1, description="File that contains the API key, instead of `api_key`."
+    )
+    ca_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File of the certificates (PEM) that are trusted for `https://`. null: those "
+        "of the system.",
+    )
     api_endpoint: Literal["completion", "chat"] = "completion"
     base_url: str | None = None
     is_azure: bool = False
     azure_api_version: str = "2023-07-01-preview"
     azure_endpoint: str | None = None
     max_seq_len: PositiveInt = 4096
-    server: Literal["openai", "vllm", "sglang", "llama.cpp", "llama-cpp-python"] | None = Field(
-        None, description="Type of the server. null: detected from its list of models."
-    )
+    server: (
+        Literal[
+            "openai",
+            "vllm",
+            "sglang",
+            "llama.cpp",
+            "llama-cpp-python",
+            "ollama",
+            "lm-studio",
+            "parrot",
+        ]
+        | None
+    ) = Field(None, description="Type of the server. null: detected from its list of models.")
     features: dict[str, bool] = Field(
         {},
         description="Overrides of what the server supports: sampling fields, and `messages`, "

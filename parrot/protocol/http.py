@@ -29,6 +29,8 @@ from parrot.utils.addresses import is_metadata
 from parrot.utils.traceparent import TraceParent
 
 if TYPE_CHECKING:
+    import ssl
+
     import aiohttp
 
 _MAX_ANSWER = 2**28  # Bytes of an answer. Enough for a tokenizer or thousands of embeddings.
@@ -46,15 +48,18 @@ class HttpClient:
         max_connections: int = 0,
         headers: Mapping[str, str] | None = None,
         read_error: ErrorReader = own_error,
+        tls: "ssl.SSLContext | None" = None,
     ) -> None:
         """`max_connections` 0: no limit. `headers` are sent with every request. `read_error`
-        translates the errors of servers other than Parrot's."""
+        translates the errors of servers other than Parrot's. `tls`: for `https://`. None: the
+        certificates of the system are trusted."""
         self.base_url = base_url.rstrip("/")
         self._headers = dict(headers or {})
         if bearer_token:
             self._headers["Authorization"] = f"Bearer {bearer_token}"
         self._max_connections = max_connections
         self._read_error = read_error
+        self._tls = tls
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -146,7 +151,9 @@ class HttpClient:
 
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=self._max_connections, socket_factory=_keepalive_socket
+                    limit=self._max_connections,
+                    socket_factory=_keepalive_socket,
+                    ssl=True if self._tls is None else self._tls,
                 ),
                 headers=self._headers,
                 read_bufsize=2**20,

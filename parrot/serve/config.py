@@ -167,6 +167,35 @@ class TokenPrices(ConfigModel):
     output: Price = Field(0.0, description="Output tokens.")
 
 
+class UpstreamServer(ConfigModel):
+    """A server with an OpenAI API that ServeCore calls itself, without an engine process."""
+
+    url: str = Field(
+        max_length=4096,
+        description="Base URL of the server's API, such as `http://localhost:8000/v1`.",
+    )
+    models: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        (),
+        strict=False,
+        max_length=1024,
+        description="Models to serve. Empty: every model that the server lists.",
+    )
+    engine: dict[str, Any] = Field(
+        {},
+        repr=False,
+        description="Further keys of an `openai` engine's config, such as "
+        '`{"instance": {"api_key_file": "/etc/vllm.key"}}`.',
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+            raise ValueError(f"{url!r} is not a URL like http://HOST:PORT/v1")
+        return url.rstrip("/")
+
+
 class CoreConfig(ConfigModel):
     """The configuration of a ServeCore process. Durations are in seconds."""
 
@@ -319,6 +348,13 @@ class CoreConfig(ConfigModel):
         10.0,
         description="Longest wait for the disk of the journal. After that, changes get 507 "
         "until the disk has caught up.",
+    )
+    servers: tuple[UpstreamServer, ...] = Field(
+        (),
+        strict=False,
+        max_length=256,
+        description="Servers with an OpenAI API (vLLM, SGLang, llama.cpp, Ollama and others) that "
+        "this ServeCore calls itself (docs/engines.md).",
     )
     shards: ShardsConfig | None = Field(
         None,

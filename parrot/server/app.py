@@ -3,7 +3,7 @@ configuration turns on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 
 from fastapi import FastAPI
@@ -43,7 +43,10 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
-            async with _watched_keys(core, None if audit is None else audit.event):
+            async with (
+                _watched_keys(core, None if audit is None else audit.event),
+                nullcontext() if upstreams is None else upstreams.followed(),
+            ):
                 yield
         finally:
             for way in forwarding:
@@ -55,6 +58,11 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
 
     config = core.config
     audit = None if config.audit_path is None else AuditLog(config.audit_path)
+    upstreams = None
+    if config.servers:
+        from parrot.upstreams.servers import Upstreams  # Imports the openai engine.
+
+        upstreams = Upstreams(config.servers, core.fleet, core.clock)
     turns = Turns(core)
     responses = Responses(turns, config)
     if journal is not None:

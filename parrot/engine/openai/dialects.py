@@ -112,11 +112,29 @@ LLAMA_CPP_PYTHON = Dialect(
     can=frozenset({"messages", "cancellation"}),
     kept_prompts=1,
 )
+OLLAMA = Dialect("ollama", can=frozenset({"messages", "tools", "cancellation"}))
+LM_STUDIO = Dialect(
+    "lm-studio", {"top_k": "top_k"}, {"top_k": 0}, can=frozenset({"messages", "tools"})
+)
+PARROT = Dialect(
+    "parrot",
+    {**VLLM_NAMES, **_GUIDED},
+    {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},
+    schema_on_completions=True,
+    takes_options=True,
+    can=frozenset({"messages", "tools", "cached_tokens", "cancellation"}),
+)
 
-DIALECTS = {d.name: d for d in (OPENAI, VLLM, SGLANG, LLAMA_CPP, LLAMA_CPP_PYTHON)}
+DIALECTS = {
+    dialect.name: dialect
+    for dialect in (OPENAI, VLLM, SGLANG, LLAMA_CPP, LLAMA_CPP_PYTHON, OLLAMA, LM_STUDIO, PARROT)
+}
 BY_OWNER: Mapping[str, Dialect] = {
     "vllm": VLLM,
     "sglang": SGLANG,
     "llamacpp": LLAMA_CPP,
     "me": LLAMA_CPP_PYTHON,
+    "library": OLLAMA,
+    "organization_owner": LM_STUDIO,
+    "parrot": PARROT,
 }

@@ -2,19 +2,26 @@
 
 import logging
 import os
+import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import orjson
 import stamina
-from pydantic import BaseModel, ValidationError
 
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect, LoadMetrics
 from parrot.engine.openai.logprobs import prompt_logprobs
-from parrot.engine.openai.probe import PROBE_TIMEOUT_S, Told, ask_server, read_metrics
+from parrot.engine.openai.probe import (
+    ModelEntry,
+    Told,
+    ask_server,
+    list_models,
+    read_metrics,
+)
 from parrot.engine.openai.wire import (
     DONE,
     Embeddings,
@@ -153,18 +160,7 @@ OPENAI_URL = "https://api.openai.com/v1"
 _AZURE_NEW_SINCE = "2024-09-01"  # api-versions with max_completion_tokens and stream_options
 _ANSWER_TIMEOUT_S = 600.0
 _ATTEMPTS = 5
-_MAX_LEN = 2**53  # tokens
 _NOTHING = Told()
-
-
-class _Model(BaseModel):
-    id: str = ""
-    owned_by: str = ""
-    max_model_len: int | None = None
-
-
-class _ModelList(BaseModel):
-    data: list[_Model]
 
 
 def _base_url(config: OpenAIConfig) -> str:
@@ -179,6 +175,8 @@ def _base_url(config: OpenAIConfig) -> str:
 
 def _api_key(config: OpenAIConfig, environ: Mapping[str, str]) -> str | None:
     instance = config.instance
+    if instance.api_key_file is not None:
+        return _read_key(instance.api_key_file)
     names = ["AZURE_OPENAI_API_KEY"] if instance.is_azure else []
     found = (environ.get(name) for name in (*names, "OPENAI_API_KEY"))
     key = instance.api_key or next(filter(None, found), None)
@@ -188,6 +186,41 @@ def _api_key(config: OpenAIConfig, environ: Mapping[str, str]) -> str | None:
             "unless `instance.base_url` names a server that asks for none"
         )
     return key
+
+
+def _read_key(path: str) -> str:
+    try:
+        key = Path(path).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`instance.api_key_file`: cannot read {path}: {error}") from None
+    if not key or not key.isprintable() or not key.isascii():
+        raise ConfigError(f"`instance.api_key_file`: {path} must contain one API key")
+    return key
+
+
+def _tls(config: OpenAIConfig) -> ssl.SSLContext | None:
+    """The certificates that are trusted; None: those of the system."""
+    path = config.instance.ca_file
+    if path is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=Path(path).expanduser())
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"`instance.ca_file`: cannot read {path}: {error}") from None
+
+
+def server_client(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> HttpClient:
+    """A client of the server, whose errors are Parrot's. Raises `ConfigError` if the key is missing
+    or a file cannot be read."""
+    is_azure = config.instance.is_azure
+    key = _api_key(config, environ)
+    return HttpClient(
+        _base_url(config),
+        bearer_token=None if is_azure else key,
+        headers={"api-key": key} if is_azure and key else None,
+        read_error=ErrorTranslator(key).read,
+        tls=_tls(config),
+    )
 
 
 def _target(config: OpenAIConfig) -> Target:
@@ -210,14 +243,12 @@ class Upstream:
         self._translator = ErrorTranslator(key)
         self._target = _target(config)
         self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
-        base_url, bearer = _base_url(config), None if instance.is_azure else key
-        self._http = HttpClient(
-            base_url,
-            bearer_token=bearer,
-            headers={"api-key": key} if instance.is_azure and key else None,
-            read_error=self._translator.read,
+        self._http = server_client(config, environ)
+        self._root = HttpClient(
+            self._http.base_url.removesuffix("/v1"),
+            bearer_token=None if instance.is_azure else key,
+            tls=_tls(config),
         )
-        self._root = HttpClient(base_url.removesuffix("/v1"), bearer_token=bearer)
         self._instance = instance
         self._given = None if instance.server is None else DIALECTS[instance.server]
         self._dialect: Dialect | None = None
@@ -236,21 +267,19 @@ class Upstream:
         if self._dialect is not None:
             return
         try:
-            answer = await self._http.request("GET", "/models", timeout_s=PROBE_TIMEOUT_S)
-            models = _ModelList.model_validate(answer).data
-        except (ParrotError, ValidationError) as error:
+            models = await list_models(self._http)
+        except ParrotError as error:
             self._was_away = isinstance(error, Unavailable | Overloaded)
-            reason = error.message if isinstance(error, ParrotError) else "not a list of models"
-            logger.warning("%s/models: %s", self._http.base_url, reason)
+            logger.warning("%s/models: %s", self._http.base_url, error.message)
             return
         card = next((model for model in models if model.id == self._target.model), None)
         if card is None:
             logger.warning("%s does not list `%s`", self._http.base_url, self._target.model)
-            card = models[0] if models else _Model()
-        is_told = card.max_model_len is not None and 0 < card.max_model_len <= _MAX_LEN
-        self.max_model_len = card.max_model_len if is_told else None
+            card = models[0] if models else ModelEntry()
         dialect = self._given or BY_OWNER.get(card.owned_by, OPENAI)
-        self._settle(dialect, await ask_server(self._root, dialect))
+        told = await ask_server(self._root, dialect, self._target.model)
+        self.max_model_len = card.max_len or told.max_len
+        self._settle(dialect, told)
 
     def _settle(self, dialect: Dialect, told: Told) -> None:
         given = self._instance

@@ -209,12 +209,13 @@ class Fleet:
     def __iter__(self) -> Iterator[Engine]:
         return iter(tuple(self.engines.values()))
 
-    async def register(self, info: EngineInfo) -> int:
-        """The same name and address again replaces the engine, with all that it was doing. Raises
+    async def register(self, info: EngineInfo, client: EngineClient | None = None) -> int:
+        """The same name and address again replaces the engine, with all that it was doing.
+        `client`: of an engine in this process. Raises
         `QuotaExceeded`, `Conflict` if another engine is at this address, or what fetching the
         tokenizer raised: then the engine has not joined."""
         self._require_room(info)
-        client = self._connect(info)
+        client = client or self._connect(info)
         try:
             await self._require_free(info)
             tokenizer = await self._tokenizer(info, client)

@@ -65,6 +65,46 @@ def told_by(owner: str, told: dict[str, Any]) -> FakeOpenAI:
     return FakeOpenAI(owned_by=owner, told=told)
 
 
+PS = {
+    "models": [
+        {"name": "other", "context_length": 7},
+        {"name": "gpt-fake"} | {"context_length": 8192},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("fake", "server", "max_len"),
+    [
+        (
+            told_by("llamacpp", {"/props": {"default_generation_settings": {"n_ctx": 2048}}}),
+            "llama.cpp",
+            2048,
+        ),
+        (told_by("library", {"/api/version": {"version": "0.9"}}), "ollama 0.9", None),
+        (told_by("library", {"/api/ps": PS}), "ollama", 8192),
+        (
+            told_by(
+                "organization_owner",
+                {"/api/v0/models/gpt-fake": {"max_context_length": 4096}},
+            ),
+            "lm-studio",
+            4096,
+        ),
+        (told_by("library", {"/api/ps": {"models": [None, {"name": "gpt-fake"}]}}), "ollama", None),
+        (FakeOpenAI(owned_by="parrot", max_model_len=77), "parrot", 77),
+        (FakeOpenAI(owned_by="vllm", max_model_len=-1), "vllm", None),
+    ],
+)
+async def test_the_context_length_is_what_the_server_says(
+    start: Start, fake: FakeOpenAI, server: str, max_len: int | None
+) -> None:
+    service = await start(fake)
+    info = service.engine_info()
+    assert info.capabilities.server == server
+    assert info.max_seq_len == (4096 if max_len is None else max_len)
+
+
 @pytest.mark.parametrize(
     ("fake", "server", "kept_tokens", "kept_prompts"),
     [
@@ -98,7 +138,7 @@ def told_by(owner: str, told: dict[str, Any]) -> FakeOpenAI:
         ),
         (told_by("llamacpp", {"/props": {"total_slots": "many"}}), "llama.cpp", None, None),
         (told_by("me", {}), "llama-cpp-python", None, 1),
-        (told_by("library", {"/version": {"version": "1"}}), "openai", None, None),
+        (told_by("some maker", {"/version": {"version": "1"}}), "openai", None, None),
         (told_by("vllm", {"/version": {"version": "9" * 9_000}}), "vllm " + "9" * 256, None, None),
         (told_by("vllm", {"/metrics": TOO_MANY, "/version": {"version": [1]}}), "vllm", None, None),
         (told_by("sglang", {"/server_info": {"max_total_num_tokens": -5}}), "sglang", None, None),

@@ -1,0 +1,209 @@
+"""ServeCore in front of servers that it calls itself: over real HTTP, with a fake of the server."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
+from parrot.upstreams import servers
+from parrot.utils.config import ConfigError, parse_config
+from tests.support.app_server import serve_app
+from tests.support.fake_openai import FakeOpenAI, Fault
+
+
+@pytest.fixture(autouse=True)
+def lists_are_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "_LIST_INTERVAL_S", 0.02)
+
+
+class Client:
+    """Calls a ServeCore as an OpenAI client does."""
+
+    def __init__(self, http: aiohttp.ClientSession, core: ServeCore) -> None:
+        self._http = http
+        self.core = core
+
+    async def models(self) -> list[str]:
+        async with self._http.get("/v1/models") as response:
+            return [card["id"] for card in (await response.json())["data"]]
+
+    async def ask(self, model: str = "gpt-fake") -> tuple[int, Any]:
+        body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
+        async with self._http.post("/v1/chat/completions", json=body) as response:
+            return response.status, await response.json()
+
+    async def until_served(self, *models: str, times: int = 1) -> None:
+        """Until these models are listed, each by so many engines."""
+        async with asyncio.timeout(20):
+            while (  # noqa: ASYNC110 - nothing else tells it
+                await self.models() != list(models) or self.num_engines != times * len(models)
+            ):
+                await asyncio.sleep(0.01)
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.core.fleet.engines)
+
+
+@asynccontextmanager
+async def core_of(*entries: dict[str, Any], **keys: Any) -> AsyncIterator[Client]:
+    """A ServeCore whose config key `servers` has these entries."""
+    config = parse_config(CoreConfig, {"servers": list(entries), **keys}, "test")
+    core = ServeCore(config)
+    async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
+        yield Client(http, core)
+        core.check_integrity()
+
+
+async def test_every_model_of_a_server_can_be_called() -> None:
+    fake = FakeOpenAI(models=("gpt-fake", "other"), owned_by="vllm", max_model_len=1234)
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("gpt-fake", "other")
+        status, answer = await client.ask("other")
+        assert (status, answer["choices"][0]["message"]["content"]) == (200, "one two three")
+        assert fake.bodies[-1]["model"] == "other"
+        assert {card.max_model_len for card in client.core.models().data} == {1234}
+
+
+async def test_the_model_list_of_the_server_is_followed() -> None:
+    fake = FakeOpenAI(models=("a", "b"))
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("a", "b")
+        fake.models = ("b", "lora")
+        await client.until_served("b", "lora")
+        assert (await client.ask("lora"))[0] == 200
+        status, answer = await client.ask("never")
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_only_the_wanted_models_are_served() -> None:
+    fake = FakeOpenAI(models=("a", "b"))
+    async with (
+        serve_app(fake.app()) as url,
+        core_of({"url": f"{url}/v1", "models": ["b", "not there"]}) as client,
+    ):
+        await client.until_served("b")
+
+
+async def test_a_model_that_changes_is_served_anew() -> None:
+    fake = FakeOpenAI(max_model_len=50)
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("gpt-fake")
+        (old,) = client.core.fleet.engines
+        fake.models_status = 503  # As a server that loads its model.
+        await asyncio.sleep(0.1)
+        assert list(client.core.fleet.engines) == [old]  # The list is only unknown.
+        fake.models_status = 200
+        await asyncio.sleep(0.1)
+        assert list(client.core.fleet.engines) == [old]  # The model is the same.
+        fake.max_model_len = 99  # As after a restart with another option.
+        async with asyncio.timeout(20):
+            while old in client.core.fleet.engines or not client.num_engines:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (card,) = client.core.models().data
+        assert card.max_model_len == 99
+
+
+async def test_calls_move_to_another_server_of_the_pool() -> None:
+    """The first server stops answering. Its engine is lost, and both calls run on the second."""
+    first, second = FakeOpenAI(reply="from the first"), FakeOpenAI(reply="from the second")
+    async with AsyncExitStack() as stack:
+        dying = AsyncExitStack()
+        urls = [
+            await dying.enter_async_context(serve_app(first.app())),
+            await stack.enter_async_context(serve_app(second.app())),
+        ]
+        entries = [{"url": f"{url}/v1"} for url in urls]
+        client = await stack.enter_async_context(core_of(*entries))
+        await client.until_served("gpt-fake", times=2)
+        await dying.aclose()
+        answers = await asyncio.gather(*(client.ask() for _ in range(4)))
+        texts = {answer["choices"][0]["message"]["content"] for _, answer in answers}
+        assert texts == {"from the second"}
+
+
+async def test_errors_of_the_server_reach_the_client() -> None:
+    fake = FakeOpenAI(faults=[Fault(401, {"error": {"message": "no"}})] * 3)
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("gpt-fake")
+        status, answer = await client.ask()
+        assert (status, "API key" in answer["error"]["message"]) == (502, True)
+        assert fake.faults == []
+        assert (await client.ask())[0] == 200
+
+
+async def test_the_key_comes_from_a_file(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret-of-the-server\n")
+    fake = FakeOpenAI()
+    async with (
+        serve_app(fake.app()) as url,
+        core_of({"url": f"{url}/v1", "engine": {"instance": {"api_key_file": str(key)}}}) as client,
+    ):
+        await client.until_served("gpt-fake")
+        await client.ask()
+        assert fake.headers[-1]["authorization"] == "Bearer secret-of-the-server"
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """A certificate of localhost that signs itself, and its key."""
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
+    options = ["-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert]
+    subprocess.run([*command.split(), *options], check=True, capture_output=True)
+    return cert, key
+
+
+async def test_a_private_certificate_authority_is_trusted(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    fake = FakeOpenAI()
+    async with serve_app(fake.app(), ssl_certfile=cert, ssl_keyfile=key) as url:
+        secure = url.replace("http://127.0.0.1", "https://localhost") + "/v1"
+        trusting = {"url": secure, "engine": {"instance": {"ca_file": str(cert)}}}
+        async with core_of(trusting) as client:
+            await client.until_served("gpt-fake")
+            assert (await client.ask())[0] == 200
+        async with core_of({"url": secure}) as client:
+            await asyncio.sleep(0.2)
+            assert await client.models() == []
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"url": "localhost:8000"}, "is not a URL"),
+        ({"url": "http://h/v1", "engine": {"nonsuch": 1}}, "unknown key `nonsuch`"),
+        (
+            {"url": "http://h/v1", "engine": {"instance": {"api_key_file": "/none"}}},
+            "cannot read /none",
+        ),
+        ({"url": "https://h/v1", "engine": {"instance": {"ca_file": "/none"}}}, "/none"),
+        ({"url": "https://api.openai.com/v1"}, "OPENAI_API_KEY"),
+    ],
+)
+def test_a_bad_entry_ends_the_start(
+    entry: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=message):
+        create_app(ServeCore(parse_config(CoreConfig, {"servers": [entry]}, "test")))
+
+
+def test_without_servers_the_package_is_not_imported() -> None:
+    code = (
+        "import sys; from parrot.serve.config import CoreConfig; "
+        "from parrot.serve.core import ServeCore; from parrot.server.app import create_app; "
+        "create_app(ServeCore(CoreConfig())); "
+        "assert not [m for m in sys.modules if m.startswith(('parrot.upstreams', 'parrot.engine'))]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
