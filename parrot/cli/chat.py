@@ -70,7 +70,7 @@ class Chat:
             piece = _piece(data)
             pieces.append(piece.text)
             yield piece
-        raise RequestFailed("the answer broke off; say it again")
+        raise RequestFailed("the answer broke off; send the message again")
 
 
 def chat(

@@ -83,7 +83,7 @@ def doctor(paths: list[Path]) -> None:
     num_wrong = sum(finding.level == "wrong" for finding in findings)
     OUT.print()
     if num_wrong:
-        OUT.print(f"[bold red]{num_wrong} to be put right[/]")
+        OUT.print(f"[bold red]{num_wrong} problem{'s' * (num_wrong > 1)} to fix[/]")
     if paths and not num_wrong:
         OUT.print("[bold green]These configs can be started here[/]")
     elif not paths:

@@ -477,9 +477,9 @@ class RegisterRequest(InternalPayload):
     @classmethod
     def _can_be_called(cls, info: EngineInfo) -> EngineInfo:
         if not is_host(info.host):
-            raise ValueError("`host` must be an IP address or a DNS name, at which the engine is")
+            raise ValueError("`host` must be an IP address or a DNS name of the engine")
         if is_metadata(info.host):
-            raise ValueError("`host` is no engine's, but a metadata service's")
+            raise ValueError("`host` is the address of a cloud metadata service, not of an engine")
         return info
 
 

@@ -294,7 +294,7 @@ class ChunkChannel:
         try:
             await sink.take_rest(followed(self._http, context_id))
         except (ParrotError, ValueError) as error:
-            logger.info("the rest of an output comes at its end: %s", error)
+            logger.info("cannot follow an output, its rest comes with the result: %s", error)
 
     async def _read(self, opened: "asyncio.Future[str | None]") -> None:
         name = new_token()

@@ -251,7 +251,7 @@ class GraphRequest(Payload):
         if (self.session_id is None) == (self.session is None):
             raise ValueError("it needs exactly one of session_id and session")
         if self.session is not None and self.idempotency_key is not None:
-            raise ValueError("an idempotency_key belongs to a session that is there already")
+            raise ValueError("an idempotency_key needs an existing session: give session_id")
         return self
 
 

@@ -62,5 +62,5 @@ def _receive(receiver: Connection) -> tuple[Any, str | None]:
         try:
             value, failure = receiver.recv()
         except EOFError:
-            return None, "it ended without a result"
+            return None, "it exited without a result"
         return value, failure

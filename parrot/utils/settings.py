@@ -95,7 +95,7 @@ def environment_layer(
         owner, rest = section_at(model, path[:-1])
         if rest and rest[0] in owner.model_fields:
             raise ConfigError(
-                f"{name}: `{rest[0]}` is no section; give it as JSON in "
+                f"{name}: `{rest[0]}` is not a section; give it as JSON in "
                 f"{_spelled(section, path[: len(path) - len(rest)])}"
             )
         nested: dict[str, Any] = {path[-1]: _value(owner.model_fields.get(path[-1]), environ[name])}
@@ -131,7 +131,7 @@ def _variables(
         rest = name.removeprefix(prefix)
         if not rest.startswith("_"):
             wanted = f"{prefix}_{rest}"
-            raise ConfigError(f"{name}: sections are parted by two underscores: {wanted}")
+            raise ConfigError(f"{name}: two underscores separate sections: write {wanted}")
         path = tuple(rest[1:].lower().split("__"))
         if not all(path):
             raise ConfigError(f"{name}: names no key; parrot config show lists them")

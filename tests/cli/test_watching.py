@@ -265,7 +265,7 @@ def test_lines_break_at_words(width: int, text: str, lines: list[str]) -> None:
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ([said("a")], "the answer broke off; say it again"),
+        ([said("a")], "the answer broke off; send the message again"),
         ([said("a"), '{"error": {"message": "the engine is gone"}}'], "the engine is gone"),
         (["{"], "not an answer of OpenAI's API"),
         (["[]"], "not an answer of OpenAI's API"),

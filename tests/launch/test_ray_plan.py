@@ -51,10 +51,13 @@ def test_an_engine_has_as_many_gpus_as_its_model_is_divided_among(tmp_path: Path
 @pytest.mark.parametrize(
     ("engine", "problem"),
     [
-        ({"device": "cuda:1"}, "engines.0: `device`: Ray chooses"),
-        ({"device": "cuda", "ray": {"num_gpus": 0}}, "engines.0.ray: `num_gpus`: `device` cuda"),
-        ({"ray": {"num_gpus": 1}, "instance": {"tensor_parallel": 2}}, "1 are too few"),
-        ({"ray": {"num_gpus": 1.5}}, "a part of a GPU, or whole ones"),
+        ({"device": "cuda:1"}, "engines.0: `device` is 'cuda:1', but Ray assigns"),
+        ({"device": "cuda", "ray": {"num_gpus": 0}}, "`num_gpus` is 0, but `device` is cuda"),
+        (
+            {"ray": {"num_gpus": 1}, "instance": {"tensor_parallel": 2}},
+            "is 1, but `tensor_parallel` needs 2",
+        ),
+        ({"ray": {"num_gpus": 1.5}}, "`num_gpus` is 1.5: use at most 1, or a whole number"),
         ({"ray": {"num_gpu": 1}}, "engines.0.ray: unknown key `num_gpu`. Did you mean `num_gpus`"),
         ({"ray": {"scaling": {"min_engines": 0}}}, "`scaling.min_engines`"),
         ({"ray": 1}, "`engines.0.ray` must be an object"),

@@ -220,11 +220,11 @@ def test_what_is_ended_from_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
     play.cluster.over = {"a-1"}
     play.run(1000)
     assert play.now < 10
-    assert play.said == ["the servers were ended from elsewhere"]
+    assert play.said == ["another process stopped the servers"]
 
     play = Play(tmp_path, SCALED)
     play.cluster.pending, play.cluster.over = {"a-0"}, {"a-1"}
-    with pytest.raises(ClusterError, match="ended from elsewhere"):
+    with pytest.raises(ClusterError, match="another process stopped"):
         play.ready()
 
 

@@ -141,7 +141,7 @@ class Bench:
 
         def stop() -> None:
             self.is_stopped = True
-            ERR.print("\n[yellow]stopping; here is what there is[/]")
+            ERR.print("\n[yellow]stopping; the results so far follow[/]")
             release()
             if self._running is not None:
                 self._running.cancel()

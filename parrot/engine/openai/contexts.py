@@ -24,7 +24,7 @@ def _check_fork(piece: FillPiece | GenerateRequest, creator: FillPiece | Generat
     if not same_parent or piece.parent_len not in (None, creator.parent_len):
         raise InvalidRequest(
             f"context {piece.context_id} cannot be forked from context {piece.parent_context_id}: "
-            "an earlier piece of the request creates it otherwise",
+            "an earlier piece of the request gives it another parent",
             param="parent_context_id",
         )
 

@@ -48,7 +48,7 @@ def prompt_logprobs(given: ChoiceLogprobs | None, num_tokens: int, num_top: int)
     `UnsupportedField` if the server did not return log probabilities of the prompt."""
     found, rows = AnswerLogprobs(num_top), list(() if given is None else _rows(given))
     if not num_tokens or len(rows) < num_tokens or rows[0][0][1] is not None:
-        text = "the server behind this engine tells no log probabilities of prompts"
+        text = "the server behind this engine does not return log probabilities of prompts"
         raise UnsupportedField(text, param="echo")
     found.add_rows([((rows[0][0][0], 0.0), ()), *rows[1:num_tokens]])
     assert found.whole is not None

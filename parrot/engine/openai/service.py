@@ -274,7 +274,7 @@ class OpenAIService:
 
     async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
         raise UnsupportedField(
-            "the server behind this engine was asked for the whole answer at once"
+            "this engine cannot follow an output: its server sends the whole answer at once"
         )
         yield
 

@@ -153,14 +153,14 @@ def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
     """The body's fields for a conversation. Raises `UnsupportedField` if the server does not accept
     a template option."""
     if unknown := given.keys() - _CONVERSATION:
-        raise InvalidRequest(f"`{min(unknown)}` is no part of a conversation", param="conversation")
+        raise InvalidRequest(f"`{min(unknown)}` is not a conversation field", param="conversation")
     if dialect.takes_options:
         return dict(given)
     body = {name: value for name, value in given.items() if name != "chat_template_kwargs"}
     options = given.get("chat_template_kwargs", {}).keys()
     effort = {"reasoning_effort", "enable_thinking", "thinking"}  # Synonyms.
     if options - (effort if "reasoning_effort" in given else set()):
-        text = f"a {dialect.name} server takes no `{min(options)}`"
+        text = f"a {dialect.name} server does not accept `{min(options)}`"
         raise UnsupportedField(text, param="chat_template_kwargs")
     body["messages"] = [
         {name: value for name, value in message.items() if name != "reasoning_content"}
@@ -289,7 +289,9 @@ def parse_answer(payload: Any) -> ServerAnswer:
     try:
         answer = ServerAnswer.model_validate(payload)
     except ValidationError:
-        raise EngineFailed("the server behind this engine sent no OpenAI answer") from None
+        raise EngineFailed(
+            "the server behind this engine sent an answer that is not in OpenAI's format"
+        ) from None
     for choice in answer.choices[:1]:
         message = choice.message or choice.delta
         if message is not None and message.refusal:
@@ -310,7 +312,7 @@ class _Embedding(BaseModel):
             raise UnsupportedField(text, param="model")
         length = hypot(*vector)
         if not isfinite(length) or not length:
-            raise EngineFailed("the server behind this engine sent an embedding without direction")
+            raise EngineFailed("the server behind this engine sent an embedding of length 0 or NaN")
         return [value / length for value in vector]
 
 
@@ -325,8 +327,12 @@ def parse_embeddings(payload: Any, count: int) -> Embeddings:
     try:
         answer = Embeddings.model_validate(payload)
     except ValidationError:
-        raise EngineFailed("the server behind this engine sent no OpenAI embeddings") from None
+        raise EngineFailed(
+            "the server behind this engine sent embeddings that are not in OpenAI's format"
+        ) from None
     answer.data.sort(key=lambda item: item.index)
     if len(answer.data) != count:
-        raise EngineFailed("the server behind this engine sent embeddings that do not fit")
+        raise EngineFailed(
+            f"the server behind this engine sent {len(answer.data)} embeddings for {count} inputs"
+        )
     return answer

@@ -46,7 +46,7 @@ class LazyPrompt(RunnableSerializable[Any, PromptValue]):
                 or not isinstance(message.prompt, PromptTemplate)
                 or message.prompt.template_format != "f-string"
             ):
-                raise ValueError(f"it cannot keep values open in {message!r}")
+                raise ValueError(f"LazyPrompt takes text in f-string format, not {message!r}")
         return self
 
     def invoke(
@@ -93,8 +93,8 @@ class LazyPrompt(RunnableSerializable[Any, PromptValue]):
             return LazyHumanMessage.of(opened)
         if any(isinstance(part, SemanticVariable) for part in opened):
             raise InvalidRequest(
-                "a system message cannot have a value that is not there yet: put it into a human "
-                "message, or fetch it before"
+                "a system message cannot contain a variable without a value: put the variable into "
+                "a human message, or fetch its value first"
             )
         texts = [part.text if isinstance(part, FixedMessage) else str(part) for part in opened]
         return SystemMessage("".join(texts))

@@ -56,7 +56,9 @@ class Scaling(ConfigModel):
         if self.most < self.min_engines:
             raise ValueError("`max_engines` must be no less than `min_engines`")
         if self.low_use >= self.high_use:
-            raise ValueError("`low_use` must be less than `high_use`: else engines come and go")
+            raise ValueError(
+                "`low_use` must be less than `high_use`, or the pool would grow and shrink in turns"
+            )
         return self
 
     @property
@@ -258,19 +260,23 @@ def _num_gpus(entry: Entry, place: EnginePlace) -> float:
     Ray assigns the GPUs."""
     device = entry.config.get("device", "auto")
     if device.startswith("cuda:"):
-        raise ConfigError(f"{entry.where}: `device`: Ray chooses; say `cuda`, not {device!r}")
+        raise ConfigError(
+            f"{entry.where}: `device` is {device!r}, but Ray assigns the GPUs: use `cuda`"
+        )
     ranks = _ranks(entry.config)
     if entry.config.get("engine_type") not in ("builtin", "huggingface") or device == "cpu":
         return place.num_gpus or 0.0
     num_gpus = float(ranks) if place.num_gpus is None else place.num_gpus
     if num_gpus > 1 and not math.isclose(num_gpus, round(num_gpus)):
-        raise ConfigError(f"{entry.where}.ray: `num_gpus`: a part of a GPU, or whole ones")
+        raise ConfigError(
+            f"{entry.where}.ray: `num_gpus` is {num_gpus:g}: use at most 1, or a whole number"
+        )
     if ranks > max(num_gpus, 1):
         raise ConfigError(
-            f"{entry.where}.ray: `num_gpus`: {num_gpus:g} are too few for `tensor_parallel` {ranks}"
+            f"{entry.where}.ray: `num_gpus` is {num_gpus:g}, but `tensor_parallel` needs {ranks}"
         )
     if not num_gpus and device == "cuda":
-        raise ConfigError(f"{entry.where}.ray: `num_gpus`: `device` cuda needs one")
+        raise ConfigError(f"{entry.where}.ray: `num_gpus` is 0, but `device` is cuda")
     return num_gpus
 
 

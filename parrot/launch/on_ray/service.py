@@ -42,7 +42,7 @@ def end_service(namespace: str) -> list[str]:
         with suppress(ValueError):
             remove_placement_group(get_placement_group(name))
     if left := _still_there(namespace, ANSWER_S):
-        raise ClusterError(f"still there: {', '.join(left)}")
+        raise ClusterError(f"these servers did not stop in {ANSWER_S:g} s: {', '.join(left)}")
     return sorted({*found, *(group.rpartition("/")[2] for group in groups)})
 
 
@@ -108,7 +108,7 @@ def connected(address: str, name: str) -> Iterator[str]:
         ray.init(address=address, namespace=namespace, logging_level="WARNING")
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ClusterError(
-            f"no Ray cluster at {address!r} (`ray start --head` begins one): {error}"
+            f"no Ray cluster at {address!r} (`ray start --head` starts one): {error}"
         ) from None
     try:
         yield namespace

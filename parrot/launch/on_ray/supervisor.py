@@ -116,7 +116,7 @@ class Supervisor:
         deadline = self._now() + timeout_s
         while self._tick() or self.missing:
             if self._was_ended:
-                raise ClusterError("it was ended from elsewhere")
+                raise ClusterError("another process stopped the service")
             for status in self._statuses.values():
                 if status.num_deaths > 1:
                     raise ClusterError(status.last_death)
@@ -131,7 +131,7 @@ class Supervisor:
         while not self._wait(TICK_S):
             self._tick()
             if self._was_ended:
-                self._tell("the servers were ended from elsewhere")
+                self._tell("another process stopped the servers")
                 return
 
     def stop(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
@@ -236,4 +236,4 @@ class Supervisor:
         status = self._statuses.get(name)
         if status is None:
             return self._runtime.problem(name)
-        return status.last_death or "it runs, and does not serve yet"
+        return status.last_death or "it runs, but does not serve yet"

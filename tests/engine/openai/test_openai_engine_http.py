@@ -73,7 +73,7 @@ async def test_all_verbs(client: EngineClient, fake: FakeOpenAI) -> None:
 
 
 async def test_it_says_that_its_outputs_come_whole(client: EngineClient) -> None:
-    with pytest.raises(UnsupportedField, match="asked for the whole answer"):
+    with pytest.raises(UnsupportedField, match="sends the whole answer at once"):
         await anext(client.follow(1))
 
 
