@@ -1,6 +1,6 @@
 """Config files for `parrot launch`: their kinds, and the port of each server.
 
-A file with `engines` is a launch file. A file with a key of `_OF_ENGINES_ALONE` is an engine's
+A file with `engines` is a launch file. A file with a key of `_ENGINE_ONLY_KEYS` is an engine's
 config. Any other file is ServeCore's config. A launch file contains paths of configs, relative to
 its own folder, and may override their keys:
 
@@ -38,9 +38,9 @@ _MODULES: dict[Kind, str] = {
     "core": "parrot.server.http_server",
     "engine": "parrot.engine.http_server",
 }
-_END_S = 15.0  # Seconds that a process may take to exit after its drain.
+_EXIT_S = 15.0  # Seconds that a process may take to exit after its drain.
 # Any of these keys marks a config as an engine's.
-_OF_ENGINES_ALONE = ("engine_type", "model", "instance", "engine_name", "device")
+_ENGINE_ONLY_KEYS = ("engine_type", "model", "instance", "engine_name", "device")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -61,7 +61,7 @@ class Server:
     @property
     def stop_s(self) -> float:
         """Seconds after SIGTERM when the process may be killed."""
-        return float(self.config.get("drain_timeout", 0.0)) + _END_S
+        return float(self.config.get("drain_timeout", 0.0)) + _EXIT_S
 
     @property
     def token(self) -> str | None:
@@ -184,7 +184,7 @@ def read_entries(
 
 def is_engine_config(payload: Mapping[str, Any]) -> bool:
     """Whether a config is an engine's. `engine_type` may be mistyped or missing."""
-    if any(key in payload for key in _OF_ENGINES_ALONE):
+    if any(key in payload for key in _ENGINE_ONLY_KEYS):
         return True
     return bool(get_close_matches("engine_type", map(str, payload), 1, cutoff=0.85))
 

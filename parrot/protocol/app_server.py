@@ -189,9 +189,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._unused = 0  # Bytes received since the last complete head or part of a body.
+        self._unparsed = 0  # Bytes received since the last complete head or part of a body.
         self._alarm: asyncio.TimerHandle | None = None
-        self._untaken: asyncio.TimerHandle | None = None  # Fires if the client stops reading.
+        self._stalled: asyncio.TimerHandle | None = None  # Fires if the client stops reading.
         self._await(_Awaited.HEAD)
         if len(self.connections) > self.limits.max_connections:
             self._refuse(*_TOO_MANY)
@@ -200,8 +200,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._await(_Awaited.NOTHING)
         if self._alarm is not None:
             self._alarm.cancel()
-        if self._untaken is not None:
-            self._untaken.cancel()
+        if self._stalled is not None:
+            self._stalled.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -209,10 +209,10 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._awaited is _Awaited.NOTHING:
             self._await(_Awaited.HEAD)
-        self._unused += len(data)
-        self._heard_at = self.loop.time()
+        self._unparsed += len(data)
+        self._received_at = self.loop.time()
         super().data_received(data)
-        if self._unused > self.limits.max_header_bytes and not self.transport.is_closing():
+        if self._unparsed > self.limits.max_header_bytes and not self.transport.is_closing():
             self._refuse(*_HEAD_TOO_LONG)
 
     def on_message_begin(self) -> None:
@@ -220,16 +220,16 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._unused = 0
+        self._unparsed = 0
         self._await(_Awaited.BODY)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._unused = 0
+        self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._unused = 0
+        self._unparsed = 0
         self._await(_Awaited.NOTHING)
         super().on_message_complete()
 
@@ -239,28 +239,28 @@ class GuardedProtocol(HttpToolsProtocol):
         """Note the next part of the request. Most requests arrive complete, so a pending alarm is
         not moved: when it fires, it checks the part that is awaited then."""
         self._awaited = awaited
-        self._began_at = self._heard_at = self.loop.time()
+        self._began_at = self._received_at = self.loop.time()
         if self._alarm is None and awaited is not _Awaited.NOTHING:
             self._set_alarm(self._began_at)
 
     def _set_alarm(self, now: float) -> None:
         pause_s = min(self.limits.head_timeout, self.limits.body_idle_timeout)
-        self._alarm = self.loop.call_at(min(self._due(), now + pause_s), self._look)
+        self._alarm = self.loop.call_at(min(self._due(), now + pause_s), self._on_alarm)
 
     def _due(self) -> float:
         limits = self.limits
         if self._awaited is _Awaited.HEAD:
             return self._began_at + limits.head_timeout
-        idle = self._heard_at + limits.body_idle_timeout
+        idle = self._received_at + limits.body_idle_timeout
         return min(idle, self._began_at + limits.body_timeout)
 
-    def _look(self) -> None:
+    def _on_alarm(self) -> None:
         self._alarm = None
         if self._awaited is _Awaited.NOTHING or self.transport.is_closing():
             return
         now = self.loop.time()
         if self._is_waited_for():
-            self._began_at = self._heard_at = now
+            self._began_at = self._received_at = now
         if self._due() <= now:
             self._refuse(*_TOO_SLOW)
         else:
@@ -277,13 +277,13 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._untaken = self.loop.call_later(self.limits.answer_idle_timeout, self.transport.abort)
+        self._stalled = self.loop.call_later(self.limits.answer_idle_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._untaken is not None:
-            self._untaken.cancel()
-            self._untaken = None
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():
@@ -295,7 +295,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, kind: str, message: str) -> None:
         """Close the connection. An error response is written first, unless the client could take it
         for the response to another request."""
-        is_silent = status == _TOO_SLOW[0] and self._awaited is _Awaited.HEAD and not self._unused
+        is_silent = status == _TOO_SLOW[0] and self._awaited is _Awaited.HEAD and not self._unparsed
         if not is_silent and not self._is_answering():
             self.transport.write(_answer(status, kind, message))
         if self.cycle is not None:

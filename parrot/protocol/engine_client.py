@@ -221,14 +221,14 @@ class Sink:
         num_ids, num_chars = self._num_ids, self._num_chars
         async with aclosing(chunks):
             async for chunk in chunks:
-                rest = _behind(chunk, num_ids, num_chars)
+                rest = _rest_of(chunk, num_ids, num_chars)
                 num_ids = max(0, num_ids - len(chunk.ids))
                 num_chars = max(0, num_chars - len(chunk.text))
                 if rest.ids or rest.text:
                     self.take(rest)
 
 
-def _behind(chunk: StreamChunk, num_ids: int, num_chars: int) -> StreamChunk:
+def _rest_of(chunk: StreamChunk, num_ids: int, num_chars: int) -> StreamChunk:
     """The chunk without its first `num_ids` tokens and its first `num_chars` characters."""
     logprobs = None if chunk.logprobs is None else chunk.logprobs.part(num_ids)
     return StreamChunk(ids=chunk.ids[num_ids:], text=chunk.text[num_chars:], logprobs=logprobs)
@@ -305,9 +305,9 @@ class ChunkChannel:
                     opened.set_result(name)
                 elif event == "chunks":
                     for chunk in read_answer(ChannelChunks, data).chunks:
-                        self._give(chunk)
+                        self._deliver(chunk)
 
-    def _give(self, chunk: ContextChunk) -> None:
+    def _deliver(self, chunk: ContextChunk) -> None:
         sink = self._sinks.get(chunk.context_id)
         if sink is None:  # The request has finished.
             return

@@ -13,7 +13,7 @@ _PATIENCE_S = 30.0  # Seconds for which a request tries the servers in turn.
 _PAUSE_S = 0.25  # Seconds of pause after each round through all servers.
 _PROBE_S = 1.0  # Seconds between health probes during a request.
 _PROBE_TIMEOUT_S = 1.5  # Seconds without an answer to a probe after which a server hangs.
-_SHUNNED_S = 5.0  # Seconds for which other servers are preferred to a server that hung.
+_AVOIDED_S = 5.0  # Seconds for which other servers are preferred to a server that hung.
 
 
 T = TypeVar("T")
@@ -50,18 +50,18 @@ class _Server:
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.http = HttpClient(url, **options)
         self.liveness = LivenessProbe(self._ask, _PROBE_S)
-        self._shunned_until = 0.0
+        self._avoided_until = 0.0
 
     @property
-    def is_shunned(self) -> bool:
+    def is_avoided(self) -> bool:
         """Whether the server hung less than 5 s ago. Another attempt would probably time out."""
-        return asyncio.get_running_loop().time() < self._shunned_until
+        return asyncio.get_running_loop().time() < self._avoided_until
 
     async def _ask(self) -> None:
         try:
             await self.http.request("GET", "/health", timeout_s=_PROBE_TIMEOUT_S)
         except Unavailable:
-            self._shunned_until = asyncio.get_running_loop().time() + _SHUNNED_S
+            self._avoided_until = asyncio.get_running_loop().time() + _AVOIDED_S
             raise
 
 
@@ -121,7 +121,7 @@ class FailoverClient:
         ):
             count = len(self._servers)
             others = [(self._current + step) % count for step in range(1, count + 1)]
-            self._current = min(others, key=lambda i: self._servers[i].is_shunned)
+            self._current = min(others, key=lambda i: self._servers[i].is_avoided)
 
 
 class _Tries:

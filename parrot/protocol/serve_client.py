@@ -45,7 +45,7 @@ _IN_HEAD = {"session_auth"}
 READ_MARGIN_S = 10.0  # Seconds that a client waits for an answer beyond the read's timeout.
 
 
-class ReadWishes(TypedDict, total=False):
+class ReadParams(TypedDict, total=False):
     """Options of a read that differ from the server's defaults."""
 
     criteria: PerformanceCriteria
@@ -119,13 +119,13 @@ class ServeClient:
         )
 
     async def get_var(
-        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadWishes]
+        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadParams]
     ) -> str:
         """As `read_var`, but returns only the text."""
         return (await self.read_var(session_id, session_auth, var_id, **options)).content
 
     async def read_var(
-        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadWishes]
+        self, session_id: int, session_auth: str, var_id: str, **options: Unpack[ReadParams]
     ) -> VarGetResponse:
         """Wait for the value. Cancelling this coroutine closes the connection, and the server
         withdraws the read."""
@@ -133,9 +133,9 @@ class ServeClient:
             VarGetResponse,
             "GET",
             f"/v1/semantic_var/{var_id}",
-            params=_query({"session_id": session_id} | _wishes(options)),
+            params=_query({"session_id": session_id} | _read_params(options)),
             bearer=session_auth,
-            timeout_s=_patience(options),
+            timeout_s=_read_timeout_s(options),
         )
 
     async def first_vars(
@@ -144,7 +144,7 @@ class ServeClient:
         session_auth: str,
         var_ids: Sequence[str],
         k: int = 1,
-        **options: Unpack[ReadWishes],
+        **options: Unpack[ReadParams],
     ) -> list[VarValue]:
         """Wait until `k` variables are ready. Returns them in the order in which they became ready.
         Cancelling this coroutine withdraws the read."""
@@ -153,9 +153,9 @@ class ServeClient:
             FirstVarsResponse,
             "POST",
             "/v1/semantic_vars/first",
-            body=fields | _wishes(options),
+            body=fields | _read_params(options),
             bearer=session_auth,
-            timeout_s=_patience(options),
+            timeout_s=_read_timeout_s(options),
         )
         return answer.values
 
@@ -165,12 +165,12 @@ class ServeClient:
         session_auth: str,
         var_id: str,
         on_done: Callable[[StreamDone], None] | None = None,
-        **options: Unpack[ReadWishes],
+        **options: Unpack[ReadParams],
     ) -> AsyncIterator[str]:
         """Yield the deltas of the value. The iteration ends after the server's `done` event, which
         `on_done` receives. Otherwise it raises an error."""
-        wishes = {"criteria": PerformanceCriteria.LATENCY} | _wishes(options)
-        query = _query({"session_id": session_id} | wishes)
+        params = {"criteria": PerformanceCriteria.LATENCY} | _read_params(options)
+        query = _query({"session_id": session_id} | params)
         path = f"/v1/semantic_var/{var_id}/stream"
         stream = self._http.stream("GET", path, params=query, bearer=session_auth)
         async with aclosing(until_done(stream)) as events:
@@ -237,7 +237,7 @@ class RegistrationClient:
         return read_answer(LeaveResponse, answer)
 
 
-def _wishes(options: ReadWishes) -> dict[str, Any]:
+def _read_params(options: ReadParams) -> dict[str, Any]:
     """The options under the server's names. Options that are None or False are omitted."""
     named = {name.removesuffix("_s"): value for name, value in options.items()}
     return {name: value for name, value in named.items() if value not in (None, False)}
@@ -247,7 +247,7 @@ def _query(fields: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items()}
 
 
-def _patience(options: ReadWishes) -> float | None:
+def _read_timeout_s(options: ReadParams) -> float | None:
     """The client's timeout for a read, in seconds. None: no timeout."""
     timeout_s = options.get("timeout_s")
     return None if timeout_s is None else timeout_s + READ_MARGIN_S

@@ -30,7 +30,9 @@ PATIENT = CoreConfig(
 )
 """A config in which sessions and engines do not expire, so that only requests cause events."""
 
-_BEATS = 1e6  # Seconds: with a shorter heartbeat timeout, the engines send heartbeats.
+_MAX_HEARTBEAT_TIMEOUT_S = (
+    1e6  # Seconds: with a shorter heartbeat timeout, the engines send heartbeats.
+)
 _BEATS_PER_TIMEOUT = 3  # Heartbeats per heartbeat timeout.
 
 
@@ -90,7 +92,7 @@ class SimCluster:
     async def __aenter__(self) -> Self:
         for _ in range(self._num_engines):
             await self.add_engine()
-        if self.core.config.engine_heartbeat_timeout < _BEATS:
+        if self.core.config.engine_heartbeat_timeout < _MAX_HEARTBEAT_TIMEOUT_S:
             self._tasks.spawn(self._beat(), name="heartbeats")
         return self
 

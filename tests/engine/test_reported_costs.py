@@ -92,7 +92,7 @@ def test_answers_of_a_foreign_server_tell_what_its_steps_cost(max_others: int) -
     for number in range(600):
         num_answers, num_tokens = 1 + number % 8, 10 + number % 90
         num_others = number % (max_others + 1)
-        costs.heed(ServerLoad(num_others=num_others, other_tokens=100 * num_others))
+        costs.set_external_load(ServerLoad(num_others=num_others, other_tokens=100 * num_others))
         answers = [costs.answering(100) for _ in range(num_answers)]
         under_way = [answer.__enter__() for answer in answers]
         prompt = 20 * (number % 5)

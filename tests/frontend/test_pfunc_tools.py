@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from parrot import P
 from parrot.frontend.pfunc.tools import agent as agent_module
-from parrot.frontend.pfunc.tools.turns import Words, read_calls
+from parrot.frontend.pfunc.tools.turns import TextFilter, read_calls
 from parrot.protocol.errors import EngineFailed, InvalidRequest
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.machine import machine_with
@@ -133,12 +133,12 @@ def called(name: str, **arguments: Any) -> str:
 
 
 @given(st.text("<tol_ca>/x{}"), st.integers(1, 5))
-def test_words_are_what_is_no_call_however_the_text_comes(text: str, size: int) -> None:
+def test_the_filter_removes_calls_for_any_chunk_size(text: str, size: int) -> None:
     whole = f"{text}{called('f', x='<tool_call')}{text} <tool"
-    words = Words()
-    pieces = [words.feed(whole[i : i + size]) for i in range(0, len(whole), size)]
+    text_filter = TextFilter()
+    pieces = [text_filter.feed(whole[i : i + size]) for i in range(0, len(whole), size)]
     if "<tool_call>" not in text and "</tool_call>" not in text:
-        assert "".join(pieces) + words.finish() == f"{text}{text} <tool"
+        assert "".join(pieces) + text_filter.finish() == f"{text}{text} <tool"
 
 
 def test_calls_that_cannot_be_read() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parrot.launch.on_ray.pools import Autoscaler, PoolLoad, Scaling, measured, spared
+from parrot.launch.on_ray.pools import Autoscaler, PoolLoad, Scaling, engines_to_remove, pool_load
 from parrot.protocol.public import EngineStatus
 from parrot.utils.config import ConfigError, parse_config
 
@@ -164,18 +164,18 @@ def status(name: str, num_running: int = 0, **fields: int) -> EngineStatus:
 def test_a_load_is_of_all_engines_of_the_pool() -> None:
     full = status("a", 8, needed_tokens=100, tokens_capacity=1000, num_queued=3)
     empty = status("b", 0, needed_tokens=900, tokens_capacity=1000, num_queued=3)
-    assert measured([full, empty]) == PoolLoad(2, 3, 0.5)
-    assert measured([full]) == PoolLoad(1, 3, 0.8)
-    assert measured([]) == PoolLoad(0, 0, 0.0)
-    assert measured([status("c", tasks_capacity=0)]).use == 0.0
+    assert pool_load([full, empty]) == PoolLoad(2, 3, 0.5)
+    assert pool_load([full]) == PoolLoad(1, 3, 0.8)
+    assert pool_load([]) == PoolLoad(0, 0, 0.0)
+    assert pool_load([status("c", tasks_capacity=0)]).use == 0.0
 
 
 def test_those_that_do_least_are_spared() -> None:
     names = ["a", "b", "c", "d"]
     serving = {"a": status("a", 0), "b": status("b", 0), "d": status("d", 5)}
-    assert spared(names, serving, 4) == []
-    assert spared(names, serving, 3) == ["c"]  # does not serve
-    assert spared(names, serving, 1) == ["c", "b", "a"]
+    assert engines_to_remove(names, serving, 4) == []
+    assert engines_to_remove(names, serving, 3) == ["c"]  # does not serve
+    assert engines_to_remove(names, serving, 1) == ["c", "b", "a"]
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class TextContext:
             context = context.parent
         return "".join(reversed(parts))
 
-    def carry_out(self, fork: TextFork) -> None:
+    def apply_fork(self, fork: TextFork) -> None:
         """Set `parent_len`. The turn `fork.after` must be over. Raises `NotFound` if the parent is
         too short."""
         assert self.parent is not None
@@ -99,7 +99,7 @@ class ContextTurn:
         if (fork := self.context.fork) is not None:
             if fork.after is not None:
                 await fork.after.over.wait()
-            self.context.carry_out(fork)
+            self.context.apply_fork(fork)
         return self.context
 
     def leave(self) -> None:
@@ -165,7 +165,7 @@ class TextContexts:
         if parent.turns and (length is None or length > len(parent)):
             child.fork = TextFork(length, None if parent.context_id in turns else parent.turns[-1])
         else:
-            child.carry_out(TextFork(length, None))
+            child.apply_fork(TextFork(length, None))
         return child
 
     def fill(self, context: TextContext, text: str) -> None:

@@ -67,7 +67,7 @@ _LATENCY_SMOOTHING = 0.1  # Weight of the newest answer in the moving average of
 
 
 @dataclass(eq=False)
-class _Asked(Generic[_R]):
+class _Job(Generic[_R]):
     """One request of this engine."""
 
     turns: dict[int, ContextTurn]
@@ -92,12 +92,12 @@ class PriorityGate:
         self.limit = limit
         self._arrivals = count()
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self.num_inside = 0
+        self.num_admitted = 0
 
     @asynccontextmanager
-    async def pass_through(self, priority: int) -> AsyncIterator[None]:
-        if self.num_inside < self.limit:
-            self.num_inside += 1
+    async def admit(self, priority: int) -> AsyncIterator[None]:
+        if self.num_admitted < self.limit:
+            self.num_admitted += 1
         else:
             await self._wait(priority)
         try:
@@ -117,12 +117,12 @@ class PriorityGate:
 
     def _leave(self) -> None:
         """Admit the first waiting request that was not cancelled, unless the limit is exceeded."""
-        while self._waiting and self.num_inside <= self.limit:
+        while self._waiting and self.num_admitted <= self.limit:
             _, _, admitted = heapq.heappop(self._waiting)
             if not admitted.done():
                 admitted.set_result(None)
                 return
-        self.num_inside -= 1
+        self.num_admitted -= 1
 
 
 class _Totals(NamedTuple):
@@ -156,7 +156,7 @@ class AnswerCosts:
         self._num_tokens = 0.0
         self._others = ServerLoad()
 
-    def heed(self, load: ServerLoad | None) -> None:
+    def set_external_load(self, load: ServerLoad | None) -> None:
         """Include the other clients' load from now on. None: unknown."""
         self._advance()
         self._others = load or ServerLoad()
@@ -227,16 +227,18 @@ class OpenAIService:
         self._by_priority = config.scheduler.policy == "priority"
         default_capacity = config.tasks_capacity * config.instance.max_seq_len * CHARS_PER_TOKEN
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
-        self._jobs: set[_Asked[Any]] = set()
+        self._jobs: set[_Job[Any]] = set()
         self._costs = AnswerCosts(self._clock)
-        self._watch = LoadWatch(self._upstream, lambda: self._gate.num_inside, self._costs.heed)
+        self._watch = LoadWatch(
+            self._upstream, lambda: self._gate.num_admitted, self._costs.set_external_load
+        )
         self._state = ServiceState.LOADING
 
     async def start(self) -> None:
         """Probe the kind of the server. If the server does not answer yet, a later request probes
         again."""
         await self._upstream.probe()
-        self._heed_the_server()
+        self._apply_server_limit()
         self._state = ServiceState.READY
 
     def state(self) -> ServiceState:
@@ -283,7 +285,7 @@ class OpenAIService:
 
     async def _read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
         await self._upstream.probe()
-        self._heed_the_server()
+        self._apply_server_limit()
         if isinstance(request, ScoreRequest):
             return await self._score(request)
         return await self._embed(request)
@@ -291,7 +293,7 @@ class OpenAIService:
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         answer = ScoreResponse(logprobs=[])
         for given in request.inputs:
-            async with self._gate.pass_through(request.priority if self._by_priority else 0):
+            async with self._gate.admit(request.priority if self._by_priority else 0):
                 found, num_tokens = await self._upstream.score(
                     given, request.num_top, request.cache_salt
                 )
@@ -300,7 +302,7 @@ class OpenAIService:
         return answer
 
     async def _embed(self, request: EmbedRequest) -> EmbedResponse:
-        async with self._gate.pass_through(request.priority if self._by_priority else 0):
+        async with self._gate.admit(request.priority if self._by_priority else 0):
             answer = await self._upstream.embed(request.inputs, request.traceparent)
         vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]
         return EmbedResponse(
@@ -328,7 +330,7 @@ class OpenAIService:
             num_cached_tokens=used,
             num_max_blocks=capacity,
             num_free_blocks=max(0, capacity - used),
-            num_running_jobs=self._gate.num_inside,
+            num_running_jobs=self._gate.num_admitted,
             num_total_jobs=len(self._jobs),
             recent_average_latency=self._costs.latency_s * 1e9,
             num_steps=self._costs.num_answered,
@@ -361,7 +363,7 @@ class OpenAIService:
 
     def check_integrity(self) -> None:
         self._contexts.check_integrity()
-        assert self._gate.num_inside <= len(self._jobs), "the gate counts jobs that are gone"
+        assert self._gate.num_admitted <= len(self._jobs), "the gate counts jobs that are gone"
         for context in self._contexts:
             users = {turn.job for turn in context.turns}
             assert users <= self._jobs, f"{context.context_id} waits for jobs that are gone"
@@ -374,9 +376,7 @@ class OpenAIService:
 
     # Jobs
 
-    def _launch_generate(
-        self, request: GenerateRequest, *, stream: bool
-    ) -> _Asked[GenerateResponse]:
+    def _launch_generate(self, request: GenerateRequest, *, stream: bool) -> _Job[GenerateResponse]:
         _require_text(request.fills)
         self._upstream.check(_needs(request))
         wanted: list[FillPiece | GenerateRequest] = [*request.fills, request]
@@ -388,35 +388,35 @@ class OpenAIService:
         self,
         wanted: Sequence[FillPiece | GenerateRequest],
         salt: str,
-        work: Callable[[_Asked[_R]], Coroutine[Any, Any, _R]],
-    ) -> _Asked[_R]:
+        work: Callable[[_Job[_R]], Coroutine[Any, Any, _R]],
+    ) -> _Job[_R]:
         """Take the request's turns now, so that turns are in order of arrival. The work runs in its
         own task, which `free_contexts` can cancel."""
         if self._state is not ServiceState.READY:
             raise Unavailable("the engine is not running")
         if len(self._jobs) >= self._config.max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._jobs)} requests")
-        job: _Asked[_R] = _Asked({}, asyncio.Queue())
+        job: _Job[_R] = _Job({}, asyncio.Queue())
         job.turns = self._contexts.enter(wanted, job, salt)
         self._jobs.add(job)
         job.task = asyncio.create_task(work(job))
         job.task.add_done_callback(lambda _: self._forget(job))
         return job
 
-    def _forget(self, job: _Asked[Any]) -> None:
+    def _forget(self, job: _Job[Any]) -> None:
         self._jobs.discard(job)
         for turn in job.turns.values():
             turn.leave()
         job.chunks.put_nowait(None)
 
-    async def _abort(self, jobs: Collection[_Asked[Any]], error: ParrotError) -> None:
+    async def _abort(self, jobs: Collection[_Job[Any]], error: ParrotError) -> None:
         for job in jobs:
             job.error = error
             job.task.cancel()
         await asyncio.gather(*(job.task for job in jobs), return_exceptions=True)
 
     async def _fill(
-        self, job: _Asked[Any], pieces: Sequence[FillPiece], kept: int | None = None
+        self, job: _Job[Any], pieces: Sequence[FillPiece], kept: int | None = None
     ) -> None:
         """Fill the pieces in order. After its last piece, a context other than `kept` is released
         to the next job."""
@@ -428,14 +428,14 @@ class OpenAIService:
                 turn.leave()
 
     async def _generate(
-        self, job: _Asked[GenerateResponse], request: GenerateRequest, stream: bool
+        self, job: _Job[GenerateResponse], request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
         submitted = self._clock.now()
         await self._upstream.check_with_probe(_needs(request))
-        self._heed_the_server()
+        self._apply_server_limit()
         await self._fill(job, request.fills, kept=request.context_id)
         context = await job.turns[request.context_id].ready()
-        async with self._gate.pass_through(request.priority if self._by_priority else 0):
+        async with self._gate.admit(request.priority if self._by_priority else 0):
             started = self._clock.now()
             with self._costs.answering(len(context) / CHARS_PER_TOKEN) as answer:
                 response = await self._ask(job, context, request, stream)
@@ -443,13 +443,13 @@ class OpenAIService:
         response.usage.queue_s = started - submitted
         return response
 
-    def _heed_the_server(self) -> None:
+    def _apply_server_limit(self) -> None:
         if self._upstream.is_serial:
             self._gate.limit = 1
 
-    def _say(
+    def _append(
         self,
-        job: _Asked[Any],
+        job: _Job[Any],
         context: TextContext,
         texts: list[str],
         text: str,
@@ -463,7 +463,7 @@ class OpenAIService:
             job.chunks.put_nowait(StreamChunk(ids=[], text=text, logprobs=told))
 
     async def _ask(
-        self, job: _Asked[Any], context: TextContext, request: GenerateRequest, stream: bool
+        self, job: _Job[Any], context: TextContext, request: GenerateRequest, stream: bool
     ) -> GenerateResponse:
         """One request to the server and its answer. Without a stream, prefill time is included in
         `decode_s`. If the server reports no usage, each chunk of a stream counts as one token."""
@@ -492,9 +492,9 @@ class OpenAIService:
                 text = chunk.text if writer is None else chunk.written(writer)
                 if text and stream and not texts:
                     first_text = self._clock.now()
-                self._say(job, context, texts, text, logprobs)
+                self._append(job, context, texts, text, logprobs)
         if writer is not None:
-            self._say(job, context, texts, writer.finish(), logprobs)
+            self._append(job, context, texts, writer.finish(), logprobs)
         if counted is None and stream:
             num_prompt = math.ceil((len(context) - sum(map(len, texts))) / CHARS_PER_TOKEN)
             counted = WireUsage(prompt_tokens=num_prompt, completion_tokens=len(texts))

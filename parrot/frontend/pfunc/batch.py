@@ -149,7 +149,7 @@ class Draft:
     def add(self, call: BasicCall) -> None:
         """Add a call. Raises `ValidationFailed`, and `InvalidRequest` for variables of other
         sessions."""
-        for var in call.loose_variables():
+        for var in call.unregistered_variables():
             if var.draft is None and var.session is None:
                 self.declare(var)
         outputs = {var: self._new_name(i) for i, var in enumerate(call.new_variables())}

@@ -87,7 +87,7 @@ class BasicCall(ABC):
         made = (self.bindings[param.name] for param in self.new_outputs)
         return [var for var in made if isinstance(var, SemanticVariable)]
 
-    def loose_variables(self) -> list[SemanticVariable]:
+    def unregistered_variables(self) -> list[SemanticVariable]:
         """Passed variables that must be registered with ServeCore first."""
         return [
             var
@@ -136,7 +136,7 @@ class BasicCall(ABC):
     async def submit(self, session: "Session", overrides: dict[str, Any]) -> int:
         """Submit the call, register its variables and return the request id. `overrides` replace
         fields of the request."""
-        await self._register_loose(session)
+        await self._register_variables(session)
         response = await self._send(session, self.to_request_payload(session) | overrides)
         self.request_id = response.request_id
         for info in response.param_info:
@@ -149,9 +149,9 @@ class BasicCall(ABC):
     @abstractmethod
     async def _send(self, session: "Session", payload: dict[str, Any]) -> "CallResponse": ...
 
-    async def _register_loose(self, session: "Session") -> None:
+    async def _register_variables(self, session: "Session") -> None:
         """Register variables that belong to no session yet. They then belong to this session."""
-        loose = self.loose_variables()
+        loose = self.unregistered_variables()
         if loose:
             async with session.registering:
                 for var in loose:

@@ -49,12 +49,12 @@ _NUM_CALL_CONNECTIONS = 32  # Connections for requests other than reads.
 _NUM_READ_CONNECTIONS = 512  # Connections for reads. Each pending read needs one.
 _NUM_TRIALS = 256  # Trials that run concurrently. Each needs one connection.
 _NUM_ATTEMPTS = 3  # Attempts of a request whose connection breaks.
-_ROOM_TIMEOUT_S = 60.0  # Seconds for which a request is retried while ServeCore's queue is full.
-_MAX_ROOM_PAUSE_S = 1.0  # Longest pause between these retries, in seconds.
+_FULL_TIMEOUT_S = 60.0  # Seconds for which a request is retried while ServeCore's queue is full.
+_MAX_FULL_PAUSE_S = 1.0  # Longest pause between these retries, in seconds.
 _READ_MARGIN_S = 1.0  # Seconds after a read's timeout until the client ends the read itself.
 _CLOSE_TIMEOUT_S = 5.0  # Seconds to end the session at the server.
 _LIVENESS_INTERVAL_S = 30.0  # Seconds between health probes while reads are pending.
-_NOBODY_THERE = (
+_START_HINT = (
     "Start a ServeCore there (`parrot up embedded`), or give another's address to P.VirtualMachine"
 )
 
@@ -106,7 +106,7 @@ class Session:
         except BaseException as error:
             self.loop.close(self._calls.close)
             if isinstance(error, Unavailable) and isinstance(error.__cause__, OSError):
-                raise Unavailable(f"{error.message}. {_NOBODY_THERE}") from None
+                raise Unavailable(f"{error.message}. {_START_HINT}") from None
             raise
         self.session_id = created.session_id
         self._fields = created.model_dump()
@@ -122,11 +122,11 @@ class Session:
     async def semantic_call(self, subject: str, payload: dict[str, Any]) -> CallResponse:
         """Submit a semantic call. `subject` begins the error message for an invalid payload."""
         request = checked(SemanticCallRequest, subject, self._completed(payload))
-        return await self._when_there_is_room(partial(self._calls.semantic_call, request))
+        return await self._retry_while_full(partial(self._calls.semantic_call, request))
 
     async def native_call(self, subject: str, payload: dict[str, Any]) -> CallResponse:
         request = checked(NativeCallRequest, subject, self._completed(payload))
-        return await self._when_there_is_room(partial(self._calls.native_call, request))
+        return await self._retry_while_full(partial(self._calls.native_call, request))
 
     def _completed(self, payload: dict[str, Any]) -> dict[str, Any]:
         return payload | self._fields | {"idempotency_key": new_token()}
@@ -141,7 +141,7 @@ class Session:
             **self._fields, variables=variables, calls=calls, idempotency_key=new_token()
         )
         send = partial(self._calls.semantic_graph, request)
-        return await self._when_there_is_room(send)
+        return await self._retry_while_full(send)
 
     async def create_variable(self, name: str, content: str | None) -> str:
         """Create a variable and return its id."""
@@ -215,14 +215,14 @@ class Session:
         timeout, and `Unavailable` if the server hangs."""
         timeout_s = options["timeout_s"]
         if timeout_s is None:
-            return await self._when_there_is_room(lambda: self._liveness.guard(read()))
+            return await self._retry_while_full(lambda: self._liveness.guard(read()))
         try:
             async with asyncio.timeout(timeout_s + _READ_MARGIN_S):
-                return await self._when_there_is_room(read)
+                return await self._retry_while_full(read)
         except TimeoutError:
             raise TimedOut(f"{failure} within {timeout_s} s") from None
 
-    async def _when_there_is_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_while_full(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Run `attempt`, and retry it for up to 60 s while ServeCore's queue is full. The server
         suggests the pauses."""
         try:
@@ -232,7 +232,7 @@ class Session:
         import stamina
 
         loop = asyncio.get_running_loop()
-        until = loop.time() + _ROOM_TIMEOUT_S
+        until = loop.time() + _FULL_TIMEOUT_S
 
         async def again() -> T:
             if refusals:
@@ -240,7 +240,7 @@ class Session:
             return await self._with_retries(attempt)
 
         return await stamina.AsyncRetryingCaller(
-            attempts=None, timeout=_ROOM_TIMEOUT_S, wait_max=_MAX_ROOM_PAUSE_S
+            attempts=None, timeout=_FULL_TIMEOUT_S, wait_max=_MAX_FULL_PAUSE_S
         )(lambda error: pause_s(error, until - loop.time()), again)
 
     async def _with_retries(self, attempt: Callable[[], Awaitable[T]]) -> T:

@@ -39,7 +39,7 @@ from parrot.protocol.template import placeholder
 
 logger = logging.getLogger("parrot.frontend.pfunc")
 
-_NO_ROOM = (Unavailable, QuotaExceeded)  # Temporary errors after which an attempt is delayed.
+_OVERLOADED = (Unavailable, QuotaExceeded)  # Temporary errors after which an attempt is delayed.
 _PAUSE_S, _MAX_PAUSE_S = 0.25, 4.0  # First and longest delay in seconds. The delay doubles.
 _LEAST_S = 1e-3  # Seconds for an output after the attempt's timeout: it may already be ready.
 _PROBLEM = "That is not valid: {}. Write it again, correctly and completely."
@@ -138,7 +138,7 @@ class Trial:
             if is_final(error):
                 raise error
             func, is_again = self._next(error)
-            if is_again and isinstance(error, _NO_ROOM):
+            if is_again and isinstance(error, _OVERLOADED):
                 await asyncio.sleep(self._pause_s)
                 self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
             is_last = len(self._groups) == 1 and not self._groups[0]

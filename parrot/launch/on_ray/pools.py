@@ -75,7 +75,7 @@ class PoolLoad:
     use: float  # Used share of the pool's capacity, from 0 to 1.
 
 
-def measured(engines: Iterable[EngineStatus]) -> PoolLoad:
+def pool_load(engines: Iterable[EngineStatus]) -> PoolLoad:
     """The load of a pool with these serving engines."""
     serving = list(engines)
     return PoolLoad(
@@ -116,7 +116,7 @@ class Autoscaler:
         kept_from = now - max(config.window, config.idle_window)
         while self._loads[0][0] < kept_from:
             self._loads.popleft()
-        change = self._wanted_more(now) or -self._can_spare(now)
+        change = self._num_to_add(now) or -self._num_to_remove(now)
         wanted = min(max(self.wanted + change, config.min_engines), config.most)
         if wanted != self.wanted:
             self.wanted = wanted
@@ -138,7 +138,7 @@ class Autoscaler:
             return []
         return [load for at, load in self._loads if at >= now - window_s]
 
-    def _wanted_more(self, now: float) -> int:
+    def _num_to_add(self, now: float) -> int:
         loads = self._window(now, self._config.window)
         if not loads or any(load.num_serving < self.wanted for load in loads):
             return 0
@@ -147,7 +147,7 @@ class Autoscaler:
         more = int(queued // self._config.queue_per_engine)
         return min(max(more, int(use >= self._config.high_use)), self.wanted)
 
-    def _can_spare(self, now: float) -> int:
+    def _num_to_remove(self, now: float) -> int:
         loads = self._window(now, self._config.idle_window)
         if not loads or self.wanted == 1:
             return 0
@@ -156,7 +156,9 @@ class Autoscaler:
         return int(fullest <= self._config.low_use and not waited)
 
 
-def spared(names: Sequence[str], serving: dict[str, EngineStatus], num_engines: int) -> list[str]:
+def engines_to_remove(
+    names: Sequence[str], serving: dict[str, EngineStatus], num_engines: int
+) -> list[str]:
     """The engines to remove so that `num_engines` of `names` remain. Engines that do not serve go
     first, then engines with the fewest running calls, then later names."""
 

@@ -31,10 +31,10 @@ class _Remote:
     needs: Needs
     actor: Any
     group: PlacementGroup | None
-    asked: Any = None  # Ray's reference to the pending answer.
+    pending: Any = None  # Ray's reference to the pending answer.
     has_answered: bool = False
     problem: str = ""  # The actor's last error.
-    ends_by: float | None = None  # Monotonic time when the actor is killed. None: not retired.
+    kill_at: float | None = None  # Monotonic time when the actor is killed. None: not retired.
 
 
 class RayRuntime:
@@ -63,15 +63,15 @@ class RayRuntime:
         if not remote.has_answered:  # The actor has never started its server.
             self._remove(name)
             return
-        remote.asked = remote.actor.stop.remote()
-        remote.ends_by = time.monotonic() + remote.server.stop_s + _END_MARGIN_S
+        remote.pending = remote.actor.stop.remote()
+        remote.kill_at = time.monotonic() + remote.server.stop_s + _END_MARGIN_S
 
     def poll(self, core: Address | None, timeout_s: float) -> dict[str, ServerStatus]:
         asked = {}
         for name, remote in self._remotes.items():
-            if remote.asked is None:
-                remote.asked = remote.actor.follow.remote(core)
-            asked[remote.asked] = name
+            if remote.pending is None:
+                remote.pending = remote.actor.follow.remote(core)
+            asked[remote.pending] = name
         if not asked:
             return {}
         done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
@@ -81,7 +81,7 @@ class RayRuntime:
                 statuses[asked[ref]] = status
         now = time.monotonic()
         for name, remote in list(self._remotes.items()):
-            if remote.ends_by is not None and now > remote.ends_by:
+            if remote.kill_at is not None and now > remote.kill_at:
                 self._remove(name)
         return statuses
 
@@ -91,17 +91,17 @@ class RayRuntime:
 
     def _answer(self, name: str, ref: Any) -> ServerStatus | None:
         remote = self._remotes[name]
-        remote.asked = None
+        remote.pending = None
         try:
             status: ServerStatus | None = ray.get(ref, timeout=_GET_S)
         except (RayError, GetTimeoutError) as error:
             remote.problem = str(error)
             status = None
-            if isinstance(error, ActorDiedError) and remote.ends_by is None:
+            if isinstance(error, ActorDiedError) and remote.kill_at is None:
                 remote.actor = self._actor(remote.server, remote.needs, remote.group)
         else:
             remote.has_answered = True
-        if remote.ends_by is not None:  # The server has stopped, or its node has died.
+        if remote.kill_at is not None:  # The server has stopped, or its node has died.
             self._remove(name)
             return None
         return status

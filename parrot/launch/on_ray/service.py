@@ -153,7 +153,7 @@ def launch_detached(plan: RayPlan, namespace: str, ready_timeout_s: float) -> st
     )
     actor: Any = kind.remote(plan, namespace, ready_timeout_s)
     patience_s = ready_timeout_s + ray.get(actor.stop_s.remote(), timeout=ANSWER_S)
-    core_url, problem = ray.get(actor.begun.remote(), timeout=patience_s + ANSWER_S)
+    core_url, problem = ray.get(actor.wait_started.remote(), timeout=patience_s + ANSWER_S)
     if problem:
         ray.kill(actor, no_restart=True)
         raise ClusterError(problem)
@@ -187,7 +187,7 @@ class _DetachedSupervisor:
         """Upper bound for the duration of `stop`, in seconds."""
         return self._supervisor.stop_s
 
-    def begun(self) -> tuple[str | None, str]:
+    def wait_started(self) -> tuple[str | None, str]:
         """Wait for the start. Returns ServeCore's URL and an empty string, or, after all servers
         were stopped, the error message as second item."""
         problem = self._begun.result()

@@ -8,7 +8,14 @@ from typing import Protocol
 from parrot.cluster import ClusterError
 from parrot.launch.configs import Server
 from parrot.launch.on_ray.actor import Address, ServerStatus
-from parrot.launch.on_ray.pools import Autoscaler, Needs, Pool, RayPlan, measured, spared
+from parrot.launch.on_ray.pools import (
+    Autoscaler,
+    Needs,
+    Pool,
+    RayPlan,
+    engines_to_remove,
+    pool_load,
+)
 from parrot.protocol.public import EngineStatus, ReadyResponse
 
 TICK_S = 2.0  # Seconds between two ticks, and timeout of a poll of all servers.
@@ -204,7 +211,7 @@ class Supervisor:
         serving = [self._serving[name] for name in self._present(pool) if name in self._serving]
         scaler = self._scalers[pool.name]
         before = scaler.wanted
-        wanted = scaler.observe(self._now(), measured(serving) if serving else None)
+        wanted = scaler.observe(self._now(), pool_load(serving) if serving else None)
         if wanted != before:
             self._tell(f"{pool.name}: {wanted} engines instead of {before}")
         return self._fit(pool)
@@ -217,7 +224,7 @@ class Supervisor:
         new = free[: max(0, wanted - len(present))]
         for name in new:
             self._runtime.start(pool.server(name), pool.needs)
-        gone = spared(present, self._serving, wanted)
+        gone = engines_to_remove(present, self._serving, wanted)
         for name in gone:
             self._retire(name)
         return bool(new or gone)

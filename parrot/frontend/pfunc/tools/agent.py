@@ -13,8 +13,8 @@ from parrot.frontend.pfunc.function_body import Parameter, ParamType
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.frontend.pfunc.tools.tool import Tool
 from parrot.frontend.pfunc.tools.turns import (
+    TextFilter,
     ToolCall,
-    Words,
     read_calls,
     results_message,
     system_message,
@@ -160,11 +160,11 @@ class AgentRun:
         while not self.is_done:
             turn = self._turn()
             var = turn.invoke_statefully(self._next, message=self._message)
-            words = Words()
+            text_filter = TextFilter()
             for piece in var.stream():
-                if said := words.feed(piece):
+                if said := text_filter.feed(piece):
                     yield said
-            if rest := words.finish():
+            if rest := text_filter.finish():
                 yield rest
             calls = [self._run_tool(call) for call in self._called(var)]
             self._take(var, calls)
@@ -173,12 +173,12 @@ class AgentRun:
         while not self.is_done:
             turn = self._turn()
             var = await turn.ainvoke_statefully(self._next, message=self._message)
-            words = Words()
+            text_filter = TextFilter()
             async with aclosing(var.astream()) as pieces:
                 async for piece in pieces:
-                    if said := words.feed(piece):
+                    if said := text_filter.feed(piece):
                         yield said
-            if rest := words.finish():
+            if rest := text_filter.finish():
                 yield rest
             calls = await asyncio.gather(*map(self._arun_tool, self._called(var)))
             self._take(var, calls)

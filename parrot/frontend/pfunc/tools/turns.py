@@ -64,7 +64,7 @@ def results_message(calls: Sequence[ToolCall], max_chars: int) -> str:
     return results_text(results)
 
 
-class Words:
+class TextFilter:
     """Filters tool calls from a streamed answer and returns the remaining text. Text that may be
     the start of a call is held back."""
 
