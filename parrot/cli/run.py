@@ -24,6 +24,7 @@ from parrot.protocol.sampling import DefaultSampling
 from parrot.protocol.server_config import kept_token
 from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, parse_config
+from parrot.utils.source_place import SHORT_ERRORS
 
 
 def run_program(program: Path, args: list[str], core: str, embedded: bool) -> None:
@@ -39,9 +40,8 @@ def run_program(program: Path, args: list[str], core: str, embedded: bool) -> No
             cluster = Cluster({"host": host, "port": port}, engines)
             stack.enter_context(running(cluster))
         url = core if "//" in core else f"http://{core}"
-        child = subprocess.Popen(
-            [sys.executable, str(program), *args], env={**os.environ, "PARROT_URL": url}
-        )
+        environ = {**os.environ, "PARROT_URL": url, SHORT_ERRORS: "1"}
+        child = subprocess.Popen([sys.executable, str(program), *args], env=environ)
         stack.callback(child.wait)
         stack.callback(child.terminate)  # No effect after the program has exited.
         code = child.wait()

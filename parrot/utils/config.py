@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 T = TypeVar("T", bound=BaseModel)
 Loc = tuple[int | str, ...]
 """The path of a value in a configuration: keys and indices, from the top."""
+Source = str | Callable[[Loc], str]
 
 _MAX_LISTED = 12  # Keys that an error lists. A longer list hides the suggestion.
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -66,24 +67,29 @@ def _load_yaml(raw: bytes) -> Any:
     return load_yaml(raw)
 
 
-def parse_config(
-    model: type[T], payload: Mapping[str, Any], source: str | Callable[[Loc], str]
-) -> T:
+def parse_config(model: type[T], payload: Mapping[str, Any], source: Source) -> T:
     """Validate `payload` by JSON's rules: a list may become a tuple, but "1" does not become 1.
     Each line of the error begins with `source`: a path, or a function from location to text."""
     try:
         return model.model_validate_json(orjson.dumps(dict(payload)))
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
-        lines = (
-            f"{source if isinstance(source, str) else source(p['loc'])}: "
-            f"{_describe(model, p['loc'], p['type'], p['msg'], p['input'])}"
-            for p in problems
-        )
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError(described(model, error, source)) from None
+
+
+def described(model: type[BaseModel], error: ValidationError, source: Source) -> str:
+    """Every problem that the validation of `model` found, one a line."""
+    lines = (
+        f"{source if isinstance(source, str) else source(p['loc'])}: "
+        f"{_describe(model, p['loc'], p['type'], p['msg'], p['input'])}"
+        for p in error.errors(include_url=False, include_context=False)
+    )
+    return "\n".join(lines)
 
 
 def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: object) -> str:
+    noun, listed = "key", "parrot config show"
+    if not issubclass(model, ConfigModel):
+        noun, listed = "field", "docs/python_api.md"
     key = f"`{'.'.join(map(str, loc))}`" if loc else "the configuration"
     if kind == "extra_forbidden":
         owner, _ = section_at(model, loc[:-1])
@@ -91,8 +97,10 @@ def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: 
         hint = f" Did you mean `{near[0]}`?" if near else ""
         allowed = f"allowed: {', '.join(sorted(owner.model_fields))}"
         if len(owner.model_fields) > _MAX_LISTED:
-            allowed = "all keys: parrot config show"
-        return f"unknown key {key}.{hint} ({allowed})"
+            allowed = f"all {noun}s: {listed}"
+        return f"unknown {noun} {key}.{hint} ({allowed})"
+    if not loc and noun == "field":
+        return message.removeprefix("Value error, ")
     owner, rest = section_at(model, loc)
     field = owner.model_fields.get(str(rest[0])) if rest else None
     is_shown = kind != "missing" and (field is None or field.repr)  # Secrets have repr=False.

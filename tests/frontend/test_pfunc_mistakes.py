@@ -1,11 +1,16 @@
 """Mistakes that are named where they are made."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from parrot import P
+from parrot.utils.source_place import SHORT_ERRORS
 
 
 @P.semantic_function
@@ -87,3 +92,73 @@ def test_a_tool_that_tells_the_model_little(caplog: pytest.LogCaptureFixture) ->
 
     assert not caplog.text
     assert (price("a"), cost("a")) == (1.0, 1.0)
+
+
+TYPO = r"P\.SamplingConfig: unknown field `temprature`\. Did you mean `temperature`\?"
+
+
+def test_a_sampling_config_with_a_typo_names_function_and_output() -> None:
+    with pytest.raises(ValueError, match=f"^semantic function `tell`: output `joke`: {TYPO}"):
+
+        @P.semantic_function()
+        def tell(
+            topic: P.Input,
+            joke: P.Output(P.SamplingConfig(temprature=0)),  # type: ignore[call-arg,valid-type]
+        ):
+            """{{topic}} {{joke}}"""
+
+    with pytest.raises(ValueError, match=f"^{TYPO}"):
+        P.SamplingConfig(temprature=0)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"^P\.SamplingConfig: `regex` and `choices` exclude each"):
+        P.SamplingConfig(regex="a", choices=("a",))
+
+
+def test_a_postponed_annotation_with_a_typo_names_function_and_output() -> None:
+    def tell(topic: P.Input, joke: "P.Output(P.SamplingConfig(temprature=0))"):  # type: ignore
+        """{{topic}} {{joke}}"""
+
+    with pytest.raises(ValueError, match=f"^semantic function `tell`: output `joke`: {TYPO}"):
+        P.semantic_function()(tell)
+
+
+PROGRAM = """
+from parrot import P
+
+@P.semantic_function()
+def tell(topic: P.Input, joke: P.Output):
+    "About {{topic}}: {{joke}}"
+
+def main():
+    MISTAKE
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "shown"),
+    [
+        ("tell(subject='a')", "line 9: tell() has no parameter `subject`"),
+        ("P.SamplingConfig(top_p=3)", "line 9: P.SamplingConfig: `top_p`: Input should be less"),
+        ("P.VirtualMachine('localhost')", "line 9: `localhost` is not a URL"),
+        (
+            "P.VirtualMachine('http://localhost:1').run(lambda: tell('a').get())",
+            "line 9: Unavailable: no answer from http://localhost:1",
+        ),
+        ("P.semantic_function('x')", "line 9: 'x' is not a transform"),
+        ("P.gather([int('x')])", "Traceback (most recent call last)"),
+    ],
+)
+def test_parrot_run_shows_a_mistake_as_one_line(mistake: str, shown: str, tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM.replace("MISTAKE", mistake))
+    environ = {**os.environ, SHORT_ERRORS: "1"}
+    done = subprocess.run(
+        [sys.executable, str(file)], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    if shown.startswith("line"):
+        assert done.stderr.startswith(f"{file}, {shown}")
+        assert done.stderr.count("\n") == 1
+    else:
+        assert done.stderr.startswith(shown)

@@ -30,6 +30,7 @@ from parrot.protocol.errors import (
     Unavailable,
     ValidationFailed,
 )
+from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import ServeClient
 from tests.support.fake_serve import FakeServe
 
@@ -153,7 +154,7 @@ def test_calls_carry_what_the_function_says(vm: P.VirtualMachine, serve: FakeSer
     (call,) = serve.calls
     assert (call.models, call.cache_prefix, call.chat) == (["tiny"], False, True)
     config = call.parameters[0].sampling_config
-    assert config == P.SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"])
+    assert config == SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"])
 
 
 class TestVariables:

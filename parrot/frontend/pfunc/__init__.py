@@ -17,6 +17,8 @@ from parrot.frontend.pfunc.many import (
     first_k,
     gather,
 )
+from parrot.frontend.pfunc.mistakes import shorten_errors
+from parrot.frontend.pfunc.sampling import SamplingConfig
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable
 from parrot.frontend.pfunc.tools.agent import Agent, AgentRun, MaxTurnsExceeded
 from parrot.frontend.pfunc.tools.tool import Tool, tool
@@ -29,7 +31,8 @@ from parrot.frontend.pfunc.transforms.prompt_formatter import (
 from parrot.frontend.pfunc.vm import VirtualMachine
 from parrot.protocol import errors
 from parrot.protocol.fields import PerformanceCriteria
-from parrot.protocol.sampling import SamplingConfig
+
+shorten_errors()
 
 __all__ = [
     "Agent",

@@ -21,7 +21,9 @@ from typing import (
 from pydantic import BaseModel, TypeAdapter
 from pydantic.errors import PydanticUserError
 
+from parrot.frontend.pfunc import sampling
 from parrot.protocol.sampling import CONSTRAINTS, SamplingConfig
+from parrot.utils.config import ConfigError
 
 T = TypeVar("T")
 
@@ -87,8 +89,8 @@ class Output:
         }
         given["logprobs"] = logprobs
         wanted = {name: value for name, value in given.items() if value is not None}
-        base = sampling_config or SamplingConfig()
-        self.sampling_config = SamplingConfig(**dict(base) | wanted) if wanted else base
+        base = sampling_config or sampling.SamplingConfig()
+        self.sampling_config = sampling.SamplingConfig(**dict(base) | wanted) if wanted else base
 
 
 def _schema_of(kind: Any) -> dict[str, Any]:
@@ -152,8 +154,12 @@ def _schema_problem(schema: dict[str, Any]) -> str | None:
 
 
 def role_of(annotation: Any, pyfunc: Callable[..., Any], name: str) -> Any:
-    """`Input`, an `Output`, or any other annotation unchanged."""
-    role = _only_role(_evaluated(annotation, pyfunc), name)
+    """`Input`, an `Output`, or any other annotation unchanged. Raises `ConfigError` for a
+    postponed annotation with a wrong sampling config."""
+    try:
+        role = _only_role(_evaluated(annotation, pyfunc), name)
+    except ConfigError as error:
+        raise ConfigError(f"output `{name}`: {error}") from None
     return Output() if role is Output else role
 
 

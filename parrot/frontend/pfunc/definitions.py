@@ -20,8 +20,8 @@ from parrot.frontend.pfunc.function_body import (
     without_pure_fill,
 )
 from parrot.frontend.pfunc.metadata import NativeFuncMetadata, SemanticFuncMetadata
+from parrot.frontend.pfunc.sampling import SamplingConfig
 from parrot.frontend.pfunc.template_errors import parameter_line, template_line
-from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import placeholder
 
 

@@ -107,7 +107,8 @@ def semantic_function(
         except TemplateError as error:
             raise ValueError(f"semantic function `{name}`: {error.shown(pyfunc)}") from None
         except (TypeError, ValueError) as error:
-            raise type(error)(f"semantic function `{name}`: {error}") from None
+            about = f"semantic function `{name}`: "
+            raise type(error)(about + str(error).removeprefix(about)) from None
         func.pyfunc = pyfunc
         update_wrapper(func, pyfunc)  # For `help`, and `?` in notebooks.
         for mutator in mutators:

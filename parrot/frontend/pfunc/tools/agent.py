@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from parrot.frontend.pfunc.function import SemanticFunction
 from parrot.frontend.pfunc.function_body import Parameter, ParamType
+from parrot.frontend.pfunc.sampling import SamplingConfig
 from parrot.frontend.pfunc.semantic_variable import SemanticVariable, current_session
 from parrot.frontend.pfunc.tools.tool import Tool
 from parrot.frontend.pfunc.tools.turns import (
@@ -21,7 +22,6 @@ from parrot.frontend.pfunc.tools.turns import (
     turn_grammar,
 )
 from parrot.protocol.errors import CallFailed, InvalidRequest
-from parrot.protocol.sampling import SamplingConfig
 
 _TEMPLATE = "{{message}}{{reply}}"
 _MAX_ERROR = 1000  # Characters of a tool's error that the model receives.
