@@ -260,7 +260,7 @@ class SimDriver:
     async def _turn(self) -> None:
         core = self._core
         may_leap = self._leaps and not self._inbox and core.has_work
-        num_steps = core.num_sure_steps(LETTER_IDS) if may_leap else 0
+        num_steps = core.max_multi_steps(LETTER_IDS) if may_leap else 0
         apply_verbs(self._inbox, core)
         step = core.plan() if core.has_work else None
         if step is not None and num_steps > 1:
@@ -301,7 +301,7 @@ class SimDriver:
     async def _leap(self, step: Step, num_steps: int) -> None:
         seconds = [self.slowdown * cost for cost in self._runner.costs(step.plan, num_steps)]
         done = seconds[: await self._spend_until_called(seconds)]
-        self._core.deliver_sure(step, self._runner.run_on(step.plan, len(done)), done)
+        self._core.deliver_multi_step(step, self._runner.run_on(step.plan, len(done)), done)
 
     async def _spend_until_called(self, seconds: Sequence[float]) -> int:
         """Let the steps' time pass, until the end of that in which a verb comes. Returns how many

@@ -402,7 +402,7 @@ class IdleContexts:
         self._exhausted_at = (pool.num_releases, self._shares.num_changes, asking)
         return False
 
-    def make_room(
+    def free_blocks_for(
         self, context: Context, later: Sequence[Context], num_blocks: int, *, is_first: bool
     ) -> tuple[set[Context], bool]:
         """Drop KV of the contexts of later jobs, too, till `num_blocks` blocks are free, or till

@@ -231,7 +231,7 @@ class EngineCore:
                 if job.reading is not None:
                     job.reading.lose_flights()
                 self._suspects.append(job)
-        self._scheduler.lost_kv(self._tree.drop_blocks(written, keys))
+        self._scheduler.preempt(self._tree.drop_blocks(written, keys))
 
     def _run_planned(self, step: Step) -> None:
         """Run a step that could not be launched, without what has ended since it was planned."""
@@ -250,8 +250,8 @@ class EngineCore:
         if self.host is not None:
             self.host.take_landed()
         step = self._schedule(drafts)
-        while turned_away := self._scheduler.take_turned_away():
-            for job in turned_away:
+        while rejected := self._scheduler.take_rejected():
+            for job in rejected:
                 self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
             step = step or self._schedule(drafts)  # something may have waited for them
         if self.host is not None:
@@ -295,7 +295,7 @@ class EngineCore:
                 reading.num_taken = max(reading.num_taken, sequence.end)
             if sequence.sample is not None or (reading is not None and not context.num_missing):
                 job.awaits_token = True
-                self._scheduler.keep_decoding(job)
+                self._scheduler.mark_decoding(job)
             elif not context.num_missing:
                 self.requests.finish(job)
 
@@ -341,11 +341,11 @@ class EngineCore:
         else:
             self.requests.finish(job)
 
-    def num_sure_steps(self, token_ids: Collection[int]) -> int:
+    def max_multi_steps(self, token_ids: Collection[int]) -> int:
         """See `LocalScheduler`. So many steps may be planned once and delivered together."""
-        return 0 if self._tree.pending else self._scheduler.num_sure_steps(token_ids)
+        return 0 if self._tree.pending else self._scheduler.max_multi_steps(token_ids)
 
-    def deliver_sure(
+    def deliver_multi_step(
         self, step: Step, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
     ) -> None:
         """Enter several steps like this one, no more than were sure. `tokens`: those of each job,
@@ -368,7 +368,7 @@ class EngineCore:
         self._costs.count(step.plan.sequences, num_prompt_tokens + step.num_drafts, step_seconds)
         for elapsed_s in step_seconds:
             self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
-        self._scheduler.stepped(step, step_seconds)
+        self._scheduler.record_steps(step, step_seconds)
 
     def _take_tokens_of(
         self, job: Job, token_ids: Sequence[int], scores: TokenScores | None, now: float

@@ -315,7 +315,7 @@ class Job:
     # It only computes KV again that the context has lost and a fork wants.
     restores: bool = False
     # Its place in the queue, among the jobs of its priority.
-    place: int = field(init=False, default=0)
+    queue_position: int = field(init=False, default=0)
     # Its place among all jobs.
     key: tuple[int, ...] = field(init=False, default=())
     is_open: bool = field(init=False, default=False)
@@ -341,7 +341,7 @@ class Job:
         return self.priority >= BACKGROUND
 
     @property
-    def may_go_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Whether the token that it awaits may be followed by another."""
         return self.generation is not None and self.generation.num_left > 1
 

@@ -209,7 +209,7 @@ class Generation:
         """The number of tokens that may still come."""
         return self.max_tokens - len(self.output_ids)
 
-    def is_unmoved_by(self, token_ids: Collection[int]) -> bool:
+    def is_unaffected_by(self, token_ids: Collection[int]) -> bool:
         """None of these tokens ends it, and nobody wants its text before the end, or how likely
         they are."""
         if self._detokenizer is not None or self.logprobs is not None:

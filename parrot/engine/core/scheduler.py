@@ -7,8 +7,8 @@ else needs.
 
 Among jobs of one priority, short ones may pass long ones. A job is as long as what it has to
 compute, without what is found on the device or the host; it is passed by those alone that come
-before the engine has computed `_PASSED` times as much. So turns whose KV is there do not wait for
-whole prompts, and whole prompts wait in proportion, whatever comes.
+before the engine has computed `_MAX_PASSED_LENGTHS` times as much. So turns whose KV is there do
+not wait for whole prompts, and whole prompts wait in proportion, whatever comes.
 
 A step may be planned while the one before it is on its way. Jobs that await a token of that one are
 taken to go on, with the token `PENDING`, unless it is their last. All else is as always: steps
@@ -32,13 +32,13 @@ from parrot.engine.core.shares import TenantShare
 from parrot.engine.core.steps import PENDING, BlockCopy, SequenceStep, StepCostMeter, StepPlan
 from parrot.engine.core.tenant_budgets import TenantBudgets
 
-_MIN_TOKENS = 32
+_MIN_BACKGROUND_CHUNK = 32
 _SMOOTHING = 0.25
-_LITTLE, _MUCH = 0.25, 0.75  # of a step's time
+_GROW_BELOW, _SHRINK_ABOVE = 0.25, 0.75  # of a step's time
 
 
 _KEY = attrgetter("key")
-_PASSED = 4  # times its own length
+_MAX_PASSED_LENGTHS = 4  # times its own length
 
 
 class BackgroundPace:
@@ -50,7 +50,7 @@ class BackgroundPace:
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
-        self._num_beside = min(_MIN_TOKENS, chunk_size)
+        self._mixed_chunk_size = min(_MIN_BACKGROUND_CHUNK, chunk_size)
         self._decode_s: float | None = None
         self._credit_s = 0.0
         self._has_paused = True
@@ -59,13 +59,15 @@ class BackgroundPace:
         """For the next step, in which so many jobs generate."""
         if not num_decoding:
             return self._chunk_size
-        return self._num_beside if self._has_paused and self._credit_s > 0.0 else 0
+        return self._mixed_chunk_size if self._has_paused and self._credit_s > 0.0 else 0
 
-    def planned(self, num_background: int) -> None:
+    def record_plan(self, num_background: int) -> None:
         """A step in which jobs generate has so many background tokens."""
         self._has_paused = not num_background  # else nobody would know what steps cost without
 
-    def stepped(self, step_seconds: Sequence[float], num_background: int, share: float) -> None:
+    def record_steps(
+        self, step_seconds: Sequence[float], num_background: int, share: float
+    ) -> None:
         """Steps are over in which jobs generated and so many background tokens were computed, and
         nothing else. `share`: how much longer such steps may become on average."""
         for elapsed_s in step_seconds:
@@ -81,17 +83,19 @@ class BackgroundPace:
                 self._resize(num_background, spent_s / self._decode_s)
 
     def _resize(self, num_tokens: int, longer: float) -> None:
-        if longer > _MUCH:
-            self._num_beside = max(self._num_beside // 2, min(_MIN_TOKENS, self._chunk_size))
-        elif longer < _LITTLE and num_tokens >= self._num_beside:
-            self._num_beside = min(self._num_beside * 2, self._chunk_size)
+        if longer > _SHRINK_ABOVE:
+            self._mixed_chunk_size = max(
+                self._mixed_chunk_size // 2, min(_MIN_BACKGROUND_CHUNK, self._chunk_size)
+            )
+        elif longer < _GROW_BELOW and num_tokens >= self._mixed_chunk_size:
+            self._mixed_chunk_size = min(self._mixed_chunk_size * 2, self._chunk_size)
 
 
 @dataclass(frozen=True, slots=True)
 class NoBudgets:
     """No tenant is bound: the budgets of an engine with one tenant."""
 
-    are_bound = False
+    are_limited = False
 
     def add(self, job: Job) -> None:
         pass
@@ -144,14 +148,14 @@ class JobQueue(list[Job]):
 
 
 POLICIES: dict[str, Callable[[Job], tuple[int, ...]]] = {
-    "priority": lambda job: (job.priority, job.place, job.job_id),
+    "priority": lambda job: (job.priority, job.queue_position, job.job_id),
     "fcfs": lambda job: (int(job.is_background), job.job_id),
 }
 """Each gives a job its key, by which jobs run: unique and total, so that the first of all jobs
 always runs and all end some day. Background jobs come after all others."""
 
 
-class Share(NamedTuple):
+class Scheduled(NamedTuple):
     """A job's part of a step. Its `drafts` are not among its `num_tokens`."""
 
     num_tokens: int
@@ -203,21 +207,23 @@ class LocalScheduler:
         self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
         self._tree = tree
         self._policy = POLICIES[limits.policy]
-        self.decoding, self._queue, self._background = JobQueue(), JobQueue(), JobQueue()
-        self._queues = (self.decoding, self._queue, self._background)
-        self._open: dict[Context, Job] = {}  # the jobs in the queues, by what they write to
+        self.decoding, self._prefilling, self._background = JobQueue(), JobQueue(), JobQueue()
+        self._queues = (self.decoding, self._prefilling, self._background)
+        self._jobs_by_context: dict[
+            Context, Job
+        ] = {}  # the jobs in the queues, by what they write to
         self._pace = BackgroundPace(limits.background_chunk_size)
-        self._turned_away: list[Job] = []
+        self._rejected: list[Job] = []
         self._num_decodes = 0
         self._num_background_tokens = 0
         self._num_filled = 0  # prompt tokens of all steps so far, without background
-        self._shares: dict[Job, Share] = {}
-        self._begun_blocks: set[bytes] = set()
+        self._scheduled: dict[Job, Scheduled] = {}
+        self._keys_in_step: set[bytes] = set()
         self._tokens_left = self._context_tokens = 0
         self._host = host
         self._costs = costs
         self._budgets = budgets  # `TenantBudgets` from the second tenant on
-        self._bound: TenantBudgets | None = None  # None: no tenant is bound in this step
+        self._limiting_budgets: TenantBudgets | None = None  # None: no tenant is bound in this step
         self._sole_tenant: SoleTenant | None = None  # None: no tenant yet, or several
         self._planned_at = -inf
         self.idle = IdleContexts(tree)
@@ -225,21 +231,21 @@ class LocalScheduler:
 
     @property
     def num_admitted(self) -> int:
-        queues = (self._queue, self._background)
+        queues = (self._prefilling, self._background)
         return len(self.decoding) + sum(job.is_admitted for queue in queues for job in queue[:])
 
-    def num_sure_steps(self, token_ids: Collection[int]) -> int:
+    def max_multi_steps(self, token_ids: Collection[int]) -> int:
         """How many steps from now on are sure to give the same jobs a token each, and to end none,
         if nothing is asked meanwhile and what is sampled is among `token_ids`."""
         is_limited = self._limits.max_total_tokens is not None
-        if not self.decoding or self._queue or self._background or is_limited:
+        if not self.decoding or self._prefilling or self._background or is_limited:
             return 0
-        if self._budgets.are_bound:
+        if self._budgets.are_limited:
             return 0
         room = self._tree.pool.num_free // len(self.decoding) - 1  # one may have to be copied
         num_steps = room * self._tree.block_size
         for job in self.decoding:
-            if job.generation is None or not job.generation.is_unmoved_by(token_ids):
+            if job.generation is None or not job.generation.is_unaffected_by(token_ids):
                 return 0
             num_steps = min(num_steps, job.generation.num_left - 1)
         return num_steps
@@ -250,10 +256,10 @@ class LocalScheduler:
         self.idle.discard(job.context)
         on_host = () if self._host is None else self._host.tier.host
         length = self._tree.num_to_compute(job.context, on_host)
-        job.place = self._num_filled + _PASSED * length
+        job.queue_position = self._num_filled + _MAX_PASSED_LENGTHS * length
         job.key = self._policy(job)
         self._queue_of(job).add(job)
-        self._open[job.context] = job
+        self._jobs_by_context[job.context] = job
         if self._budgets is NO_BUDGETS:
             self._count_tenant(job.request.wanted.share)
         self.num_jobs += 1
@@ -270,18 +276,18 @@ class LocalScheduler:
     def remove(self, job: Job) -> None:
         """A job that has ended. Its context keeps its KV."""
         self._queue_of(job).remove(job)
-        del self._open[job.context]
+        del self._jobs_by_context[job.context]
         self.num_jobs -= 1
         self._budgets.remove(job)
         job.is_admitted = job.is_decoding = False
 
-    def keep_decoding(self, job: Job) -> None:
+    def mark_decoding(self, job: Job) -> None:
         """The job's prompt is computed: from now on it misses one token a step, and gives way to
         no prompt of its priority."""
         if not job.is_decoding:
-            self._queue.remove(job)
+            self._prefilling.remove(job)
             job.is_decoding = True
-            job.place = 0
+            job.queue_position = 0
             job.key = self._policy(job)
             self.decoding.add(job)
 
@@ -294,33 +300,33 @@ class LocalScheduler:
     def _queue_of(self, job: Job) -> JobQueue:
         if job.is_decoding:
             return self.decoding
-        return self._background if job.is_background else self._queue
+        return self._background if job.is_background else self._prefilling
 
-    def take_turned_away(self) -> list[Job]:
+    def take_rejected(self) -> list[Job]:
         """Background jobs for which `schedule` found no room. They must be failed."""
-        turned_away, self._turned_away = self._turned_away, []
-        return turned_away
+        rejected, self._rejected = self._rejected, []
+        return rejected
 
-    def lost_kv(self, contexts: Collection[Context]) -> None:
+    def preempt(self, contexts: Collection[Context]) -> None:
         """These contexts have lost KV: their jobs have to be admitted again."""
         for context in contexts:
-            if (job := self._open.get(context)) is not None:
-                self._readmit(job)
+            if (job := self._jobs_by_context.get(context)) is not None:
+                self._preempt_job(job)
             elif not context.block_ids:
                 self.idle.discard(context)
 
-    def _readmit(self, job: Job) -> None:
+    def _preempt_job(self, job: Job) -> None:
         if job.is_decoding:
             self.decoding.remove(job)
             job.is_decoding = False
-            self._queue.add(job)
+            self._prefilling.add(job)
         job.is_admitted = False
 
-    def stepped(self, step: Step, step_seconds: Sequence[float]) -> None:
+    def record_steps(self, step: Step, step_seconds: Sequence[float]) -> None:
         """Count steps like this one that are over."""
         if step.num_decodes and not step.num_fill_tokens:
             share = self._background_share()
-            self._pace.stepped(step_seconds, step.num_background_tokens, share)
+            self._pace.record_steps(step_seconds, step.num_background_tokens, share)
 
     def _background_share(self) -> float:
         """The share that the first background job may take, within the engine's limit."""
@@ -331,8 +337,8 @@ class LocalScheduler:
     def schedule(self, now: float, drafts: Drafts = NO_DRAFTS) -> Step | None:
         """The next step, or None when no job can run. `drafts`: of jobs that generate and await no
         token; taken as far as there is room for them that nobody else needs."""
-        going_on = [job for job in self.decoding if job.awaits_token and job.may_go_on]
-        for job in going_on:
+        continuing = [job for job in self.decoding if job.awaits_token and job.may_continue]
+        for job in continuing:
             job.context.token_ids.append(PENDING)
         try:
             step = self._plan(now, drafts)
@@ -340,45 +346,47 @@ class LocalScheduler:
                 return self._plan(now, drafts)
             return step
         finally:
-            for job in going_on:
+            for job in continuing:
                 job.context.token_ids.pop()
 
     def _plan(self, now: float, drafts: Drafts) -> Step | None:
-        self._shares = {}
-        self._begun_blocks.clear()
+        self._scheduled = {}
+        self._keys_in_step.clear()
         self._tokens_left = self._limits.max_num_batched_tokens
         self._context_tokens = 0
         self._num_background_tokens = 0
         self._planned_at = now
-        self._bound = bound = self._budgets.begin(now, self.decoding)
+        self._limiting_budgets = bound = self._budgets.begin(now, self.decoding)
         for job in self.decoding[:]:
             missing = job.context.num_missing if bound is None else bound.num_tokens(job)
-            if job.is_admitted and missing and self._has_place(job):
-                self._take(job, 1)
-        self._num_decodes = len(self._shares)
+            if job.is_admitted and missing and self._fits_step(job):
+                self._schedule_job(job, 1)
+        self._num_decodes = len(self._scheduled)
         is_blocked = False  # later jobs must not take the room that an earlier one waits for
-        for job in self._queue[:]:
+        for job in self._prefilling[:]:
             budget = self._fill_budget(job)
             if not budget:
                 break
-            if not job.is_admitted and (is_blocked or job.awaits_token or self._must_wait(job)):
+            if not job.is_admitted and (
+                is_blocked or job.awaits_token or self._must_wait_for_kv(job)
+            ):
                 continue
             missing = job.context.num_missing if bound is None else bound.num_tokens(job)
             num_tokens = min(missing, budget, self._max_chunk)
-            if num_tokens and not (self._has_place(job) and self._take(job, num_tokens)):
+            if num_tokens and not (self._fits_step(job) and self._schedule_job(job, num_tokens)):
                 is_blocked = True
-        num_fill_tokens = self._fill_tokens_taken()
+        num_fill_tokens = self._num_fill_tokens()
         self._num_filled += num_fill_tokens
-        if self._background and not self._queue:
+        if self._background and not self._prefilling:
             self._plan_background()
         if self._num_decodes and not num_fill_tokens:
-            self._pace.planned(self._num_background_tokens)
-        num_samples = len(self._shares)
+            self._pace.record_plan(self._num_background_tokens)
+        num_samples = len(self._scheduled)
         for job, draft in drafts.items():
-            num_samples += self._take_draft(job, draft, num_samples)
-        return self._build(num_fill_tokens, now) if self._shares else None
+            num_samples += self._schedule_draft(job, draft, num_samples)
+        return self._build(num_fill_tokens, now) if self._scheduled else None
 
-    def _fill_tokens_taken(self) -> int:
+    def _num_fill_tokens(self) -> int:
         return self._limits.max_num_batched_tokens - self._tokens_left - self._num_decodes
 
     def _fill_budget(self, job: Job) -> int:
@@ -387,68 +395,68 @@ class LocalScheduler:
         first = next(iter(self.decoding), None)
         if first is None or first.priority >= job.priority:
             return self._tokens_left
-        left = self._limits.mixed_fill_tokens - self._fill_tokens_taken()
+        left = self._limits.mixed_fill_tokens - self._num_fill_tokens()
         return max(0, min(self._tokens_left, left))
 
     def _plan_background(self) -> None:
-        if self._turned_away:
+        if self._rejected:
             return
         budget = min(self._pace.num_tokens(len(self.decoding)), self._tokens_left)
         for job in self._background[:]:
-            if not budget or not self._has_place(job):
+            if not budget or not self._fits_step(job):
                 return
-            if not job.is_admitted and self._must_wait(job):
+            if not job.is_admitted and self._must_wait_for_kv(job):
                 continue
             num_tokens = min(job.context.num_missing, budget, self._max_chunk)
-            if self._take(job, num_tokens):
+            if self._schedule_job(job, num_tokens):
                 budget -= num_tokens
                 self._num_background_tokens += num_tokens
             else:
-                self._turned_away.append(job)
+                self._rejected.append(job)
 
-    def _must_wait(self, job: Job) -> bool:
+    def _must_wait_for_kv(self, job: Job) -> bool:
         """Let the job begin behind all that is published of its tokens. True if what comes next is
         on its way from the host, or if an earlier job of this step computes it: then it is
         published after the step."""
         job.adopt(self._tree)
-        if self._tree.next_key(job.context) in self._begun_blocks:
+        if self._tree.next_key(job.context) in self._keys_in_step:
             return True
-        return self._host is not None and self._host.comes_back(job, self._make_room)
+        return self._host is not None and self._host.comes_back(job, self._free_blocks_for)
 
-    def _has_place(self, job: Job) -> bool:
+    def _fits_step(self, job: Job) -> bool:
         """Whether the step's limits allow one more sequence, that of `job`."""
-        if len(self._shares) >= self._limits.max_batch_size or not self._tokens_left:
+        if len(self._scheduled) >= self._limits.max_batch_size or not self._tokens_left:
             return False
         limit = self._limits.max_total_tokens
         total = self._context_tokens + len(job.context.token_ids)
-        return limit is None or total <= limit or not self._shares
+        return limit is None or total <= limit or not self._scheduled
 
-    def _take(self, job: Job, num_tokens: int) -> bool:
+    def _schedule_job(self, job: Job, num_tokens: int) -> bool:
         """Give the job a share of the step. False: no room for its KV. A job is admitted only with
         room for all its known tokens, so that half-filled contexts do not block each other."""
         context = job.context
         end = len(context.token_ids)
         while (copies := self._tree.reserve(context, end)) is None:
-            if not self._make_room(job, self._tree.blocks_missing(context, end)):
+            if not self._free_blocks_for(job, self._tree.blocks_missing(context, end)):
                 return False
         if not job.has_begun and context.num_missing > max(1, job.num_counted):  # 1: perhaps again
             job.count_missing()
         job.is_admitted = job.has_begun = True
         if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
-            self._begun_blocks.add(key)
-        self._shares[job] = Share(num_tokens, copies)
-        if self._bound is not None:
-            self._bound.charge(job, num_tokens)
+            self._keys_in_step.add(key)
+        self._scheduled[job] = Scheduled(num_tokens, copies)
+        if self._limiting_budgets is not None:
+            self._limiting_budgets.charge(job, num_tokens)
         self._tokens_left -= num_tokens
         self._context_tokens += end
         return True
 
-    def _take_draft(self, job: Job, draft: tuple[int, ...], num_samples: int) -> int:
+    def _schedule_draft(self, job: Job, draft: tuple[int, ...], num_samples: int) -> int:
         """Verify as much of a draft as fits free blocks and the step's limits, and return how many
         tokens that is. What turns out wrong is computed again over it. `num_samples`: of the step
         so far."""
-        share, context = self._shares.get(job), job.context
-        if share is None or share.num_tokens != context.num_missing:
+        scheduled, context = self._scheduled.get(job), job.context
+        if scheduled is None or scheduled.num_tokens != context.num_missing:
             return 0
         known = len(context.token_ids)
         room = len(context.block_ids) + self._tree.pool.num_free
@@ -464,17 +472,17 @@ class LocalScheduler:
             return 0
         copies = self._tree.reserve(context, known + len(draft))
         assert copies == (), f"no room for a draft of {context}"
-        self._shares[job] = share._replace(drafts=draft)
+        self._scheduled[job] = scheduled._replace(drafts=draft)
         self._tokens_left -= len(draft)
         self._context_tokens += len(draft)
         return len(draft)
 
-    def _make_room(self, job: Job, num_blocks: int) -> bool:
+    def _free_blocks_for(self, job: Job, num_blocks: int) -> bool:
         """Try to get `num_blocks` free blocks, or to spare the copy that `job` needs one for."""
         if job.is_background:
             return False
         if self._background:
-            self._turn_away(num_blocks)
+            self._evict_background(num_blocks)
         if self.idle.evict(num_blocks, job.context.group):
             return True
         later = [
@@ -484,30 +492,34 @@ class LocalScheduler:
             if other.key > job.key and other.context.block_ids
         ]
         later.sort(key=attrgetter("key"), reverse=True)
-        is_first = all(next(iter(q), job).key >= job.key for q in (self.decoding, self._queue))
-        changed, has_room = self.idle.make_room(
+        is_first = all(next(iter(q), job).key >= job.key for q in (self.decoding, self._prefilling))
+        changed, has_room = self.idle.free_blocks_for(
             job.context, [other.context for other in later], num_blocks, is_first=is_first
         )
-        self._gave_way(changed)
+        self._drop_from_step(changed)
         return has_room
 
-    def _turn_away(self, num_blocks: int) -> None:
+    def _evict_background(self, num_blocks: int) -> None:
         """Drop KV of background jobs until so many blocks are free."""
         contexts = [job.context for job in self._background if job.context.block_ids]
-        self._gave_way(drop_kv(self._tree, contexts[::-1], num_blocks))
+        self._drop_from_step(drop_kv(self._tree, contexts[::-1], num_blocks))
 
-    def _gave_way(self, contexts: Collection[Context]) -> None:
+    def _drop_from_step(self, contexts: Collection[Context]) -> None:
         """These contexts have lost KV to a job: theirs get nothing of the step."""
-        decoding = [job for job in self.decoding if job in self._shares]
-        self.lost_kv(contexts)
+        decoding = [job for job in self.decoding if job in self._scheduled]
+        self.preempt(contexts)
         self._num_decodes -= sum(not job.is_decoding for job in decoding)
-        for job in [self._open[context] for context in contexts if context in self._open]:
+        for job in [
+            self._jobs_by_context[context]
+            for context in contexts
+            if context in self._jobs_by_context
+        ]:
             if job.is_background:
-                self._turned_away.append(job)
-            if (share := self._shares.pop(job, None)) is not None:
-                self._tokens_left += share.num_tokens
+                self._rejected.append(job)
+            if (scheduled := self._scheduled.pop(job, None)) is not None:
+                self._tokens_left += scheduled.num_tokens
                 self._context_tokens -= len(job.context.token_ids)
-                if share.copies:  # its copied block will stay unwritten
+                if scheduled.copies:  # its copied block will stay unwritten
                     num_kept = job.context.num_computed // self._tree.block_size
                     self._tree.truncate(job.context, num_kept)
 
@@ -516,13 +528,13 @@ class LocalScheduler:
         sequences: list[SequenceStep] = []
         copies: list[BlockCopy] = []
         num_drafts = 0
-        for job, share in self._shares.items():
-            sequences.append(job.sequence(share.num_tokens, share.drafts, size))
-            copies += share.copies
-            num_drafts += len(share.drafts)
+        for job, scheduled in self._scheduled.items():
+            sequences.append(job.sequence(scheduled.num_tokens, scheduled.drafts, size))
+            copies += scheduled.copies
+            num_drafts += len(scheduled.drafts)
         return Step(
             StepPlan(tuple(sequences), tuple(copies)),
-            tuple(self._shares),
+            tuple(self._scheduled),
             self._num_decodes,
             num_fill_tokens,
             self._num_background_tokens,
@@ -541,9 +553,11 @@ class LocalScheduler:
                 assert has_work, f"job {job.job_id} has nothing to do"
                 assert job.is_background is (queue is self._background), job
                 assert job.is_decoding is (queue is self.decoding), job
-        assert not self._turned_away, self._turned_away
+        assert not self._rejected, self._rejected
         assert self.num_jobs == sum(len(queue) for queue in self._queues), self.num_jobs
-        assert self._open == {job.context: job for queue in self._queues for job in queue}
+        assert self._jobs_by_context == {
+            job.context: job for queue in self._queues for job in queue
+        }
         self._budgets.check_integrity(job for queue in self._queues for job in queue)
         for job in self.decoding:
             num_missing = job.context.num_missing

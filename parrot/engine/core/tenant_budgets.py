@@ -55,7 +55,7 @@ class TenantBudgets:
         self._read: set[int] = set()  # first blocks of shared beginnings that were paid
 
     @property
-    def are_bound(self) -> bool:
+    def are_limited(self) -> bool:
         """Whether some tenant is, in this step."""
         return bool(self._left)
 

@@ -121,8 +121,8 @@ async def test_whoever_continues_it_makes_it_normal_work():
 
 
 def step(pace: BackgroundPace, elapsed_s: float, num_tokens: int, share: float) -> None:
-    pace.planned(num_tokens)
-    pace.stepped([elapsed_s], num_tokens, share)
+    pace.record_plan(num_tokens)
+    pace.record_steps([elapsed_s], num_tokens, share)
 
 
 def num_pauses(pace: BackgroundPace, share: float) -> int:
@@ -159,7 +159,7 @@ def test_its_parts_grow_while_they_cost_little():
 def test_a_step_that_is_not_over_yet_counts_as_one():
     pace = BackgroundPace(512)
     step(pace, 5e-3, 0, 0.2)
-    pace.planned(pace.num_tokens(1))
+    pace.record_plan(pace.num_tokens(1))
     assert pace.num_tokens(1) == 0
 
 

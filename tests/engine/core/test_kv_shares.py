@@ -289,9 +289,9 @@ class Spy:
     def __init__(self, engine: Harness) -> None:
         self.idle = engine.core._scheduler.idle
         self.shares, self.pool = engine.core._tree.shares, engine.core._tree.pool
-        self.evict, self.make_room = self.idle.evict, self.idle.make_room
+        self.evict, self.free_blocks_for = self.idle.evict, self.idle.free_blocks_for
         self.idle.evict = self._evict  # type: ignore[method-assign]
-        self.idle.make_room = self._make_room  # type: ignore[method-assign]
+        self.idle.free_blocks_for = self._free_blocks_for  # type: ignore[method-assign]
         self.num_spared = 0
 
     def _protected(self) -> dict[Context, int]:
@@ -313,10 +313,10 @@ class Spy:
                 assert group.num_used / group.weight <= (loser.num_used + 1) / loser.weight + 1e-9
         return has_room
 
-    def _make_room(self, context, later, num_blocks, *, is_first):
+    def _free_blocks_for(self, context, later, num_blocks, *, is_first):
         before = {} if is_first else self._protected()
         others = {c: number for c, number in before.items() if c.group is not context.group}
-        answer = self.make_room(context, later, num_blocks, is_first=is_first)
+        answer = self.free_blocks_for(context, later, num_blocks, is_first=is_first)
         self._check(others)
         return answer
 

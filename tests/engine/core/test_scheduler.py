@@ -2,7 +2,7 @@
 
 import pytest
 
-from parrot.engine.core.scheduler import _PASSED, POLICIES, JobQueue
+from parrot.engine.core.scheduler import _MAX_PASSED_LENGTHS, POLICIES, JobQueue
 from tests.support.core_harness import Harness, piece
 
 
@@ -111,7 +111,7 @@ def test_a_long_prompt_is_passed_until_the_engine_has_computed_so_many_times_as_
         engine.fill(piece(1 + num_short, "bb"))
         engine.step()
     num_passed = 2 * (num_short - 1)  # tokens, before the one that came too late
-    assert num_passed == _PASSED * (8 - 2)
+    assert num_passed == _MAX_PASSED_LENGTHS * (8 - 2)
 
 
 def test_a_prompt_is_as_long_as_what_is_not_found_of_it():
@@ -273,7 +273,7 @@ def test_policies_are_total_orders():
     class FakeJob:
         is_background = False
 
-        priority, place, job_id = 3, 5, 7
+        priority, queue_position, job_id = 3, 5, 7
 
     assert POLICIES["priority"](FakeJob) == (3, 5, 7)
     assert POLICIES["fcfs"](FakeJob) == (0, 7)

@@ -30,7 +30,7 @@ class HostKv:
         """Whether transfers are under way, or can be begun."""
         return self.tier.has_work
 
-    def comes_back(self, job: Job, make_room: Callable[[Job, int], bool]) -> bool:
+    def comes_back(self, job: Job, free_blocks_for: Callable[[Job, int], bool]) -> bool:
         """Whether the job has to wait for what comes next of its tokens, because it is on its way
         from the host: perhaps from now on."""
         tier, context = self.tier, job.context
@@ -46,7 +46,7 @@ class HostKv:
             return False
         end = len(context.token_ids)
         while (num_blocks := self._tree.blocks_missing(context, end)) > self._tree.pool.num_free:
-            if not make_room(job, num_blocks):
+            if not free_blocks_for(job, num_blocks):
                 return False
         job.arrival = tier.bring_back(keys, job, context.group)
         return job.arrival is not None
