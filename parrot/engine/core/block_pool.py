@@ -18,10 +18,10 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
-from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, num_held
+from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_resident
 
 _KEY_SIZE = 16
-_MAX_RUN = 64  # blocks given away at once: meanwhile a watcher may change what groups have
+_MAX_EVICTED = 64  # blocks given away at once: meanwhile a watcher may change what groups have
 
 
 class Root(NamedTuple):
@@ -74,31 +74,31 @@ class Watcher(Protocol):
     """Receives the changes of blocks that have a key. It is a protocol because its implementation,
     `host.stores.HostStores`, stands above the pool."""
 
-    def published(self, block: int, key: bytes) -> None:
+    def on_published(self, block: int, key: bytes) -> None:
         """A block in use got a key."""
         ...
 
-    def released(self, block: int) -> None:
+    def on_released(self, block: int) -> None:
         """Nobody holds the block any more."""
         ...
 
-    def taken(self, block: int) -> None:
+    def on_acquired(self, block: int) -> None:
         """A block that nobody held is in use again."""
         ...
 
-    def given_away(self, block: int) -> None:
+    def on_evicted(self, block: int) -> None:
         """A free block is about to lose its key, since somebody else gets it."""
         ...
 
-    def forgotten(self, block: int, key: bytes) -> None:
+    def on_unpublished(self, block: int, key: bytes) -> None:
         """The block has lost its key."""
         ...
 
-    def abandoned(self, keys: Sequence[bytes]) -> None:
+    def on_abandoned(self, keys: Sequence[bytes]) -> None:
         """A context was freed that has lost the blocks of these keys, from its beginning on."""
         ...
 
-    def distrusted(self, key: bytes) -> None:
+    def on_invalidated(self, key: bytes) -> None:
         """The block of `key` loses it, since its KV may be wrong."""
         ...
 
@@ -110,7 +110,7 @@ class BlockPool:
     what it holds, and then be found by it, also while it is free: until it is handed out again.
 
     Handed out first are free blocks without a key, the last freed before all others, while it may
-    still be warm in a cache; then those with a key, `found_free`. Whoever holds a block holds the
+    still be warm in a cache; then those with a key, `cached_free`. Whoever holds a block holds the
     blocks before it, and gives them up after it: so the end of a prefix goes before its beginning.
     `watch` may be called before the first block is published. `shares` has the groups; by default
     they are the pool's own."""
@@ -119,8 +119,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shares = shares or KvShares(num_blocks)
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self.found_free: KvLine[int] = KvLine(self.shares, num_held)
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self.cached_free: EvictionQueue[int] = EvictionQueue(self.shares, num_resident)
         self._owners: list[ShareGroup | None] = [None] * num_blocks  # None: blank
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
@@ -128,15 +128,15 @@ class BlockPool:
         self.num_releases = 0
         self.watcher: Watcher | None = None
 
-    def watch(self, watcher: Watcher, line: KvLine[int]) -> None:
-        """Report to the watcher, and give away free blocks in the order of its own line."""
+    def watch(self, watcher: Watcher, queue: EvictionQueue[int]) -> None:
+        """Report to the watcher, and give away free blocks in the order of its own queue."""
         self.watcher = watcher
-        self.shares.remove_line(self.found_free)
-        self.found_free = line
+        self.shares.remove_queue(self.cached_free)
+        self.cached_free = queue
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + len(self.found_free)
+        return len(self._blank) + len(self.cached_free)
 
     @property
     def num_used(self) -> int:
@@ -156,10 +156,10 @@ class BlockPool:
             return None
         if num_blocks == 0:
             return []
-        taken = self._free[-num_blocks:]
-        del self._free[-num_blocks:]
+        taken = self._blank[-num_blocks:]
+        del self._blank[-num_blocks:]
         while len(taken) < num_blocks:
-            taken += self._give_away(min(num_blocks - len(taken), _MAX_RUN))
+            taken += self._evict(min(num_blocks - len(taken), _MAX_EVICTED))
         group = group or self.shares.group("")
         for block in taken:
             self._refs[block] = 1
@@ -168,23 +168,23 @@ class BlockPool:
         self.shares.grew(group)
         return taken
 
-    def _give_away(self, most: int) -> Sequence[int]:
+    def _evict(self, most: int) -> Sequence[int]:
         """Take the key, and the owner, of the free blocks with a key that are to go first."""
-        run = self.found_free.first_run(most)
+        run = self.cached_free.first_run(most)
         assert run, "a free block is lost"
         group = self.owner(run[0])
         for block in run:
             if self.watcher is not None:
-                self.watcher.given_away(block)
+                self.watcher.on_evicted(block)
             key = self._keys[block]
             assert key is not None, f"block {block} has no key"
             self._keys[block] = self._owners[block] = None
             del self._by_key[key]
             if self.watcher is not None:
-                self.watcher.forgotten(block, key)
-        self.found_free.discard_run(group, run)
-        group.num_kept -= len(run)
-        self.shares.forget_if_gone(group)
+                self.watcher.on_unpublished(block, key)
+        self.cached_free.discard_run(group, run)
+        group.num_cached -= len(run)
+        self.shares.remove_if_empty(group)
         return run
 
     def owner(self, block: int) -> ShareGroup:
@@ -193,11 +193,11 @@ class BlockPool:
         assert group is not None, f"block {block} is blank"
         return group
 
-    def _blank(self, block: int) -> None:
+    def _make_blank(self, block: int) -> None:
         group = self.owner(block)
         self._owners[block] = None
-        self._free.append(block)
-        self.shares.forget_if_gone(group)
+        self._blank.append(block)
+        self.shares.remove_if_empty(group)
 
     def share(self, blocks: Sequence[int]) -> None:
         """One more reference on each block; all must be in use or found by their keys."""
@@ -206,19 +206,19 @@ class BlockPool:
         for block in blocks:
             if not refs[block]:
                 assert self._keys[block] is not None, f"block {block} is free and cannot be shared"
-                group = self._leave_line(block)
+                group = self._remove_from_queue(block)
                 group.num_used += 1
                 grown[group] = None
                 if self.watcher is not None:
-                    self.watcher.taken(block)
+                    self.watcher.on_acquired(block)
             refs[block] += 1
         for group in grown:
             self.shares.grew(group)
 
-    def _leave_line(self, block: int) -> ShareGroup:
+    def _remove_from_queue(self, block: int) -> ShareGroup:
         group = self.owner(block)
-        self.found_free.discard(group, block)
-        group.num_kept -= 1
+        self.cached_free.discard(group, block)
+        group.num_cached -= 1
         return group
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -238,17 +238,17 @@ class BlockPool:
         """Nobody holds these blocks of a group any more."""
         group.num_used -= len(blocks)
         if kept := [block for block in blocks if self._keys[block] is not None]:
-            group.num_kept += len(kept)
-            self.found_free.add_run(group, kept)
+            group.num_cached += len(kept)
+            self.cached_free.add_run(group, kept)
             if self.watcher is not None:
                 for block in kept:
-                    self.watcher.released(block)
+                    self.watcher.on_released(block)
         if len(kept) < len(blocks):
             for block in blocks:
                 if self._keys[block] is None:
                     self._owners[block] = None
-                    self._free.append(block)
-            self.shares.forget_if_gone(group)
+                    self._blank.append(block)
+            self.shares.remove_if_empty(group)
 
     def publish(self, block: int, key: bytes) -> int:
         """Let a block in use be found by `key`, unless it has another one, or another block is
@@ -267,7 +267,7 @@ class BlockPool:
                 self._by_key[key] = block
                 self._keys[block] = key
                 if self.watcher is not None:
-                    self.watcher.published(block, key)
+                    self.watcher.on_published(block, key)
             found.append(block)
         return found
 
@@ -283,7 +283,7 @@ class BlockPool:
             found.append(block)
         return found
 
-    def forget(self, blocks: Iterable[int]) -> None:
+    def unpublish(self, blocks: Iterable[int]) -> None:
         """These blocks must not be found any more: what they hold changes."""
         for block in blocks:
             key = self._keys[block]
@@ -292,19 +292,19 @@ class BlockPool:
             self._keys[block] = None
             del self._by_key[key]
             if self._refs[block] == 0:
-                self._leave_line(block)
-                self._blank(block)
+                self._remove_from_queue(block)
+                self._make_blank(block)
             if self.watcher is not None:
-                self.watcher.forgotten(block, key)
+                self.watcher.on_unpublished(block, key)
 
-    def distrust(self, keys: Iterable[bytes]) -> None:
+    def invalidate(self, keys: Iterable[bytes]) -> None:
         """Let nobody find what has these keys, nor a copy of it: it may be wrong. A block may have
         been given away since, and a copy of it remain."""
         for key in keys:
             if self.watcher is not None:
-                self.watcher.distrusted(key)
+                self.watcher.on_invalidated(key)
             if (block := self._by_key.get(key)) is not None:
-                self.forget((block,))
+                self.unpublish((block,))
 
     def key_of(self, block: int) -> bytes | None:
         return self._keys[block]
@@ -317,16 +317,16 @@ class BlockPool:
             counted.update(blocks)
         for block, refs in enumerate(self._refs):
             assert refs == counted[block], f"block {block}: {refs} refs, {counted[block]} holders"
-        free = {*self._free, *self.found_free}
+        free = {*self._blank, *self.cached_free}
         assert len(free) == self.num_free, "a block is free twice"
         assert free == {block for block, refs in enumerate(self._refs) if refs == 0}
         keyed = {block: key for block, key in enumerate(self._keys) if key is not None}
         assert {block: key for key, block in self._by_key.items()} == keyed
-        assert all(block in keyed for block in self.found_free), "a blank block is kept"
-        assert not any(block in keyed for block in self._free), "a published block is lost"
-        self.found_free.check_integrity()
+        assert all(block in keyed for block in self.cached_free), "a blank block is kept"
+        assert not any(block in keyed for block in self._blank), "a published block is lost"
+        self.cached_free.check_integrity()
         blank = [block for block, group in enumerate(self._owners) if group is None]
-        assert blank == sorted(self._free), "a blank block is in use"
+        assert blank == sorted(self._blank), "a blank block is in use"
 
     def count_owners(self) -> Counter[tuple[ShareGroup, bool]]:
         """Count each group's blocks: those in use (True), and free ones that are not blank."""

@@ -24,11 +24,11 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence,
 from dataclasses import dataclass, field
 
 from parrot.engine.core.block_pool import NO_ROOT, BlockHasher, BlockPool, Root
-from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, num_used
+from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_used
 from parrot.engine.core.steps import BlockCopy
 from parrot.utils.clock import Clock
 
-_NEVER = (-1, -1, None)
+_NOT_FAILED = (-1, -1, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class ContextTree:
         self.pool = pool
         self.shares = pool.shares
         self.block_size = pool.block_size
-        self.pending: dict[Context, None] = {}
+        self.pending_forks: dict[Context, None] = {}
         self._hasher = hasher
         self._contexts: dict[int, Context] = {}
 
@@ -123,18 +123,18 @@ class ContextTree:
             context_id, group, fork, is_temporary=is_temporary
         )
         if fork is not None:
-            self.pending[context] = None
+            self.pending_forks[context] = None
         elif self._hasher is not None:
             context.root = self._hasher.root(salt, public_len)
         return context
 
-    def carry_out_fork(self, child: Context, length: int) -> None:
+    def apply_fork(self, child: Context, length: int) -> None:
         """Give `child` the first `length` tokens of its parent and share the KV there is of them;
         what is missing becomes the child's to compute."""
         assert child.fork is not None, f"context {child.context_id} is no open fork"
         parent = child.fork.parent
         child.fork = None
-        del self.pending[child]
+        del self.pending_forks[child]
         child.token_ids = parent.token_ids[:length]
         child.num_computed = min(parent.num_computed, length)
         child.block_ids = parent.block_ids[: self.pool.blocks_for(child.num_computed)]
@@ -204,7 +204,7 @@ class ContextTree:
                 context.owned_from = max(context.owned_from, index + 1)
         context.num_published = num_full
 
-    def blocks_missing(self, context: Context, end: int) -> int:
+    def num_blocks_needed(self, context: Context, end: int) -> int:
         """Free blocks that `reserve(context, end)` would take."""
         grow = max(0, self.pool.blocks_for(end) - len(context.block_ids))
         return grow + self.must_copy(context)
@@ -217,7 +217,7 @@ class ContextTree:
         if tail >= context.owned_from and end <= len(context.block_ids) * size:
             return ()  # nearly every generated token
         must_copy = self.must_copy(context)
-        taken = self.pool.allocate(self.blocks_missing(context, end), context.group)
+        taken = self.pool.allocate(self.num_blocks_needed(context, end), context.group)
         if taken is None:
             return None
         copies: tuple[BlockCopy, ...] = ()
@@ -254,7 +254,7 @@ class ContextTree:
 
     def _make_private(self, context: Context, tail: int) -> None:
         """The context, the block's only holder, is about to write to it."""
-        self.pool.forget(context.block_ids[tail : tail + 1])
+        self.pool.unpublish(context.block_ids[tail : tail + 1])
         context.num_published = min(context.num_published, tail)
 
     def truncate(self, context: Context, num_blocks: int) -> None:
@@ -265,7 +265,7 @@ class ContextTree:
     def drop_blocks(self, blocks: Set[int], keys: Iterable[bytes]) -> list[Context]:
         """These blocks do not hold what they should, nor any that have these keys, which theirs
         are: drop them, and what comes after them, from all contexts. Returns those that lost KV."""
-        self.pool.distrust(keys)
+        self.pool.invalidate(keys)
         changed = []
         for context in self:
             held = (index for index, block in enumerate(context.block_ids) if block in blocks)
@@ -274,9 +274,9 @@ class ContextTree:
                 changed.append(context)
         return changed
 
-    def distrust(self, context: Context) -> None:
+    def invalidate(self, context: Context) -> None:
         """The context's KV may be wrong: drop its own, and let nobody else adopt any of it."""
-        self.pool.distrust(context.keys)
+        self.pool.invalidate(context.keys)
         self._cut(context, context.owned_from)
 
     def _cut(self, context: Context, num_blocks: int) -> None:
@@ -289,15 +289,15 @@ class ContextTree:
     def free(self, context: Context) -> int:
         """Forget the context; returns the tokens it held. Its open forks must be settled first."""
         del self._contexts[context.context_id]
-        self.pending.pop(context, None)
+        self.pending_forks.pop(context, None)
         self.publish(context)
         if self.pool.watcher is not None:
-            self.pool.watcher.abandoned(context.keys[len(context.block_ids) :])
+            self.pool.watcher.on_abandoned(context.keys[len(context.block_ids) :])
         self.pool.release(context.block_ids)
         context.block_ids = []
         context.num_computed = 0
         context.group.num_contexts -= 1
-        self.shares.forget_if_gone(context.group)
+        self.shares.remove_if_empty(context.group)
         return len(context.token_ids)
 
     def check_integrity(
@@ -313,7 +313,7 @@ class ContextTree:
         twice = [block for block, count in owners.items() if count > 1]
         assert not twice, f"blocks with more than one owner: {twice}"
         waiting = [context for context in self if context.fork is not None]
-        assert waiting == list(self.pending), (waiting, self.pending)
+        assert waiting == list(self.pending_forks), (waiting, self.pending_forks)
         for context in self:
             assert 0 <= context.num_computed <= len(context.token_ids), context
             assert context.num_computed <= len(context.block_ids) * self.block_size, context
@@ -352,54 +352,54 @@ class IdleContexts:
     def __init__(self, tree: ContextTree) -> None:
         self._tree = tree
         self._shares = tree.shares
-        self._line: KvLine[Context] = KvLine(tree.shares, num_used)
-        self._exhausted_at: tuple[int, int, ShareGroup | None] = _NEVER
+        self._queue: EvictionQueue[Context] = EvictionQueue(tree.shares, num_used)
+        self._failed_at: tuple[int, int, ShareGroup | None] = _NOT_FAILED
 
     def __contains__(self, context: Context) -> bool:
-        return self._line.has(context.group, context)
+        return self._queue.has(context.group, context)
 
     def __iter__(self) -> Iterator[Context]:
-        return iter(self._line)
+        return iter(self._queue)
 
     def add(self, context: Context) -> None:
         """`context` has just been used."""
         self.discard(context)
         if context.block_ids:
             self._shares.touch(context.group)
-            self._line.add(context.group, context)
-            self._exhausted_at = _NEVER
+            self._queue.add(context.group, context)
+            self._failed_at = _NOT_FAILED
 
     def discard(self, context: Context) -> None:
-        self._line.discard(context.group, context)
+        self._queue.discard(context.group, context)
 
-    def evict(self, num_free: int, asking: ShareGroup | None = None) -> bool:
+    def evict(self, num_free: int, requester: ShareGroup | None = None) -> bool:
         """Drop KV of groups that are not protected, and then of the one that asks, until `num_free`
         blocks are free; False if that cannot be reached so."""
         pool = self._tree.pool
         if pool.num_free >= num_free:
             return True
-        if self._exhausted_at == (pool.num_releases, self._shares.num_changes, asking):
+        if self._failed_at == (pool.num_releases, self._shares.num_changes, requester):
             return False  # nothing else may be dropped than at the last vain attempt
         spent: list[ShareGroup] = []
         while pool.num_free < num_free:
-            group, surplus = self._line.first_group(), None
+            group, surplus = self._queue.first_group(), None
             if group is not None and group not in spent and not self._shares.protects(group):
-                surplus = self._line.surplus(group)
-            elif asking is not None and asking not in spent:
-                group = asking
+                surplus = self._queue.surplus(group)
+            elif requester is not None and requester not in spent:
+                group = requester
             else:
                 break
             goal = num_free if surplus is None else min(num_free, pool.num_free + surplus)
-            for context in drop_kv(self._tree, self._line.of(group), goal):
+            for context in drop_kv(self._tree, self._queue.of(group), goal):
                 if not context.block_ids:
                     self.discard(context)
             if pool.num_free < goal:
-                self._line.pass_over(group)
+                self._queue.suspend(group)
                 spent.append(group)
-        self._line.restore(spent)
+        self._queue.resume(spent)
         if pool.num_free >= num_free:
             return True
-        self._exhausted_at = (pool.num_releases, self._shares.num_changes, asking)
+        self._failed_at = (pool.num_releases, self._shares.num_changes, requester)
         return False
 
     def free_blocks_for(
@@ -410,15 +410,15 @@ class IdleContexts:
         its job `is_first`, nobody is protected from it: else it might wait for ever. Returns the
         contexts that lost KV, and whether there is room."""
         tree = self._tree
-        groups = self._line.groups()
+        groups = self._queue.groups()
         spared = [g for g in groups if g is not context.group and self._shares.protects(g)]
-        contexts = [c for g in groups if g not in spared for c in self._line.of(g)]
+        contexts = [c for g in groups if g not in spared for c in self._queue.of(g)]
         contexts += later
         changed = set()
         if is_first or sum(len(c.block_ids) for c in contexts) >= num_blocks - tree.pool.num_free:
             changed = drop_kv(tree, contexts, num_blocks)
         if is_first and tree.pool.num_free < num_blocks:
-            contexts += [c for g in spared for c in self._line.of(g)]
+            contexts += [c for g in spared for c in self._queue.of(g)]
             changed |= drop_kv(tree, contexts, num_blocks)
         unshared = set()
         if tree.pool.num_free < num_blocks:
@@ -451,7 +451,7 @@ def _drop_own_tail(tree: ContextTree, context: Context, max_blocks: int) -> bool
     floor = max(0, keep - max_blocks)
     while keep > floor and tree.pool.num_refs(blocks[keep - 1]) == 1:
         keep -= 1
-    return _keep(tree, context, keep)
+    return _truncate_to(tree, context, keep)
 
 
 def _drop_shared_tails(
@@ -467,12 +467,12 @@ def _drop_shared_tails(
             break
         own = (index for index, block in enumerate(context.block_ids) if block in inside)
         keep = next(own, len(context.block_ids))
-        if _keep(tree, context, keep):
+        if _truncate_to(tree, context, keep):
             changed.append(context)
     return changed
 
 
-def _keep(tree: ContextTree, context: Context, num_blocks: int) -> bool:
+def _truncate_to(tree: ContextTree, context: Context, num_blocks: int) -> bool:
     if num_blocks == len(context.block_ids):
         return False
     tree.truncate(context, num_blocks)

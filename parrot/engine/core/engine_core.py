@@ -259,7 +259,7 @@ class EngineCore:
         return step
 
     def _schedule(self, drafts: Drafts) -> Step | None:
-        self.requests.open_forks()
+        self.requests.apply_ready_forks()
         return self._scheduler.schedule(self._clock.now(), drafts)
 
     def run(self, step: Step) -> StepResult:
@@ -343,7 +343,7 @@ class EngineCore:
 
     def max_multi_steps(self, token_ids: Collection[int]) -> int:
         """See `LocalScheduler`. So many steps may be planned once and delivered together."""
-        return 0 if self._tree.pending else self._scheduler.max_multi_steps(token_ids)
+        return 0 if self._tree.pending_forks else self._scheduler.max_multi_steps(token_ids)
 
     def deliver_multi_step(
         self, step: Step, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]

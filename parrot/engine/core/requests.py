@@ -101,7 +101,7 @@ class RequestTable:
         if generation is not None and self.followers.of:
             self.followers.began(state.context_id, generation)
         share, contexts = request.share, dict.fromkeys([job.context for job in state.jobs])
-        self._tree.shares.came(state.jobs[0].context.group, share.tenant, share.weight)
+        self._tree.shares.record_request(state.jobs[0].context.group, share.tenant, share.weight)
         for context in contexts:
             self._advance(context)
 
@@ -163,9 +163,9 @@ class RequestTable:
 
     # -- opening -----------------------------------------------------------------------------
 
-    def open_forks(self) -> None:
+    def apply_ready_forks(self) -> None:
         """Carry out the forks whose parents have got far enough. One may let another follow."""
-        pending, num_before = self._tree.pending, -1
+        pending, num_before = self._tree.pending_forks, -1
         while len(pending) != num_before:
             num_before = len(pending)
             for context in list(pending):
@@ -186,7 +186,7 @@ class RequestTable:
             elif (line := self._lines.of(context)) and self._should_restore(parent, length):
                 self._restore(parent, line[0])
                 return
-        self._carry_out_fork(context, length)
+        self._apply_fork(context, length)
 
     def _should_restore(self, parent: Context, length: int) -> bool:
         """Whether KV that the parent lost is worth computing in the parent, where every fork
@@ -201,8 +201,8 @@ class RequestTable:
         self._add(Job(job_id, state, parent, piece, None, wanted_by.priority, restores=True))
         self._advance(parent)
 
-    def _carry_out_fork(self, context: Context, length: int) -> None:
-        self._tree.carry_out_fork(context, length)
+    def _apply_fork(self, context: Context, length: int) -> None:
+        self._tree.apply_fork(context, length)
         self._advance(context)
 
     def _advance(self, context: Context) -> None:
@@ -298,7 +298,7 @@ class RequestTable:
 
     def fail_job(self, job: Job, error: ParrotError) -> None:
         """A step went wrong for this job: what it left in its own blocks is not to be trusted."""
-        self._tree.distrust(job.context)
+        self._tree.invalidate(job.context)
         self.fail_all([job.request], error)
 
     def fail_everything(self, error: ParrotError) -> None:
@@ -388,7 +388,7 @@ class RequestTable:
             self._fail_on(child, NotFound(text, param="parent_context_id"))
             length = parent.num_known
         if parent.fork is None:
-            self._carry_out_fork(child, length)
+            self._apply_fork(child, length)
         else:
             child.fork = Fork(parent.fork.parent, length, None)
 
@@ -509,7 +509,9 @@ def _length_of(
 
 def forks_of(tree: ContextTree, parent: Context) -> list[tuple[Context, Fork]]:
     """The forks of a context that have not been carried out, in order of their creation."""
-    return [(c, c.fork) for c in tree.pending if c.fork is not None and c.fork.parent is parent]
+    return [
+        (c, c.fork) for c in tree.pending_forks if c.fork is not None and c.fork.parent is parent
+    ]
 
 
 def forks_wanting(tree: ContextTree, job: Job) -> list[Context]:

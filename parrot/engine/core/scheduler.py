@@ -103,10 +103,10 @@ class NoBudgets:
     def remove(self, job: Job) -> None:
         pass
 
-    def begin(self, now: float, decoding: Iterable[Job]) -> TenantBudgets | None:
+    def begin_step(self, now: float, decoding: Iterable[Job]) -> TenantBudgets | None:
         return None
 
-    def lift(self) -> bool:
+    def forgive_debts(self) -> bool:
         return False
 
     def check_integrity(self, jobs: Iterable[Job]) -> None:
@@ -342,7 +342,7 @@ class LocalScheduler:
             job.context.token_ids.append(PENDING)
         try:
             step = self._plan(now, drafts)
-            if step is None and self._budgets.lift():
+            if step is None and self._budgets.forgive_debts():
                 return self._plan(now, drafts)
             return step
         finally:
@@ -356,7 +356,7 @@ class LocalScheduler:
         self._context_tokens = 0
         self._num_background_tokens = 0
         self._planned_at = now
-        self._limiting_budgets = bound = self._budgets.begin(now, self.decoding)
+        self._limiting_budgets = bound = self._budgets.begin_step(now, self.decoding)
         for job in self.decoding[:]:
             missing = job.context.num_missing if bound is None else bound.num_tokens(job)
             if job.is_admitted and missing and self._fits_step(job):
@@ -437,7 +437,7 @@ class LocalScheduler:
         context = job.context
         end = len(context.token_ids)
         while (copies := self._tree.reserve(context, end)) is None:
-            if not self._free_blocks_for(job, self._tree.blocks_missing(context, end)):
+            if not self._free_blocks_for(job, self._tree.num_blocks_needed(context, end)):
                 return False
         if not job.has_begun and context.num_missing > max(1, job.num_counted):  # 1: perhaps again
             job.count_missing()

@@ -8,7 +8,7 @@ share, and lose before all others (utils/weighted_shares.py). With one group the
 order, and no weighted shares exist.
 
     held by contexts   | in use | idle: goes in this order . . . |    num_used
-    held by nobody     | published, till the block is given away |    num_kept, of both tiers
+    held by nobody     | published, till the block is given away |    num_cached, of both tiers
 """
 
 from collections import OrderedDict
@@ -21,9 +21,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.weighted_shares import LossOrder, WeightedShare, WeightedShares
 
-_PROTECTED = 0.5  # of each share; the rest is for whatever runs
+_PROTECTED_FRACTION = 0.5  # of each share; the rest is for whatever runs
 _MAX_TENANTS = 1024  # of one group, whose weights are added
-_RUN_PART = 1 / 1024  # of all blocks: so many go at once, though it may be another's turn
+_RUN_SLACK_FRACTION = 1 / 1024  # of all blocks: so many go at once, though it may be another's turn
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 @dataclass(slots=True, eq=False)
 class ShareGroup(WeightedShare):
     """A group with contexts or KV. Its weight is the sum of those of its tenants, which have been
-    here since it was last away. `num_used` blocks are held by contexts, and `num_kept` blocks and
+    here since it was last away. `num_used` blocks are held by contexts, and `num_cached` blocks and
     slots of the host by nobody. A block counts for the group for which it was computed, also while
     others share it."""
 
@@ -39,7 +39,7 @@ class ShareGroup(WeightedShare):
     weights: dict[str, float] = field(default_factory=dict)
     num_contexts: int = 0
     num_used: int = 0
-    num_kept: int = 0
+    num_cached: int = 0
 
 
 Amount = Callable[[ShareGroup], int]
@@ -51,10 +51,10 @@ class KvShares:
 
     def __init__(self, num_blocks: int, clock: Clock | None = None) -> None:
         self._num_blocks = num_blocks
-        self.run_slack = int(num_blocks * _RUN_PART)
+        self.run_slack = int(num_blocks * _RUN_SLACK_FRACTION)
         self._clock = clock or MonotonicClock()
         self._groups: dict[str, ShareGroup] = {}
-        self._lines: list[KvLine[Any]] = []
+        self._queues: list[EvictionQueue[Any]] = []
         self._weighted: WeightedShares[ShareGroup] | None = None
 
     def group(self, salt: str) -> ShareGroup:
@@ -71,10 +71,10 @@ class KvShares:
         self._weighted = WeightedShares(self._clock)
         for group in self._groups.values():
             self._weighted.enter(group)
-        for line in self._lines:
-            line.install(self._weighted)
+        for queue in self._queues:
+            queue.install(self._weighted)
 
-    def came(self, group: ShareGroup, tenant: str, weight: float) -> None:
+    def record_request(self, group: ShareGroup, tenant: str, weight: float) -> None:
         """A request of one of its tenants has come."""
         self.touch(group)
         if group.weights.get(tenant) == weight:
@@ -101,22 +101,22 @@ class KvShares:
         if self._weighted is not None:
             self._weighted.grew(group)
 
-    def having(self, group: ShareGroup | None) -> ShareGroup:
+    def add_cached(self, group: ShareGroup | None) -> ShareGroup:
         """The group, which may have been forgotten, with one kept block more; None: of no salt."""
         salt = "" if group is None else group.salt
         known = self._groups.get(salt) or self.group(salt)
-        known.num_kept += 1
+        known.num_cached += 1
         self.grew(known)
         return known
 
-    def kept_less(self, group: ShareGroup) -> None:
+    def remove_cached(self, group: ShareGroup) -> None:
         """One kept block less."""
-        group.num_kept -= 1
-        self.forget_if_gone(group)
+        group.num_cached -= 1
+        self.remove_if_empty(group)
 
-    def forget_if_gone(self, group: ShareGroup) -> None:
+    def remove_if_empty(self, group: ShareGroup) -> None:
         """Forget it if it has neither contexts nor KV."""
-        if not (group.num_contexts or group.num_used or group.num_kept):
+        if not (group.num_contexts or group.num_used or group.num_cached):
             del self._groups[group.salt]
             if self._weighted is not None:
                 self._weighted.remove(group)
@@ -127,28 +127,28 @@ class KvShares:
         return 0 if self._weighted is None else self._weighted.num_changes
 
     @property
-    def protected(self) -> float:
+    def protected_per_weight(self) -> float:
         """Blocks of the device that are protected for a weight of 1; 0 for a group alone."""
         if self._weighted is None or self._weighted.num_present < 2:
             return 0.0
-        return _PROTECTED * self._num_blocks / self._weighted.weight
+        return _PROTECTED_FRACTION * self._num_blocks / self._weighted.weight
 
     def protects(self, group: ShareGroup) -> bool:
         """Whether its contexts hold no more than what is protected."""
         if self._weighted is None:
             return False
         self._weighted.sweep()
-        most = self.protected * group.weight
+        most = self.protected_per_weight * group.weight
         return most > 0.0 and not group.is_away and group.num_used <= most
 
-    def add_line(self, line: "KvLine[Any]") -> None:
-        self._lines.append(line)
+    def add_queue(self, queue: "EvictionQueue[Any]") -> None:
+        self._queues.append(queue)
         if self._weighted is not None:
-            line.install(self._weighted)
+            queue.install(self._weighted)
 
-    def remove_line(self, line: "KvLine[Any]") -> None:
-        """The line is empty, and stays so."""
-        self._lines.remove(line)
+    def remove_queue(self, queue: "EvictionQueue[Any]") -> None:
+        """The queue is empty, and stays so."""
+        self._queues.remove(queue)
 
     def check_integrity(self, counts: Mapping[ShareGroup, tuple[int, int, int]]) -> None:
         """`counts`: of each group, its contexts, and what it uses and keeps. Raises AssertionError
@@ -162,10 +162,10 @@ class KvShares:
 
 
 def _counted(group: ShareGroup) -> tuple[int, int, int]:
-    return group.num_contexts, group.num_used, group.num_kept
+    return group.num_contexts, group.num_used, group.num_cached
 
 
-class KvLine(Generic[T]):
+class EvictionQueue(Generic[T]):
     """Things that may go, each group's in an order of its own. First goes the first of the group
     that loses first by its `amount`: see `LossOrder`, which is there from the second group on."""
 
@@ -175,7 +175,7 @@ class KvLine(Generic[T]):
         self._items: dict[ShareGroup, OrderedDict[T, None]] = {}
         self._order: LossOrder[ShareGroup] | None = None
         self._num_items = 0
-        shares.add_line(self)
+        shares.add_queue(self)
 
     def install(self, weighted: WeightedShares[ShareGroup]) -> None:
         """There is a second group from now on."""
@@ -192,7 +192,7 @@ class KvLine(Generic[T]):
             yield from self._items[group]
 
     def groups(self) -> list[ShareGroup]:
-        """Those with something in line, in order."""
+        """Those with something in queue, in order."""
         order = self._order
         return list(self._items) if order is None else sorted(self._items, key=order.key)
 
@@ -200,11 +200,11 @@ class KvLine(Generic[T]):
         return item in self._items.get(group, ())
 
     def of(self, group: ShareGroup) -> Collection[T]:
-        """Its part of the line, in order."""
+        """Its part of the queue, in order."""
         return self._items.get(group, {}).keys()
 
     def add(self, group: ShareGroup, item: T, *, goes_first: bool = False) -> None:
-        """It is the last of its group to go, or the first; also if it was in line."""
+        """It is the last of its group to go, or the first; also if it was in queue."""
         items = self._items.get(group)
         if items is None:
             items = self._items[group] = OrderedDict()
@@ -219,15 +219,15 @@ class KvLine(Generic[T]):
             items.move_to_end(item, last=False)
 
     def add_run(self, group: ShareGroup, items: Sequence[T]) -> None:
-        """`add` these, of which none is in line."""
+        """`add` these, of which none is in queue."""
         self.add(group, items[0])
-        line = self._items[group]
+        queue = self._items[group]
         for item in items[1:]:
-            line[item] = None
+            queue[item] = None
         self._num_items += len(items) - 1
 
     def discard(self, group: ShareGroup, item: T) -> None:
-        """It leaves the line, if it is in it."""
+        """It leaves the queue, if it is in it."""
         items = self._items.get(group)
         if items is None or item not in items:
             return
@@ -252,12 +252,12 @@ class KvLine(Generic[T]):
     def surplus(self, group: ShareGroup) -> int | None:
         """How much the group, whose turn it is, loses before it is another's turn or it is
         protected; None: all that it has."""
-        level = self._shares.protected
+        level = self._shares.protected_per_weight
         if self._order is None or not level or group.is_away:
             return None
-        return self._above(self._order, group, level)
+        return self._excess(self._order, group, level)
 
-    def _above(self, order: LossOrder[ShareGroup], group: ShareGroup, level: float) -> int:
+    def _excess(self, order: LossOrder[ShareGroup], group: ShareGroup, level: float) -> int:
         """How much the group, whose turn it is, has above a level and the next group's."""
         order.discard(group)
         other = self.first_group()
@@ -273,22 +273,22 @@ class KvLine(Generic[T]):
         if group is None:
             return ()
         if order is not None and most > 1 and len(order) > 1 and not group.is_away:
-            most = min(most, self._above(order, group, 0.0) + self._shares.run_slack)
+            most = min(most, self._excess(order, group, 0.0) + self._shares.run_slack)
         return list(islice(self._items[group], most))
 
     def discard_run(self, group: ShareGroup, items: Sequence[T]) -> None:
-        """These, which are in line, leave it."""
+        """These, which are in queue, leave it."""
         for item in items[1:]:
             del self._items[group][item]
         self._num_items -= len(items) - 1
         self.discard(group, items[0])
 
-    def pass_over(self, group: ShareGroup) -> None:
-        """It is nobody's turn but others', till `restore`."""
+    def suspend(self, group: ShareGroup) -> None:
+        """It is nobody's turn but others', till `resume`."""
         if self._order is not None:
             self._order.discard(group)
 
-    def restore(self, groups: Collection[ShareGroup]) -> None:
+    def resume(self, groups: Collection[ShareGroup]) -> None:
         """It may be the turn of these again."""
         if self._order is None:
             return
@@ -308,9 +308,9 @@ def num_used(group: ShareGroup) -> int:
     return group.num_used
 
 
-def num_held(group: ShareGroup) -> int:
+def num_resident(group: ShareGroup) -> int:
     """Blocks that there are of it, and slots of the host."""
-    return group.num_used + group.num_kept
+    return group.num_used + group.num_cached
 
 
 class TenantShare(NamedTuple):

@@ -9,28 +9,30 @@ from parrot.engine.core.shares import TenantShare
 from parrot.engine.core.steps import StepCostMeter
 from parrot.protocol.engine_api import StepCosts
 
-_CROWD = 16  # jobs by weight: a tenant with fewer crowds nobody
-_TIMES = 4  # a tenant crowds another when it has this many times its jobs by weight
+_CROWD_JOBS = 16  # jobs by weight: a tenant with fewer crowds nobody
+_CROWD_RATIO = 4  # a tenant crowds another when it has this many times its jobs by weight
 _LINGER_S = 10.0  # a tenant that left so lately may come back for its next turn
 _LINGER_GROWTH = 3.0  # steps may grow by this many times what they may beside a tenant that stays
-_AWAY_S = 600.0  # a tenant that left is remembered for so long
-_AWAY_TOKENS = 1024  # of a crowd's prompts in a step while one is remembered: a tenth dearer
-_NUM_AWAY = 2  # tenants that are remembered so: the crowd itself may be one
-_MIN_CHUNK = 32  # tokens of a prompt; what they take too much is paid by later steps
-_LEAST_S = 1e-6  # so that something may be computed where nobody else has anything
-_USUAL_COSTS = StepCosts()
+_RETURN_S = 600.0  # a tenant that left is remembered for so long
+_RETURN_PROMPT_TOKENS = (
+    1024  # of a crowd's prompts in a step while one is remembered: a tenth dearer
+)
+_MAX_RETURNING = 2  # tenants that are remembered so: the crowd itself may be one
+_MIN_CHUNK_TOKENS = 32  # tokens of a prompt; what they take too much is paid by later steps
+_MIN_BUDGET_S = 1e-6  # so that something may be computed where nobody else has anything
+_DEFAULT_COSTS = StepCosts()
 
 
 @dataclass(slots=True)
 class _Tenant:
-    """`num_jobs` are open; `most_jobs` were, since it came. It is remembered `until` some time
-    after the last step with a job. `credit_s`: what its jobs may take of the next step."""
+    """`num_jobs` are open; `most_jobs` were, since it came. `credit_s`: what its jobs may take of
+    the next step."""
 
     weight: float = 1.0
     step_growth: float | None = None
     num_jobs: int = 0
     most_jobs: int = 0
-    until: float = -inf
+    guarded_until: float = -inf
     credit_s: float = 0.0
 
 
@@ -47,22 +49,22 @@ class TenantBudgets:
     def __init__(self, costs: StepCostMeter, block_size: int) -> None:
         self._meter = costs
         self._block_size = block_size
-        self._costs = _USUAL_COSTS
+        self._costs = _DEFAULT_COSTS
         self._tenants: dict[str, _Tenant] = {}
-        self._away: dict[str, float] = {}  # who went last, and when; those alone who may bind
-        self._left: dict[str, float] = {}  # by tenant; whoever is not there is not bound
-        self._prompt_left: dict[str, int] = {}  # tokens; of others than those
-        self._read: set[int] = set()  # first blocks of shared beginnings that were paid
+        self._returning: dict[str, float] = {}  # who went last, and when; those alone who may bind
+        self._seconds_left: dict[str, float] = {}  # by tenant; whoever is not there is not bound
+        self._prompt_tokens_left: dict[str, int] = {}  # tokens; of others than those
+        self._counted_prefixes: set[int] = set()  # first blocks of shared beginnings that were paid
 
     @property
     def are_limited(self) -> bool:
         """Whether some tenant is, in this step."""
-        return bool(self._left)
+        return bool(self._seconds_left)
 
-    def enter(self, share: TenantShare, num_jobs: int, most_jobs: int, until: float) -> None:
-        """Add the tenant of all jobs so far. The last of them had a step at `until`."""
+    def enter(self, share: TenantShare, num_jobs: int, most_jobs: int, last_step_at: float) -> None:
+        """Add the tenant of all jobs so far. The last of them had a step at `last_step_at`."""
         self._tenants[share.tenant] = _Tenant(
-            share.weight, share.step_growth, num_jobs, most_jobs, until + _LINGER_S
+            share.weight, share.step_growth, num_jobs, most_jobs, last_step_at + _LINGER_S
         )
 
     def add(self, job: Job) -> None:
@@ -71,7 +73,7 @@ class TenantBudgets:
         tenant = self._tenants.get(share.tenant)
         if tenant is None:
             tenant = self._tenants[share.tenant] = _Tenant()
-            self._away.pop(share.tenant, None)
+            self._returning.pop(share.tenant, None)
         tenant.weight = share.weight
         tenant.num_jobs += 1
         tenant.most_jobs = max(tenant.most_jobs, tenant.num_jobs)
@@ -81,89 +83,93 @@ class TenantBudgets:
     def remove(self, job: Job) -> None:
         self._tenants[job.request.wanted.share.tenant].num_jobs -= 1
 
-    def begin(self, now: float, decoding: Iterable[Job]) -> "TenantBudgets | None":
+    def begin_step(self, now: float, decoding: Iterable[Job]) -> "TenantBudgets | None":
         """Another step is planned. `decoding`: the jobs that generate. None: no tenant is bound."""
-        self._left.clear()
-        self._prompt_left.clear()
-        self._forget(now)
-        self._bind_prompts(now)
+        self._seconds_left.clear()
+        self._prompt_tokens_left.clear()
+        self._remove_inactive(now)
+        self._limit_prompts(now)
         if len(self._tenants) >= 2:
-            self._bind(decoding)
-        return self if self._left or self._prompt_left else None
+            self._limit_crowding_tenants(decoding)
+        return self if self._seconds_left or self._prompt_tokens_left else None
 
-    def _bind(self, decoding: Iterable[Job]) -> None:
+    def _limit_crowding_tenants(self, decoding: Iterable[Job]) -> None:
         """Bind the tenants that crowd others."""
         guarded = [(n, t) for n, t in self._tenants.items() if t.step_growth is not None]
         bound = {
             name: [(n, t) for n, t in guarded if n != name and _crowds(tenant, t)]
             for name, tenant in self._tenants.items()
-            if guarded and tenant.num_jobs > _CROWD * tenant.weight
+            if guarded and tenant.num_jobs > _CROWD_JOBS * tenant.weight
         }
         if not any(bound.values()):
             return
-        self._costs = self._meter.recent() or _USUAL_COSTS
-        self._read.clear()
+        self._costs = self._meter.recent() or _DEFAULT_COSTS
+        self._counted_prefixes.clear()
         own_s = self._decode_s(decoding, dict(guarded))
-        self._read.clear()
+        self._counted_prefixes.clear()
         for name, others in bound.items():
             if others:
                 tenant = self._tenants[name]
-                limit = tenant.weight * min(self._allowed_s(t, own_s[n]) for n, t in others)
+                limit = tenant.weight * min(self._limit_s(t, own_s[n]) for n, t in others)
                 tenant.credit_s = min(limit, tenant.credit_s + limit)
-                self._left[name] = tenant.credit_s
-                self._prompt_left.pop(name, None)
+                self._seconds_left[name] = tenant.credit_s
+                self._prompt_tokens_left.pop(name, None)
 
     def num_tokens(self, job: Job) -> int:
         """How many of its tokens the step may compute."""
         missing = job.context.num_missing
-        left = self._left.get(job.request.wanted.share.tenant) if self._left else None
+        left = (
+            self._seconds_left.get(job.request.wanted.share.tenant) if self._seconds_left else None
+        )
         if left is None:
-            if missing > 1 and self._prompt_left:
-                return min(missing, self._prompt_left.get(job.request.wanted.share.tenant, missing))
+            if missing > 1 and self._prompt_tokens_left:
+                return min(
+                    missing, self._prompt_tokens_left.get(job.request.wanted.share.tenant, missing)
+                )
             return missing
         if left <= 0.0:
             return 0
-        return min(missing, max(_MIN_CHUNK, int(left / self._costs.prefill_s)))
+        return min(missing, max(_MIN_CHUNK_TOKENS, int(left / self._costs.prefill_s)))
 
     def charge(self, job: Job, num_tokens: int) -> None:
         """The step computes so many of its tokens."""
         name = job.request.wanted.share.tenant
-        if name in self._left:
-            self._left[name] -= self._cost_s(job, num_tokens)
-            self._tenants[name].credit_s = self._left[name]
-        elif job.context.num_missing > 1 and name in self._prompt_left:
-            self._prompt_left[name] -= num_tokens
+        if name in self._seconds_left:
+            self._seconds_left[name] -= self._cost_s(job, num_tokens)
+            self._tenants[name].credit_s = self._seconds_left[name]
+        elif job.context.num_missing > 1 and name in self._prompt_tokens_left:
+            self._prompt_tokens_left[name] -= num_tokens
 
-    def lift(self) -> bool:
+    def forgive_debts(self) -> bool:
         """Forgive all debts, since nobody else has anything to compute. False if there are none."""
-        for name in self._left:
+        for name in self._seconds_left:
             self._tenants[name].credit_s = inf
-        return bool(self._left)
+        return bool(self._seconds_left)
 
-    def _forget(self, now: float) -> None:
+    def _remove_inactive(self, now: float) -> None:
         for name, tenant in list(self._tenants.items()):
             if tenant.num_jobs:
-                tenant.until = now + _LINGER_S
-            elif tenant.step_growth is None or now >= tenant.until:
+                tenant.guarded_until = now + _LINGER_S
+            elif tenant.step_growth is None or now >= tenant.guarded_until:
                 del self._tenants[name]
                 if tenant.step_growth is not None:
-                    self._away[name] = now
-                    if len(self._away) > _NUM_AWAY:
-                        del self._away[next(iter(self._away))]
+                    self._returning[name] = now
+                    if len(self._returning) > _MAX_RETURNING:
+                        del self._returning[next(iter(self._returning))]
 
-    def _bind_prompts(self, now: float) -> None:
+    def _limit_prompts(self, now: float) -> None:
         """Somebody's call may come, who was here, and wait for the step that is under way."""
-        away = [name for name, since in self._away.items() if now < since + _AWAY_S]
+        away = [name for name, since in self._returning.items() if now < since + _RETURN_S]
         for name, tenant in self._tenants.items() if away else ():
-            if tenant.num_jobs > _CROWD * tenant.weight and away != [name]:
-                self._prompt_left[name] = _AWAY_TOKENS
+            if tenant.num_jobs > _CROWD_JOBS * tenant.weight and away != [name]:
+                self._prompt_tokens_left[name] = _RETURN_PROMPT_TOKENS
 
-    def _allowed_s(self, tenant: _Tenant, own_s: float) -> float:
+    def _limit_s(self, tenant: _Tenant, own_s: float) -> float:
         """The seconds that others of weight 1 may take beside this one, whose outputs take
         `own_s`: no less than it takes itself."""
         assert tenant.step_growth is not None, tenant
         growth = tenant.step_growth * (1.0 if tenant.num_jobs else _LINGER_GROWTH)
-        return max(_LEAST_S, own_s, growth * (self._costs.step_s + own_s)) / tenant.weight
+        return max(_MIN_BUDGET_S, own_s, growth * (self._costs.step_s + own_s)) / tenant.weight
 
     def _decode_s(self, decoding: Iterable[Job], tenants: dict[str, _Tenant]) -> dict[str, float]:
         own_s = dict.fromkeys(tenants, 0.0)
@@ -178,9 +184,9 @@ class TenantBudgets:
             return num_tokens * costs.prefill_s
         num_read = len(context.token_ids)
         if context.owned_from:  # what it shares is read once
-            if context.block_ids[0] in self._read:
+            if context.block_ids[0] in self._counted_prefixes:
                 num_read -= context.owned_from * self._block_size
-            self._read.add(context.block_ids[0])
+            self._counted_prefixes.add(context.block_ids[0])
         return costs.sequence_s + num_read * costs.token_s
 
     def check_integrity(self, jobs: Iterable[Job]) -> None:
@@ -194,4 +200,4 @@ class TenantBudgets:
 def _crowds(tenant: _Tenant, other: _Tenant) -> bool:
     """Whether it has many times as many jobs, by weight, as the other has or had."""
     most = other.num_jobs or other.most_jobs
-    return tenant.num_jobs / tenant.weight > max(_CROWD, _TIMES * most / other.weight)
+    return tenant.num_jobs / tenant.weight > max(_CROWD_JOBS, _CROWD_RATIO * most / other.weight)

@@ -24,7 +24,7 @@ def grow(tree: ContextTree, context: Context, num_tokens: int) -> tuple[BlockCop
 
 def fork(tree: ContextTree, parent: Context, context_id: int, length: int) -> Context:
     child = tree.create(context_id, Fork(parent, length, None))
-    tree.carry_out_fork(child, length)
+    tree.apply_fork(child, length)
     tree.check_integrity()
     return child
 
@@ -93,7 +93,7 @@ def test_no_room_changes_nothing(tree):
     child = fork(tree, parent, 2, 30)
     child.token_ids.extend([1])
     assert tree.pool.num_free == 0
-    assert tree.blocks_missing(child, 31) == 1
+    assert tree.num_blocks_needed(child, 31) == 1
     before = list(child.block_ids)
     assert tree.reserve(child, 31) is None
     assert child.block_ids == before

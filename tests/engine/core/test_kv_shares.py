@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.contexts import Context
-from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, TenantShare, num_used
+from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, TenantShare, num_used
 from parrot.protocol.engine_api import NO_PARENT
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.weighted_shares import LossOrder
@@ -126,9 +126,9 @@ def test_the_weights_of_a_group_s_tenants_add_up():
     shares = KvShares(10)
     ours, other = shares.group("ours"), shares.group("other")
     for tenant in ("a", "b", "a"):
-        shares.came(ours, tenant, 2.0)
-    shares.came(other, "c", 1.0)
-    assert (ours.weight, other.weight, shares.protected) == (4.0, 1.0, 1.0)
+        shares.record_request(ours, tenant, 2.0)
+    shares.record_request(other, "c", 1.0)
+    assert (ours.weight, other.weight, shares.protected_per_weight) == (4.0, 1.0, 1.0)
 
 
 def test_who_is_away_loses_first():
@@ -245,7 +245,7 @@ def test_blocks_that_nobody_holds_are_given_away_by_weight(weights, steps):
     groups = [pool.shares.group(f"{n}") for n in range(len(weights))]
     for group, weight in zip(groups, weights, strict=True):
         group.num_contexts = 1
-        pool.shares.came(group, "", weight)
+        pool.shares.record_request(group, "", weight)
     tables: list[list[int]] = []
     for number, (turn, size) in enumerate(steps):
         if tables and turn == 3:
@@ -301,12 +301,12 @@ class Spy:
         assert {c: len(c.block_ids) for c in before} == before
         self.num_spared += len(before)
 
-    def _evict(self, num_free: int, asking: ShareGroup | None = None) -> bool:
-        before = {c: n for c, n in self._protected().items() if c.group is not asking}
+    def _evict(self, num_free: int, requester: ShareGroup | None = None) -> bool:
+        before = {c: n for c, n in self._protected().items() if c.group is not requester}
         used = {c.group: c.group.num_used for c in self.idle}
-        has_room = self.evict(num_free, asking)
+        has_room = self.evict(num_free, requester)
         self._check(before)
-        lost = {g: number - g.num_used for g, number in used.items() if g is not asking}
+        lost = {g: number - g.num_used for g, number in used.items() if g is not requester}
         for loser in (group for group, number in lost.items() if number and not group.is_away):
             others = [c for c in self.idle if not c.group.is_away and lost.get(c.group) == 0]
             for group in {c.group for c in others if self.pool.num_refs(c.block_ids[-1]) == 1}:
@@ -368,7 +368,7 @@ def test_a_line_takes_log_n_steps_for_many_groups():
         looks += 1
         return num_used(group)
 
-    line: KvLine[int] = KvLine(shares, amount)
+    line: EvictionQueue[int] = EvictionQueue(shares, amount)
     for number in range(1000):
         group = shares.group(f"{number}")
         group.num_used = 10
@@ -387,11 +387,11 @@ def test_what_a_huge_weight_leaves_behind_are_the_others_weights():
     for number in range(3):
         group = shares.group(f"{number}")
         group.num_contexts = 1
-        shares.came(group, "", 1e9 if number == 0 else 1e-8)
+        shares.record_request(group, "", 1e9 if number == 0 else 1e-8)
         clock.pass_time(1.0)
     clock.pass_time(AWAY_S - 3.5)
     assert shares.protects(group)  # the first is away
-    assert shares.protected * 2e-8 == 6.0
+    assert shares.protected_per_weight * 2e-8 == 6.0
 
 
 def test_a_run_of_blocks_is_given_away_for_few_looks_at_groups():

@@ -45,7 +45,7 @@ class HostKv:
         if not tier.is_worth_bringing(keys):
             return False
         end = len(context.token_ids)
-        while (num_blocks := self._tree.blocks_missing(context, end)) > self._tree.pool.num_free:
+        while (num_blocks := self._tree.num_blocks_needed(context, end)) > self._tree.pool.num_free:
             if not free_blocks_for(job, num_blocks):
                 return False
         job.arrival = tier.bring_back(keys, job, context.group)

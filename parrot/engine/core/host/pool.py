@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, num_held
+from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_resident
 
 _MAX_LOOKS = 64  # at slots that are spared, before one is given up
 
@@ -23,7 +23,9 @@ class HostPool:
         self._blank = list(range(num_slots - 1, -1, -1))
         self._by_key: dict[bytes, int] = {}
         self._held: dict[int, bytes] = {}  # those not being read,
-        self._line: KvLine[int] = KvLine(self._shares, num_held)  # and in which order they go
+        self._queue: EvictionQueue[int] = EvictionQueue(
+            self._shares, num_resident
+        )  # and in which order they go
         self._owners: dict[int, ShareGroup] = {}  # of those, and of those being read
         self._pins: dict[int, int] = {}  # how often each is being read
         self._pinned_keys: dict[int, bytes] = {}  # of those, if they still have one
@@ -46,11 +48,11 @@ class HostPool:
         """Take the slot that is to go first, to be written; with the key that it had. Those whose
         keys are spared are moved to the end. None: no slot was found, or not soon enough."""
         for _ in range(min(len(self._held), _MAX_LOOKS)):
-            slot = self._line.first()
+            slot = self._queue.first()
             assert slot is not None, "a held slot is lost"
             key = self._held[slot]
             if is_spared(key):
-                self._line.add(self._owners[slot], slot)
+                self._queue.add(self._owners[slot], slot)
                 continue
             del self._by_key[key]
             self._lose(slot)
@@ -62,19 +64,19 @@ class HostPool:
         group."""
         assert key not in self._by_key, f"slot {slot} holds what another one holds"
         self._by_key[key] = slot
-        self._hold(slot, key, self._shares.having(group))
+        self._hold(slot, key, self._shares.add_cached(group))
 
     def _hold(self, slot: int, key: bytes, group: ShareGroup) -> None:
         self._held[slot] = key
         self._owners[slot] = group
-        self._line.add(group, slot)
+        self._queue.add(group, slot)
 
     def _lose(self, slot: int) -> None:
         """A held slot, or one that was read, holds nothing any more."""
         group = self._owners.pop(slot)
         if self._held.pop(slot, None) is not None:
-            self._line.discard(group, slot)
-        self._shares.kept_less(group)
+            self._queue.discard(group, slot)
+        self._shares.remove_cached(group)
 
     def give_back(self, slot: int) -> None:
         """A slot that was to be written is blank again."""
@@ -84,13 +86,13 @@ class HostPool:
         """If there is a copy, it is the last to go, or else the first."""
         slot = self._by_key.get(key)
         if slot is not None and slot in self._held:
-            self._line.add(self._owners[slot], slot, goes_first=goes_first)
+            self._queue.add(self._owners[slot], slot, goes_first=goes_first)
 
     def pin(self, slot: int) -> None:
         """A held slot is being read."""
         if slot in self._held:
             self._pinned_keys[slot] = self._held.pop(slot)
-            self._line.discard(self._owners[slot], slot)
+            self._queue.discard(self._owners[slot], slot)
         assert slot in self._pinned_keys, f"slot {slot} holds nothing"
         self._pins[slot] = self._pins.get(slot, 0) + 1
 
@@ -128,5 +130,5 @@ class HostPool:
         slots = [*self._blank, *self._held, *self._pins, *being_written]
         assert sorted(slots) == list(range(self.num_slots)), f"a slot is lost or twice: {slots}"
         assert self._owners.keys() == {*self._held, *self._pins}, self._owners
-        assert set(self._line) == set(self._held), self._line
-        self._line.check_integrity()
+        assert set(self._queue) == set(self._held), self._queue
+        self._queue.check_integrity()

@@ -4,14 +4,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, takewhile
 
-from parrot.engine.core.shares import KvLine, KvShares, ShareGroup, num_held
+from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_resident
 
 
-class ReadyLine(KvLine[int]):
+class ReadyQueue(EvictionQueue[int]):
     """Free blocks with a key. The blocks that were made ready are given away first."""
 
     def __init__(self, shares: KvShares, owner: Callable[[int], ShareGroup]) -> None:
-        super().__init__(shares, num_held)
+        super().__init__(shares, num_resident)
         self._owner = owner
         self._ready: OrderedDict[int, None] = OrderedDict()
 

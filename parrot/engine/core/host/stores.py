@@ -8,7 +8,7 @@ go first.
 
                  blocks of the device                               slots of the host
     in use                                                          (copies go first)
-    free         | in line . . . . . . . . . . . . | ready: copied |  kept for last
+    free         | in queue . . . . . . . . . . . . | ready: copied |  kept for last
     given away                                                      the rest, oldest first
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from parrot.engine.core.block_pool import BlockPool
 from parrot.engine.core.host.pool import HostPool
-from parrot.engine.core.host.ready import ReadyLine
+from parrot.engine.core.host.ready import ReadyQueue
 from parrot.engine.core.shares import ShareGroup
 
 _MARGIN = 1 / 16  # of all blocks
@@ -53,28 +53,28 @@ class HostStores:
         self._storing: dict[bytes, _Storing] = {}  # by key
         self._late: list[Store] = []  # of blocks that were given away since the last choice
         self._uncopied: dict[int, None] = {}  # published blocks, in use or free
-        self._line = ReadyLine(pool.shares, pool.owner)
-        pool.watch(self, self._line)
+        self._queue = ReadyQueue(pool.shares, pool.owner)
+        pool.watch(self, self._queue)
 
-    def published(self, block: int, key: bytes) -> None:
+    def on_published(self, block: int, key: bytes) -> None:
         if not self._has_copy(key):
             self._uncopied[block] = None
             self.may_choose = True
 
-    def released(self, block: int) -> None:
+    def on_released(self, block: int) -> None:
         self.may_choose = True
 
-    def taken(self, block: int) -> None:
+    def on_acquired(self, block: int) -> None:
         self.may_choose = True
         self._host.touch(self._key_of(block), goes_first=True)
 
-    def given_away(self, block: int) -> None:
+    def on_evicted(self, block: int) -> None:
         """Nearly always it is ready. Else it is copied before anybody writes to it."""
         if block in self._uncopied and (slot := self._take_slot()) is not None:
             self._store(Store(block, slot, self._key_of(block)), self._late)
             self.may_choose = True
 
-    def forgotten(self, block: int, key: bytes) -> None:
+    def on_unpublished(self, block: int, key: bytes) -> None:
         self._uncopied.pop(block, None)
         self.may_choose = True
         self._host.touch(key)
@@ -83,11 +83,11 @@ class HostStores:
         """True also while the copy is being made."""
         return key in self._host or key in self._storing
 
-    def abandoned(self, keys: Sequence[bytes]) -> None:
+    def on_abandoned(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self._host.touch(key, goes_first=True)  # the end of the prefix before its beginning
 
-    def distrusted(self, key: bytes) -> None:
+    def on_invalidated(self, key: bytes) -> None:
         self._host.discard(key)
         self._storing.pop(key, None)
         self._on_distrust(key)
@@ -108,15 +108,15 @@ class HostStores:
         stores.append(store)
 
     def _next(self, is_idle: bool) -> Store | None:
-        line, num_blank = self._line, self._pool.num_free - len(self._line)
-        while num_blank + line.num_ready < self.margin:
-            if (block := line.first()) is None:
+        queue, num_blank = self._queue, self._pool.num_free - len(self._queue)
+        while num_blank + queue.num_ready < self.margin:
+            if (block := queue.first()) is None:
                 break
             key = self._key_of(block)
             slot = self._take_slot() if block in self._uncopied else None
             if slot is None and block in self._uncopied:
                 return None
-            line.make_ready(block)
+            queue.make_ready(block)
             if slot is not None:
                 return Store(block, slot, key)
             self._host.touch(key)
@@ -145,7 +145,7 @@ class HostStores:
     def _is_last_copy_soon(self, key: bytes) -> bool:
         """Whether the device still has it, but is about to give it away."""
         block = self._pool.find(key)
-        return block is not None and self._line.is_ready(block)
+        return block is not None and self._queue.is_ready(block)
 
     def over(self, key: bytes, slot: int, succeeded: bool) -> None:
         """A copy has been made, or not. A key that was distrusted meanwhile is not kept."""

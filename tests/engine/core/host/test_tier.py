@@ -252,9 +252,9 @@ def test_copies_of_what_the_device_uses_go_first():
     for store in stores.choose(8, is_idle=True):
         stores.over(store.key, store.slot, True)
     pool.release(blocks)
-    assert [host._held[slot] for slot in host._line] == [b"first", b"second"]
+    assert [host._held[slot] for slot in host._queue] == [b"first", b"second"]
     pool.share(blocks[1:])
-    assert [host._held[slot] for slot in host._line] == [b"second", b"first"]
+    assert [host._held[slot] for slot in host._queue] == [b"second", b"first"]
     stores.check_integrity({})
 
 
@@ -298,7 +298,7 @@ def test_what_a_freed_context_has_on_the_host_goes_first():
     keys = list(harness.context(2).keys)
     harness.free(2)
     host = harness.tier.host
-    assert [host._held[slot] for slot in host._line][:3] == keys[::-1]
+    assert [host._held[slot] for slot in host._queue][:3] == keys[::-1]
 
 
 def test_kv_that_may_be_wrong_leaves_the_host():
