@@ -116,7 +116,7 @@ class FuzzedRunner:
         self._rng = random.Random(setup.seed)
         self._reports: list[Landed] = []
         self.breaks_next = False
-        self.num_brought_back = 0
+        self.num_loaded = 0
         self.num_launched = 0
 
     @property
@@ -156,7 +156,7 @@ class FuzzedRunner:
             return Launched(plan, error)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
-        self.num_brought_back += sum(not transfer.to_host for transfer in transfers)
+        self.num_loaded += sum(not transfer.to_host for transfer in transfers)
         self._runner.transfer(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:

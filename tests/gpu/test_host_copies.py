@@ -187,7 +187,7 @@ def test_random_operations(tmp_path: Path) -> None:
     assert core.runtime_info().num_free_blocks == 30
     assert tier.totals.num_failed == 0
     assert tier.totals.num_stored > world.num_operations // 10
-    assert tier.totals.num_brought_back > world.num_operations // 50
+    assert tier.totals.num_loaded > world.num_operations // 50
     world.check_answers(runner, 40)
 
 

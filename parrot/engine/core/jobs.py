@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from parrot.engine.core.contexts import Context, ContextTree
-from parrot.engine.core.host.tier import Arrival
+from parrot.engine.core.host.tier import PendingLoad
 from parrot.engine.core.output import Generation
 from parrot.engine.core.shares import ALONE, TenantShare
 from parrot.engine.core.steps import (
@@ -328,7 +328,7 @@ class Job:
     # A step that samples for it, or is the last of its `reading`, is on its way.
     awaits_token: bool = field(init=False, default=False)
     # KV from the host that it waits for.
-    arrival: "Arrival[Job] | None" = field(init=False, default=None)
+    pending_load: "PendingLoad[Job] | None" = field(init=False, default=None)
     has_ended: bool = field(init=False, default=False)
     reading: Pooling | Scoring | None = field(init=False, default=None)
     # The reading's result.
@@ -356,7 +356,7 @@ class Job:
         """Begin behind all of its tokens that are published on the device, unless it waits for
         others; returns how many that are."""
         context = self.context
-        if self.arrival is not None or context.num_missing <= 1:
+        if self.pending_load is not None or context.num_missing <= 1:
             return 0
         if not (num_found := tree.adopt(context)):
             return 0

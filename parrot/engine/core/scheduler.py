@@ -421,7 +421,7 @@ class LocalScheduler:
         job.adopt(self._tree)
         if self._tree.next_key(job.context) in self._keys_in_step:
             return True
-        return self._host is not None and self._host.comes_back(job, self._free_blocks_for)
+        return self._host is not None and self._host.must_wait_for_load(job, self._free_blocks_for)
 
     def _fits_step(self, job: Job) -> bool:
         """Whether the step's limits allow one more sequence, that of `job`."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from parrot.engine.core.contexts import ContextTree, IdleContexts
-from parrot.engine.core.host.tier import Arrival, HostTier
+from parrot.engine.core.host.tier import HostTier, PendingLoad
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.steps import StepPlan, TieredRunner
 from parrot.protocol.engine_api import StepCosts
@@ -30,26 +30,26 @@ class HostKv:
         """Whether transfers are under way, or can be begun."""
         return self.tier.has_work
 
-    def comes_back(self, job: Job, free_blocks_for: Callable[[Job, int], bool]) -> bool:
+    def must_wait_for_load(self, job: Job, free_blocks_for: Callable[[Job, int], bool]) -> bool:
         """Whether the job has to wait for what comes next of its tokens, because it is on its way
         from the host: perhaps from now on."""
         tier, context = self.tier, job.context
-        if job.arrival is not None:
+        if job.pending_load is not None:
             return True
         if context.num_missing <= 1 or (next_key := self._tree.next_key(context)) is None:
             return False
-        if tier.is_arriving(next_key):
+        if tier.is_loading(next_key):
             return True
         first = context.num_computed // self._tree.block_size
         keys = context.keys[first : len(context.token_ids) // self._tree.block_size]
-        if not tier.is_worth_bringing(keys):
+        if not tier.is_worth_loading(keys):
             return False
         end = len(context.token_ids)
         while (num_blocks := self._tree.num_blocks_needed(context, end)) > self._tree.pool.num_free:
             if not free_blocks_for(job, num_blocks):
                 return False
-        job.arrival = tier.bring_back(keys, job, context.group)
-        return job.arrival is not None
+        job.pending_load = tier.load(keys, job, context.group)
+        return job.pending_load is not None
 
     def begin_transfers(self, idle: IdleContexts, plan: StepPlan | None) -> None:
         """Begin what can be copied beside the step planned last, and while there is none."""
@@ -63,9 +63,9 @@ class HostKv:
     def take_landed(self, *, wait: bool = False) -> None:
         """Enter the transfers that are over. Who waited for them takes over what they brought."""
         if self.tier.is_waiting:
-            for arrival in self.tier.landed(self._runner.landed(wait=wait)):
-                self._take_over(arrival)
-                self.tier.close(arrival)
+            for load in self.tier.landed(self._runner.landed(wait=wait)):
+                self._take_over(load)
+                self.tier.close(load)
 
     def wait(self) -> bool:
         """Wait for a transfer, and return True, if any is under way."""
@@ -73,11 +73,11 @@ class HostKv:
         self.take_landed(wait=True)
         return is_waiting
 
-    def _take_over(self, arrival: Arrival[Job]) -> None:
-        job = arrival.waiter
+    def _take_over(self, load: PendingLoad[Job]) -> None:
+        job = load.waiter
         if job is not None and not job.has_ended:
-            job.arrival = None
-            most = len(arrival.keys) * self._tree.block_size
+            job.pending_load = None
+            most = len(load.keys) * self._tree.block_size
             job.request.num_from_host += min(most, job.adopt(self._tree))
 
     @property

@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection
 
 from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_resident
 
-_MAX_LOOKS = 64  # at slots that are spared, before one is given up
+_MAX_SKIPPED = 64  # at slots that are spared, before one is given up
 
 
 class HostPool:
     """Slots 0..num_slots-1 of one block each. A slot is
 
         blank --take--> being written --put--> held --evict--> (being written again)
-          ^-----------give_back-----'            '--pin--> being read --unpin--> held
+          ^-----------return_blank-----'            '--pin--> being read --unpin--> held
 
     Held ones are found by their keys, also while they are read. They go in order: of the group of
     `shares` whose turn it is, the one that was put or touched first, unless it was touched to go
@@ -44,18 +44,18 @@ class HostPool:
         """A blank slot, to be written; None if there is none."""
         return self._blank.pop() if self._blank else None
 
-    def evict(self, is_spared: Callable[[bytes], bool]) -> tuple[int, bytes] | None:
+    def evict(self, is_protected: Callable[[bytes], bool]) -> tuple[int, bytes] | None:
         """Take the slot that is to go first, to be written; with the key that it had. Those whose
         keys are spared are moved to the end. None: no slot was found, or not soon enough."""
-        for _ in range(min(len(self._held), _MAX_LOOKS)):
+        for _ in range(min(len(self._held), _MAX_SKIPPED)):
             slot = self._queue.first()
             assert slot is not None, "a held slot is lost"
             key = self._held[slot]
-            if is_spared(key):
+            if is_protected(key):
                 self._queue.add(self._owners[slot], slot)
                 continue
             del self._by_key[key]
-            self._lose(slot)
+            self._release_slot(slot)
             return slot, key
         return None
 
@@ -64,21 +64,21 @@ class HostPool:
         group."""
         assert key not in self._by_key, f"slot {slot} holds what another one holds"
         self._by_key[key] = slot
-        self._hold(slot, key, self._shares.add_cached(group))
+        self._add_held(slot, key, self._shares.add_cached(group))
 
-    def _hold(self, slot: int, key: bytes, group: ShareGroup) -> None:
+    def _add_held(self, slot: int, key: bytes, group: ShareGroup) -> None:
         self._held[slot] = key
         self._owners[slot] = group
         self._queue.add(group, slot)
 
-    def _lose(self, slot: int) -> None:
+    def _release_slot(self, slot: int) -> None:
         """A held slot, or one that was read, holds nothing any more."""
         group = self._owners.pop(slot)
         if self._held.pop(slot, None) is not None:
             self._queue.discard(group, slot)
         self._shares.remove_cached(group)
 
-    def give_back(self, slot: int) -> None:
+    def return_blank(self, slot: int) -> None:
         """A slot that was to be written is blank again."""
         self._blank.append(slot)
 
@@ -103,10 +103,10 @@ class HostPool:
             return
         del self._pins[slot]
         if (key := self._pinned_keys.pop(slot, None)) is None:
-            self._lose(slot)
+            self._release_slot(slot)
             self._blank.append(slot)
         else:
-            self._hold(slot, key, self._owners[slot])
+            self._add_held(slot, key, self._owners[slot])
 
     def discard(self, key: bytes) -> None:
         """The copy, if there is one, must not be found any more."""
@@ -115,7 +115,7 @@ class HostPool:
         if slot in self._pins:
             del self._pinned_keys[slot]
         else:
-            self._lose(slot)
+            self._release_slot(slot)
             self._blank.append(slot)
 
     def owners(self) -> Collection[ShareGroup]:

@@ -20,7 +20,7 @@ from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.ready import ReadyQueue
 from parrot.engine.core.shares import ShareGroup
 
-_MARGIN = 1 / 16  # of all blocks
+_MARGIN_FRACTION = 1 / 16  # of all blocks
 
 
 class Store(NamedTuple):
@@ -31,7 +31,7 @@ class Store(NamedTuple):
     key: bytes
 
 
-class _Storing(NamedTuple):
+class _PendingStore(NamedTuple):
     """A slot that is being written for a group."""
 
     slot: int
@@ -48,10 +48,12 @@ class HostStores:
         self._pool = pool
         self._host = host
         self._on_distrust = on_distrust
-        self.margin = max(1, int(_MARGIN * pool.num_blocks))
-        self.may_choose = False
-        self._storing: dict[bytes, _Storing] = {}  # by key
-        self._late: list[Store] = []  # of blocks that were given away since the last choice
+        self.margin = max(1, int(_MARGIN_FRACTION * pool.num_blocks))
+        self.may_have_stores = False
+        self._pending_stores: dict[bytes, _PendingStore] = {}  # by key
+        self._evicted_stores: list[
+            Store
+        ] = []  # of blocks that were given away since the last choice
         self._uncopied: dict[int, None] = {}  # published blocks, in use or free
         self._queue = ReadyQueue(pool.shares, pool.owner)
         pool.watch(self, self._queue)
@@ -59,29 +61,29 @@ class HostStores:
     def on_published(self, block: int, key: bytes) -> None:
         if not self._has_copy(key):
             self._uncopied[block] = None
-            self.may_choose = True
+            self.may_have_stores = True
 
     def on_released(self, block: int) -> None:
-        self.may_choose = True
+        self.may_have_stores = True
 
     def on_acquired(self, block: int) -> None:
-        self.may_choose = True
+        self.may_have_stores = True
         self._host.touch(self._key_of(block), goes_first=True)
 
     def on_evicted(self, block: int) -> None:
         """Nearly always it is ready. Else it is copied before anybody writes to it."""
         if block in self._uncopied and (slot := self._take_slot()) is not None:
-            self._store(Store(block, slot, self._key_of(block)), self._late)
-            self.may_choose = True
+            self._store(Store(block, slot, self._key_of(block)), self._evicted_stores)
+            self.may_have_stores = True
 
     def on_unpublished(self, block: int, key: bytes) -> None:
         self._uncopied.pop(block, None)
-        self.may_choose = True
+        self.may_have_stores = True
         self._host.touch(key)
 
     def _has_copy(self, key: bytes) -> bool:
         """True also while the copy is being made."""
-        return key in self._host or key in self._storing
+        return key in self._host or key in self._pending_stores
 
     def on_abandoned(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -89,21 +91,21 @@ class HostStores:
 
     def on_invalidated(self, key: bytes) -> None:
         self._host.discard(key)
-        self._storing.pop(key, None)
+        self._pending_stores.pop(key, None)
         self._on_distrust(key)
 
-    def choose(self, most: int, *, is_idle: bool) -> list[Store]:
+    def choose_stores(self, most: int, *, is_idle: bool) -> list[Store]:
         """The blocks to be copied now: those given away, and others while no more than `most` are
         on their way; none again until something changes, or the engine is idle."""
-        chosen, self._late = self._late, []
-        self.may_choose = False
-        while len(self._storing) < most and (store := self._next(is_idle)) is not None:
+        chosen, self._evicted_stores = self._evicted_stores, []
+        self.may_have_stores = False
+        while len(self._pending_stores) < most and (store := self._next(is_idle)) is not None:
             self._store(store, chosen)
-        self.may_choose = not is_idle and bool(self._uncopied) and self._host.num_blank > 0
+        self.may_have_stores = not is_idle and bool(self._uncopied) and self._host.num_blank > 0
         return chosen
 
     def _store(self, store: Store, stores: list[Store]) -> None:
-        self._storing[store.key] = _Storing(store.slot, self._pool.owner(store.block))
+        self._pending_stores[store.key] = _PendingStore(store.slot, self._pool.owner(store.block))
         del self._uncopied[store.block]
         stores.append(store)
 
@@ -147,21 +149,21 @@ class HostStores:
         block = self._pool.find(key)
         return block is not None and self._queue.is_ready(block)
 
-    def over(self, key: bytes, slot: int, succeeded: bool) -> None:
+    def finish_store(self, key: bytes, slot: int, succeeded: bool) -> None:
         """A copy has been made, or not. A key that was distrusted meanwhile is not kept."""
-        self.may_choose = True
-        storing = self._storing.get(key)
+        self.may_have_stores = True
+        storing = self._pending_stores.get(key)
         is_kept = storing is not None and storing.slot == slot
         if is_kept:
-            del self._storing[key]
+            del self._pending_stores[key]
         if storing is not None and is_kept and succeeded:
             self._host.put(slot, key, storing.group)
         else:
-            self._host.give_back(slot)
+            self._host.return_blank(slot)
 
     def check_integrity(self, being_written: dict[bytes, int]) -> None:
         """`being_written`: the slots that transfers under way write, by key."""
-        for key, (slot, _) in self._storing.items():
+        for key, (slot, _) in self._pending_stores.items():
             assert being_written.get(key) == slot, f"slot {slot} is said to be written"
             assert key not in self._host, f"slot {slot} is written for nothing"
         for block in self._uncopied:

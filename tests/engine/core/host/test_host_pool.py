@@ -14,7 +14,7 @@ def evict(pool: HostPool, spared: bytes = b"") -> bytes | None:
     evicted = pool.evict(lambda key: key == spared)
     if evicted is None:
         return None
-    pool.give_back(evicted[0])
+    pool.return_blank(evicted[0])
     return evicted[1]
 
 

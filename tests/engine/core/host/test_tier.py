@@ -249,8 +249,8 @@ def test_copies_of_what_the_device_uses_go_first():
     blocks = pool.allocate(2)
     for block, key in zip(blocks, (b"first", b"second"), strict=True):
         pool.publish(block, key)
-    for store in stores.choose(8, is_idle=True):
-        stores.over(store.key, store.slot, True)
+    for store in stores.choose_stores(8, is_idle=True):
+        stores.finish_store(store.key, store.slot, True)
     pool.release(blocks)
     assert [host._held[slot] for slot in host._queue] == [b"first", b"second"]
     pool.share(blocks[1:])
@@ -338,7 +338,7 @@ def test_what_may_be_wrong_is_not_found_on_the_host_though_its_block_is_another_
     engine.core.requests.free([1])
     engine.fill(piece(2, "nopqrstuvwxyz"))  # takes the blocks, of which copies are made
     engine.run()
-    assert engine.tier.is_worth_bringing(keys)
+    assert engine.tier.is_worth_loading(keys)
     engine.core._tree.drop_blocks(blocks, keys)  # the step that wrote them has failed
-    assert not engine.tier.is_worth_bringing(keys)
+    assert not engine.tier.is_worth_loading(keys)
     engine.core.check_integrity()

@@ -77,7 +77,7 @@ class World:
         self._held: Contents = {}
         self._under_way: dict[int, tuple[Transfer, list[float]]] = {}
         self._number = 0
-        self.num_brought_back = 0
+        self.num_loaded = 0
 
     def run(self, num_operations: int) -> None:
         kinds = [self.step, self.transfer, self.look, self.hear, self.wait]
@@ -147,7 +147,7 @@ class World:
                 self._held.update(zip(transfer.slots, numbers, strict=True))
             else:
                 self._content.update(zip(transfer.blocks, numbers, strict=True))
-                self.num_brought_back += len(numbers)
+                self.num_loaded += len(numbers)
 
     def hear(self) -> None:
         """The other rank comes to a few messages."""
@@ -184,10 +184,10 @@ def test_whatever_is_late_on_another_rank_is_read_and_written_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda, "_STAGED_BYTES", 2 * LAYOUT.block_bytes)
-    num_brought_back = 0
+    num_loaded = 0
     for seed in range(200):
         with late_streams(seed):
             world = World(seed)
             world.run(60)
-        num_brought_back += world.num_brought_back
-    assert num_brought_back > 1000
+        num_loaded += world.num_loaded
+    assert num_loaded > 1000
