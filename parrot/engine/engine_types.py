@@ -54,7 +54,7 @@ def _load(config: BuiltinConfig | HuggingFaceConfig, driver: ThreadDriver) -> En
         gc.freeze()  # takes a fifth of the time, and collections during steps need not do it either
         gc.enable()
     if isinstance(runner, DividedRunner):
-        runner.when_lost(driver.lose)
+        runner.on_lost(driver.lose)
         driver.at_end(runner.close)
     info = runner.info
     logger.info(

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, Delivery, EngineRequest, Outcome, Piece, Response
-from parrot.engine.core.output import untold
+from parrot.engine.core.output import unreported_outputs
 from parrot.engine.core.shares import TenantShare
 from parrot.engine.core.steps import SUPPORTED_SAMPLING, DeviceLost
 from parrot.engine.grammar.constraint import Constraint
@@ -446,12 +446,12 @@ class RunnerService:
         self._require_ready()
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()  # bounded as above
         follower = chunks.put_nowait
-        self._driver.post(lambda core: core.requests.followers.enter(context_id, follower))
+        self._driver.post(lambda core: core.requests.followers.add(context_id, follower))
         try:
             while (chunk := await chunks.get()) is not None:
                 yield chunk
         finally:
-            self._driver.post(lambda core: core.requests.followers.leave(context_id, follower))
+            self._driver.post(lambda core: core.requests.followers.remove(context_id, follower))
 
     async def _generation(self, request: GenerateRequest, *, stream: bool) -> EngineRequest:
         self._require_ready()
@@ -563,7 +563,7 @@ class RunnerService:
         info = RuntimeInfo() if self._core is None else self._core.runtime_info()
         if told is not None and self._core is not None:
             generations = self._core.requests.generations()
-            info.outputs = untold(generations, told)
+            info.outputs = unreported_outputs(generations, told)
         return info
 
     def engine_info(self) -> EngineInfo:

@@ -135,7 +135,7 @@ class Play:
         if (asked := self.books.asked.get(act.number)) is not None and asked.ask.sampling:
             following = Following(asked, not asked.has_ended)
             self.followings.append(following)
-            self.core.requests.followers.enter(asked.lines[-1].context, following)
+            self.core.requests.followers.add(asked.lines[-1].context, following)
 
     def _leave(self, act: Act) -> None:
         for following in self.followings:
@@ -144,7 +144,7 @@ class Play:
 
     def _end_following(self, following: Following) -> None:
         following.has_left = True
-        self.core.requests.followers.leave(following.asked.lines[-1].context, following)
+        self.core.requests.followers.remove(following.asked.lines[-1].context, following)
 
     def _fault(self, act: Act) -> None:
         self.runner.breaks_next = True
@@ -185,6 +185,6 @@ class Play:
         assert self.core.runtime_info().num_free_blocks == info.num_blocks, "blocks are left"
         left = (self.core._tree._contexts, self.core._tree.pending, self.core.requests._requests)
         assert not any(left), f"something is left: {left}"
-        assert not self.core.requests.followers.of, "followers are left"
+        assert not self.core.requests.followers.by_context, "followers are left"
         assert not list(self.core._scheduler.idle), "idle contexts are left"
         assert not self.core.requests.outbox.take()

@@ -58,12 +58,12 @@ from parrot.utils.clock import Clock
 logger = logging.getLogger(__name__)
 
 
-_NO_BACKGROUND_ROOM = "there is no room for a background fill"
+_NO_BACKGROUND_MEMORY = "there is no room for a background fill"
 _LATENCY_SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _InFlightStep:
     """A step on its way, whose tokens nobody has waited for. How many there will be is not known if
     it has drafts: then they are waited for before the next step is planned."""
 
@@ -86,9 +86,9 @@ class EngineCore:
         self.max_context_len = min(info.max_seq_len, self.tokens_capacity)
         self._clock = clock
         self._runner = IsolatingRunner(runner)
-        self._flight: _Flight | None = None
+        self._in_flight: _InFlightStep | None = None
         self._suspects: list[Job] = []
-        self._streams: list[Job] = []  # whose newest tokens were not given to those who read along
+        self._streaming_jobs: list[Job] = []  # their newest tokens were not sent yet
         is_found = config.scheduler.prefix_caching
         self._tree = make_tree(num_blocks, info.block_size, clock, publishes=is_found)
         self._costs = StepCostMeter(info)
@@ -107,51 +107,51 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        if len(self.requests) > 0 or self._flight is not None:
+        if len(self.requests) > 0 or self._in_flight is not None:
             return True
         return self.host is not None and self.host.has_work
 
     def fail_everything(self, error: ParrotError) -> None:
-        self._flight = None
+        self._in_flight = None
         self.requests.fail_everything(error)
 
     def wait_until_due(self) -> None:
         """Return when the next step should be planned; requests that come later miss it."""
-        if self._flight is not None:
-            if self._drafter is not None and not self._flight.step.num_drafts:
+        if self._in_flight is not None:
+            if self._drafter is not None and not self._in_flight.step.num_drafts:
                 self._drafter.look_beside(
                     [d for job in self._drafting() if (d := job.drafts)],
-                    has_prompts=self._flight.step.has_prompts,
+                    has_prompts=self._in_flight.step.has_prompts,
                 )
-            self._flight.launched.wait_until_due()
+            self._in_flight.launched.wait_until_due()
 
     def step(self) -> bool:
         """Plan a step and run it; or, where the runner can, launch it and wait for the one before
         it. With neither, wait for a transfer. Returns False when there was nothing to do."""
-        running, self._flight = self._flight, None
+        running, self._in_flight = self._in_flight, None
         has_worked = True
-        if running is None or not self._lands_first(running):
-            has_worked = self._step_behind(running)
-        elif self._land(running, None):
-            self._step_behind(None)
-            self._count_turn(0.0, running.step.num_drafts)
-        if self._streams:
-            self._give_chunks()
+        if running is None or not self._needs_tokens_first(running):
+            has_worked = self._step_after(running)
+        elif self._wait_for(running, None):
+            self._step_after(None)
+            self._record_turnaround(0.0, running.step.num_drafts)
+        if self._streaming_jobs:
+            self._send_chunks()
         return has_worked
 
-    def _step_behind(self, running: _Flight | None) -> bool:
+    def _step_after(self, running: _InFlightStep | None) -> bool:
         """Make a step behind the one that is running, if one is."""
         began = self._clock.now()
         planned = self.plan({} if running is not None else self._drafts())
         launched = None if planned is None else self._launch(planned, running)
         launched_at = self._clock.now()
         if running is not None:
-            if not self._land(running, planned):
+            if not self._wait_for(running, planned):
                 return True
-            self._count_turn(launched_at - began)
+            self._record_turnaround(launched_at - began)
         if planned is not None and launched is not None:
-            self._enter(planned, {})
-            self._flight = _Flight(launched, planned, launched_at)
+            self._record_kv(planned, {})
+            self._in_flight = _InFlightStep(launched, planned, launched_at)
         elif planned is not None and running is not None:
             self._run_planned(planned)
         elif planned is not None:
@@ -160,7 +160,7 @@ class EngineCore:
             return True
         return self.host is not None and self.host.wait()
 
-    def _land(self, flight: _Flight, planned: Step | None) -> bool:
+    def _wait_for(self, flight: _InFlightStep, planned: Step | None) -> bool:
         """Wait for a step, and take its tokens. False if it has failed, and with it what was
         planned behind it."""
         began = self._clock.now()
@@ -169,23 +169,23 @@ class EngineCore:
             seconds = self._clock.now() - began
             self._drafter.waited(seconds, has_prompts=flight.step.has_prompts)
         if result is None:
-            self._give_up([flight.step] if planned is None else [flight.step, planned])
+            self._recover_failed([flight.step] if planned is None else [flight.step, planned])
             return False
-        self._take_tokens(flight.step, result, flight.launched_at)
+        self._process_tokens(flight.step, result, flight.launched_at)
         return True
 
     # -- drafts ------------------------------------------------------------------------------
 
-    def _count_turn(self, seconds_before: float, num_drafts: int = 0) -> None:
+    def _record_turnaround(self, seconds_before: float, num_drafts: int = 0) -> None:
         """The host has worked since the last step's end, and this long before it, for a step.
         `num_drafts`: of the last one."""
         if self._drafter is not None:
             seconds = seconds_before + self._clock.now() - self._last_step_ended
-            if self._flight is not None:
-                num_drafts += self._flight.step.num_drafts
+            if self._in_flight is not None:
+                num_drafts += self._in_flight.step.num_drafts
             self._drafter.costs.turned(seconds, has_drafts=num_drafts > 0)
 
-    def _lands_first(self, flight: _Flight) -> bool:
+    def _needs_tokens_first(self, flight: _InFlightStep) -> bool:
         """Whether the next step can only be planned, or is better planned, when the tokens of this
         one are known."""
         if self._drafter is None or flight.step.num_drafts:
@@ -208,7 +208,7 @@ class EngineCore:
 
     # -- steps -------------------------------------------------------------------------------
 
-    def _launch(self, step: Step, before: _Flight | None) -> LaunchedStep | None:
+    def _launch(self, step: Step, before: _InFlightStep | None) -> LaunchedStep | None:
         """Launch a step, or return None if it must be run once the one before it has landed."""
         if self._suspects:
             self._suspects = [job for job in self._suspects if not job.has_ended]
@@ -216,7 +216,7 @@ class EngineCore:
                 return None
         return self._runner.launch(step.plan, None if before is None else before.launched)
 
-    def _give_up(self, steps: Sequence[Step]) -> None:
+    def _recover_failed(self, steps: Sequence[Step]) -> None:
         """The first of these steps has failed, and the second was planned as if it had not. What
         they were to compute is planned again, and no step launched until their jobs have ended:
         one of them may be to blame, which shows when steps are run one by one."""
@@ -229,7 +229,7 @@ class EngineCore:
                 keys.update(job.context.keys[first:])
                 job.awaits_token = False
                 if job.reading is not None:
-                    job.reading.lose_flights()
+                    job.reading.reset_in_flight()
                 self._suspects.append(job)
         self._scheduler.preempt(self._tree.drop_blocks(written, keys))
 
@@ -252,7 +252,7 @@ class EngineCore:
         step = self._schedule(drafts)
         while rejected := self._scheduler.take_rejected():
             for job in rejected:
-                self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_ROOM))
+                self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_MEMORY))
             step = step or self._schedule(drafts)  # something may have waited for them
         if self.host is not None:
             self.host.begin_transfers(self._scheduler.idle, None if step is None else step.plan)
@@ -268,12 +268,12 @@ class EngineCore:
 
     def deliver(self, step: Step, result: StepResult) -> None:
         """Enter what the step has computed, and answer the requests that it completed."""
-        self._enter(step, result.broken)
-        self._take_tokens(step, result)
-        if self._streams:
-            self._give_chunks()
+        self._record_kv(step, result.broken)
+        self._process_tokens(step, result)
+        if self._streaming_jobs:
+            self._send_chunks()
 
-    def _enter(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
+    def _record_kv(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
         """The KV that a step computes is there for all that comes after it."""
         began = max(step.planned_at, self._last_step_ended)
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
@@ -292,14 +292,14 @@ class EngineCore:
             if num_known > 1:
                 self._tree.publish(context)  # what is generated is published in the end
             if (reading := job.reading) is not None:
-                reading.num_taken = max(reading.num_taken, sequence.end)
+                reading.num_scheduled = max(reading.num_scheduled, sequence.end)
             if sequence.sample is not None or (reading is not None and not context.num_missing):
                 job.awaits_token = True
                 self._scheduler.mark_decoding(job)
             elif not context.num_missing:
                 self.requests.finish(job)
 
-    def _take_tokens(self, step: Step, result: StepResult, launched_at: float = 0.0) -> None:
+    def _process_tokens(self, step: Step, result: StepResult, launched_at: float = 0.0) -> None:
         now = self._clock.now()
         if self._drafter is not None:
             began = max(step.planned_at, launched_at, self._last_step_ended)
@@ -311,7 +311,7 @@ class EngineCore:
             if job.has_ended:
                 continue
             if sequence.read is not None:
-                self._take_states(job, sequence.end, result.read.get(job.job_id))
+                self._process_states(job, sequence.end, result.read.get(job.job_id))
             if sequence.sample is None:
                 continue
             job.awaits_token = False
@@ -321,22 +321,22 @@ class EngineCore:
                 tokens = (result.tokens[job.job_id], *result.further.get(job.job_id, ()))
                 if step.num_drafts and job.drafts is not None and sequence.num_drafts:
                     job.drafts.count(sequence.num_drafts, len(tokens) - 1)
-                self._take_tokens_of(job, tokens, result.scores.get(job.job_id), now)
+                self._append_tokens(job, tokens, result.scores.get(job.job_id), now)
             else:
                 self.requests.fail_job(job, EngineFailed("the engine gave no token"))
 
-    def _take_states(self, job: Job, stop: int, read: StateRead | None) -> None:
+    def _process_states(self, job: Job, stop: int, read: StateRead | None) -> None:
         reading, token_ids = job.reading, job.context.token_ids
         assert reading is not None, f"job {job.job_id} reads no states"
         if read is None:
             self.requests.fail_job(job, EngineFailed("the engine gave no hidden states"))
             return
-        reading.land(read, stop)
+        reading.add(read, stop)
         if stop < len(token_ids):
             return
         job.awaits_token = False
-        job.found = reading.result(token_ids)
-        if job.found is None:
+        job.reading_result = reading.result(token_ids)
+        if job.reading_result is None:
             self.requests.fail_job(job, ModelNumerics("hidden states are not finite, or zero"))
         else:
             self.requests.finish(job)
@@ -370,7 +370,7 @@ class EngineCore:
             self._latency_ns += _LATENCY_SMOOTHING * (elapsed_s * 1e9 - self._latency_ns)
         self._scheduler.record_steps(step, step_seconds)
 
-    def _take_tokens_of(
+    def _append_tokens(
         self, job: Job, token_ids: Sequence[int], scores: TokenScores | None, now: float
     ) -> None:
         """Take a token, and what is right of a draft behind it: none behind the output's end.
@@ -392,17 +392,17 @@ class EngineCore:
             if self._drafter is not None:
                 job.begin_drafts(self._drafter.acceptance)
         if generation.is_streamed:
-            self._streams.append(job)
+            self._streaming_jobs.append(job)
         if generation.finish_reason is not None:
-            self.requests.give_chunk(request)
+            self.requests.send_chunk(request)
             self.requests.finish(job)
 
-    def _give_chunks(self) -> None:
+    def _send_chunks(self) -> None:
         """Make text of the newest tokens; the device does not wait, its next step is launched."""
-        jobs, self._streams = self._streams, []
+        jobs, self._streaming_jobs = self._streaming_jobs, []
         for job in jobs:
             if not job.has_ended:
-                self.requests.give_chunk(job.request)
+                self.requests.send_chunk(job.request)
 
     def runtime_info(self) -> RuntimeInfo:
         """Plain reads: may be called from any thread, also during a step."""
@@ -443,7 +443,7 @@ class IsolatingRunner:
         self._runner = runner
         self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
         self._tiered = runner if isinstance(runner, TieredRunner) else None
-        self._not_begun: list[Landed] = []
+        self._failed_transfers: list[Landed] = []
 
     @property
     def info(self) -> RunnerInfo:
@@ -462,12 +462,12 @@ class IsolatingRunner:
             raise
         except Exception:
             logger.exception("%d transfers could not be begun", len(transfers))
-            self._not_begun += [Landed(t.transfer_id, False, 0.0) for t in transfers]
+            self._failed_transfers += [Landed(t.transfer_id, False, 0.0) for t in transfers]
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
         """See `TieredRunner`."""
         assert self._tiered is not None, "there is no host tier"
-        failed, self._not_begun = self._not_begun, []
+        failed, self._failed_transfers = self._failed_transfers, []
         return [*failed, *self._tiered.landed(wait=wait and not failed)]
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:

@@ -124,15 +124,15 @@ class _Reading:
     """Reads a context's final hidden states, step by step. Each position counts once, however often
     it is computed.
 
-    position   0 .... num_landed ............ num_taken ........ end
+    position   0 .... num_read ............ num_scheduled ........ end
                `- landed -'`- in steps on their way -'"""
 
-    num_taken: int = 0
-    num_landed: int = 0
+    num_scheduled: int = 0
+    num_read: int = 0
 
-    def lose_flights(self) -> None:
+    def reset_in_flight(self) -> None:
         """Steps on their way have failed."""
-        self.num_taken = self.num_landed
+        self.num_scheduled = self.num_read
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,14 +144,14 @@ class Pooling(_Reading):
 
     def spec(self, job_id: int, start: int, stop: int, token_ids: "array[int]") -> PoolSpec | None:
         """The part that a step reads which computes positions [start, stop)."""
-        first = max(start, len(token_ids) - 1 if self.kind == "last" else self.num_taken)
+        first = max(start, len(token_ids) - 1 if self.kind == "last" else self.num_scheduled)
         return PoolSpec(job_id, first - start, stop - start) if first < stop else None
 
-    def land(self, read: StateRead, stop: int) -> None:
+    def add(self, read: StateRead, stop: int) -> None:
         """Take what was read before position `stop`, from the last time on."""
         assert not isinstance(read, Logprobs), read
         self.states = read if self.states is None else self.states.plus(read)
-        self.num_landed = stop
+        self.num_read = stop
 
     def result(self, token_ids: "array[int]") -> bytes | None:
         """None if the states are not finite, or zero."""
@@ -168,17 +168,17 @@ class Scoring(_Reading):
 
     def spec(self, job_id: int, start: int, stop: int, token_ids: "array[int]") -> ScoreSpec | None:
         """As `Pooling`'s. The step of the last position has one, even if it has no targets."""
-        first = min(max(start, self.num_taken), stop)
+        first = min(max(start, self.num_scheduled), stop)
         targets = token_ids[first + 1 : stop + 1]
         is_wanted = targets or stop == len(token_ids)
         return ScoreSpec(job_id, first - start, targets, self.num_top) if is_wanted else None
 
-    def land(self, read: StateRead, stop: int) -> None:
+    def add(self, read: StateRead, stop: int) -> None:
         assert isinstance(read, Logprobs), read
         self.rows = self.rows or Logprobs(1 + self.num_top)
         self.rows.extend(read)
         self.is_finite = self.is_finite and isfinite(sum(read.values))
-        self.num_landed = stop
+        self.num_read = stop
 
     def result(self, token_ids: "array[int]") -> Logprobs | None:
         """With a row for the first token; None if they are not finite."""
@@ -212,7 +212,7 @@ class RequestState:
     """An accepted request: the account that its jobs share. Times are the clock's seconds; each is
     stamped once, and None until then."""
 
-    wanted: EngineRequest
+    params: EngineRequest
     sink: Sink
     generation: Generation | None
     submitted_at: float
@@ -226,17 +226,17 @@ class RequestState:
     started_at: float | None = field(init=False, default=None)
     prompt_done_at: float | None = field(init=False, default=None)
     # The engine's totals when it started.
-    before: StepTotals | None = field(init=False, default=None)
+    totals_at_start: StepTotals | None = field(init=False, default=None)
     has_ended: bool = field(init=False, default=False)
 
     @property
     def context_id(self) -> int:
         """The last piece's context, on which it generates if it does."""
-        return self.wanted.pieces[-1].context_id
+        return self.params.pieces[-1].context_id
 
     def start(self, now: float, totals: StepTotals) -> None:
         """Its first step begins."""
-        self.started_at, self.before = now, replace(totals)
+        self.started_at, self.totals_at_start = now, replace(totals)
 
     @property
     def num_cached(self) -> int:
@@ -250,13 +250,13 @@ class RequestState:
         return min(self.num_from_host, self.num_cached)
 
     def response(self, now: float, totals: StepTotals) -> Response:
-        found = [job.found for job in self.jobs]
-        if self.wanted.pooling is not None:
+        found = [job.reading_result for job in self.jobs]
+        if self.params.pooling is not None:
             return EmbedResponse.model_construct(
                 embeddings=[b64encode(one).decode() for one in found if isinstance(one, bytes)],
                 prompt_tokens=self.num_filled,
             )
-        if self.wanted.num_scored is not None:
+        if self.params.num_scored is not None:
             return ScoreResponse.model_construct(
                 logprobs=[one for one in found if isinstance(one, Logprobs)],
                 prompt_tokens=self.num_filled,
@@ -281,7 +281,7 @@ class RequestState:
     def _usage(self, num_output_tokens: int, now: float, totals: StepTotals) -> Usage:
         started = now if self.started_at is None else self.started_at
         prompt_done = now if self.prompt_done_at is None else self.prompt_done_at
-        before = totals if self.before is None else self.before
+        before = totals if self.totals_at_start is None else self.totals_at_start
         drafts = next((job.drafts for job in self.jobs if job.drafts is not None), None)
         return Usage.model_construct(
             cached_tokens=self.num_cached,
@@ -332,7 +332,7 @@ class Job:
     has_ended: bool = field(init=False, default=False)
     reading: Pooling | Scoring | None = field(init=False, default=None)
     # The reading's result.
-    found: bytes | Logprobs | None = field(init=False, default=None)
+    reading_result: bytes | Logprobs | None = field(init=False, default=None)
     # None if its output is not drafted.
     drafts: OutputDrafts | None = field(init=False, default=None)
 
@@ -402,7 +402,7 @@ class Job:
     def begin_drafts(self, shared: Acceptance) -> None:
         """Its output may be drafted from now on, unless its request says otherwise. `shared`: of
         all of this engine."""
-        sources, generation = self.request.wanted.drafts, self.generation
+        sources, generation = self.request.params.drafts, self.generation
         if generation is None or generation.logprobs is not None:
             return
         if not (sources.in_context or sources.texts):
@@ -419,20 +419,20 @@ class Job:
         )
 
 
-class JobLines:
+class ContextQueues:
     """The jobs that write to each context, in order of arrival. Only the first may run."""
 
     def __init__(self) -> None:
-        self._lines: dict[Context, list[Job]] = {}
+        self._queues: dict[Context, list[Job]] = {}
 
     def of(self, context: Context) -> Sequence[Job]:
-        return self._lines.get(context, ())
+        return self._queues.get(context, ())
 
     def add(self, job: Job) -> None:
-        self._lines.setdefault(job.context, []).append(job)
+        self._queues.setdefault(job.context, []).append(job)
 
     def remove(self, job: Job) -> None:
-        line = self._lines[job.context]
-        line.remove(job)
-        if not line:
-            del self._lines[job.context]
+        queue = self._queues[job.context]
+        queue.remove(job)
+        if not queue:
+            del self._queues[job.context]

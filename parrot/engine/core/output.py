@@ -30,11 +30,11 @@ from parrot.protocol.sampling import (
 if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler
 
-_MAX_UNTOLD = 131_072  # tokens in one heartbeat: less than 1 MiB
-_PART_TOKENS = 16  # what a part costs besides
-_BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
+_MAX_REPORTED_TOKENS = 131_072  # tokens in one heartbeat: less than 1 MiB
+_PART_OVERHEAD_TOKENS = 16  # what a part costs besides
+_REPLACEMENT = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
 # Special tokens of some tokenizers with which models call tools: part of an output's text.
-_CALL_MARKUP = frozenset(
+_TOOL_CALL_TOKENS = frozenset(
     {
         *("<start_function_call>", "<end_function_call>", "<escape>"),  # FunctionGemma
         *("<|tool_call>", "<tool_call|>", '<|"|>'),  # Gemma 4
@@ -89,7 +89,7 @@ class Detokenizer:
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
     """All at once; the same text as a `Detokenizer` gives piece by piece."""
-    return tokenizer.decode(token_ids, skip_special_tokens=True).rstrip(_BROKEN)
+    return tokenizer.decode(token_ids, skip_special_tokens=True).rstrip(_REPLACEMENT)
 
 
 class StopStrings:
@@ -143,10 +143,10 @@ class Language:
         default_sampling: DefaultSampling = NEUTRAL_SAMPLING,
     ) -> "Language":
         text = response.tokenizer_json
-        if any(markup in text for markup in _CALL_MARKUP):
+        if any(markup in text for markup in _TOOL_CALL_TOKENS):
             definition = json.loads(text)
             for token in definition.get("added_tokens") or ():
-                token["special"] = token["special"] and token["content"] not in _CALL_MARKUP
+                token["special"] = token["special"] and token["content"] not in _TOOL_CALL_TOKENS
             text = json.dumps(definition)
         return cls(response, Tokenizer.from_str(text), grammars, default_sampling)
 
@@ -271,7 +271,7 @@ class Generation:
         if piece:
             self._pieces.append(piece)
 
-    def stream(self) -> StreamChunk | None:
+    def start_streaming(self) -> StreamChunk | None:
         """Make its text as it comes from now on, for `take_chunk`; returns what was taken so far,
         or, if nobody took any, what there is."""
         if self._detokenizer is None:
@@ -309,19 +309,19 @@ class Generation:
         return decode(self._language.tokenizer, ids)
 
 
-def untold(
-    generations: Iterable[tuple[int, Generation]], told: Mapping[int, int]
+def unreported_outputs(
+    generations: Iterable[tuple[int, Generation]], reported: Mapping[int, int]
 ) -> list[OutputPart]:
-    """The tokens of each output that is not streamed, with its context, behind the `told` first
+    """The tokens of each output that is not streamed, with its context, behind the `reported` first
     ones, but for the newest, which may turn out to be its last; a bounded number in all. May be
     called from any thread."""
-    parts, room = [], _MAX_UNTOLD
+    parts, room = [], _MAX_REPORTED_TOKENS
     for context_id, generation in generations:
         if generation.is_streamed:
             continue
-        start = told.get(context_id, 0)
+        start = reported.get(context_id, 0)
         ids = generation.output_ids[start:-1][: min(room, MOST_IDS)]
-        room = max(0, room - len(ids) - _PART_TOKENS) if ids else room
+        room = max(0, room - len(ids) - _PART_OVERHEAD_TOKENS) if ids else room
         parts.append(OutputPart.of(context_id, start, ids))
     return parts
 
@@ -343,33 +343,33 @@ class Followers:
         that."""
         self._find = find
         self._send = send
-        self.of: dict[int, list[Follower]] = {}  # not to be changed by others
+        self.by_context: dict[int, list[Follower]] = {}  # not to be changed by others
 
-    def enter(self, context_id: int, follower: Follower) -> None:
-        self.of.setdefault(context_id, []).append(follower)
+    def add(self, context_id: int, follower: Follower) -> None:
+        self.by_context.setdefault(context_id, []).append(follower)
         if (generation := self._find(context_id)) is not None:
-            self._begin(generation, [follower])
+            self._start(generation, [follower])
 
-    def leave(self, context_id: int, follower: Follower) -> None:
-        followers = self.of.get(context_id, [])
+    def remove(self, context_id: int, follower: Follower) -> None:
+        followers = self.by_context.get(context_id, [])
         if follower in followers:
             followers.remove(follower)
         if not followers:
-            self.of.pop(context_id, None)
+            self.by_context.pop(context_id, None)
 
-    def began(self, context_id: int, generation: Generation) -> None:
+    def start(self, context_id: int, generation: Generation) -> None:
         """It is generated there, or will be, behind another one."""
-        followers = self.of.get(context_id)
+        followers = self.by_context.get(context_id)
         if followers and self._find(context_id) is generation:
-            self._begin(generation, followers)
+            self._start(generation, followers)
 
-    def give(self, context_id: int, chunk: StreamChunk | None) -> None:
+    def send(self, context_id: int, chunk: StreamChunk | None) -> None:
         """Send a chunk to all followers of this context's output; None ends them."""
-        of = self.of
+        of = self.by_context
         for follower in (of.pop if chunk is None else of.get)(context_id, ()):
             self._send(follower, chunk)
 
-    def _begin(self, generation: Generation, followers: Sequence[Follower]) -> None:
-        if (chunk := generation.stream()) is not None:
+    def _start(self, generation: Generation, followers: Sequence[Follower]) -> None:
+        if (chunk := generation.start_streaming()) is not None:
             for follower in followers:
                 self._send(follower, chunk)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from parrot.engine.config import EngineConfig
 from parrot.engine.core.contexts import Context, ContextTree, Fork
 from parrot.engine.core.jobs import (
+    ContextQueues,
     EngineRequest,
     Job,
-    JobLines,
     Outbox,
     Piece,
     PromptTotals,
@@ -66,7 +66,7 @@ class RequestTable:
         self.followers = Followers(self._generation_on, self.outbox.add)
         self.prompts = PromptTotals()
         self._requests: dict[int, RequestState] = {}
-        self._lines = JobLines()
+        self._queues = ContextQueues()
         self._job_ids = IdCounter()
 
     def __len__(self) -> int:
@@ -79,15 +79,15 @@ class RequestTable:
         try:
             self._accept(request, sink)
         except ParrotError as error:
-            self._refuse(request, sink, error)
+            self._reject(request, sink, error)
         except Exception:
             logger.exception("request %d could not be entered", request.request_id)
-            self._refuse(request, sink, EngineFailed("internal error of the engine"))
+            self._reject(request, sink, EngineFailed("internal error of the engine"))
 
     def _accept(self, request: EngineRequest, sink: Sink) -> None:
         if len(self._requests) >= self._max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
-        self._limits.check(request, self._tree, self._lines)
+        self._limits.check(request, self._tree, self._queues)
         generation = self._generation(request)
         state = RequestState(request, sink, generation, self._clock.now())
         self._requests[request.request_id] = state
@@ -97,15 +97,15 @@ class RequestTable:
             job_id, ends = self._job_ids.next(), generation if index == last else None
             job = Job(job_id, state, context, piece, ends, request.priority)
             job.reading = request.reading()
-            self._add(job)
-        if generation is not None and self.followers.of:
-            self.followers.began(state.context_id, generation)
+            self._enqueue(job)
+        if generation is not None and self.followers.by_context:
+            self.followers.start(state.context_id, generation)
         share, contexts = request.share, dict.fromkeys([job.context for job in state.jobs])
         self._tree.shares.record_request(state.jobs[0].context.group, share.tenant, share.weight)
         for context in contexts:
-            self._advance(context)
+            self._open_next(context)
 
-    def _refuse(self, request: EngineRequest, sink: Sink, error: ParrotError) -> None:
+    def _reject(self, request: EngineRequest, sink: Sink, error: ParrotError) -> None:
         if (state := self._requests.get(request.request_id)) is not None:
             self.fail_all([state], error)
         else:
@@ -132,25 +132,25 @@ class RequestTable:
 
     def _generation_on(self, context_id: int) -> Generation | None:
         context = self._tree.get(context_id)
-        jobs = () if context is None else self._lines.of(context)
+        jobs = () if context is None else self._queues.of(context)
         return next((job.generation for job in jobs if job.generation is not None), None)
 
     def _create(self, piece: Piece, request: EngineRequest) -> Context:
         if request.reading() is not None:
             salt = request.cache_salt
             return self._tree.create(piece.context_id, salt=salt, is_temporary=True)
-        return create_context(self._tree, self._lines, piece, request.cache_salt)
+        return create_context(self._tree, self._queues, piece, request.cache_salt)
 
-    def _add(self, job: Job) -> None:
+    def _enqueue(self, job: Job) -> None:
         job.request.jobs.append(job)
         job.request.num_unfinished += 1
-        self._lines.add(job)
-        self._hurry(job.context, job.priority)
+        self._queues.add(job)
+        self._raise_priority(job.context, job.priority)
 
-    def _hurry(self, context: Context, priority: int) -> None:
+    def _raise_priority(self, context: Context, priority: int) -> None:
         """Priority inheritance: what the context has to wait for becomes as urgent."""
         while True:
-            for job in self._lines.of(context):
+            for job in self._queues.of(context):
                 if job.priority <= priority:
                     continue
                 if job.is_open:
@@ -177,14 +177,14 @@ class RequestTable:
         if parent.fork is not None or length is None:
             return
         if parent.num_computed < length:
-            if self._lines.of(parent):
+            if self._queues.of(parent):
                 return  # it will get there
             if (known := len(parent.token_ids)) < length:
                 text = f"context {parent.context_id} ended at {known} tokens, before {length}"
                 self._fail_on(context, NotFound(text, param="parent_len"))
                 length = known
-            elif (line := self._lines.of(context)) and self._should_restore(parent, length):
-                self._restore(parent, line[0])
+            elif (queue := self._queues.of(context)) and self._should_restore(parent, length):
+                self._restore(parent, queue[0])
                 return
         self._apply_fork(context, length)
 
@@ -195,22 +195,22 @@ class RequestTable:
         is_worth = length - parent.num_computed >= block_size
         return is_worth and len(parent.token_ids) - length < block_size
 
-    def _restore(self, parent: Context, wanted_by: Job) -> None:
+    def _restore(self, parent: Context, requester: Job) -> None:
         piece = Piece(parent.context_id, array("i"))
-        job_id, state = self._job_ids.next(), wanted_by.request
-        self._add(Job(job_id, state, parent, piece, None, wanted_by.priority, restores=True))
-        self._advance(parent)
+        job_id, state = self._job_ids.next(), requester.request
+        self._enqueue(Job(job_id, state, parent, piece, None, requester.priority, restores=True))
+        self._open_next(parent)
 
     def _apply_fork(self, context: Context, length: int) -> None:
         self._tree.apply_fork(context, length)
-        self._advance(context)
+        self._open_next(context)
 
-    def _advance(self, context: Context) -> None:
-        """Open the first job of the context's line if it is not; end those with nothing to do."""
+    def _open_next(self, context: Context) -> None:
+        """Open the first job of the context's queue if it is not; end those with nothing to do."""
         if context.fork is not None:
             return
-        while line := self._lines.of(context):
-            job = line[0]
+        while queue := self._queues.of(context):
+            job = queue[0]
             if job.is_open:
                 return
             try:
@@ -221,7 +221,7 @@ class RequestTable:
             if context.num_missing:
                 self._scheduler.add(job)
                 return
-            self._end(job)
+            self._finish_job(job)
         self._scheduler.idle.add(context)
 
     def _open(self, job: Job) -> None:
@@ -249,28 +249,28 @@ class RequestTable:
 
     # -- ending ------------------------------------------------------------------------------
 
-    def give_chunk(self, request: RequestState) -> None:
+    def send_chunk(self, request: RequestState) -> None:
         """Send what its output has grown by to those who take it as it comes."""
         generation = request.generation
         if generation is None or not generation.is_streamed:
             return
         if (chunk := generation.take_chunk()) is None:
             return
-        if request.wanted.stream:
+        if request.params.stream:
             self.outbox.add(request.sink, chunk)
-        if self.followers.of:
-            self.followers.give(request.context_id, chunk)
+        if self.followers.by_context:
+            self.followers.send(request.context_id, chunk)
 
     def finish(self, job: Job) -> None:
         """A running job has all it wanted: answer if it was its request's last, open the next."""
         self._scheduler.remove(job)
         self._tree.publish(job.context)
-        self._end(job)
-        self._advance(job.context)
+        self._finish_job(job)
+        self._open_next(job.context)
         self._free_temporary(job.context)
 
-    def _end(self, job: Job) -> None:
-        self._leave(job)
+    def _finish_job(self, job: Job) -> None:
+        self._remove_from_queue(job)
         request = job.request
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
@@ -279,16 +279,16 @@ class RequestTable:
             response = request.response(self._clock.now(), self._totals)
             self.outbox.add(request.sink, response)
 
-    def _leave(self, job: Job) -> None:
+    def _remove_from_queue(self, job: Job) -> None:
         job.has_ended = True
-        self._lines.remove(job)
-        settle_lengths(self._tree, self._lines, job)
+        self._queues.remove(job)
+        resolve_fork_lengths(self._tree, self._queues, job)
 
     def _close(self, request: RequestState) -> None:
         request.has_ended = True
-        del self._requests[request.wanted.request_id]
-        if request.generation is not None and self.followers.of:
-            self.followers.give(request.context_id, None)
+        del self._requests[request.params.request_id]
+        if request.generation is not None and self.followers.by_context:
+            self.followers.send(request.context_id, None)
 
     def abort(self, request_id: int) -> None:
         """The sender is no longer interested; its contexts stay as they are. Unknown ids are
@@ -316,11 +316,11 @@ class RequestTable:
             self.outbox.add(request.sink, reason)
             for job in request.jobs:
                 if not job.has_ended:
-                    failing += self._requests_behind(job, reason)
+                    failing += self._dependent_requests(job, reason)
                     touched[job.context] = None
-                    self._withdraw(job)
+                    self._cancel_job(job)
         for context in touched:
-            self._advance(context)
+            self._open_next(context)
             self._free_temporary(context)
 
     def _free_temporary(self, context: Context) -> None:
@@ -331,24 +331,24 @@ class RequestTable:
 
     def _fail_on(self, context: Context, error: ParrotError) -> None:
         """Fail the requests that write to the context."""
-        self.fail_all([job.request for job in self._lines.of(context) if not job.restores], error)
+        self.fail_all([job.request for job in self._queues.of(context) if not job.restores], error)
 
-    def _requests_behind(
+    def _dependent_requests(
         self, job: Job, reason: ParrotError
     ) -> list[tuple[RequestState, ParrotError]]:
-        """Requests later in the job's line, and on forks that want what it would have added."""
+        """Requests later in the job's queue, and on forks that want what it would have added."""
         if not job.piece.token_ids and job.generation is None:
             return []  # it would have added nothing
-        line, context_id = self._lines.of(job.context), job.context.context_id
+        queue, context_id = self._queues.of(job.context), job.context.context_id
         lost = NotFound(f"context {context_id} was not completed: {reason.message}")
-        return [(other.request, reason) for other in line[line.index(job) + 1 :]] + [
+        return [(other.request, reason) for other in queue[queue.index(job) + 1 :]] + [
             (other.request, lost)
-            for child in forks_wanting(self._tree, job)
-            for other in self._lines.of(child)
+            for child in forks_awaiting(self._tree, job)
+            for other in self._queues.of(child)
         ]
 
-    def _withdraw(self, job: Job) -> None:
-        self._leave(job)
+    def _cancel_job(self, job: Job) -> None:
+        self._remove_from_queue(job)
         if job.is_open:
             self._scheduler.remove(job)
 
@@ -369,17 +369,17 @@ class RequestTable:
             self._fail_on(context, Cancelled(f"context {context_id} was freed"))
             if context.is_temporary:
                 continue  # it went with its job
-            for job in list(self._lines.of(context)):  # that restore it for a fork
+            for job in list(self._queues.of(context)):  # that restore it for a fork
                 job.request.num_unfinished -= 1
-                self._withdraw(job)
+                self._cancel_job(job)
             while forks := forks_of(self._tree, context):  # failing one gives its own to this
                 for child, fork in forks:
-                    self._orphan(child, fork)
+                    self._detach_fork(child, fork)
             self._scheduler.idle.discard(context)
             num_tokens += self._tree.free(context)
         return num_tokens
 
-    def _orphan(self, child: Context, fork: Fork) -> None:
+    def _detach_fork(self, child: Context, fork: Fork) -> None:
         """The parent is about to be forgotten: the child takes what it wants of it now, or fails if
         the parent has not got that far."""
         parent, length = fork.parent, fork.length
@@ -395,9 +395,9 @@ class RequestTable:
     def check_integrity(self) -> None:
         num_open = 0
         for context in self._tree:
-            line = self._lines.of(context)
-            assert line or not context.block_ids or context in self._scheduler.idle, context
-            for index, job in enumerate(line):
+            queue = self._queues.of(context)
+            assert queue or not context.block_ids or context in self._scheduler.idle, context
+            for index, job in enumerate(queue):
                 assert job.context is context, job
                 assert job.is_open == (index == 0 and context.fork is None), job
                 assert not job.request.has_ended, job
@@ -412,7 +412,7 @@ class RequestLimits:
     max_context_len: int
     vocab_size: int
 
-    def check(self, request: EngineRequest, tree: ContextTree, lines: JobLines) -> None:
+    def check(self, request: EngineRequest, tree: ContextTree, queues: ContextQueues) -> None:
         """Raise if a token, a parent or a length is already known to be impossible. What is not
         known yet (a parent still generates) is checked when the job opens."""
         sampling = request.sampling
@@ -438,7 +438,7 @@ class RequestLimits:
                 _check_salt(tree.get(piece.parent_id), request, "parent_context_id")
             else:
                 _check_salt(context, request, "context_id")
-            length = _length_before(piece, lengths, tree, lines) + len(piece.token_ids)
+            length = _length_before(piece, lengths, tree, queues) + len(piece.token_ids)
             self.check_length(length, request.sampling is not None and index == last)
             lengths[piece.context_id] = length
 
@@ -472,20 +472,20 @@ def _check_fork(piece: Piece, creator: Piece) -> None:
 
 
 def _length_before(
-    piece: Piece, lengths: dict[int, int], tree: ContextTree, lines: JobLines
+    piece: Piece, lengths: dict[int, int], tree: ContextTree, queues: ContextQueues
 ) -> int:
     """Tokens that the piece's context will have at least, before the piece."""
-    if (length := _length_of(piece.context_id, lengths, tree, lines)) is not None:
+    if (length := _length_of(piece.context_id, lengths, tree, queues)) is not None:
         return length
     if piece.parent_id == NO_PARENT:
         return 0
-    parent_length = _length_of(piece.parent_id, lengths, tree, lines)
+    parent_length = _length_of(piece.parent_id, lengths, tree, queues)
     if parent_length is None:
         raise NotFound(f"no context {piece.parent_id} to fork from", param="parent_context_id")
     if piece.parent_len is None:
         return parent_length
     parent = tree.get(piece.parent_id)
-    may_grow = parent is None or lines.of(parent) or (parent.fork and parent.fork.length is None)
+    may_grow = parent is None or queues.of(parent) or (parent.fork and parent.fork.length is None)
     if parent_length < piece.parent_len and not may_grow:
         raise NotFound(
             f"context {piece.parent_id} has {parent_length} tokens, cannot fork it at "
@@ -496,14 +496,14 @@ def _length_before(
 
 
 def _length_of(
-    context_id: int, lengths: dict[int, int], tree: ContextTree, lines: JobLines
+    context_id: int, lengths: dict[int, int], tree: ContextTree, queues: ContextQueues
 ) -> int | None:
     if context_id in lengths:
         return lengths[context_id]
     context = tree.get(context_id)
     if context is None:
         return None
-    added = sum(len(job.piece.token_ids) for job in lines.of(context) if not job.is_open)
+    added = sum(len(job.piece.token_ids) for job in queues.of(context) if not job.is_open)
     return context.num_known + added
 
 
@@ -514,28 +514,28 @@ def forks_of(tree: ContextTree, parent: Context) -> list[tuple[Context, Fork]]:
     ]
 
 
-def forks_wanting(tree: ContextTree, job: Job) -> list[Context]:
+def forks_awaiting(tree: ContextTree, job: Job) -> list[Context]:
     """The forks that want all tokens of the job's context, those of the job included."""
     forks = forks_of(tree, job.context)
     return [c for c, fork in forks if fork.after is not None and fork.after >= job.job_id]
 
 
-def create_context(tree: ContextTree, lines: JobLines, piece: Piece, salt: str) -> Context:
+def create_context(tree: ContextTree, queues: ContextQueues, piece: Piece, salt: str) -> Context:
     """Create the context of a piece whose parent, if it has one, exists."""
     if piece.parent_id == NO_PARENT:
         return tree.create(piece.context_id, salt=salt, public_len=piece.public_len)
     parent, length = tree.get(piece.parent_id), piece.parent_len
     assert parent is not None, f"context {piece.parent_id} vanished"
-    fork = _fork_of_all(parent, lines.of(parent)) if length is None else Fork(parent, length, None)
+    fork = _fork_of_all(parent, queues.of(parent)) if length is None else Fork(parent, length, None)
     return tree.create(piece.context_id, fork)
 
 
-def settle_lengths(tree: ContextTree, lines: JobLines, job: Job) -> None:
+def resolve_fork_lengths(tree: ContextTree, queues: ContextQueues, job: Job) -> None:
     """The job has left its context: forks that want all tokens up to its end now want those up to
     the end of the job before it, or know how many there are."""
     for child, fork in forks_of(tree, job.context):
         if fork.after == job.job_id:
-            before = [other for other in lines.of(job.context) if other.job_id < job.job_id]
+            before = [other for other in queues.of(job.context) if other.job_id < job.job_id]
             child.fork = _fork_of_all(job.context, before)
 
 

@@ -261,7 +261,7 @@ class LocalScheduler:
         self._queue_of(job).add(job)
         self._jobs_by_context[job.context] = job
         if self._budgets is NO_BUDGETS:
-            self._count_tenant(job.request.wanted.share)
+            self._count_tenant(job.request.params.share)
         self.num_jobs += 1
         self._budgets.add(job)
 
@@ -332,7 +332,7 @@ class LocalScheduler:
         """The share that the first background job may take, within the engine's limit."""
         limit = self._limits.background_share
         first = next(iter(self._background), None)
-        return limit if first is None else min(limit, first.request.wanted.background_share)
+        return limit if first is None else min(limit, first.request.params.background_share)
 
     def schedule(self, now: float, drafts: Drafts = NO_DRAFTS) -> Step | None:
         """The next step, or None when no job can run. `drafts`: of jobs that generate and await no

@@ -298,7 +298,7 @@ class StepRunner(Protocol):
 class DividedRunner(StepRunner, Protocol):
     """A runner that may be divided among processes."""
 
-    def when_lost(self, tell: Callable[[], None]) -> None:
+    def on_lost(self, tell: Callable[[], None]) -> None:
         """Call `tell`, from any thread, if one of them ends: no step can be run any more."""
         ...
 
@@ -335,14 +335,19 @@ class TieredRunner(StepRunner, Protocol):
         ...
 
 
-_USUAL = StepCosts()
-_UNITS = (_USUAL.step_s, _USUAL.sequence_s, _USUAL.token_s, _USUAL.prefill_s)
+_DEFAULTS = StepCosts()
+_UNITS = (
+    _DEFAULTS.step_s,
+    _DEFAULTS.sequence_s,
+    _DEFAULTS.token_s,
+    _DEFAULTS.prefill_s,
+)
 _SIZE = len(_UNITS)
-_MEMORY = 2000  # observations; older ones fade
-_NOISE = 0.003  # squared relative error of one observation
-_SPREAD = 1.0  # squared relative difference of one scale from that of all, before the first
-_MIN_SHARE, _MAX_SHARE = 1 / 64, 64.0  # bounds of a scale, relative to that of all
-_SWEEPS = 100  # of the minimisation, one scale at a time; a few are enough
+_FIT_MEMORY = 2000  # observations; older ones fade
+_OBSERVATION_VARIANCE = 0.003  # squared relative error of one observation
+_PRIOR_VARIANCE = 1.0  # squared relative difference of one scale from that of all, before the first
+_MIN_RATIO, _MAX_RATIO = 1 / 64, 64.0  # bounds of a scale, relative to that of all
+_MAX_SWEEPS = 100  # of the minimisation, one scale at a time; a few are enough
 _OBSERVE_EVERY, _OBSERVE_FIRST = 8, 64  # steps; counting what they read takes time
 _SOLVE_EVERY = 32  # observations; errors are weighed by the estimate, so it must not be old
 
@@ -443,7 +448,7 @@ class StepCostFit:
         new = [a * b for a in features for b in features]
         new += [a * target for a in features]
         new += [sum(features), target]
-        fade = 1 - 1 / _MEMORY
+        fade = 1 - 1 / _FIT_MEMORY
         self._sums = [fade * old + value for old, value in zip(self._sums, new, strict=True)]
         self.num_observed += 1
         # The first ones change much: after 1, 2, 4...
@@ -466,14 +471,14 @@ class StepCostFit:
         products = [sums[i * _SIZE : (i + 1) * _SIZE] for i in range(_SIZE)]
         targets = sums[_SIZE * _SIZE : -2]
         common = sums[-1] / sums[-2]
-        prior = _NOISE / (_SPREAD * common * common)
+        prior = _OBSERVATION_VARIANCE / (_PRIOR_VARIANCE * common * common)
         scales = [common] * _SIZE
-        for _ in range(_SWEEPS):
+        for _ in range(_MAX_SWEEPS):
             before = list(scales)
             for i in range(_SIZE):
                 others = _dot(products[i], scales) - products[i][i] * scales[i]
                 best = (targets[i] - others + prior * common) / (products[i][i] + prior)
-                scales[i] = min(max(best, _MIN_SHARE * common), _MAX_SHARE * common)
+                scales[i] = min(max(best, _MIN_RATIO * common), _MAX_RATIO * common)
             if max(abs(a - b) for a, b in zip(before, scales, strict=True)) < 1e-6 * common:
                 break
         return scales

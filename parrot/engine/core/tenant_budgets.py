@@ -69,7 +69,7 @@ class TenantBudgets:
 
     def add(self, job: Job) -> None:
         """One more open job."""
-        share = job.request.wanted.share
+        share = job.request.params.share
         tenant = self._tenants.get(share.tenant)
         if tenant is None:
             tenant = self._tenants[share.tenant] = _Tenant()
@@ -81,7 +81,7 @@ class TenantBudgets:
             tenant.step_growth = share.step_growth
 
     def remove(self, job: Job) -> None:
-        self._tenants[job.request.wanted.share.tenant].num_jobs -= 1
+        self._tenants[job.request.params.share.tenant].num_jobs -= 1
 
     def begin_step(self, now: float, decoding: Iterable[Job]) -> "TenantBudgets | None":
         """Another step is planned. `decoding`: the jobs that generate. None: no tenant is bound."""
@@ -119,12 +119,12 @@ class TenantBudgets:
         """How many of its tokens the step may compute."""
         missing = job.context.num_missing
         left = (
-            self._seconds_left.get(job.request.wanted.share.tenant) if self._seconds_left else None
+            self._seconds_left.get(job.request.params.share.tenant) if self._seconds_left else None
         )
         if left is None:
             if missing > 1 and self._prompt_tokens_left:
                 return min(
-                    missing, self._prompt_tokens_left.get(job.request.wanted.share.tenant, missing)
+                    missing, self._prompt_tokens_left.get(job.request.params.share.tenant, missing)
                 )
             return missing
         if left <= 0.0:
@@ -133,7 +133,7 @@ class TenantBudgets:
 
     def charge(self, job: Job, num_tokens: int) -> None:
         """The step computes so many of its tokens."""
-        name = job.request.wanted.share.tenant
+        name = job.request.params.share.tenant
         if name in self._seconds_left:
             self._seconds_left[name] -= self._cost_s(job, num_tokens)
             self._tenants[name].credit_s = self._seconds_left[name]
@@ -174,7 +174,7 @@ class TenantBudgets:
     def _decode_s(self, decoding: Iterable[Job], tenants: dict[str, _Tenant]) -> dict[str, float]:
         own_s = dict.fromkeys(tenants, 0.0)
         for job in decoding:
-            if (name := job.request.wanted.share.tenant) in own_s:
+            if (name := job.request.params.share.tenant) in own_s:
                 own_s[name] += self._cost_s(job, 1)
         return own_s
 
@@ -193,7 +193,7 @@ class TenantBudgets:
         """Recount by the open jobs. Raises AssertionError with what differs."""
         counts = {name: tenant.num_jobs for name, tenant in self._tenants.items()}
         for job in jobs:
-            counts[job.request.wanted.share.tenant] -= 1
+            counts[job.request.params.share.tenant] -= 1
         assert not any(counts.values()), counts
 
 

@@ -167,9 +167,9 @@ class CudaRunner:
     def info(self) -> RunnerInfo:
         return self._info
 
-    def when_lost(self, tell: Callable[[], None]) -> None:
+    def on_lost(self, tell: Callable[[], None]) -> None:
         if self._unit is not None:
-            self._unit.when_lost(tell)
+            self._unit.on_lost(tell)
 
     def close(self) -> None:
         self.computer.close()  # First: aborting NCCL waits until its graphs are gone.

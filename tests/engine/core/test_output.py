@@ -5,7 +5,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from parrot.engine.core import output
-from parrot.engine.core.output import Detokenizer, Generation, Language, StopStrings, decode, untold
+from parrot.engine.core.output import (
+    Detokenizer,
+    Generation,
+    Language,
+    StopStrings,
+    decode,
+    unreported_outputs,
+)
 from parrot.engine.sim import BOS_ID, EOS_ID, byte_tokenizer_response
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.sampling import ResolvedSampling
@@ -90,7 +97,7 @@ def test_who_comes_late_gets_the_same_chunks_from_the_first_token(text, data):
     out = generation(max_gen_length=len(ids), ignore_tokenizer_eos=True, logprobs=1)
     heard: list[list] = []
     for number, token_id in enumerate(ids):
-        heard += [[out.stream()] for _ in range(joins.count(number))]
+        heard += [[out.start_streaming()] for _ in range(joins.count(number))]
         out.push(token_id, ([token_id, token_id], [-1.0, -1.0]))
         if out.is_streamed:
             chunk = out.take_chunk()
@@ -108,16 +115,16 @@ def test_what_nobody_takes_is_told_up_to_the_newest_token(monkeypatch):
     for out in (whole, streamed, other):
         feed(out, b"abcdef")
     outputs = [(1, whole), (2, streamed), (3, other)]
-    first = untold(outputs, {})
+    first = unreported_outputs(outputs, {})
     assert [(p.context_id, p.start, p.end) for p in first] == [(1, 0, 5), (3, 0, 5)]
     assert bytes(first[0].token_ids().tolist()) == b"abcde"
     feed(whole, b"g")
     told = {part.context_id: part.end for part in first}
-    assert [(p.start, p.end) for p in untold(outputs, told)] == [(5, 6), (5, 5)]
+    assert [(p.start, p.end) for p in unreported_outputs(outputs, told)] == [(5, 6), (5, 5)]
     monkeypatch.setattr(output, "_MAX_UNTOLD", 24)
-    assert [(p.start, p.end) for p in untold(outputs, {})] == [(0, 6), (0, 2)]
-    whole.stream()
-    assert [p.context_id for p in untold(outputs, {})] == [3]
+    assert [(p.start, p.end) for p in unreported_outputs(outputs, {})] == [(0, 6), (0, 2)]
+    whole.start_streaming()
+    assert [p.context_id for p in unreported_outputs(outputs, {})] == [3]
 
 
 def test_the_rest_depends_on_the_text_before_it():

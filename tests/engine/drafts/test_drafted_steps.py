@@ -145,7 +145,7 @@ def test_an_abort_while_drafts_are_verified_and_a_fork_of_what_is_left() -> None
     for _ in range(20):
         engine.core.wait_until_due()
         engine.step()
-        flight = engine.core._flight
+        flight = engine.core._in_flight
         if flight is not None and flight.step.num_drafts:
             break
     else:

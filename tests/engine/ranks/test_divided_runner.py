@@ -195,7 +195,7 @@ def test_a_rank_that_ends_is_the_end_of_the_unit(
         driver, unit = Driver(runner), runner._unit
         assert unit is not None
         driver.generate([driver.context([1, 2])], 2)
-        unit.when_lost(told.set)
+        unit.on_lost(told.set)
         unit._links[0].end()  # what the kernel does for a process that is killed
         assert told.wait(30)
         with pytest.raises(DeviceLost, match="rank 1 has ended"):
@@ -263,7 +263,7 @@ class Ending(Unit):
 def test_a_rank_is_watched_on_when_a_step_ends_at_that_moment() -> None:
     told, (link, other) = threading.Event(), Link.pair()
     unit = Ending(Hung(), [link], with_tables=True, patience=timedelta(seconds=0.01))
-    unit.when_lost(told.set)
+    unit.on_lost(told.set)
     with other:
         while unit.looks < 4:
             time.sleep(0.01)

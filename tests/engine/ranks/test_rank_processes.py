@@ -117,7 +117,7 @@ async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -
         (rank,) = {*children(os.getpid())} - before
         assert own_addresses(rank) == {LOOPBACK}, "others than this machine reach it"
         told = threading.Event()
-        divided._require_core()._runner._runner.when_lost(told.set)  # type: ignore[attr-defined]
+        divided._require_core()._runner._runner.on_lost(told.set)  # type: ignore[attr-defined]
         os.kill(rank, signal.SIGKILL)
         assert await asyncio.to_thread(told.wait, 60), "it is lost without a step"
         assert divided.state() is ServiceState.LOST
@@ -158,7 +158,7 @@ def test_a_transfer_that_fails_on_another_rank_ends_the_unit(folder: Path) -> No
     runner = load_runner(config(folder, 2, host_kv_gb=4 * layout.block_bytes / GIB)).runner
     assert isinstance(runner, ModelRunner)
     driver, told = Driver(runner), threading.Event()
-    runner.when_lost(told.set)
+    runner.on_lost(told.set)
     runner.transfer([Transfer(1, True, (5,), (3,))])
     assert [one.transfer_id for one in runner.landed(wait=True)] == [1]
     driver.generate([driver.context([1, 2])], 1)

@@ -111,7 +111,7 @@ class Unit:
             watch.start()
             self._watches.append(watch)
 
-    def when_lost(self, tell: Callable[[], None]) -> None:
+    def on_lost(self, tell: Callable[[], None]) -> None:
         """Call `tell`, on any thread, once a rank is lost."""
         self._when_lost.append(tell)
         if self._lost is not None:
