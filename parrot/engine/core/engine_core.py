@@ -119,7 +119,7 @@ class EngineCore:
         """Return when the next step should be planned; requests that come later miss it."""
         if self._in_flight is not None:
             if self._drafter is not None and not self._in_flight.step.num_drafts:
-                self._drafter.look_beside(
+                self._drafter.search_during_step(
                     [d for job in self._drafting() if (d := job.drafts)],
                     has_prompts=self._in_flight.step.has_prompts,
                 )
@@ -167,7 +167,7 @@ class EngineCore:
         result = self._runner.wait(flight.launched)
         if self._drafter is not None:
             seconds = self._clock.now() - began
-            self._drafter.waited(seconds, has_prompts=flight.step.has_prompts)
+            self._drafter.record_wait(seconds, has_prompts=flight.step.has_prompts)
         if result is None:
             self._recover_failed([flight.step] if planned is None else [flight.step, planned])
             return False
@@ -183,7 +183,7 @@ class EngineCore:
             seconds = seconds_before + self._clock.now() - self._last_step_ended
             if self._in_flight is not None:
                 num_drafts += self._in_flight.step.num_drafts
-            self._drafter.costs.turned(seconds, has_drafts=num_drafts > 0)
+            self._drafter.costs.record_turnaround(seconds, has_drafts=num_drafts > 0)
 
     def _needs_tokens_first(self, flight: _InFlightStep) -> bool:
         """Whether the next step can only be planned, or is better planned, when the tokens of this
@@ -304,7 +304,9 @@ class EngineCore:
         if self._drafter is not None:
             began = max(step.planned_at, launched_at, self._last_step_ended)
             num_others = step.num_fill_tokens + step.num_background_tokens
-            self._drafter.costs.stepped(now - began, len(step.jobs), step.num_drafts, num_others)
+            self._drafter.costs.record_step(
+                now - began, len(step.jobs), step.num_drafts, num_others
+            )
         self._count_steps(step, (now - max(step.planned_at, self._last_step_ended),))
         self._last_step_ended = now
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from parrot.engine.config import SchedulerConfig
-from parrot.engine.drafts.pace import Acceptance, Candidate, DraftCosts, share_out
+from parrot.engine.drafts.pace import Acceptance, Candidate, DraftCosts, choose_draft_lengths
 from parrot.engine.grammar.constraint import Constraint
 from parrot.protocol.engine_api import StepCosts
 from parrot.utils.clock import Clock
@@ -13,7 +13,7 @@ from parrot.utils.clock import Clock
 if TYPE_CHECKING:
     from parrot.engine.drafts.finder import DraftFinder
 
-_FORCED_RATE = 0.98  # of tokens that a grammar forces: their text may also be cut otherwise
+_FORCED_ACCEPTANCE = 0.98  # of tokens that a grammar forces: their text may also be cut otherwise
 
 
 class OutputDrafts:
@@ -35,38 +35,38 @@ class OutputDrafts:
         self._max_output = max_output
         self._constraint = constraint
         self._acceptance = acceptance
-        self._ahead: list[int] = []
-        self._place = -1  # in the output, behind which they are
+        self._draft: list[int] = []
+        self._draft_position = -1  # in the output, behind which they are
         self._is_forced = False
         self.num_drafted = 0
         self.num_accepted = 0
 
-    def look(self, limit: int) -> None:
+    def search(self, limit: int) -> None:
         """Look for at most `limit` tokens behind the newest one."""
-        place = self._place = len(self._output_ids)
+        place = self._draft_position = len(self._output_ids)
         limit = min(limit, self._max_output - place - 1)
         if (followed := self._finder.follow(self._context_ids)) is not None:
             self._acceptance.count(*followed)
         forced = [] if self._constraint is None else self._constraint.forced(place)
         self._is_forced = bool(forced)
-        self._ahead = forced[:limit] if forced else self._finder.ahead(self._context_ids, limit)
-        if self._ahead and self._constraint is not None and not forced:
-            self._ahead = self._ahead[: self._constraint.num_valid(place, self._ahead)]
+        self._draft = forced[:limit] if forced else self._finder.propose(self._context_ids, limit)
+        if self._draft and self._constraint is not None and not forced:
+            self._draft = self._draft[: self._constraint.num_valid(place, self._draft)]
 
     def candidate(self, num_pending: int = 0) -> Candidate:
         """The draft that was found behind the newest token, without its first `num_pending` tokens,
         which are known by then."""
-        if self._place != len(self._output_ids):
+        if self._draft_position != len(self._output_ids):
             return Candidate(0, 0.0)
         if self._is_forced:
-            rate = _FORCED_RATE
+            rate = _FORCED_ACCEPTANCE
         else:
             rate = self._acceptance.rate(self._finder.match_length + num_pending)
-        return Candidate(max(0, len(self._ahead) - num_pending), rate)
+        return Candidate(max(0, len(self._draft) - num_pending), rate)
 
     def take(self, length: int) -> tuple[int, ...]:
         """The first tokens of what was found."""
-        return tuple(self._ahead[:length])
+        return tuple(self._draft[:length])
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """A step has come out with this draft."""
@@ -75,9 +75,9 @@ class OutputDrafts:
 
 
 _FIRST_TURNAROUND_S = 0.3e-3
-_LOOK_SHARE = 0.25  # of a step's time, for looking, at most
-_LEAST_LOOK_SHARE = 0.02  # of it, also if the device waits for the host
-_SPARE_SHARE = 0.5  # of the time in which the host would only wait
+_MAX_SEARCH_SHARE = 0.25  # of a step's time, for looking, at most
+_MIN_SEARCH_SHARE = 0.02  # of it, also if the device waits for the host
+_IDLE_SEARCH_SHARE = 0.5  # of the time in which the host would only wait
 _SMOOTHING = 0.1
 
 
@@ -94,63 +94,63 @@ class Drafter:
         self._clock = clock
         self._max_draft = max_draft
         self.acceptance = Acceptance()
-        self._next_look = 0
-        self._looked_at: list[OutputDrafts] = []
-        self._looked_s = 0.0  # beside the step that runs
-        self._spare_s: float | None = None  # of the host beside a step, if it is known
+        self._next_search = 0
+        self._searched: list[OutputDrafts] = []
+        self._search_s = 0.0  # beside the step that runs
+        self._idle_s: float | None = None  # of the host beside a step, if it is known
         self.costs = DraftCosts(sizes, usual.step_s, _FIRST_TURNAROUND_S)
         self.costs.token_s = usual.prefill_s
 
-    def look_beside(self, outputs: Sequence[OutputDrafts], *, has_prompts: bool) -> None:
+    def search_during_step(self, outputs: Sequence[OutputDrafts], *, has_prompts: bool) -> None:
         """Look for drafts of these outputs beside a step, in a part of the time in which the host
         would only wait for it: a host that is the slower one makes steps longer by looking. Beside
         prompts it does not only wait, since it launches their kernels one by one."""
         began = self._clock.now()
-        most = _LOOK_SHARE * self.costs.plain_s
-        spare_s = 0.0 if has_prompts else self._spare_s
-        if spare_s is not None:
-            least = _LEAST_LOOK_SHARE * self.costs.plain_s
-            most = min(most, max(least, _SPARE_SHARE * spare_s))
-        self._look(outputs, began + most)
-        self._looked_s = self._clock.now() - began
+        most = _MAX_SEARCH_SHARE * self.costs.plain_s
+        idle_s = 0.0 if has_prompts else self._idle_s
+        if idle_s is not None:
+            least = _MIN_SEARCH_SHARE * self.costs.plain_s
+            most = min(most, max(least, _IDLE_SEARCH_SHARE * idle_s))
+        self._search(outputs, began + most)
+        self._search_s = self._clock.now() - began
 
-    def waited(self, seconds: float, *, has_prompts: bool) -> None:
+    def record_wait(self, seconds: float, *, has_prompts: bool) -> None:
         """The host had nothing to do for so long before a step was over."""
-        spare_s, self._looked_s = seconds + self._looked_s, 0.0
+        idle_s, self._search_s = seconds + self._search_s, 0.0
         if not has_prompts:
-            before = spare_s if self._spare_s is None else self._spare_s
-            self._spare_s = before + _SMOOTHING * (spare_s - before)
+            before = idle_s if self._idle_s is None else self._idle_s
+            self._idle_s = before + _SMOOTHING * (idle_s - before)
 
-    def look(self, outputs: Sequence[OutputDrafts]) -> None:
+    def search(self, outputs: Sequence[OutputDrafts]) -> None:
         """Look for drafts of these outputs, as far as that takes a small part of a step."""
-        self._look(outputs, self._clock.now() + _LOOK_SHARE * self.costs.plain_s)
+        self._search(outputs, self._clock.now() + _MAX_SEARCH_SHARE * self.costs.plain_s)
 
-    def _look(self, outputs: Sequence[OutputDrafts], deadline: float) -> None:
+    def _search(self, outputs: Sequence[OutputDrafts], deadline: float) -> None:
         """Until then; the next time at the others first."""
-        self._looked_at = []
+        self._searched = []
         if not outputs or len(outputs) >= self.costs.sizes[-1]:
             return
-        first = self._next_look % len(outputs)
+        first = self._next_search % len(outputs)
         for index in (*range(first, len(outputs)), *range(first)):
-            outputs[index].look(self._max_draft + 1)
-            self._looked_at.append(outputs[index])
+            outputs[index].search(self._max_draft + 1)
+            self._searched.append(outputs[index])
             if self._clock.now() > deadline:
-                self._next_look = index + 1
+                self._next_search = index + 1
                 return
 
     def pays_to_wait(self, num_sequences: int) -> bool:
         """Whether drafts that were found would pay behind the tokens of the step that runs: no
         other is launched before these are known."""
-        return any(self.choose(self._looked_at, num_sequences, num_pending=1))
+        return any(self.choose_lengths(self._searched, num_sequences, num_pending=1))
 
     def find(self, outputs: Sequence[OutputDrafts], num_sequences: int) -> list[tuple[int, ...]]:
         """The drafts of the next step, one for each of these outputs, whose tokens are all known;
         empty where it does not pay."""
-        self.look(outputs)
-        lengths = self.choose(outputs, num_sequences)
+        self.search(outputs)
+        lengths = self.choose_lengths(outputs, num_sequences)
         return [output.take(n) for output, n in zip(outputs, lengths, strict=True)]
 
-    def choose(
+    def choose_lengths(
         self, outputs: Sequence[OutputDrafts], num_sequences: int, *, num_pending: int = 0
     ) -> list[int]:
         """The tokens to draft of each output; all 0 if that does not pay. `num_pending`: tokens on
@@ -158,8 +158,8 @@ class Drafter:
         candidates = [output.candidate(num_pending) for output in outputs]
         if not any(c.length for c in candidates):
             return [0] * len(candidates)
-        # The host is waited for behind this step, and before it, if that could be spared.
-        return share_out(candidates, num_sequences, self.costs, 1 + num_pending)
+        # The host is record_wait for behind this step, and before it, if that could be spared.
+        return choose_draft_lengths(candidates, num_sequences, self.costs, 1 + num_pending)
 
 
 def make_drafter(limits: SchedulerConfig, sizes: Sequence[int], clock: Clock) -> Drafter | None:

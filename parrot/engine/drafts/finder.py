@@ -18,9 +18,9 @@ IntArray = npt.NDArray[np.int32]
 _END = -1  # stands behind each text, and is no token
 _MIN_MATCH = 3
 _MAX_MATCH = 8
-_NEAR = 48  # tokens behind a lost cursor where fewer tokens are a match
+_NEAR_TOKENS = 48  # tokens behind a lost cursor where fewer tokens are a match
 _MIN_NEAR_MATCH = 2
-_PATIENCE = 16  # places that are looked for in vain; then every `_STRIDE`-th is
+_MAX_FULL_SEARCHES = 16  # places that are looked for in vain; then every `_STRIDE`-th is
 _STRIDE = 4
 
 
@@ -46,7 +46,7 @@ class DraftFinder:
         self.match_length = 0  # tokens before the cursor that are the newest ones, as far as known
         self._lost_at: int | None = None
         self._num_since_lost = 0
-        self._num_in_vain = 0
+        self._num_failed = 0
 
     def follow(self, context_ids: "array[int]") -> Followed | None:
         """Take in what the context has grown by since the last time. None if there was no text that
@@ -55,31 +55,31 @@ class DraftFinder:
         if num_seen == len(context_ids):
             return None
         if (cursor := self._cursor) is None:
-            self._look(context_ids)
+            self._search(context_ids)
             return None
         length, new = self.match_length, context_ids[num_seen:].tolist()
-        expected = self._behind(cursor, len(new), context_ids)
+        expected = self._tokens_after(cursor, len(new), context_ids)
         if new == expected:
             self._cursor, self.match_length = cursor + len(new), length + len(new)
             return Followed(length, len(new), False)
         pairs = enumerate(zip(new, [*expected, _END], strict=False))
         num_right = next(n for n, (token, other) in pairs if token != other)
         self._lost_at, self._num_since_lost, self._cursor = cursor + num_right, 0, None
-        self._look(context_ids)
+        self._search(context_ids)
         return Followed(length, num_right, True)
 
-    def ahead(self, context_ids: "array[int]", limit: int) -> list[int]:
+    def propose(self, context_ids: "array[int]", limit: int) -> list[int]:
         """At most `limit` tokens that may come next, if `follow` has seen all of the context."""
         if self._cursor is None or limit <= 0:
             return []
-        found = self._behind(self._cursor, limit, context_ids)
+        found = self._tokens_after(self._cursor, limit, context_ids)
         if self._cursor < len(self._texts):
             return found[: found.index(_END)] if _END in found else found
         while found and len(found) < limit:  # what repeats itself goes on doing so
             found += found[: limit - len(found)]
         return found
 
-    def _behind(self, cursor: int, count: int, context_ids: "array[int]") -> list[int]:
+    def _tokens_after(self, cursor: int, count: int, context_ids: "array[int]") -> list[int]:
         """The tokens that are there, at most `count`."""
         place = cursor - len(self._texts)
         if place >= 0:
@@ -87,15 +87,15 @@ class DraftFinder:
         found: list[int] = self._texts[cursor : cursor + count].tolist()
         return found
 
-    def _look(self, context_ids: "array[int]") -> None:
+    def _search(self, context_ids: "array[int]") -> None:
         near = self._lost_at
-        self._num_in_vain += 1
-        if near is None and self._num_in_vain > _PATIENCE and self._num_in_vain % _STRIDE:
+        self._num_failed += 1
+        if near is None and self._num_failed > _MAX_FULL_SEARCHES and self._num_failed % _STRIDE:
             return
         newest = context_ids[-_MAX_MATCH:].tolist()
         if near is not None:
             self._num_since_lost += 1
-            if self._num_since_lost > _NEAR:
+            if self._num_since_lost > _NEAR_TOKENS:
                 near = self._lost_at = None
         found = _Match(0, 0)
         if len(self._texts):
@@ -106,10 +106,10 @@ class DraftFinder:
             own = _find(view, newest, None if near is None else near - shift)
             if own.length > found.length:
                 found = _Match(own.place + shift, own.length)
-        is_near = near is not None and near <= found.place < near + _NEAR
+        is_near = near is not None and near <= found.place < near + _NEAR_TOKENS
         if found.length >= (_MIN_NEAR_MATCH if is_near else _MIN_MATCH):
             self._cursor, self.match_length = found.place, found.length
-            self._lost_at, self._num_in_vain = None, 0
+            self._lost_at, self._num_failed = None, 0
 
 
 class _Match:

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-_LENGTHS = (8, 16)  # tokens of matches; from each on they are told apart
-_FIRST_RATES = (0.5, 0.7, 0.97)
-_FIRST_WEIGHT = 4.0  # tokens that what a sequence begins with counts as
-_MEMORY, _SHARED_MEMORY = 0.97, 0.998  # of a token, for each that comes after it
-_MIN_GAIN = 1.1  # what it must bring at least: its costs are estimates
+_MATCH_LENGTHS = (8, 16)  # tokens of matches; from each on they are told apart
+_INITIAL_RATES = (0.5, 0.7, 0.97)
+_INITIAL_WEIGHT = 4.0  # tokens that what a sequence begins with counts as
+_DECAY, _SHARED_DECAY = 0.97, 0.998  # of a token, for each that comes after it
+_MIN_SPEEDUP = 1.1  # what it must bring at least: its costs are estimates
 _SMOOTHING = 0.1
-_FIRST_ADDED = 0.1  # of a step without drafts, at least, until it is measured
-_FIRST_SLOWNESS = 2.0  # of turns around drafts, until they are measured
-_MOST_SLOWNESS = 5.0
-_COST_MEMORY = 2000  # steps after which half of what was measured is forgotten
+_FIRST_ADDED_SHARE = 0.1  # of a step without drafts, at least, until it is measured
+_INITIAL_SLOWNESS = 2.0  # of turns around drafts, until they are measured
+_MAX_SLOWNESS = 5.0
+_COST_HALF_LIFE = 2000  # steps after which half of what was measured is forgotten
 
 
 class Acceptance:
@@ -28,27 +28,27 @@ class Acceptance:
 
     def __init__(self, shared: "Acceptance | None" = None) -> None:
         self._shared = shared
-        self._memory = _SHARED_MEMORY if shared is None else _MEMORY
-        rates = _FIRST_RATES if shared is None else [shared.rate(n) for n in (0, *_LENGTHS)]
-        self._hits = [_FIRST_WEIGHT * rate for rate in rates]
-        self._misses = [_FIRST_WEIGHT * (1 - rate) for rate in rates]
+        self._memory = _SHARED_DECAY if shared is None else _DECAY
+        rates = _INITIAL_RATES if shared is None else [shared.rate(n) for n in (0, *_MATCH_LENGTHS)]
+        self._hits = [_INITIAL_WEIGHT * rate for rate in rates]
+        self._misses = [_INITIAL_WEIGHT * (1 - rate) for rate in rates]
 
     def rate(self, length: int) -> float:
         """`length`: of the match, in tokens."""
-        kind = bisect_right(_LENGTHS, length)
+        kind = bisect_right(_MATCH_LENGTHS, length)
         return self._hits[kind] / (self._hits[kind] + self._misses[kind])
 
     def count(self, length: int, num_right: int, is_lost: bool) -> None:
         """Take in what came behind a match."""
         end = length + num_right
-        if length >= _LENGTHS[-1]:  # mostly
-            self._count(len(_LENGTHS), num_right, 0)
+        if length >= _MATCH_LENGTHS[-1]:  # mostly
+            self._count(len(_MATCH_LENGTHS), num_right, 0)
         else:
-            for kind, (first, last) in enumerate(pairwise((0, *_LENGTHS, end + 1))):
+            for kind, (first, last) in enumerate(pairwise((0, *_MATCH_LENGTHS, end + 1))):
                 if (num := min(end, last) - max(length, first)) > 0:
                     self._count(kind, num, 0)
         if is_lost:
-            self._count(bisect_right(_LENGTHS, end), 0, 1)
+            self._count(bisect_right(_MATCH_LENGTHS, end), 0, 1)
         if self._shared is not None:
             self._shared.count(length, num_right, is_lost)
 
@@ -66,7 +66,7 @@ class DraftCosts:
     draft's token counts as one of a prompt, `token_s`. `turnaround_s`: of the host, from the end of
     a step to the launch of the next, if neither has drafts; mostly the device does not wait for it.
     With drafts it takes longer, by a factor that hardly depends on the batch, and the device
-    waits: `waited_s`."""
+    waits: `wait_s`."""
 
     def __init__(self, sizes: Sequence[int], plain_s: float, turnaround_s: float) -> None:
         self.sizes = sizes
@@ -78,22 +78,24 @@ class DraftCosts:
         self._num_steps = 0
         self._num_turns = 0
         self._num_waits = 0
-        self._slowness = _FIRST_SLOWNESS
+        self._slowness = _INITIAL_SLOWNESS
 
     @property
-    def waited_s(self) -> float:
+    def wait_s(self) -> float:
         return self._slowness * self.turnaround_s
 
     def added_s(self, num_tokens: int, num_drafts: int) -> float:
         """How much longer drafts make a step of `num_tokens`, with them."""
         size = self._size(num_tokens)
-        guessed = max(num_drafts * self.token_s, _FIRST_ADDED * self.plain_s)
-        known = [self._fresh(known, guessed) for known in self._added_s if known < size]
+        guessed = max(num_drafts * self.token_s, _FIRST_ADDED_SHARE * self.plain_s)
+        known = [self._aged_s(known, guessed) for known in self._added_s if known < size]
         if size in self._added_s:
-            return self._fresh(size, guessed)
+            return self._aged_s(size, guessed)
         return max([guessed, *known])
 
-    def stepped(self, seconds: float, num_sequences: int, num_drafts: int, num_others: int) -> None:
+    def record_step(
+        self, seconds: float, num_sequences: int, num_drafts: int, num_others: int
+    ) -> None:
         """A step has run that computed `num_others` prompt tokens besides, and took the device so
         long. Those with prompts tell nothing once others are known."""
         self._num_steps += 1
@@ -115,10 +117,10 @@ class DraftCosts:
             smoothing = _SMOOTHING if is_known else 0.5
             self._added_s[size] = (expected + smoothing * (found - expected), self._num_steps)
 
-    def turned(self, seconds: float, *, has_drafts: bool) -> None:
+    def record_turnaround(self, seconds: float, *, has_drafts: bool) -> None:
         """It took the host so long from the end of a step to the launch of the next."""
         if has_drafts and self.turnaround_s > 0:
-            found = min(max(seconds / self.turnaround_s, 1.0), _MOST_SLOWNESS)
+            found = min(max(seconds / self.turnaround_s, 1.0), _MAX_SLOWNESS)
             self._num_waits += 1
             smoothing = max(_SMOOTHING, 1 / (1 + self._num_waits))
             self._slowness += smoothing * (found - self._slowness)
@@ -127,10 +129,10 @@ class DraftCosts:
         smoothing = max(_SMOOTHING, 1 / self._num_turns)
         self.turnaround_s += smoothing * (min(seconds, self.plain_s) - self.turnaround_s)
 
-    def _fresh(self, size: int, guessed: float) -> float:
+    def _aged_s(self, size: int, guessed: float) -> float:
         """Seconds that a step of this size adds: as measured, as far as that is not forgotten."""
         added_s, number = self._added_s[size]
-        weight = math.exp2((number - self._num_steps) / _COST_MEMORY)
+        weight = math.exp2((number - self._num_steps) / _COST_HALF_LIFE)
         return guessed + weight * (added_s - guessed)
 
     def _size(self, num_tokens: int) -> int:
@@ -145,7 +147,7 @@ class Candidate(NamedTuple):
     rate: float
 
 
-def share_out(
+def choose_draft_lengths(
     candidates: Sequence[Candidate], num_sequences: int, costs: DraftCosts, num_turns: int = 1
 ) -> list[int]:
     """The tokens to verify of each draft, for the most tokens per second; all 0 if drafts do not
@@ -154,8 +156,8 @@ def share_out(
     A token is worth its cost as long as it is accepted more often than the step makes tokens in the
     time that it takes. That is tried for each size of step."""
     chosen = [0] * len(candidates)
-    best = num_sequences / costs.plain_s * _MIN_GAIN
-    fixed_s = costs.plain_s + num_turns * costs.waited_s
+    best = num_sequences / costs.plain_s * _MIN_SPEEDUP
+    fixed_s = costs.plain_s + num_turns * costs.wait_s
     most = sum([_expected(c.rate, c.length) for c in candidates if c.length])
     if num_sequences + most <= best * (fixed_s + costs.added_s(num_sequences + 1, 1)):
         return chosen
@@ -163,8 +165,8 @@ def share_out(
         if size <= num_sequences:
             continue
         least = best * costs.token_s
-        wanted = [_length(c, least) for c in candidates]
-        lengths = _fitted(wanted, size - num_sequences)
+        wanted = [_profitable_length(c, least) for c in candidates]
+        lengths = _capped(wanted, size - num_sequences)
         num_drafts = sum(lengths)
         if not num_drafts:
             continue  # this size has no room for one of each
@@ -178,7 +180,7 @@ def share_out(
     return chosen
 
 
-def _length(candidate: Candidate, least: float) -> int:
+def _profitable_length(candidate: Candidate, least: float) -> int:
     """The tokens that are accepted at least that often: token n is, if all before it are."""
     if candidate.rate <= least or least >= 1.0:
         return 0
@@ -192,7 +194,7 @@ def _expected(rate: float, length: int) -> float:
     return float(length) if rate >= 1.0 else rate * (1.0 - rate**length) / (1.0 - rate)
 
 
-def _fitted(lengths: list[int], limit: int) -> list[int]:
+def _capped(lengths: list[int], limit: int) -> list[int]:
     """Cut the longest first, so that together they are within the limit."""
     if sum(lengths) <= limit:
         return lengths

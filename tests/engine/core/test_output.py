@@ -121,7 +121,7 @@ def test_what_nobody_takes_is_told_up_to_the_newest_token(monkeypatch):
     feed(whole, b"g")
     told = {part.context_id: part.end for part in first}
     assert [(p.start, p.end) for p in unreported_outputs(outputs, told)] == [(5, 6), (5, 5)]
-    monkeypatch.setattr(output, "_MAX_UNTOLD", 24)
+    monkeypatch.setattr(output, "_MAX_REPORTED_TOKENS", 24)
     assert [(p.start, p.end) for p in unreported_outputs(outputs, {})] == [(0, 6), (0, 2)]
     whole.start_streaming()
     assert [p.context_id for p in unreported_outputs(outputs, {})] == [3]

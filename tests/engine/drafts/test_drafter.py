@@ -11,7 +11,7 @@ TEXT = [*range(10, 60)]
 
 
 class TickingClock:
-    """Each look at it takes a second, if nothing else is said: more than any step."""
+    """Each search at it takes a second, if nothing else is said: more than any step."""
 
     def __init__(self, tick_s: float = 1.0) -> None:
         self.seconds = 0.0
@@ -47,7 +47,7 @@ def test_what_was_found_before_the_newest_token_is_not_drafted():
     outputs = [Output(drafter) for _ in range(3)]
     drafts = [output.drafts for output in outputs]
     for number in range(9):
-        drafter.look(drafts)
+        drafter.search(drafts)
         found = [output.candidate().length for output in drafts]
         assert found.index(max(found)) == number % 3
         assert sorted(found)[:2] == [0, 0]
@@ -61,7 +61,7 @@ def test_a_host_looks_beside_steps_only_while_it_would_wait():
     outputs = [Output(drafter) for _ in range(40)]
 
     def num_looked_at(*, has_prompts: bool = False) -> int:
-        drafter.look_beside([output.drafts for output in outputs], has_prompts=has_prompts)
+        drafter.search_during_step([output.drafts for output in outputs], has_prompts=has_prompts)
         found = sum(output.drafts.candidate().length > 0 for output in outputs)
         for output in outputs:
             output.say()
@@ -69,11 +69,11 @@ def test_a_host_looks_beside_steps_only_while_it_would_wait():
 
     assert num_looked_at() == 25  # of a step of 100 ms, before it is known how long the host waits
     for _ in range(30):
-        drafter.waited(0.0, has_prompts=False)
-        drafter.waited(0.1, has_prompts=True)
+        drafter.record_wait(0.0, has_prompts=False)
+        drafter.record_wait(0.1, has_prompts=True)
     assert num_looked_at() == 3
     for _ in range(30):
-        drafter.waited(0.02, has_prompts=False)
+        drafter.record_wait(0.02, has_prompts=False)
     assert 8 <= num_looked_at() <= 12
     assert num_looked_at(has_prompts=True) == 3
 
@@ -83,12 +83,12 @@ def test_outputs_tell_those_that_come_after_them():
     first = Output(drafter)
     before = drafter.acceptance.rate(3)
     for _ in range(20):
-        drafter.look([first.drafts])
+        drafter.search([first.drafts])
         first.say()
     assert drafter.acceptance.rate(3) > before
     assert Output(drafter).drafts.candidate().length == 0  # it was not looked at
     second = Output(drafter)
-    drafter.look([second.drafts])
+    drafter.search([second.drafts])
     assert second.drafts.candidate().rate > before
 
 

@@ -13,7 +13,7 @@ TOKENS = st.integers(0, 4)
 def ahead(finder: DraftFinder, context: list[int], limit: int = 8) -> list[int]:
     ids = array("i", context)
     finder.follow(ids)
-    return finder.ahead(ids, limit)
+    return finder.propose(ids, limit)
 
 
 def test_the_context_is_searched_for_its_end():
@@ -47,7 +47,7 @@ def test_a_cursor_follows_and_finds_its_place_again_behind_an_edit():
     finder.follow(context)
     context.extend([6, *before[7:9]])  # one token was replaced
     finder.follow(context)
-    assert finder.ahead(context, 3) == before[9:12]
+    assert finder.propose(context, 3) == before[9:12]
 
 
 def test_what_came_as_found_and_what_did_not_is_told():
@@ -59,7 +59,7 @@ def test_what_came_as_found_and_what_did_not_is_told():
     assert finder.follow(context) is None
     context.extend([15, 99, 98])
     assert finder.follow(context) == Followed(5, 1, True)
-    assert finder.ahead(context, 1) == []
+    assert finder.propose(context, 1) == []
 
 
 def test_new_text_is_looked_for_more_and_more_seldom_but_found():
@@ -73,7 +73,7 @@ def test_new_text_is_looked_for_more_and_more_seldom_but_found():
     for token in text:
         context.append(token)
         finder.follow(context)
-        num_late += not finder.ahead(context, 1)
+        num_late += not finder.propose(context, 1)
     assert num_late <= 3 + 4
 
 
@@ -83,10 +83,10 @@ def test_behind_an_edit_the_nearest_place_counts():
     finder = DraftFinder([text], in_context=False)
     context = array("i", [60, 61, *part])
     finder.follow(context)
-    assert finder.ahead(context, 1) == [70]
+    assert finder.propose(context, 1) == [70]
     context.extend([99, 1, 2])
     finder.follow(context)
-    assert finder.ahead(context, 2) == [3, 80]
+    assert finder.propose(context, 2) == [3, 80]
 
 
 def test_no_source_no_draft():
@@ -103,7 +103,7 @@ def test_a_draft_is_what_follows_a_match(texts, context, data):
         count = data.draw(st.integers(1, 4))
         grown.extend(context[len(grown) : len(grown) + count])
         finder.follow(grown)
-        draft = finder.ahead(grown, 3)
+        draft = finder.propose(grown, 3)
         assert len(draft) <= 3
         if draft:
             newest = [*grown[-2:], draft[0]]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.engine.drafts.pace import Acceptance, Candidate, DraftCosts, share_out
+from parrot.engine.drafts.pace import Acceptance, Candidate, DraftCosts, choose_draft_lengths
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 CANDIDATES = st.lists(
@@ -19,48 +19,48 @@ def costs(num_sequences: int = 1, sizes: tuple[int, ...] = SIZES) -> DraftCosts:
 
 
 def test_a_sure_draft_is_as_long_as_it_may_be():
-    assert share_out([Candidate(32, 0.999)], 1, costs()) == [32]
-    assert share_out([Candidate(32, 0.999)], 1, costs(sizes=(8, 16))) == [15]
+    assert choose_draft_lengths([Candidate(32, 0.999)], 1, costs()) == [32]
+    assert choose_draft_lengths([Candidate(32, 0.999)], 1, costs(sizes=(8, 16))) == [15]
 
 
 def test_an_unlikely_one_is_not_worth_the_wait():
-    assert share_out([Candidate(32, 0.04)], 1, costs()) == [0]
+    assert choose_draft_lengths([Candidate(32, 0.04)], 1, costs()) == [0]
 
 
 def test_drafts_are_shorter_in_larger_batches():
-    alone = share_out([Candidate(32, 0.7)], 1, costs())[0]
-    among = share_out([Candidate(32, 0.7)] * 64, 64, costs(64))[0]
+    alone = choose_draft_lengths([Candidate(32, 0.7)], 1, costs())[0]
+    among = choose_draft_lengths([Candidate(32, 0.7)] * 64, 64, costs(64))[0]
     assert 0 < among < alone
 
 
 def test_more_drafts_than_the_next_size_has_room_for_take_a_larger_one():
     candidates = [Candidate(32, 0.99)] * 4 + [Candidate(0, 0.9)] * 2
-    assert sum(share_out(candidates, 6, costs(6))) > 100
+    assert sum(choose_draft_lengths(candidates, 6, costs(6))) > 100
 
 
 def test_one_draft_does_not_hold_up_many_sequences():
     candidates = [Candidate(4, 0.9)] + [Candidate(0, 0.9)] * 63
-    assert share_out(candidates, 64, costs(64)) == [0] * 64
+    assert choose_draft_lengths(candidates, 64, costs(64)) == [0] * 64
 
 
 def test_what_a_size_was_measured_to_cost_counts():
     known = costs(16)
-    assert sum(share_out([Candidate(8, 0.8)] * 16, 16, known)) > 48
+    assert sum(choose_draft_lengths([Candidate(8, 0.8)] * 16, 16, known)) > 48
     for _ in range(50):
-        known.stepped(20e-3, 16, 80, 0)  # beyond 64 tokens, this device is slow
-    assert 0 < sum(share_out([Candidate(8, 0.8)] * 16, 16, known)) <= 48
+        known.record_step(20e-3, 16, 80, 0)  # beyond 64 tokens, this device is slow
+    assert 0 < sum(choose_draft_lengths([Candidate(8, 0.8)] * 16, 16, known)) <= 48
 
 
 def test_steps_without_drafts_say_what_is_plain():
     known = costs()
     for _ in range(100):
-        known.stepped(9e-3, 4, 0, 100)  # 2 ms of it are a prompt's
+        known.record_step(9e-3, 4, 0, 100)  # 2 ms of it are a prompt's
     assert known.plain_s == pytest.approx(7e-3, rel=0.01)
 
 
 @given(CANDIDATES, st.sampled_from([1, 8, 64]))
 def test_lengths_are_within_their_limits(candidates, size):
-    lengths = share_out(candidates, len(candidates), costs(sizes=(size,)))
+    lengths = choose_draft_lengths(candidates, len(candidates), costs(sizes=(size,)))
     assert sum(lengths) <= max(0, size - len(candidates))
     assert all(0 <= n <= c.length for n, c in zip(lengths, candidates, strict=True))
 
@@ -103,9 +103,9 @@ def test_a_sequence_begins_with_what_others_have_learnt():
 def test_prompts_do_not_say_what_steps_take():
     known = costs()
     for _ in range(20):
-        known.stepped(5e-3, 4, 0, 0)
-        known.stepped(90e-3, 4, 0, 2000)
-        known.stepped(90e-3, 4, 8, 2000)
+        known.record_step(5e-3, 4, 0, 0)
+        known.record_step(90e-3, 4, 0, 2000)
+        known.record_step(90e-3, 4, 8, 2000)
     assert known.plain_s == pytest.approx(5e-3)
     assert known.added_s(12, 8) < 1e-3
 
@@ -113,35 +113,35 @@ def test_prompts_do_not_say_what_steps_take():
 def test_one_step_that_took_long_says_little():
     known = costs()
     for _ in range(20):
-        known.stepped(4e-3, 1, 0, 0)
-    known.stepped(1.0, 1, 0, 0)
-    known.stepped(1.0, 1, 7, 0)
-    known.turned(1.0, has_drafts=False)
+        known.record_step(4e-3, 1, 0, 0)
+    known.record_step(1.0, 1, 0, 0)
+    known.record_step(1.0, 1, 7, 0)
+    known.record_turnaround(1.0, has_drafts=False)
     assert known.plain_s < 5e-3
     assert known.added_s(8, 7) < 4e-3
     assert known.turnaround_s < 5e-3
     bad = known.added_s(8, 7)
     for _ in range(20_000):
-        known.stepped(4e-3, 1, 0, 0)
+        known.record_step(4e-3, 1, 0, 0)
     assert known.added_s(8, 7) < 0.3 * bad
 
 
 def test_the_host_is_waited_for_before_and_behind():
     candidates = [Candidate(1, 0.5)]
     known = costs()
-    assert share_out(candidates, 1, known, 1) == [1]
-    assert share_out(candidates, 1, known, 4) == [0]
+    assert choose_draft_lengths(candidates, 1, known, 1) == [1]
+    assert choose_draft_lengths(candidates, 1, known, 4) == [0]
 
 
 def test_turns_with_drafts_take_longer_than_those_of_other_steps():
     candidates = [Candidate(1, 0.5)]
     known = costs()
-    before = known.waited_s
+    before = known.wait_s
     for _ in range(30):
-        known.turned(2.4e-3, has_drafts=True)
+        known.record_turnaround(2.4e-3, has_drafts=True)
     assert known.turnaround_s == 3e-4
-    assert before < known.waited_s < 2e-3  # not even the slowest host takes so much longer
-    assert share_out(candidates, 1, known) == [0]
+    assert before < known.wait_s < 2e-3  # not even the slowest host takes so much longer
+    assert choose_draft_lengths(candidates, 1, known) == [0]
     for _ in range(60):
-        known.turned(1e-4, has_drafts=False)
-    assert share_out(candidates, 1, known) == [1]
+        known.record_turnaround(1e-4, has_drafts=False)
+    assert choose_draft_lengths(candidates, 1, known) == [1]
