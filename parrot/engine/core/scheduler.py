@@ -1,19 +1,28 @@
-"""The local scheduler: which jobs share the next step, and who gives way when KV runs out.
+"""The local scheduler: selects the tokens of the next step, and preempts jobs when KV runs out.
 
-There are no prefill and decode phases. Every job has tokens whose KV is missing; a step takes some
-of them from many jobs. Jobs that miss one token (they generate) come first, then the others in
-order of their keys, in chunks, as far as the step's budget goes. Background jobs get what nobody
-else needs.
+There are no prefill and decode phases. Every job has tokens whose KV is missing, and a step
+computes such tokens for many jobs. Decoding jobs miss one token each and come first. Prompts follow
+in the order of their keys, in chunks, up to the step's budget. Background jobs get the rest.
 
-Among jobs of one priority, short ones may pass long ones. A job is as long as what it has to
-compute, without what is found on the device or the host; it is passed by those alone that come
-before the engine has computed `_MAX_PASSED_LENGTHS` times as much. So turns whose KV is there do
-not wait for whole prompts, and whole prompts wait in proportion, whatever comes.
+Short prompts may pass long ones of the same priority. The length of a prompt is the number of
+tokens that the engine must compute. A prompt can be passed only until the engine has computed
+`_MAX_PASSED_LENGTHS` times its length in other prompts, so its wait is bounded.
 
-A step may be planned while the one before it is on its way. Jobs that await a token of that one are
-taken to go on, with the token `PENDING`, unless it is their last. All else is as always: steps
-happen one after the other, so KV that is on its way may be read, and blocks that are in use there
-may be given away.
+Example: `max_num_batched_tokens` is 100, and the engine has computed 16 prompt tokens so far. Jobs
+A and B decode. Prompt C with 150 tokens arrives, then prompt D with 30. All have priority 0.
+
+    queue position   C: 16 + 4 * 150 = 616     D: 16 + 4 * 30 = 136     D passes C
+    step 1           A 1, B 1, D 30, C 68      100 tokens: the budget is used
+    step 2           A 1, B 1, D 1, C 82       D decodes
+    step 3           A 1, B 1, C 1, D 1        C decodes
+
+A prompt E of 30 tokens that arrives when the engine has computed 500 prompt tokens gets position
+500 + 4 * 30 = 620. That is after C, so E does not pass C.
+
+A step may be planned while the previous step is in flight. A job that awaits a token from the
+previous step is planned with the token `PENDING`, unless the awaited token is the job's last. Steps
+run one after the other. So the new step may read KV that the previous step computes, and may reuse
+blocks that the previous step reads.
 """
 
 from bisect import bisect_left, insort
@@ -32,44 +41,47 @@ from parrot.engine.core.shares import TenantShare
 from parrot.engine.core.steps import PENDING, BlockCopy, SequenceStep, StepCostMeter, StepPlan
 from parrot.engine.core.tenant_budgets import TenantBudgets
 
-_MIN_BACKGROUND_CHUNK = 32
-_SMOOTHING = 0.25
-_GROW_BELOW, _SHRINK_ABOVE = 0.25, 0.75  # of a step's time
-
+_MIN_BACKGROUND_CHUNK = 32  # Smallest chunk, in tokens, of a background fill in a decode step.
+_SMOOTHING = 0.25  # Weight of the newest step in the average step time. Larger adapts faster.
+_GROW_BELOW = 0.25  # A chunk that lengthens a step by less than this fraction is doubled.
+_SHRINK_ABOVE = 0.75  # A chunk that lengthens a step by more than this fraction is halved.
+# A prompt is passed until the engine has computed this many times its length in other prompts.
+# A larger value favours short prompts more.
+_MAX_PASSED_LENGTHS = 4
 
 _KEY = attrgetter("key")
-_MAX_PASSED_LENGTHS = 4  # times its own length
 
 
 class BackgroundPace:
-    """Background fills run alone, in chunks of `chunk_size` tokens, or beside jobs that generate,
-    never beside other fills. Beside others they take a chunk and then pause, until what it cost is
-    at most a share of the time of the steps since. What a step costs is measured, so it does not
-    matter why it became longer. So is the size of these chunks: large ones cost less per token, but
-    none should make a step much longer."""
+    """The number of background tokens in each step.
+
+    Steps without other work compute `chunk_size` tokens. A decode step computes one smaller chunk,
+    then chunks pause until their measured cost is at most a given share of all step time."""
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
         self._mixed_chunk_size = min(_MIN_BACKGROUND_CHUNK, chunk_size)
-        self._decode_s: float | None = None
-        self._credit_s = 0.0
+        self._decode_s: float | None = None  # Average time of a decode step without background.
+        self._credit_s = 0.0  # Seconds that background tokens may still add to decode steps.
         self._has_paused = True
 
     def num_tokens(self, num_decoding: int) -> int:
-        """For the next step, in which so many jobs generate."""
+        """The most background tokens in the next step, in which `num_decoding` jobs generate."""
         if not num_decoding:
             return self._chunk_size
         return self._mixed_chunk_size if self._has_paused and self._credit_s > 0.0 else 0
 
     def record_plan(self, num_background: int) -> None:
-        """A step in which jobs generate has so many background tokens."""
-        self._has_paused = not num_background  # else nobody would know what steps cost without
+        """Record a planned decode step with `num_background` background tokens."""
+        # The cost of a step without background tokens is measured during a pause.
+        self._has_paused = not num_background
 
     def record_steps(
         self, step_seconds: Sequence[float], num_background: int, share: float
     ) -> None:
-        """Steps are over in which jobs generated and so many background tokens were computed, and
-        nothing else. `share`: how much longer such steps may become on average."""
+        """Record finished decode steps, each with `num_background` background tokens.
+
+        `share`: fraction by which background tokens may lengthen such steps on average."""
         for elapsed_s in step_seconds:
             if not num_background:
                 before = elapsed_s if self._decode_s is None else self._decode_s
@@ -93,7 +105,7 @@ class BackgroundPace:
 
 @dataclass(frozen=True, slots=True)
 class NoBudgets:
-    """No tenant is bound: the budgets of an engine with one tenant."""
+    """The budgets of an engine with one tenant: there is no limit."""
 
     are_limited = False
 
@@ -117,14 +129,15 @@ NO_BUDGETS = NoBudgets()
 
 
 class SoleTenant(NamedTuple):
-    """The only tenant of an engine so far, and the most jobs that it had at once."""
+    """The only tenant of an engine so far."""
 
     share: TenantShare
-    most_jobs: int = 1
+    most_jobs: int = 1  # The largest number of jobs that the tenant had at once.
 
     def after(self, share: TenantShare, num_jobs: int) -> "SoleTenant | None":
-        """The sole tenant after a job that comes to `num_jobs` others; None: there are two. A
-        tenant whose steps may grow without limit and that has no job left is forgotten."""
+        """The sole tenant after a job was added to `num_jobs` others; None if there are now two.
+
+        A tenant without jobs and without a limit on step growth is replaced by the new one."""
         if share.tenant == self.share.tenant:
             if share.step_growth is None:
                 share = share._replace(step_growth=self.share.step_growth)
@@ -135,8 +148,9 @@ class SoleTenant(NamedTuple):
 
 
 class JobQueue(list[Job]):
-    """Jobs in order of their keys. A job's key must not change while it is in a queue. A loop that
-    changes the queue runs over a copy."""
+    """Jobs sorted by their keys. A job's key must not change while the job is in a queue.
+
+    A loop that adds or removes jobs must iterate over a copy."""
 
     def add(self, job: Job) -> None:
         insort(self, job, key=_KEY)
@@ -151,14 +165,16 @@ POLICIES: dict[str, Callable[[Job], tuple[int, ...]]] = {
     "priority": lambda job: (job.priority, job.queue_position, job.job_id),
     "fcfs": lambda job: (int(job.is_background), job.job_id),
 }
-"""Each gives a job its key, by which jobs run: unique and total, so that the first of all jobs
-always runs and all end some day. Background jobs come after all others."""
+"""Functions that return a job's key. Jobs with smaller keys run first.
+
+Keys are unique, so the order is total, the first job always runs, and no job starves. Background
+jobs have the largest keys."""
 
 
 class Scheduled(NamedTuple):
-    """A job's part of a step. Its `drafts` are not among its `num_tokens`."""
+    """The tokens of one job in a step."""
 
-    num_tokens: int
+    num_tokens: int  # Without drafts.
     copies: tuple[BlockCopy, ...]
     drafts: tuple[int, ...] = ()
 
@@ -169,13 +185,12 @@ NO_DRAFTS: Drafts = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan, and the job behind each of its sequences. `num_decodes` of them generate;
-    `num_fill_tokens` are all others' but for the background's."""
+    """A planned step."""
 
     plan: StepPlan
-    jobs: tuple[Job, ...]
-    num_decodes: int
-    num_fill_tokens: int
+    jobs: tuple[Job, ...]  # The job of each sequence.
+    num_decodes: int  # Decoding jobs, which have one token each.
+    num_fill_tokens: int  # Prompt tokens, without background fills.
     num_background_tokens: int
     num_drafts: int
     planned_at: float
@@ -186,14 +201,10 @@ class Step:
 
 
 class LocalScheduler:
-    """Keeps the open jobs in queues and plans steps. All open jobs are in exactly one queue; a job
-    is `admitted` while its context holds blocks for all its known tokens.
+    """Keeps each open job in exactly one queue, and plans steps.
 
-    Room for KV is taken in this order: free blocks, KV of idle contexts but for what is protected
-    (shares.py), KV of jobs with a later key (they are no longer admitted, and compute it
-    again), what is protected. So the first job never waits for room, and every job becomes the
-    first. Background jobs are the exception: they take free blocks only, give way before idle
-    contexts do, and without room they are turned away."""
+    A job is admitted while its context holds blocks for all its known tokens. Preempted jobs are no
+    longer admitted, and compute the lost KV again."""
 
     def __init__(
         self,
@@ -209,25 +220,23 @@ class LocalScheduler:
         self._policy = POLICIES[limits.policy]
         self.decoding, self._prefilling, self._background = JobQueue(), JobQueue(), JobQueue()
         self._queues = (self.decoding, self._prefilling, self._background)
-        self._jobs_by_context: dict[
-            Context, Job
-        ] = {}  # the jobs in the queues, by what they write to
+        self._jobs_by_context: dict[Context, Job] = {}  # All jobs in the queues.
         self._pace = BackgroundPace(limits.background_chunk_size)
-        self._rejected: list[Job] = []
+        self._rejected: list[Job] = []  # Background jobs that must be failed.
         self._num_decodes = 0
         self._num_background_tokens = 0
-        self._num_filled = 0  # prompt tokens of all steps so far, without background
-        self._scheduled: dict[Job, Scheduled] = {}
-        self._keys_in_step: set[bytes] = set()
+        self._num_filled = 0  # Prompt tokens of all steps so far, without background fills.
+        self._scheduled: dict[Job, Scheduled] = {}  # The step that is being planned.
+        self._keys_in_step: set[bytes] = set()  # Keys of the first block that each job computes.
         self._tokens_left = self._context_tokens = 0
         self._host = host
         self._costs = costs
-        self._budgets = budgets  # `TenantBudgets` from the second tenant on
-        self._limiting_budgets: TenantBudgets | None = None  # None: no tenant is bound in this step
-        self._sole_tenant: SoleTenant | None = None  # None: no tenant yet, or several
+        self._budgets = budgets  # `TenantBudgets` once there is a second tenant.
+        self._limiting_budgets: TenantBudgets | None = None  # None: this step limits no tenant.
+        self._sole_tenant: SoleTenant | None = None  # None: no tenant yet, or several.
         self._planned_at = -inf
         self.idle = IdleContexts(tree)
-        self.num_jobs = 0  # in all queues
+        self.num_jobs = 0  # In all queues.
 
     @property
     def num_admitted(self) -> int:
@@ -235,15 +244,17 @@ class LocalScheduler:
         return len(self.decoding) + sum(job.is_admitted for queue in queues for job in queue[:])
 
     def max_multi_steps(self, token_ids: Collection[int]) -> int:
-        """How many steps from now on are sure to give the same jobs a token each, and to end none,
-        if nothing is asked meanwhile and what is sampled is among `token_ids`."""
+        """The number of next steps in which the same jobs get one token each and none finishes.
+
+        The number holds if no request arrives and all sampled tokens are in `token_ids`."""
         is_limited = self._limits.max_total_tokens is not None
         if not self.decoding or self._prefilling or self._background or is_limited:
             return 0
         if self._budgets.are_limited:
             return 0
-        room = self._tree.pool.num_free // len(self.decoding) - 1  # one may have to be copied
-        num_steps = room * self._tree.block_size
+        # One block per job is reserved for a copy-on-write.
+        blocks_per_job = self._tree.pool.num_free // len(self.decoding) - 1
+        num_steps = blocks_per_job * self._tree.block_size
         for job in self.decoding:
             if job.generation is None or not job.generation.is_unaffected_by(token_ids):
                 return 0
@@ -251,7 +262,7 @@ class LocalScheduler:
         return num_steps
 
     def add(self, job: Job) -> None:
-        """Take a job whose context misses at least one token's KV."""
+        """Enqueue a job whose context misses the KV of at least one token."""
         assert job.context.num_missing > 0, f"job {job.job_id} has nothing to compute"
         self.idle.discard(job.context)
         on_host = () if self._host is None else self._host.tier.host
@@ -266,7 +277,7 @@ class LocalScheduler:
         self._budgets.add(job)
 
     def _count_tenant(self, share: TenantShare) -> None:
-        """A job of the tenant comes. Budgets begin with the second tenant."""
+        """Count a new job's tenant, and create the budgets for the second tenant."""
         sole = self._sole_tenant
         self._sole_tenant = SoleTenant(share) if sole is None else sole.after(share, self.num_jobs)
         if sole is not None and self._sole_tenant is None:
@@ -274,7 +285,7 @@ class LocalScheduler:
             budgets.enter(sole.share, self.num_jobs, sole.most_jobs, self._planned_at)
 
     def remove(self, job: Job) -> None:
-        """A job that has ended. Its context keeps its KV."""
+        """Remove a finished, failed or cancelled job. The job's context keeps its KV."""
         self._queue_of(job).remove(job)
         del self._jobs_by_context[job.context]
         self.num_jobs -= 1
@@ -282,8 +293,9 @@ class LocalScheduler:
         job.is_admitted = job.is_decoding = False
 
     def mark_decoding(self, job: Job) -> None:
-        """The job's prompt is computed: from now on it misses one token a step, and gives way to
-        no prompt of its priority."""
+        """Move a job to the decoding queue once its prompt is computed.
+
+        Prompts of the same priority no longer pass the job."""
         if not job.is_decoding:
             self._prefilling.remove(job)
             job.is_decoding = True
@@ -303,12 +315,12 @@ class LocalScheduler:
         return self._background if job.is_background else self._prefilling
 
     def take_rejected(self) -> list[Job]:
-        """Background jobs for which `schedule` found no room. They must be failed."""
+        """Background jobs for which `schedule` found no free blocks. The caller must fail them."""
         rejected, self._rejected = self._rejected, []
         return rejected
 
     def preempt(self, contexts: Collection[Context]) -> None:
-        """These contexts have lost KV: their jobs have to be admitted again."""
+        """Preempt the jobs of contexts that have lost KV. The jobs must be admitted again."""
         for context in contexts:
             if (job := self._jobs_by_context.get(context)) is not None:
                 self._preempt_job(job)
@@ -323,20 +335,22 @@ class LocalScheduler:
         job.is_admitted = False
 
     def record_steps(self, step: Step, step_seconds: Sequence[float]) -> None:
-        """Count steps like this one that are over."""
+        """Record finished steps that are equal to `step`."""
         if step.num_decodes and not step.num_fill_tokens:
             share = self._background_share()
             self._pace.record_steps(step_seconds, step.num_background_tokens, share)
 
     def _background_share(self) -> float:
-        """The share that the first background job may take, within the engine's limit."""
+        """The fraction by which the first background job may lengthen decode steps."""
         limit = self._limits.background_share
         first = next(iter(self._background), None)
         return limit if first is None else min(limit, first.request.params.background_share)
 
     def schedule(self, now: float, drafts: Drafts = NO_DRAFTS) -> Step | None:
-        """The next step, or None when no job can run. `drafts`: of jobs that generate and await no
-        token; taken as far as there is room for them that nobody else needs."""
+        """Plan the next step, or return None if no job can run.
+
+        `drafts`: of decoding jobs that await no token. The step verifies the drafts that fit its
+        limits and the free blocks after all other tokens."""
         continuing = [job for job in self.decoding if job.awaits_token and job.may_continue]
         for job in continuing:
             job.context.token_ids.append(PENDING)
@@ -362,7 +376,7 @@ class LocalScheduler:
             if job.is_admitted and missing and self._fits_step(job):
                 self._schedule_job(job, 1)
         self._num_decodes = len(self._scheduled)
-        is_blocked = False  # later jobs must not take the room that an earlier one waits for
+        is_blocked = False  # True: later jobs must not take blocks that an earlier job waits for.
         for job in self._prefilling[:]:
             budget = self._fill_budget(job)
             if not budget:
@@ -390,8 +404,9 @@ class LocalScheduler:
         return self._limits.max_num_batched_tokens - self._tokens_left - self._num_decodes
 
     def _fill_budget(self, job: Job) -> int:
-        """Tokens that the step may still spend on `job`. Beside jobs of a higher priority that
-        generate they are few: else these would get a token only once per long step."""
+        """The most tokens that the step may still compute for `job`.
+
+        Decoding jobs of a higher priority limit it to `mixed_fill_tokens`, to keep steps short."""
         first = next(iter(self.decoding), None)
         if first is None or first.priority >= job.priority:
             return self._tokens_left
@@ -415,16 +430,17 @@ class LocalScheduler:
                 self._rejected.append(job)
 
     def _must_wait_for_kv(self, job: Job) -> bool:
-        """Let the job begin behind all that is published of its tokens. True if what comes next is
-        on its way from the host, or if an earlier job of this step computes it: then it is
-        published after the step."""
+        """Adopt published KV, and return whether the job must wait for the KV of its next block.
+
+        The next block may be loading from CPU memory, or an earlier job of this step computes it.
+        In the second case it is published after the step."""
         job.adopt(self._tree)
         if self._tree.next_key(job.context) in self._keys_in_step:
             return True
         return self._host is not None and self._host.must_wait_for_load(job, self._free_blocks_for)
 
     def _fits_step(self, job: Job) -> bool:
-        """Whether the step's limits allow one more sequence, that of `job`."""
+        """Whether the step's limits on sequences and tokens allow `job`."""
         if len(self._scheduled) >= self._limits.max_batch_size or not self._tokens_left:
             return False
         limit = self._limits.max_total_tokens
@@ -432,14 +448,17 @@ class LocalScheduler:
         return limit is None or total <= limit or not self._scheduled
 
     def _schedule_job(self, job: Job, num_tokens: int) -> bool:
-        """Give the job a share of the step. False: no room for its KV. A job is admitted only with
-        room for all its known tokens, so that half-filled contexts do not block each other."""
+        """Add the job to the step; return False if blocks for its KV cannot be freed.
+
+        Blocks for all known tokens are reserved at once. Otherwise partly computed prompts could
+        block each other."""
         context = job.context
         end = len(context.token_ids)
         while (copies := self._tree.reserve(context, end)) is None:
             if not self._free_blocks_for(job, self._tree.num_blocks_needed(context, end)):
                 return False
-        if not job.has_begun and context.num_missing > max(1, job.num_counted):  # 1: perhaps again
+        # One missing token may be the last prompt token, which is computed again for its logits.
+        if not job.has_begun and context.num_missing > max(1, job.num_counted):
             job.count_missing()
         job.is_admitted = job.has_begun = True
         if num_tokens > 1 and (key := self._tree.next_key(context)) is not None:
@@ -452,18 +471,19 @@ class LocalScheduler:
         return True
 
     def _schedule_draft(self, job: Job, draft: tuple[int, ...], num_samples: int) -> int:
-        """Verify as much of a draft as fits free blocks and the step's limits, and return how many
-        tokens that is. What turns out wrong is computed again over it. `num_samples`: of the step
-        so far."""
+        """Add the part of a draft that fits the free blocks and the step's limits.
+
+        `num_samples`: tokens that the step samples so far. Returns the length of the part. Later
+        steps overwrite the KV of rejected draft tokens."""
         scheduled, context = self._scheduled.get(job), job.context
         if scheduled is None or scheduled.num_tokens != context.num_missing:
             return 0
         known = len(context.token_ids)
-        room = len(context.block_ids) + self._tree.pool.num_free
+        num_blocks = len(context.block_ids) + self._tree.pool.num_free
         limits = [
             self._tokens_left,
             self._limits.max_batch_size - num_samples,
-            room * self._tree.block_size - known,
+            num_blocks * self._tree.block_size - known,
         ]
         if self._limits.max_total_tokens is not None:
             limits.append(self._limits.max_total_tokens - self._context_tokens)
@@ -471,14 +491,18 @@ class LocalScheduler:
         if not draft:
             return 0
         copies = self._tree.reserve(context, known + len(draft))
-        assert copies == (), f"no room for a draft of {context}"
+        assert copies == (), f"no free blocks for a draft of {context}"
         self._scheduled[job] = scheduled._replace(drafts=draft)
         self._tokens_left -= len(draft)
         self._context_tokens += len(draft)
         return len(draft)
 
     def _free_blocks_for(self, job: Job, num_blocks: int) -> bool:
-        """Try to get `num_blocks` free blocks, or to spare the copy that `job` needs one for."""
+        """Evict KV until `num_blocks` blocks are free, or until `job` needs no copy-on-write.
+
+        KV is evicted in this order: background jobs, idle contexts, jobs with larger keys (which
+        are preempted), KV of protected groups (shares.py). Returns whether it was enough. The first
+        job always gets its blocks. A background job evicts nothing."""
         if job.is_background:
             return False
         if self._background:
@@ -493,19 +517,21 @@ class LocalScheduler:
         ]
         later.sort(key=attrgetter("key"), reverse=True)
         is_first = all(next(iter(q), job).key >= job.key for q in (self.decoding, self._prefilling))
-        changed, has_room = self.idle.free_blocks_for(
+        changed, is_enough = self.idle.free_blocks_for(
             job.context, [other.context for other in later], num_blocks, is_first=is_first
         )
         self._drop_from_step(changed)
-        return has_room
+        return is_enough
 
     def _evict_background(self, num_blocks: int) -> None:
-        """Drop KV of background jobs until so many blocks are free."""
+        """Evict KV of background jobs, latest first, until `num_blocks` blocks are free."""
         contexts = [job.context for job in self._background if job.context.block_ids]
         self._drop_from_step(drop_kv(self._tree, contexts[::-1], num_blocks))
 
     def _drop_from_step(self, contexts: Collection[Context]) -> None:
-        """These contexts have lost KV to a job: theirs get nothing of the step."""
+        """Preempt the jobs of contexts that lost KV, and remove the jobs from the step.
+
+        Background jobs are rejected."""
         decoding = [job for job in self.decoding if job in self._scheduled]
         self.preempt(contexts)
         self._num_decodes -= sum(not job.is_decoding for job in decoding)
@@ -519,7 +545,7 @@ class LocalScheduler:
             if (scheduled := self._scheduled.pop(job, None)) is not None:
                 self._tokens_left += scheduled.num_tokens
                 self._context_tokens -= len(job.context.token_ids)
-                if scheduled.copies:  # its copied block will stay unwritten
+                if scheduled.copies:  # The copy does not happen, so the block holds no KV.
                     num_kept = job.context.num_computed // self._tree.block_size
                     self._tree.truncate(job.context, num_kept)
 
@@ -563,4 +589,4 @@ class LocalScheduler:
             num_missing = job.context.num_missing
             goes_on = num_missing == (0 if job.awaits_token else 1)
             assert goes_on, f"job {job.job_id} misses {num_missing} tokens"
-            assert job.is_admitted, f"job {job.job_id} generates without room"
+            assert job.is_admitted, f"job {job.job_id} generates without blocks"
