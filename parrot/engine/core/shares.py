@@ -1,14 +1,25 @@
-"""The shares of an engine's tenants in the memory for KV: which KV goes first when memory is full.
+"""Shares of the KV memory: which KV is evicted first when blocks run out.
 
-A share group is all whose requests have one salt: a tenant, or several that share what is cached.
-Each has a share of the memory by its weight, next to the other groups that are present. KV that
-contexts hold within half of their group's share is taken for another group only if nothing else can
-give way or wait. So there is always memory for half of what could run. Groups that are away have no
-share, and lose before all others (utils/weighted_shares.py). With one group there is only its own
-order, and no weighted shares exist.
+Requests with the same cache salt form a share group: one tenant, or several that share cached KV.
+Each active group has a share of the blocks by weight. KV that contexts hold within half of their
+group's share is protected: other groups' jobs get it last. Inactive groups have no share, and their
+KV is evicted first (utils/weighted_shares.py). A single group only has the order of last use.
 
-    held by contexts   | in use | idle: goes in this order . . . |    num_used
-    held by nobody     | published, till the block is given away |    num_cached, of both tiers
+    KV of a group                   counted as     evicted
+    blocks that contexts hold       `num_used`     only idle contexts, least recently used first
+    cached blocks of no context,    `num_cached`   before idle contexts
+    and copies in CPU memory
+
+Example: 100 blocks. Group A (weight 1) has idle contexts with 40 blocks, and group B (weight 3) has
+idle contexts with 50. 10 blocks are free.
+
+    blocks per weight      A: 40 / 1 = 40          B: 50 / 3 = 16.7      A loses first
+    protected blocks       A: 0.5 * 100 * 1 / 4    B: 0.5 * 100 * 3 / 4
+                              = 12.5                  = 37.5
+
+A job that needs 30 blocks evicts 20 blocks of A. After 24 blocks A would have less per weight than
+B, and B would lose next. A is protected once its contexts hold 12 blocks, and B once its contexts
+hold 37.
 """
 
 from collections import OrderedDict
@@ -21,33 +32,35 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.weighted_shares import LossOrder, WeightedShare, WeightedShares
 
-_PROTECTED_FRACTION = 0.5  # of each share; the rest is for whatever runs
-_MAX_TENANTS = 1024  # of one group, whose weights are added
-_RUN_SLACK_FRACTION = 1 / 1024  # of all blocks: so many go at once, though it may be another's turn
+# Fraction of each share that is protected. A larger value makes other groups' jobs wait more often.
+_PROTECTED_FRACTION = 0.5
+_MAX_TENANTS = 1024  # Tenants of one group whose weights are added. Further tenants add no weight.
+# Fraction of all blocks by which an eviction may exceed a group's turn. Larger runs take less time.
+_RUN_SLACK_FRACTION = 1 / 1024
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class ShareGroup(WeightedShare):
-    """A group with contexts or KV. Its weight is the sum of those of its tenants, which have been
-    here since it was last away. `num_used` blocks are held by contexts, and `num_cached` blocks and
-    slots of the host by nobody. A block counts for the group for which it was computed, also while
-    others share it."""
+    """A group with contexts or KV. Its weight is the sum of its tenants' weights.
+
+    A block counts for the group that it was computed for, also while other groups share it."""
 
     salt: str = ""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)  # By tenant, since last inactive.
     num_contexts: int = 0
-    num_used: int = 0
-    num_cached: int = 0
+    num_used: int = 0  # GPU blocks that contexts hold.
+    num_cached: int = 0  # GPU blocks and CPU memory slots with KV that no context holds.
 
 
 Amount = Callable[[ShareGroup], int]
 
 
 class KvShares:
-    """The groups of one engine, whose device has `num_blocks`. `WeightedShares` are installed with
-    the second group."""
+    """The share groups of an engine with `num_blocks` GPU blocks.
+
+    `WeightedShares` are installed with the second group."""
 
     def __init__(self, num_blocks: int, clock: Clock | None = None) -> None:
         self._num_blocks = num_blocks
@@ -58,7 +71,7 @@ class KvShares:
         self._weighted: WeightedShares[ShareGroup] | None = None
 
     def group(self, salt: str) -> ShareGroup:
-        """The group of a salt, which is here from now on."""
+        """The group of a salt, which is created if needed and is active now."""
         group = self._groups.get(salt)
         if group is None:
             if self._groups and self._weighted is None:
@@ -75,7 +88,7 @@ class KvShares:
             queue.install(self._weighted)
 
     def record_request(self, group: ShareGroup, tenant: str, weight: float) -> None:
-        """A request of one of its tenants has come."""
+        """Record a request of one of the group's tenants, and the tenant's weight."""
         self.touch(group)
         if group.weights.get(tenant) == weight:
             return
@@ -88,7 +101,7 @@ class KvShares:
                 self._weighted.reweigh(group, total)
 
     def touch(self, group: ShareGroup) -> None:
-        """It is here now."""
+        """Record that the group is active now."""
         if self._weighted is None:
             group.seen = self._clock.now()
             return
@@ -97,12 +110,14 @@ class KvShares:
         self._weighted.touch(group)
 
     def grew(self, group: ShareGroup) -> None:
-        """It has more KV."""
+        """The group's KV has grown."""
         if self._weighted is not None:
             self._weighted.grew(group)
 
     def add_cached(self, group: ShareGroup | None) -> ShareGroup:
-        """The group, which may have been forgotten, with one kept block more; None: of no salt."""
+        """Count one more cached block for a group, which is created again if it was removed.
+
+        None stands for the group of the empty salt."""
         salt = "" if group is None else group.salt
         known = self._groups.get(salt) or self.group(salt)
         known.num_cached += 1
@@ -110,12 +125,12 @@ class KvShares:
         return known
 
     def remove_cached(self, group: ShareGroup) -> None:
-        """One kept block less."""
+        """Count one cached block less."""
         group.num_cached -= 1
         self.remove_if_empty(group)
 
     def remove_if_empty(self, group: ShareGroup) -> None:
-        """Forget it if it has neither contexts nor KV."""
+        """Remove a group that has neither contexts nor KV."""
         if not (group.num_contexts or group.num_used or group.num_cached):
             del self._groups[group.salt]
             if self._weighted is not None:
@@ -123,18 +138,18 @@ class KvShares:
 
     @property
     def num_changes(self) -> int:
-        """Rises when other KV may go than before."""
+        """Increases when the order of eviction or the protection may have changed."""
         return 0 if self._weighted is None else self._weighted.num_changes
 
     @property
     def protected_per_weight(self) -> float:
-        """Blocks of the device that are protected for a weight of 1; 0 for a group alone."""
+        """GPU blocks that are protected for a weight of 1; 0 while one group is active."""
         if self._weighted is None or self._weighted.num_present < 2:
             return 0.0
         return _PROTECTED_FRACTION * self._num_blocks / self._weighted.weight
 
     def protects(self, group: ShareGroup) -> bool:
-        """Whether its contexts hold no more than what is protected."""
+        """Whether the group's contexts hold no more blocks than are protected."""
         if self._weighted is None:
             return False
         self._weighted.sweep()
@@ -147,12 +162,13 @@ class KvShares:
             queue.install(self._weighted)
 
     def remove_queue(self, queue: "EvictionQueue[Any]") -> None:
-        """The queue is empty, and stays so."""
+        """Remove an empty queue that is no longer used."""
         self._queues.remove(queue)
 
     def check_integrity(self, counts: Mapping[ShareGroup, tuple[int, int, int]]) -> None:
-        """`counts`: of each group, its contexts, and what it uses and keeps. Raises AssertionError
-        with what differs."""
+        """Compare with `counts`: each group's contexts, used and cached blocks.
+
+        Raises AssertionError with the difference."""
         groups = {group: _counted(group) for group in self._groups.values()}
         assert groups == {g: count for g, count in counts.items() if any(count)}, (groups, counts)
         if self._weighted is None:
@@ -166,8 +182,10 @@ def _counted(group: ShareGroup) -> tuple[int, int, int]:
 
 
 class EvictionQueue(Generic[T]):
-    """Things that may go, each group's in an order of its own. First goes the first of the group
-    that loses first by its `amount`: see `LossOrder`, which is there from the second group on."""
+    """Evictable items in one queue per group.
+
+    The next item is the first of the group that loses first by `amount` (see `LossOrder`). A single
+    group has no `LossOrder`."""
 
     def __init__(self, shares: KvShares, amount: Amount) -> None:
         self._shares = shares
@@ -178,7 +196,7 @@ class EvictionQueue(Generic[T]):
         shares.add_queue(self)
 
     def install(self, weighted: WeightedShares[ShareGroup]) -> None:
-        """There is a second group from now on."""
+        """Order the groups, because there is a second one."""
         self._order = weighted.order(self._amount)
         for group in self._items:
             self._order.add(group)
@@ -187,12 +205,12 @@ class EvictionQueue(Generic[T]):
         return self._num_items
 
     def __iter__(self) -> Iterator[T]:
-        """Yield all, group by group as these are now."""
+        """Yield all items, group by group in the current order."""
         for group in self.groups():
             yield from self._items[group]
 
     def groups(self) -> list[ShareGroup]:
-        """Those with something in queue, in order."""
+        """The groups with queued items, in order of eviction."""
         order = self._order
         return list(self._items) if order is None else sorted(self._items, key=order.key)
 
@@ -200,11 +218,13 @@ class EvictionQueue(Generic[T]):
         return item in self._items.get(group, ())
 
     def of(self, group: ShareGroup) -> Collection[T]:
-        """Its part of the queue, in order."""
+        """The group's items, in order of eviction."""
         return self._items.get(group, {}).keys()
 
     def add(self, group: ShareGroup, item: T, *, goes_first: bool = False) -> None:
-        """It is the last of its group to go, or the first; also if it was in queue."""
+        """Put an item at the end of its group's queue, or at the front with `goes_first`.
+
+        An item that is queued already is moved."""
         items = self._items.get(group)
         if items is None:
             items = self._items[group] = OrderedDict()
@@ -219,7 +239,7 @@ class EvictionQueue(Generic[T]):
             items.move_to_end(item, last=False)
 
     def add_run(self, group: ShareGroup, items: Sequence[T]) -> None:
-        """`add` these, of which none is in queue."""
+        """Add several items, none of which is queued."""
         self.add(group, items[0])
         queue = self._items[group]
         for item in items[1:]:
@@ -227,7 +247,7 @@ class EvictionQueue(Generic[T]):
         self._num_items += len(items) - 1
 
     def discard(self, group: ShareGroup, item: T) -> None:
-        """It leaves the queue, if it is in it."""
+        """Remove an item if it is queued."""
         items = self._items.get(group)
         if items is None or item not in items:
             return
@@ -243,22 +263,23 @@ class EvictionQueue(Generic[T]):
         return None if group is None else next(iter(self._items[group]))
 
     def first_group(self) -> ShareGroup | None:
-        """Whose turn it is to lose something."""
+        """The group that loses the next item."""
         order = self._order
         if order is None or len(self._items) == 1 == len(order):
             return next(iter(self._items), None)
         return order.first()
 
     def surplus(self, group: ShareGroup) -> int | None:
-        """How much the group, whose turn it is, loses before it is another's turn or it is
-        protected; None: all that it has."""
+        """The amount that the first group loses before another group is first, or it is protected.
+
+        None means everything that the group has."""
         level = self._shares.protected_per_weight
         if self._order is None or not level or group.is_away:
             return None
         return self._excess(self._order, group, level)
 
     def _excess(self, order: LossOrder[ShareGroup], group: ShareGroup, level: float) -> int:
-        """How much the group, whose turn it is, has above a level and the next group's."""
+        """The first group's amount above `level` and above the next group's level, by weight."""
         order.discard(group)
         other = self.first_group()
         order.add(group)
@@ -267,8 +288,9 @@ class EvictionQueue(Generic[T]):
         return max(1, ceil(self._amount(group) - level * group.weight))
 
     def first_run(self, most: int) -> Sequence[T]:
-        """Return at most so many that go next, of one group: till it is another's turn, or a few
-        more."""
+        """The next items, at most `most`, all of the first group.
+
+        The run ends when another group is first, plus `run_slack` items."""
         group, order = self.first_group(), self._order
         if group is None:
             return ()
@@ -277,19 +299,19 @@ class EvictionQueue(Generic[T]):
         return list(islice(self._items[group], most))
 
     def discard_run(self, group: ShareGroup, items: Sequence[T]) -> None:
-        """These, which are in queue, leave it."""
+        """Remove several queued items of one group."""
         for item in items[1:]:
             del self._items[group][item]
         self._num_items -= len(items) - 1
         self.discard(group, items[0])
 
     def suspend(self, group: ShareGroup) -> None:
-        """It is nobody's turn but others', till `resume`."""
+        """Skip the group in the order of eviction until `resume`."""
         if self._order is not None:
             self._order.discard(group)
 
     def resume(self, groups: Collection[ShareGroup]) -> None:
-        """It may be the turn of these again."""
+        """Put suspended groups back into the order of eviction."""
         if self._order is None:
             return
         for group in groups:
@@ -304,21 +326,21 @@ class EvictionQueue(Generic[T]):
 
 
 def num_used(group: ShareGroup) -> int:
-    """Blocks of the device that its contexts hold."""
+    """GPU blocks that the group's contexts hold."""
     return group.num_used
 
 
 def num_resident(group: ShareGroup) -> int:
-    """Blocks that there are of it, and slots of the host."""
+    """GPU blocks and CPU memory slots with the group's KV."""
     return group.num_used + group.num_cached
 
 
 class TenantShare(NamedTuple):
-    """The tenant of a request, and by what part tenants of the same weight that crowd the engine
-    may lengthen its steps; None: by any."""
+    """The tenant of a request, and the limit on its steps."""
 
     tenant: str = ""
     weight: float = 1.0
+    # Fraction by which a crowding tenant of the same weight may lengthen steps. None: no limit.
     step_growth: float | None = None
 
 
