@@ -1,7 +1,7 @@
 """Contexts: sequences of tokens, their KV, and how forks share it.
 
-A context's tokens are always known; its KV is only a cache of them, and any part of it may be
-dropped and computed again. Positions of one context, with blocks of 4 tokens:
+The tokens of a context are always kept. Its KV is only a cache: any part of it may be evicted and
+computed again. Positions of one context, with blocks of 4 tokens:
 
     position      0 1 2 3   4 5 6 7   8 9 . .   . . . .
     token_ids     t t t t   t t t t   t t t t   t          13 tokens known
@@ -9,13 +9,22 @@ dropped and computed again. Positions of one context, with blocks of 4 tokens:
     KV            x x x x   x x x x   x x                  num_computed = 10
                   `---- shared -----'  `-own-'             owned_from = 2
 
-Blocks before `owned_from` may also be written by nobody else: they are full, or they are the
-partly filled last block of a fork, which is copied before its first write (copy-on-write).
+A context writes only to blocks from `owned_from` on. A block before `owned_from` is full, or it is
+the partly filled last block of a fork. The fork copies such a block before its first write
+(copy-on-write).
 
-Full computed blocks are published under keys of what they hold. A context that begins with the same
-tokens adopts them, whoever computed them, also when that context was freed, as long as nobody else
-got the block: one of the same salt, or of any salt what is public. Nobody writes to a published
-block.
+Full computed blocks are published under keys of their content. Another context with the same salt
+and the same prefix adopts them. Published blocks of a freed context stay available until they are
+reused. Public prefixes are adopted with any salt. Published blocks are never written to.
+
+Example, with blocks of 4 tokens. Context 2 forks context 1 and adds 3 tokens. Then context 1 is
+freed, and a new context 3 begins with the same 8 tokens as context 1.
+
+    context 1     10 tokens   blocks 2 1 0     2 and 1 are full and published
+    fork 2        13 tokens   blocks 2 1 3 4   owned_from = 2; before the step, the KV of positions
+                                               8 and 9 is copied from block 0 to block 3
+    free 1                                     block 0 is free; 2 and 1 are still held by context 2
+    context 3      9 tokens   blocks 2 1 0     adopts 2 and 1, and computes 1 token in block 0
 """
 
 from array import array
@@ -28,39 +37,37 @@ from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_u
 from parrot.engine.core.steps import BlockCopy
 from parrot.utils.clock import Clock
 
-_NOT_FAILED = (-1, -1, None)
+_NOT_FAILED = (-1, -1, None)  # Equals no state of the pool.
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """A fork not yet carried out: the context is to begin with the parent's first `length` tokens.
-    If `length` is None, with all that the parent has once job number `after`, its last when the
-    fork was asked for, has ended."""
+    """A pending fork: the context will begin with the parent's first `length` tokens."""
 
     parent: "Context"
-    length: int | None
-    after: int | None
+    length: int | None  # None: all tokens that the parent has when job `after` has ended.
+    after: int | None  # Id of the parent's last job at the time of the request.
 
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """State of one context; `ContextTree` keeps it."""
+    """The state of one context, which `ContextTree` changes."""
 
     context_id: int
-    # Only requests with the salt of its group may use it.
+    # Only requests with this group's salt may use the context.
     group: ShareGroup
-    # What it begins with: until that is carried out, it has no tokens.
+    # The pending fork. A context has no tokens before its fork is applied.
     fork: Fork | None = None
     token_ids: "array[int]" = field(init=False, default_factory=lambda: array("i"))
     num_computed: int = field(init=False, default=0)
     block_ids: list[int] = field(init=False, default_factory=list)
     owned_from: int = field(init=False, default=0)
     root: Root = field(init=False, default=NO_ROOT)
-    # Those of its first blocks, as far as they were wanted.
+    # Keys of the first blocks, computed when they are needed.
     keys: list[bytes] = field(init=False, default_factory=list)
-    # Its first blocks that need not be published.
+    # The first blocks that are published already.
     num_published: int = field(init=False, default=0)
-    # It is its only job's, ends with that, and shares KV with nobody.
+    # The context belongs to one job, is freed with that job, and shares no KV.
     is_temporary: bool = False
 
     @property
@@ -69,33 +76,33 @@ class Context:
 
     @property
     def num_missing(self) -> int:
-        """Tokens whose KV is not there."""
+        """Tokens without KV."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def num_known(self) -> int:
-        """Tokens that it has, or is sure to have once its fork is carried out."""
+        """Tokens that the context has, or that its pending fork certainly provides."""
         return len(self.token_ids) if self.fork is None else self.fork.length or 0
 
 
 def make_tree(
     num_blocks: int, block_size: int, clock: Clock | None = None, *, publishes: bool
 ) -> "ContextTree":
-    """No contexts yet, and a pool of their own. With `publishes` they share what is equal."""
+    """Make an empty tree with its own pool. `publishes`: contexts share equal prefixes."""
     hasher = BlockHasher(block_size) if publishes else None
     return ContextTree(BlockPool(num_blocks, block_size, KvShares(num_blocks, clock)), hasher)
 
 
 class ContextTree:
-    """Owns all contexts of an engine and the blocks of `pool` that they hold; `pending` are those
-    whose fork has not been carried out, in order of their creation. Without a `hasher`, contexts
-    share KV only with those they were forked from."""
+    """Owns all contexts of an engine, and the blocks of `pool` that the contexts hold.
+
+    Without a `hasher`, only forks share KV."""
 
     def __init__(self, pool: BlockPool, hasher: BlockHasher | None = None) -> None:
         self.pool = pool
         self.shares = pool.shares
         self.block_size = pool.block_size
-        self.pending_forks: dict[Context, None] = {}
+        self.pending_forks: dict[Context, None] = {}  # In order of creation.
         self._hasher = hasher
         self._contexts: dict[int, Context] = {}
 
@@ -114,8 +121,10 @@ class ContextTree:
         public_len: int = 0,
         is_temporary: bool = False,
     ) -> Context:
-        """`salt` counts for roots only: a fork has that of its root. So does `public_len`: the
-        first tokens that it will be given, whose full blocks it shares with any salt."""
+        """Create a context without tokens.
+
+        A fork inherits `salt` and `public_len` from its root. `public_len`: the full blocks of this
+        many first tokens are shared with any salt."""
         assert context_id not in self._contexts, f"context {context_id} exists"
         group = self.shares.group(salt if fork is None else fork.parent.salt)
         group.num_contexts += 1
@@ -129,9 +138,10 @@ class ContextTree:
         return context
 
     def apply_fork(self, child: Context, length: int) -> None:
-        """Give `child` the first `length` tokens of its parent and share the KV there is of them;
-        what is missing becomes the child's to compute."""
-        assert child.fork is not None, f"context {child.context_id} is no open fork"
+        """Give `child` the first `length` tokens of its parent, and share their KV.
+
+        The child computes the KV that the parent does not have."""
+        assert child.fork is not None, f"context {child.context_id} has no pending fork"
         parent = child.fork.parent
         child.fork = None
         del self.pending_forks[child]
@@ -146,8 +156,9 @@ class ContextTree:
         child.num_published = min(parent.num_published, child.num_computed // self.block_size)
 
     def next_key(self, context: Context) -> bytes | None:
-        """The key of the next block that the context's tokens fill, or None if they fill none or
-        nothing is published."""
+        """The key of the first full block without KV.
+
+        None if there is no such block, or if the context does not publish."""
         block = context.num_computed // self.block_size
         if self._hasher is None or context.is_temporary:
             return None
@@ -157,8 +168,9 @@ class ContextTree:
         return context.keys[block]
 
     def adopt(self, context: Context) -> int:
-        """Take over published blocks of what the context has yet to compute, as far as they go
-        without a gap; returns how many tokens of KV that gives."""
+        """Adopt published blocks for the context's next tokens, up to the first gap.
+
+        Returns the number of tokens with new KV."""
         if self.next_key(context) is None:
             return 0
         first = context.num_computed // self.block_size
@@ -174,8 +186,9 @@ class ContextTree:
         return context.num_computed - before
 
     def num_to_compute(self, context: Context, elsewhere: Container[bytes] = ()) -> int:
-        """Tokens that the context misses, without those whose KV is published, or has a key that is
-        found `elsewhere`."""
+        """Tokens that must be computed, at least 1.
+
+        Tokens in published blocks, and in blocks with a key in `elsewhere`, are not counted."""
         if self.next_key(context) is None:
             return max(1, context.num_missing)
         keys = context.keys[context.num_computed // self.block_size :]
@@ -187,8 +200,10 @@ class ContextTree:
         return max(1, context.num_missing - num_found * self.block_size)
 
     def publish(self, context: Context) -> None:
-        """Let the context's full computed blocks be adopted. Where others hold the same, these
-        take their places: so contexts that share a block share all that comes before it."""
+        """Publish the context's full computed blocks.
+
+        A block whose key is published already is replaced by the published block. So contexts that
+        share a block also share all blocks before it."""
         num_full = context.num_computed // self.block_size
         if self._hasher is None or context.is_temporary or num_full <= context.num_published:
             return
@@ -205,17 +220,19 @@ class ContextTree:
         context.num_published = num_full
 
     def num_blocks_needed(self, context: Context, end: int) -> int:
-        """Free blocks that `reserve(context, end)` would take."""
+        """Free blocks that `reserve(context, end)` would allocate."""
         grow = max(0, self.pool.blocks_for(end) - len(context.block_ids))
         return grow + self.must_copy(context)
 
     def reserve(self, context: Context, end: int) -> tuple[BlockCopy, ...] | None:
-        """Make positions [num_computed, end) writable. Returns the copies that must happen before
-        they are written, or None (nothing changed) when there is no room."""
+        """Make positions [num_computed, end) writable.
+
+        Returns the copies that must happen before the positions are written. Returns None, and
+        changes nothing, if there are not enough free blocks."""
         size = self.block_size
         tail = context.num_computed // size
         if tail >= context.owned_from and end <= len(context.block_ids) * size:
-            return ()  # nearly every generated token
+            return ()  # Most generated tokens take this path.
         must_copy = self.must_copy(context)
         taken = self.pool.allocate(self.num_blocks_needed(context, end), context.group)
         if taken is None:
@@ -235,36 +252,38 @@ class ContextTree:
         return copies
 
     def must_copy(self, context: Context) -> bool:
-        """Whether the block that holds position `num_computed` is there but not ours to write. The
-        last holder of a block needs no copy."""
+        """Whether the block of position `num_computed` is shared and must be copied before a write.
+
+        The only holder of a block needs no copy."""
         tail = context.num_computed // self.block_size
         if tail >= context.owned_from or tail >= len(context.block_ids):
             return False
         return self.pool.num_refs(context.block_ids[tail]) > 1
 
     def rewind_one(self, context: Context) -> None:
-        """Forget the KV of the last token, to compute its logits once more."""
+        """Drop the KV of the last token, so that its logits are computed again."""
         assert context.num_missing == 0, f"context {context.context_id} is not computed"
         context.num_computed -= 1
         tail = context.num_computed // self.block_size
-        if self.pool.num_refs(context.block_ids[tail]) > 1:  # a fork may read that position
+        if self.pool.num_refs(context.block_ids[tail]) > 1:  # A fork may read this position.
             context.owned_from = max(context.owned_from, tail + 1)
         else:
             self._make_private(context, tail)
 
     def _make_private(self, context: Context, tail: int) -> None:
-        """The context, the block's only holder, is about to write to it."""
+        """Unpublish a block that its only holder, the context, will write to."""
         self.pool.unpublish(context.block_ids[tail : tail + 1])
         context.num_published = min(context.num_published, tail)
 
     def truncate(self, context: Context, num_blocks: int) -> None:
-        """Keep the KV of the first `num_blocks` blocks at most."""
+        """Release all blocks after the first `num_blocks`. Full blocks are published before."""
         self.publish(context)
         self._cut(context, num_blocks)
 
     def drop_blocks(self, blocks: Set[int], keys: Iterable[bytes]) -> list[Context]:
-        """These blocks do not hold what they should, nor any that have these keys, which theirs
-        are: drop them, and what comes after them, from all contexts. Returns those that lost KV."""
+        """Drop blocks with wrong KV, and all blocks after them, from all contexts.
+
+        `keys`: the keys of the blocks, which are invalidated. Returns the contexts that lost KV."""
         self.pool.invalidate(keys)
         changed = []
         for context in self:
@@ -275,7 +294,7 @@ class ContextTree:
         return changed
 
     def invalidate(self, context: Context) -> None:
-        """The context's KV may be wrong: drop its own, and let nobody else adopt any of it."""
+        """Drop the context's own KV, and unpublish all of its blocks, because KV may be wrong."""
         self.pool.invalidate(context.keys)
         self._cut(context, context.owned_from)
 
@@ -287,7 +306,9 @@ class ContextTree:
         context.num_published = min(context.num_published, num_blocks)
 
     def free(self, context: Context) -> int:
-        """Forget the context; returns the tokens it held. Its open forks must be settled first."""
+        """Remove the context, and return the number of its tokens.
+
+        Pending forks of the context must have been applied or redirected before."""
         del self._contexts[context.context_id]
         self.pending_forks.pop(context, None)
         self.publish(context)
@@ -305,7 +326,10 @@ class ContextTree:
         held_by_others: Iterable[Sequence[int]] = (),
         on_host: Iterable[ShareGroup] = (),
     ) -> None:
-        """`held_by_others`: block tables. `on_host`: whose the slots of the host are."""
+        """Check all counts. Raises AssertionError.
+
+        `held_by_others`: block tables of other holders. `on_host`: the group of each slot in CPU
+        memory."""
         self.pool.check_integrity([*(context.block_ids for context in self), *held_by_others])
         owners = Counter(
             block for context in self for block in context.block_ids[context.owned_from :]
@@ -342,12 +366,13 @@ class ContextTree:
         assert context.keys == keys[: len(context.keys)], f"{context} has wrong keys"
         for index in range(context.num_computed // self.block_size):
             published = self.pool.key_of(context.block_ids[index])
-            assert published in (None, keys[index]), f"block {index} of {context} is something else"
+            assert published in (None, keys[index]), f"block {index} of {context} has a wrong key"
 
 
 class IdleContexts:
-    """Contexts that hold KV and have no job; of the group whose turn it is, the least recently used
-    first. Their KV is a cache: any of it may be dropped."""
+    """Contexts with KV and without jobs, in the order in which their KV is evicted.
+
+    The next context is the least recently used one of the group that loses first."""
 
     def __init__(self, tree: ContextTree) -> None:
         self._tree = tree
@@ -362,7 +387,7 @@ class IdleContexts:
         return iter(self._queue)
 
     def add(self, context: Context) -> None:
-        """`context` has just been used."""
+        """Add a context that was used just now."""
         self.discard(context)
         if context.block_ids:
             self._shares.touch(context.group)
@@ -373,13 +398,14 @@ class IdleContexts:
         self._queue.discard(context.group, context)
 
     def evict(self, num_free: int, requester: ShareGroup | None = None) -> bool:
-        """Drop KV of groups that are not protected, and then of the one that asks, until `num_free`
-        blocks are free; False if that cannot be reached so."""
+        """Evict KV until `num_free` blocks are free; return whether that was possible.
+
+        KV of unprotected groups is evicted first, then KV of `requester`."""
         pool = self._tree.pool
         if pool.num_free >= num_free:
             return True
         if self._failed_at == (pool.num_releases, self._shares.num_changes, requester):
-            return False  # nothing else may be dropped than at the last vain attempt
+            return False  # Nothing has changed since the last attempt failed.
         spent: list[ShareGroup] = []
         while pool.num_free < num_free:
             group, surplus = self._queue.first_group(), None
@@ -405,10 +431,11 @@ class IdleContexts:
     def free_blocks_for(
         self, context: Context, later: Sequence[Context], num_blocks: int, *, is_first: bool
     ) -> tuple[set[Context], bool]:
-        """Drop KV of the contexts of later jobs, too, till `num_blocks` blocks are free, or till
-        `context` need not copy the block it writes to; nothing if all they hold is too little. If
-        its job `is_first`, nobody is protected from it: else it might wait for ever. Returns the
-        contexts that lost KV, and whether there is room."""
+        """Evict idle contexts and contexts of later jobs until `num_blocks` blocks are free.
+
+        If the contexts hold too few blocks, only the block that `context` would copy before a write
+        is evicted. `is_first`: the first job may also evict protected KV, so that the job never
+        waits. Returns the contexts that lost KV, and whether it was enough."""
         tree = self._tree
         groups = self._queue.groups()
         spared = [g for g in groups if g is not context.group and self._shares.protects(g)]
@@ -427,9 +454,10 @@ class IdleContexts:
 
 
 def drop_kv(tree: ContextTree, contexts: Collection[Context], num_free: int) -> set[Context]:
-    """Drop KV of these contexts, in order and from their ends, until `num_free` blocks are free.
-    First blocks that one context holds alone, then those that only these contexts share. Returns
-    the contexts that lost KV."""
+    """Drop KV of the contexts, in order and from the end, until `num_free` blocks are free.
+
+    Blocks with one holder are dropped first, then blocks that only these contexts share.
+    Returns the contexts that lost KV."""
     changed: set[Context] = set()
     for context in contexts:
         if (short := num_free - tree.pool.num_free) <= 0:
@@ -442,10 +470,11 @@ def drop_kv(tree: ContextTree, contexts: Collection[Context], num_free: int) -> 
 
 
 def _drop_own_tail(tree: ContextTree, context: Context, max_blocks: int) -> bool:
-    """Drop up to `max_blocks` of the last blocks that nobody shares; returns whether there are any.
+    """Drop up to `max_blocks` of the context's last blocks; return whether any was dropped.
 
-    Sharing is by prefix, so reference counts seldom rise along a block table: where a fork was made
-    before its parent's blocks were published, which then gave way to equal ones of others."""
+    Only blocks with one holder are dropped."""
+    # Reference counts seldom rise along a block table, because sharing is by prefix. They rise if a
+    # parent's blocks were replaced by published ones after it was forked.
     blocks = context.block_ids
     keep = len(blocks)
     floor = max(0, keep - max_blocks)
@@ -457,8 +486,9 @@ def _drop_own_tail(tree: ContextTree, context: Context, max_blocks: int) -> bool
 def _drop_shared_tails(
     tree: ContextTree, contexts: Collection[Context], num_free: int
 ) -> list[Context]:
-    """Drop, context by context, the blocks that only these contexts hold, and what comes after
-    them, until `num_free` blocks are free. Returns the contexts that lost KV."""
+    """Drop blocks that only these contexts hold, and all later blocks, context by context.
+
+    Stops when `num_free` blocks are free. Returns the contexts that lost KV."""
     held = Counter(block for context in contexts for block in context.block_ids)
     inside = {block for block, count in held.items() if count == tree.pool.num_refs(block)}
     changed = []
@@ -480,8 +510,9 @@ def _truncate_to(tree: ContextTree, context: Context, num_blocks: int) -> bool:
 
 
 def unshare_tail(tree: ContextTree, context: Context, others: Sequence[Context]) -> set[Context]:
-    """Make these other contexts drop the block that `context` would have to copy before it writes.
-    Returns those that did."""
+    """Drop the block that `context` would copy before a write from the other contexts.
+
+    Returns the contexts that lost KV."""
     if not tree.must_copy(context):
         return set()
     tail = context.num_computed // tree.block_size
