@@ -1,14 +1,15 @@
-"""The blocks of the KV cache: how many hold each, and by which key a full one is found.
+"""The blocks of the KV cache: reference counts, and keys that find full blocks by content.
 
-Equal keys mean equal tokens, from the first on:
+Equal keys mean equal tokens, from the first token on:
 
     token_ids   t t t t   t t t t   t t .
     keys        k0        k1                   k0 = H(root, block 0)   k1 = H(k0, block 1)
 
-The root depends on a salt, so that contexts of different salts have no key in common, and on a
-secret of the process, so that nobody can prepare two prompts with one key. Where a prompt begins
-with a public text, the keys of its full blocks are those of all salts; the next one mixes in the
-salt. Only this module touches block reference counts."""
+The root contains the salt, so contexts with different salts have no key in common. It also contains
+a secret of the process, so that no client can construct two prompts with the same key. The full
+blocks of a public prefix have the same keys for all salts. The block after the public prefix mixes
+in the salt. Only this module changes reference counts.
+"""
 
 import secrets
 from array import array
@@ -20,35 +21,35 @@ from typing import NamedTuple, Protocol
 
 from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_resident
 
-_KEY_SIZE = 16
-_MAX_EVICTED = 64  # blocks given away at once: meanwhile a watcher may change what groups have
+_KEY_SIZE = 16  # Bytes of a key.
+# Blocks that are evicted before the order of groups is checked again. A watcher may change it.
+_MAX_EVICTED = 64
 
 
 class Root(NamedTuple):
-    """The beginning of a chain of keys: its first `num_public` ones have no salt, and what comes
-    behind them has `key`."""
+    """The start of a chain of keys. `key` enters after the first `num_public` keys."""
 
     key: bytes
     num_public: int = 0
 
     def cut(self, num_blocks: int) -> "Root":
-        """The root of a fork that has so many full blocks of this one's."""
+        """The root of a fork with the first `num_blocks` full blocks."""
         return self if self.num_public <= num_blocks else Root(self.key, num_blocks)
 
 
 NO_ROOT = Root(b"")
-"""A root that no keys follow yet."""
+"""The root of a context that has no keys."""
 
 
 class BlockHasher:
-    """Makes the keys of one engine."""
+    """Computes the block keys of one engine."""
 
     def __init__(self, block_size: int, secret: bytes | None = None) -> None:
         self._block_size = block_size
         self._secret = secrets.token_bytes(_KEY_SIZE) if secret is None else secret
         self._public = blake2b(
             digest_size=_KEY_SIZE, key=self._secret, person=b"public prefixes"
-        ).digest()  # no salt's
+        ).digest()
 
     def root(self, salt: str, public_len: int = 0) -> Root:
         """The root of prompts whose first `public_len` tokens are public."""
@@ -59,7 +60,7 @@ class BlockHasher:
     def extend(
         self, keys: list[bytes], root: Root, token_ids: "array[int]", num_blocks: int
     ) -> None:
-        """Bring `keys`, those of the first blocks of `token_ids`, to `num_blocks` of them."""
+        """Extend `keys`, the keys of the first blocks of `token_ids`, to `num_blocks` keys."""
         size = self._block_size
         for index in range(len(keys), num_blocks):
             before = keys[-1] if keys else self._public
@@ -71,23 +72,24 @@ class BlockHasher:
 
 
 class Watcher(Protocol):
-    """Receives the changes of blocks that have a key. It is a protocol because its implementation,
-    `host.stores.HostStores`, stands above the pool."""
+    """Receives the changes of blocks with a key.
+
+    It is a protocol because `host.stores.HostStores`, the implementation, imports this module."""
 
     def on_published(self, block: int, key: bytes) -> None:
-        """A block in use got a key."""
+        """A block in use has received a key."""
         ...
 
     def on_released(self, block: int) -> None:
-        """Nobody holds the block any more."""
+        """The last reference to the block was released."""
         ...
 
     def on_acquired(self, block: int) -> None:
-        """A block that nobody held is in use again."""
+        """A free block is in use again."""
         ...
 
     def on_evicted(self, block: int) -> None:
-        """A free block is about to lose its key, since somebody else gets it."""
+        """A free block is about to lose its key, because it is allocated."""
         ...
 
     def on_unpublished(self, block: int, key: bytes) -> None:
@@ -95,41 +97,39 @@ class Watcher(Protocol):
         ...
 
     def on_abandoned(self, keys: Sequence[bytes]) -> None:
-        """A context was freed that has lost the blocks of these keys, from its beginning on."""
+        """A context was freed after it had lost the blocks of these keys."""
         ...
 
     def on_invalidated(self, key: bytes) -> None:
-        """The block of `key` loses it, since its KV may be wrong."""
+        """The KV of `key` may be wrong."""
         ...
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1 of `block_size` token slots each, counted by reference.
+    """Reference counts and keys of blocks 0..num_blocks-1, each with `block_size` token slots.
 
-    A block is free, or held by as many contexts as its count says. A block can be given a key for
-    what it holds, and then be found by it, also while it is free: until it is handed out again.
-
-    Handed out first are free blocks without a key, the last freed before all others, while it may
-    still be warm in a cache; then those with a key, `cached_free`. Whoever holds a block holds the
-    blocks before it, and gives them up after it: so the end of a prefix goes before its beginning.
-    `watch` may be called before the first block is published. `shares` has the groups; by default
-    they are the pool's own."""
+    A published block is found by its key until it is allocated again, also while it is free. Free
+    blocks without a key are allocated first, then `cached_free`."""
 
     def __init__(self, num_blocks: int, block_size: int, shares: KvShares | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.shares = shares or KvShares(num_blocks)
+        # Free blocks without a key. The last freed block is allocated first: it may be in a cache.
         self._blank = list(range(num_blocks - 1, -1, -1))
+        # Free blocks with a key. The end of a prefix is evicted before its start.
         self.cached_free: EvictionQueue[int] = EvictionQueue(self.shares, num_resident)
-        self._owners: list[ShareGroup | None] = [None] * num_blocks  # None: blank
+        self._owners: list[ShareGroup | None] = [None] * num_blocks  # None: the block is blank.
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        self.num_releases = 0
+        self.num_releases = 0  # References released so far.
         self.watcher: Watcher | None = None
 
     def watch(self, watcher: Watcher, queue: EvictionQueue[int]) -> None:
-        """Report to the watcher, and give away free blocks in the order of its own queue."""
+        """Report changes to the watcher, and evict free blocks in the order of `queue`.
+
+        Must be called before the first block is published."""
         self.watcher = watcher
         self.shares.remove_queue(self.cached_free)
         self.cached_free = queue
@@ -146,12 +146,13 @@ class BlockPool:
         return self._refs[block]
 
     def blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks that hold so many tokens."""
+        """The number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, num_blocks: int, group: ShareGroup | None = None) -> list[int] | None:
-        """Take blocks for a group, each with one reference; None (and nothing taken) when there is
-        no room."""
+        """Allocate blocks for a group, each with one reference.
+
+        Returns None, and allocates nothing, if fewer blocks are free."""
         if num_blocks > self.num_free:
             return None
         if num_blocks == 0:
@@ -169,7 +170,7 @@ class BlockPool:
         return taken
 
     def _evict(self, most: int) -> Sequence[int]:
-        """Take the key, and the owner, of the free blocks with a key that are to go first."""
+        """Remove the keys and owners of the next cached blocks, at most `most`, and return them."""
         run = self.cached_free.first_run(most)
         assert run, "a free block is lost"
         group = self.owner(run[0])
@@ -188,7 +189,7 @@ class BlockPool:
         return run
 
     def owner(self, block: int) -> ShareGroup:
-        """For which group it was computed. It must not be blank."""
+        """The group that the block was computed for. The block must not be blank."""
         group = self._owners[block]
         assert group is not None, f"block {block} is blank"
         return group
@@ -200,7 +201,7 @@ class BlockPool:
         self.shares.remove_if_empty(group)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more reference on each block; all must be in use or found by their keys."""
+        """Add a reference to each block. All blocks must be in use or have a key."""
         refs = self._refs
         grown: dict[ShareGroup, None] = {}
         for block in blocks:
@@ -222,7 +223,9 @@ class BlockPool:
         return group
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less on each block; at zero it is free. Later blocks are freed first."""
+        """Remove a reference from each block. Blocks without references are free.
+
+        The last blocks are freed first, so that a cached prefix is evicted from its end."""
         refs = self._refs
         freed = []
         self.num_releases += len(blocks)
@@ -235,7 +238,7 @@ class BlockPool:
             self._free_run([*run], group)
 
     def _free_run(self, blocks: Sequence[int], group: ShareGroup) -> None:
-        """Nobody holds these blocks of a group any more."""
+        """Move blocks of a group, which have no references, to the free blocks."""
         group.num_used -= len(blocks)
         if kept := [block for block in blocks if self._keys[block] is not None]:
             group.num_cached += len(kept)
@@ -251,12 +254,13 @@ class BlockPool:
             self.shares.remove_if_empty(group)
 
     def publish(self, block: int, key: bytes) -> int:
-        """Let a block in use be found by `key`, unless it has another one, or another block is
-        found by it already: then return that one."""
+        """Publish a block in use under `key`, and return the block that has the key.
+
+        The key may already have another block. A block that has another key keeps it."""
         return self.publish_run((block,), (key,))[0]
 
     def publish_run(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[int]:
-        """Publish each of these blocks by its key."""
+        """Publish several blocks; see `publish`."""
         found = []
         for block, key in zip(blocks, keys, strict=True):
             assert self._refs[block] > 0, f"block {block} is free and cannot be published"
@@ -275,7 +279,7 @@ class BlockPool:
         return self._by_key.get(key)
 
     def find_run(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of these keys, as far as they are found without a gap."""
+        """The blocks of the first keys, up to the first key without a block."""
         found = []
         for key in keys:
             if (block := self._by_key.get(key)) is None:
@@ -284,7 +288,7 @@ class BlockPool:
         return found
 
     def unpublish(self, blocks: Iterable[int]) -> None:
-        """These blocks must not be found any more: what they hold changes."""
+        """Remove the keys of blocks whose content will change."""
         for block in blocks:
             key = self._keys[block]
             if key is None:
@@ -298,9 +302,9 @@ class BlockPool:
                 self.watcher.on_unpublished(block, key)
 
     def invalidate(self, keys: Iterable[bytes]) -> None:
-        """Let nobody find what has these keys, nor a copy of it: it may be wrong. A block may have
-        been given away since, and a copy of it remain."""
+        """Unpublish the blocks of keys whose KV may be wrong, and discard all copies."""
         for key in keys:
+            # A copy in CPU memory may exist although the block was evicted.
             if self.watcher is not None:
                 self.watcher.on_invalidated(key)
             if (block := self._by_key.get(key)) is not None:
@@ -310,7 +314,7 @@ class BlockPool:
         return self._keys[block]
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Recount the references from the block tables of all holders."""
+        """Compare all counts with the block tables of all holders. Raises AssertionError."""
         counted: Counter[int] = Counter()
         for blocks in holders:
             assert len(set(blocks)) == len(blocks), f"a table holds a block twice: {blocks}"
@@ -329,6 +333,6 @@ class BlockPool:
         assert blank == sorted(self._blank), "a blank block is in use"
 
     def count_owners(self) -> Counter[tuple[ShareGroup, bool]]:
-        """Count each group's blocks: those in use (True), and free ones that are not blank."""
+        """Count the blocks of each group: in use (True), and free with a key (False)."""
         owned = ((g, self._refs[i] > 0) for i, g in enumerate(self._owners) if g is not None)
         return Counter(owned)
