@@ -27,9 +27,7 @@ _RETURN_S = 600.0
 # delays the first token of the returning tenant. At 1,024, other prompts take 10% longer.
 _RETURN_PROMPT_TOKENS = 1024
 _MAX_RETURNING = 2  # Tenants that are remembered after they left. One may be the crowding tenant.
-_MIN_CHUNK_TOKENS = (
-    32  # Smallest chunk, in tokens, of a limited prompt. Later steps pay for it.
-)
+_MIN_CHUNK_TOKENS = 32  # Smallest chunk, in tokens, of a limited prompt. Later steps pay for it.
 _MIN_BUDGET_S = 1e-6  # Smallest limit, in seconds. It lets a job run once debts are cancelled.
 _DEFAULT_COSTS = StepCosts()
 

@@ -1,5 +1,5 @@
-"""The host tier: KV that leaves the device goes to the host's memory, and comes back by copy.
+"""The host tier: KV that is evicted from GPU memory is kept in CPU memory and can be loaded again.
 
-This room says which blocks are copied, and when. It owns the slots of the host, what is on its way
-between the tiers, and the blocks that wait for KV on its way. It must not know who computes.
+This package decides which blocks are copied, and when. It owns the slots in CPU memory, the
+transfers, and the blocks that wait for a load. It must not know how steps are computed.
 """

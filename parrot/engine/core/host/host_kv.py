@@ -1,4 +1,4 @@
-"""KV that jobs need not compute, since the host has kept it when the device could not."""
+"""Loads KV from CPU memory for jobs that would otherwise compute it."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,10 @@ from parrot.protocol.engine_api import StepCosts
 
 
 class HostKv:
-    """Keeps published KV on the runner's host, too. What a job wants and only the host has is
-    brought back first, if that is quicker than to compute it; the job waits for it, and nobody else
-    does."""
+    """Keeps copies of published KV in CPU memory, and loads them for jobs.
+
+    KV that is only in CPU memory is loaded if that is faster than to compute it. Only the job that
+    needs the KV waits for the load."""
 
     def __init__(
         self, tree: ContextTree, runner: TieredRunner, prefill_s: Callable[[], float | None]
@@ -27,12 +28,13 @@ class HostKv:
 
     @property
     def has_work(self) -> bool:
-        """Whether transfers are under way, or can be begun."""
+        """Whether transfers are in flight, or can be started."""
         return self.tier.has_work
 
     def must_wait_for_load(self, job: Job, free_blocks_for: Callable[[Job, int], bool]) -> bool:
-        """Whether the job has to wait for what comes next of its tokens, because it is on its way
-        from the host: perhaps from now on."""
+        """Whether the job must wait for the KV of its next block, which is loading.
+
+        Starts the load if it is faster than to compute the KV."""
         tier, context = self.tier, job.context
         if job.pending_load is not None:
             return True
@@ -52,23 +54,23 @@ class HostKv:
         return job.pending_load is not None
 
     def begin_transfers(self, idle: IdleContexts, plan: StepPlan | None) -> None:
-        """Begin what can be copied beside the step planned last, and while there is none."""
+        """Start the transfers that can run in parallel with the planned step, or without a step."""
         if not self.tier.has_work:
             return
-        idle.evict(self.tier.margin)  # what is free is still found, and can be copied
+        idle.evict(self.tier.margin)  # Evicted blocks keep their keys and can be copied.
         copied = [] if plan is None else [copy.source for copy in plan.copies]
         if transfers := self.tier.take_transfers(copied, is_idle=plan is None):
             self._runner.transfer(transfers)
 
     def take_landed(self, *, wait: bool = False) -> None:
-        """Enter the transfers that are over. Who waited for them takes over what they brought."""
+        """Process finished transfers. Jobs adopt the KV that was loaded for them."""
         if self.tier.is_waiting:
             for load in self.tier.landed(self._runner.landed(wait=wait)):
                 self._take_over(load)
                 self.tier.close(load)
 
     def wait(self) -> bool:
-        """Wait for a transfer, and return True, if any is under way."""
+        """Wait for a transfer; return False if none is in flight."""
         is_waiting = self.tier.is_waiting
         self.take_landed(wait=True)
         return is_waiting
@@ -82,16 +84,16 @@ class HostKv:
 
     @property
     def tokens_capacity(self) -> int:
-        """Tokens whose KV the host holds besides the device's; of a few, both have it."""
+        """Tokens whose KV fits CPU memory only. The copies of `margin` blocks are not counted."""
         return max(0, self.tier.num_slots - self.tier.margin) * self._tree.block_size
 
     def with_copies(self, costs: StepCosts | None) -> StepCosts | None:
-        """These costs, and those of bringing back KV. May be called from any thread."""
+        """`costs` with the cost of loading a token. May be called from any thread."""
         if costs is None:
             return None
         return costs.model_copy(update={"host_token_s": self.tier.token_s})
 
     def check_integrity(self) -> None:
-        """Recount the references to blocks, and check both tiers."""
+        """Compare the counts of both tiers with their holders. Raises AssertionError."""
         self._tree.check_integrity(self.tier.held_blocks(), self.tier.host.owners())
         self.tier.check_integrity()

@@ -1,34 +1,31 @@
-"""The slots of the host tier: each holds a copy of one block of KV, found by the block's key."""
+"""The slots of the host tier. Each slot holds a copy of one KV block, found by the block's key."""
 
 from collections.abc import Callable, Collection
 
 from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_resident
 
-_MAX_SKIPPED = 64  # at slots that are spared, before one is given up
+_MAX_SKIPPED = 64  # Protected slots that one eviction skips at most before it fails.
 
 
 class HostPool:
-    """Slots 0..num_slots-1 of one block each. A slot is
+    """Slots 0..num_slots-1 of one block each. The states of a slot are
 
         blank --take--> being written --put--> held --evict--> (being written again)
           ^-----------return_blank-----'            '--pin--> being read --unpin--> held
 
-    Held ones are found by their keys, also while they are read. They go in order: of the group of
-    `shares` whose turn it is, the one that was put or touched first, unless it was touched to go
-    soon."""
+    Held slots are found by their keys, also while they are read. The next slot to evict is the
+    least recently touched one of the group that loses first."""
 
     def __init__(self, num_slots: int, shares: KvShares | None = None) -> None:
         self.num_slots = num_slots
         self._shares = shares or KvShares(num_slots)
         self._blank = list(range(num_slots - 1, -1, -1))
         self._by_key: dict[bytes, int] = {}
-        self._held: dict[int, bytes] = {}  # those not being read,
-        self._queue: EvictionQueue[int] = EvictionQueue(
-            self._shares, num_resident
-        )  # and in which order they go
-        self._owners: dict[int, ShareGroup] = {}  # of those, and of those being read
-        self._pins: dict[int, int] = {}  # how often each is being read
-        self._pinned_keys: dict[int, bytes] = {}  # of those, if they still have one
+        self._held: dict[int, bytes] = {}  # Keys of held slots that are not being read.
+        self._queue: EvictionQueue[int] = EvictionQueue(self._shares, num_resident)  # Of `_held`.
+        self._owners: dict[int, ShareGroup] = {}  # Of held slots and of slots being read.
+        self._pins: dict[int, int] = {}  # Number of readers of each slot being read.
+        self._pinned_keys: dict[int, bytes] = {}  # Keys of slots being read, unless discarded.
 
     def __contains__(self, key: object) -> bool:
         return key in self._by_key
@@ -41,12 +38,14 @@ class HostPool:
         return self._by_key.get(key)
 
     def take(self) -> int | None:
-        """A blank slot, to be written; None if there is none."""
+        """Take a blank slot for writing; None if there is none."""
         return self._blank.pop() if self._blank else None
 
     def evict(self, is_protected: Callable[[bytes], bool]) -> tuple[int, bytes] | None:
-        """Take the slot that is to go first, to be written; with the key that it had. Those whose
-        keys are spared are moved to the end. None: no slot was found, or not soon enough."""
+        """Evict the next slot for writing, and return the slot and its former key.
+
+        Slots with protected keys move to the end of the queue. Returns None if no slot was found
+        among the first `_MAX_SKIPPED`."""
         for _ in range(min(len(self._held), _MAX_SKIPPED)):
             slot = self._queue.first()
             assert slot is not None, "a held slot is lost"
@@ -60,9 +59,8 @@ class HostPool:
         return None
 
     def put(self, slot: int, key: bytes, group: ShareGroup | None = None) -> None:
-        """A slot was written, and holds what belongs to `key`, which nobody else has, and to a
-        group."""
-        assert key not in self._by_key, f"slot {slot} holds what another one holds"
+        """Record that a slot was written for a group. No other slot may have `key`."""
+        assert key not in self._by_key, f"slot {slot} has the key of another slot"
         self._by_key[key] = slot
         self._add_held(slot, key, self._shares.add_cached(group))
 
@@ -72,24 +70,24 @@ class HostPool:
         self._queue.add(group, slot)
 
     def _release_slot(self, slot: int) -> None:
-        """A held slot, or one that was read, holds nothing any more."""
+        """Remove the owner and the queue entry of a slot whose copy was dropped."""
         group = self._owners.pop(slot)
         if self._held.pop(slot, None) is not None:
             self._queue.discard(group, slot)
         self._shares.remove_cached(group)
 
     def return_blank(self, slot: int) -> None:
-        """A slot that was to be written is blank again."""
+        """Return a slot that was taken for writing and not written."""
         self._blank.append(slot)
 
     def touch(self, key: bytes, *, goes_first: bool = False) -> None:
-        """If there is a copy, it is the last to go, or else the first."""
+        """Move the copy of `key`, if there is one, to the end of the queue, or to the front."""
         slot = self._by_key.get(key)
         if slot is not None and slot in self._held:
             self._queue.add(self._owners[slot], slot, goes_first=goes_first)
 
     def pin(self, slot: int) -> None:
-        """A held slot is being read."""
+        """Protect a held slot while it is read."""
         if slot in self._held:
             self._pinned_keys[slot] = self._held.pop(slot)
             self._queue.discard(self._owners[slot], slot)
@@ -97,7 +95,7 @@ class HostPool:
         self._pins[slot] = self._pins.get(slot, 0) + 1
 
     def unpin(self, slot: int) -> None:
-        """It was read."""
+        """Release a slot after a read."""
         self._pins[slot] -= 1
         if self._pins[slot]:
             return
@@ -109,7 +107,7 @@ class HostPool:
             self._add_held(slot, key, self._owners[slot])
 
     def discard(self, key: bytes) -> None:
-        """The copy, if there is one, must not be found any more."""
+        """Drop the copy of `key`, if there is one."""
         if (slot := self._by_key.pop(key, None)) is None:
             return
         if slot in self._pins:
@@ -119,7 +117,7 @@ class HostPool:
             self._blank.append(slot)
 
     def owners(self) -> Collection[ShareGroup]:
-        """Whose the slots are, each, that hold something or are still read."""
+        """The group of each slot that holds a copy or is being read."""
         return self._owners.values()
 
     def check_integrity(self, being_written: Collection[int]) -> None:
@@ -128,7 +126,7 @@ class HostPool:
         assert set(self._pinned_keys) <= set(self._pins), (self._pinned_keys, self._pins)
         assert all(count > 0 for count in self._pins.values()), self._pins
         slots = [*self._blank, *self._held, *self._pins, *being_written]
-        assert sorted(slots) == list(range(self.num_slots)), f"a slot is lost or twice: {slots}"
+        assert sorted(slots) == list(range(self.num_slots)), f"a slot is missing or double: {slots}"
         assert self._owners.keys() == {*self._held, *self._pins}, self._owners
         assert set(self._queue) == set(self._held), self._queue
         self._queue.check_integrity()

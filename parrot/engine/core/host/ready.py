@@ -1,4 +1,4 @@
-"""The free blocks of a device whose KV is kept on the host, too."""
+"""The free blocks of a GPU whose KV is also copied to CPU memory."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_r
 
 
 class ReadyQueue(EvictionQueue[int]):
-    """Free blocks with a key. The blocks that were made ready are given away first."""
+    """Free blocks with a key. Ready blocks, which have a copy in CPU memory, are evicted first."""
 
     def __init__(self, shares: KvShares, owner: Callable[[int], ShareGroup]) -> None:
         super().__init__(shares, num_resident)
@@ -47,7 +47,7 @@ class ReadyQueue(EvictionQueue[int]):
             del self._ready[block]
 
     def make_ready(self, block: int) -> None:
-        """Give the block away after the blocks that are ready."""
+        """Evict the block after the blocks that are ready now."""
         super().discard(self._owner(block), block)
         self._ready[block] = None
 

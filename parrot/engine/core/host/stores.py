@@ -1,15 +1,14 @@
-"""Which blocks of the device are copied to the host.
+"""Selects the GPU blocks that are copied to CPU memory.
 
-Copies are made early, so that giving a block away costs nothing: of what is next to be given away,
-so that `margin` blocks are ready to be, with a copy or blank. While the engine is idle, all that is
-published is copied as long as the host has blank slots; beside steps that would only cost time. The
-tiers shall not hold the same once the host is full: of the copies, those of what the device keeps
-go first.
+Blocks are copied before they are evicted, so that eviction never waits. The next `margin` blocks to
+be allocated are kept ready: blank, or with a copy. While the engine is idle, all published blocks
+are copied to blank slots. Next to a step that would only slow the step down. When CPU memory is
+full, copies of blocks that the GPU still has are dropped first.
 
-                 blocks of the device                               slots of the host
-    in use                                                          (copies go first)
-    free         | in queue . . . . . . . . . . . . | ready: copied |  kept for last
-    given away                                                      the rest, oldest first
+                 GPU blocks                                         slots in CPU memory
+    in use                                                          (copies are dropped first)
+    free         | in queue . . . . . . . . . . . . | ready: copied |  copies are dropped last
+    evicted                                                         other slots, oldest first
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +19,12 @@ from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.ready import ReadyQueue
 from parrot.engine.core.shares import ShareGroup
 
-_MARGIN_FRACTION = 1 / 16  # of all blocks
+# Fraction of all GPU blocks that are kept ready. A larger value copies earlier and evicts more.
+_MARGIN_FRACTION = 1 / 16
 
 
 class Store(NamedTuple):
-    """A block is to be copied to a slot."""
+    """A copy of a block to a slot."""
 
     block: int
     slot: int
@@ -39,22 +39,21 @@ class _PendingStore(NamedTuple):
 
 
 class HostStores:
-    """`Watcher` of the device's `pool`; fills the slots of `host`."""
+    """Watches the GPU's block pool, and selects copies to the slots of `host`."""
 
     def __init__(
-        self, pool: BlockPool, host: HostPool, on_distrust: Callable[[bytes], None]
+        self, pool: BlockPool, host: HostPool, on_invalidate: Callable[[bytes], None]
     ) -> None:
-        """`on_distrust` is called with each key that is distrusted."""
+        """`on_invalidate` is called with each key whose KV may be wrong."""
         self._pool = pool
         self._host = host
-        self._on_distrust = on_distrust
+        self._on_invalidate = on_invalidate
         self.margin = max(1, int(_MARGIN_FRACTION * pool.num_blocks))
         self.may_have_stores = False
-        self._pending_stores: dict[bytes, _PendingStore] = {}  # by key
-        self._evicted_stores: list[
-            Store
-        ] = []  # of blocks that were given away since the last choice
-        self._uncopied: dict[int, None] = {}  # published blocks, in use or free
+        self._pending_stores: dict[bytes, _PendingStore] = {}  # By key.
+        # Copies of blocks that were evicted since the last `choose_stores`.
+        self._evicted_stores: list[Store] = []
+        self._uncopied: dict[int, None] = {}  # Published blocks without a copy, in use or free.
         self._queue = ReadyQueue(pool.shares, pool.owner)
         pool.watch(self, self._queue)
 
@@ -71,7 +70,7 @@ class HostStores:
         self._host.touch(self._key_of(block), goes_first=True)
 
     def on_evicted(self, block: int) -> None:
-        """Nearly always it is ready. Else it is copied before anybody writes to it."""
+        """Copy a block that is not ready. The copy happens before the block is written to."""
         if block in self._uncopied and (slot := self._take_slot()) is not None:
             self._store(Store(block, slot, self._key_of(block)), self._evicted_stores)
             self.may_have_stores = True
@@ -82,21 +81,23 @@ class HostStores:
         self._host.touch(key)
 
     def _has_copy(self, key: bytes) -> bool:
-        """True also while the copy is being made."""
+        """Whether a copy exists or is being written."""
         return key in self._host or key in self._pending_stores
 
     def on_abandoned(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._host.touch(key, goes_first=True)  # the end of the prefix before its beginning
+            # The last key is touched last, so the end of the prefix is evicted first.
+            self._host.touch(key, goes_first=True)
 
     def on_invalidated(self, key: bytes) -> None:
         self._host.discard(key)
         self._pending_stores.pop(key, None)
-        self._on_distrust(key)
+        self._on_invalidate(key)
 
     def choose_stores(self, most: int, *, is_idle: bool) -> list[Store]:
-        """The blocks to be copied now: those given away, and others while no more than `most` are
-        on their way; none again until something changes, or the engine is idle."""
+        """The copies to start now: evicted blocks, and others while fewer than `most` are pending.
+
+        Returns nothing again until a block changes or the engine is idle."""
         chosen, self._evicted_stores = self._evicted_stores, []
         self.may_have_stores = False
         while len(self._pending_stores) < most and (store := self._next(is_idle)) is not None:
@@ -132,7 +133,7 @@ class HostStores:
         return key
 
     def _take_slot(self) -> int | None:
-        """A blank slot, or else one whose copy goes."""
+        """Take a blank slot, or evict a copy; None if no copy may be evicted."""
         slot = self._host.take()
         if slot is not None:
             return slot
@@ -145,12 +146,12 @@ class HostStores:
         return slot
 
     def _is_last_copy_soon(self, key: bytes) -> bool:
-        """Whether the device still has it, but is about to give it away."""
+        """Whether the GPU still has the block, but is about to evict it."""
         block = self._pool.find(key)
         return block is not None and self._queue.is_ready(block)
 
     def finish_store(self, key: bytes, slot: int, succeeded: bool) -> None:
-        """A copy has been made, or not. A key that was distrusted meanwhile is not kept."""
+        """Record a finished or failed copy. A key that was invalidated meanwhile is dropped."""
         self.may_have_stores = True
         storing = self._pending_stores.get(key)
         is_kept = storing is not None and storing.slot == slot
@@ -164,7 +165,7 @@ class HostStores:
     def check_integrity(self, being_written: dict[bytes, int]) -> None:
         """`being_written`: the slots that transfers under way write, by key."""
         for key, (slot, _) in self._pending_stores.items():
-            assert being_written.get(key) == slot, f"slot {slot} is said to be written"
-            assert key not in self._host, f"slot {slot} is written for nothing"
+            assert being_written.get(key) == slot, f"slot {slot} is not being written"
+            assert key not in self._host, f"the key of slot {slot} has a copy already"
         for block in self._uncopied:
             assert not self._has_copy(self._key_of(block)), f"block {block} has a copy"

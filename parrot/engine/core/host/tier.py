@@ -1,7 +1,7 @@
-"""The transfers between the tiers: what is planned, what is under way, and what has landed.
+"""The transfers between GPU and CPU memory: planned, in flight and finished.
 
-What is brought back goes into blocks that this tier holds until all of it is there and whoever
-waited has taken it over. A block whose key is distrusted meanwhile is not published."""
+The tier holds the blocks of a load until the whole load has finished and the waiting job has
+adopted the blocks. A block whose key is invalidated meanwhile is not published."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,32 +15,31 @@ from parrot.engine.core.steps import Landed, Transfer
 from parrot.protocol.engine_api import HostTierInfo
 from parrot.utils.ids import IdCounter
 
-_TRANSFER_BYTES = 64 << 20  # of one transfer, so that waiting for one takes about a millisecond
-_MAX_STORE_BYTES = 512 << 20  # on their way to the host
-_SMOOTHING = 0.2
-_LOAD_OVERHEAD_S = 1e-3  # of bringing anything back
+_TRANSFER_BYTES = 64 << 20  # Most bytes of one transfer. At this size a transfer takes about 1 ms.
+_MAX_STORE_BYTES = 512 << 20  # Most bytes in flight to CPU memory.
+_SMOOTHING = 0.2  # Weight of the newest transfer in the average load time. Larger adapts faster.
+_LOAD_OVERHEAD_S = 1e-3  # Assumed fixed cost of a load, in seconds. Larger values load less often.
 
 W = TypeVar("W")
 
 
 @dataclass(slots=True, eq=False)
 class PendingLoad(Generic[W]):
-    """Blocks on their way from the host, for `waiter` if there is one. `num_in_flight` of its
-    transfers are not over."""
+    """Blocks that are loading from CPU memory."""
 
     keys: tuple[bytes, ...]
     blocks: tuple[int, ...]
-    waiter: W | None
-    num_in_flight: int = 0
+    waiter: W | None  # The job that waits for the blocks.
+    num_in_flight: int = 0  # Transfers that have not finished.
 
 
 @dataclass(slots=True, eq=False)
 class _Flight(Generic[W]):
-    """A transfer under way. `pending_load` None: it goes to the host."""
+    """A planned transfer, or one in flight."""
 
     transfer: Transfer
     keys: tuple[bytes, ...]
-    pending_load: PendingLoad[W] | None
+    pending_load: PendingLoad[W] | None  # None: a store.
 
 
 @dataclass(slots=True)
@@ -53,8 +52,9 @@ class TierTotals:
 
 
 class HostTier(Generic[W]):
-    """Owns the host's slots, beside the device's `pool`. It decides on transfers; the core hands
-    them to the runner, and reports what has landed."""
+    """Owns the slots in CPU memory and plans the transfers between them and `pool`.
+
+    The core passes the transfers to the runner and reports the finished ones."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class HostTier(Generic[W]):
         block_bytes: int,
         prefill_s: Callable[[], float | None],
     ) -> None:
-        """`prefill_s`: what computing a token costs, if it is known."""
+        """`prefill_s` returns the seconds to compute a token, or None while they are unknown."""
         self._pool = pool
         self.host = HostPool(num_slots, pool.shares)
         self._block_bytes = block_bytes
         self._prefill_s = prefill_s
-        self._block_s: float | None = None  # to bring one back, as measured
+        self._block_s: float | None = None  # Average seconds to load a block.
         self._blocks_per_transfer = max(1, _TRANSFER_BYTES // max(1, block_bytes))
         self._max_storing = max(1, _MAX_STORE_BYTES // max(1, block_bytes))
         self._loading_keys: dict[bytes, PendingLoad[W]] = {}
         self._pending_loads: dict[PendingLoad[W], None] = {}
-        self._stores = HostStores(pool, self.host, self._distrusted)
+        self._stores = HostStores(pool, self.host, self._on_invalidated)
         self.totals = TierTotals()
         self._ids = IdCounter()
         self._planned: list[_Flight[W]] = []
@@ -81,7 +81,7 @@ class HostTier(Generic[W]):
 
     @property
     def margin(self) -> int:
-        """The number of blocks that should be free with a copy on the host, or blank."""
+        """The number of GPU blocks that should be blank, or free with a copy in CPU memory."""
         return self._stores.margin
 
     @property
@@ -90,22 +90,21 @@ class HostTier(Generic[W]):
 
     @property
     def has_work(self) -> bool:
-        """Whether transfers are under way, or can be begun."""
+        """Whether transfers are in flight, or can be started."""
         return bool(self._in_flight or self._planned or self._stores.may_have_stores)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether transfers are under way."""
+        """Whether transfers are in flight."""
         return bool(self._in_flight)
 
-    # -- bringing back -----------------------------------------------------------------------
+    # -- loads -------------------------------------------------------------------------------
 
     def is_loading(self, key: bytes) -> bool:
         return key in self._loading_keys
 
     def is_worth_loading(self, keys: Sequence[bytes]) -> bool:
-        """Whether the first of these is on the host only, and `load` takes less time than to
-        compute what it brings."""
+        """Whether a load of the first keys is possible and faster than to compute their KV."""
         if not (num_blocks := sum(1 for _ in self._run(keys))):
             return False
         token_s, block_s = self._prefill_s(), self._block_s
@@ -115,7 +114,7 @@ class HostTier(Generic[W]):
         return _LOAD_OVERHEAD_S + num_blocks * block_s < computing_s
 
     def _run(self, keys: Iterable[bytes]) -> Iterator[int]:
-        """The slots of the first keys that only the host has."""
+        """The slots of the first keys whose KV is only in CPU memory, up to the first other key."""
         for key in keys:
             slot = self.host.find(key)
             if slot is None or self._pool.find(key) is not None or key in self._loading_keys:
@@ -125,10 +124,12 @@ class HostTier(Generic[W]):
     def load(
         self, keys: Sequence[bytes], waiter: W | None, group: ShareGroup | None = None
     ) -> PendingLoad[W] | None:
-        """Plan to copy back for a group what only the host has, as far as these keys go without a
-        gap; None if there is nothing, or no room."""
+        """Plan to load the KV of the first keys for a group, up to the first gap.
+
+        Returns None if there is nothing to load, or if too few blocks are free."""
         slots = tuple(self._run(keys))
-        for slot in slots:  # first: what is given away for these blocks goes to other slots
+        # Pin before `allocate`, which may evict blocks to slots.
+        for slot in slots:
             self.host.pin(slot)
         blocks = self._pool.allocate(len(slots), group) if slots else None
         if blocks is None:
@@ -146,24 +147,25 @@ class HostTier(Generic[W]):
         return load
 
     def close(self, load: PendingLoad[W]) -> None:
-        """Give up the blocks of a load that its waiter has taken over."""
+        """Release the blocks of a load after its waiter has adopted them."""
         del self._pending_loads[load]
         self._pool.release(load.blocks)
 
     # -- transfers ---------------------------------------------------------------------------
 
     def take_transfers(self, copied_blocks: Collection[int], *, is_idle: bool) -> list[Transfer]:
-        """Take the copies that are due, to be begun before anything else is planned, and before the
-        step planned last runs, if one is. That step first copies some blocks: until then nothing is
-        written to these, although they were given away. What leaves the device waits for nothing:
-        the step may write to it."""
+        """Take the transfers to start before the step that was planned last runs.
+
+        `copied_blocks`: blocks that the step copies first. Loads into these blocks wait. Stores
+        never wait, because the step may write to their blocks."""
         if self._stores.may_have_stores:
             chosen = self._stores.choose_stores(self._max_storing, is_idle=is_idle)
             for at in range(0, len(chosen), self._blocks_per_transfer):
                 blocks, slots, keys = zip(*chosen[at : at + self._blocks_per_transfer], strict=True)
                 self._plan(True, blocks, slots, keys)
         busy = set(copied_blocks)
-        self._planned.sort(key=_is_load)  # into blocks that may have to be copied before
+        # Stores come first: a load may write to a block that a store reads.
+        self._planned.sort(key=_is_load)
         begun = [f for f in self._planned if not _is_load(f) or busy.isdisjoint(f.transfer.blocks)]
         self._planned = [f for f in self._planned if f not in begun] if busy else []
         self._in_flight.update({flight.transfer.transfer_id: flight for flight in begun})
@@ -181,8 +183,9 @@ class HostTier(Generic[W]):
         self._planned.append(_Flight(transfer, tuple(keys), load))
 
     def landed(self, reports: Iterable[Landed]) -> list[PendingLoad[W]]:
-        """Enter the outcomes of transfers. Returns the arrivals that are over: what they brought is
-        published, and each must be closed."""
+        """Process finished transfers, and return the finished loads.
+
+        Their blocks are published. The caller must `close` each of the loads."""
         over = []
         for report in reports:
             flight = self._in_flight.pop(report.transfer_id)
@@ -200,7 +203,7 @@ class HostTier(Generic[W]):
         for key, slot in zip(flight.keys, flight.transfer.slots, strict=True):
             self._stores.finish_store(key, slot, succeeded)
 
-    def _distrusted(self, key: bytes) -> None:
+    def _on_invalidated(self, key: bytes) -> None:
         self._loading_keys.pop(key, None)
 
     def _finish_load(self, flight: _Flight[W], load: PendingLoad[W], report: Landed) -> None:
@@ -214,7 +217,7 @@ class HostTier(Generic[W]):
         for key, block, slot in zip(flight.keys, transfer.blocks, transfer.slots, strict=True):
             self.host.unpin(slot)
             if self._loading_keys.get(key) is not load:
-                continue  # distrusted meanwhile
+                continue  # The key was invalidated meanwhile.
             del self._loading_keys[key]
             if report.succeeded:
                 self._pool.publish(block, key)
@@ -234,7 +237,7 @@ class HostTier(Generic[W]):
 
     @property
     def token_s(self) -> float:
-        """Seconds to bring back a token, as measured; 0 before the first."""
+        """Measured seconds to load a token; 0 before the first load."""
         return (self._block_s or 0.0) / self._pool.block_size
 
     def check_integrity(self) -> None:
@@ -246,11 +249,11 @@ class HostTier(Generic[W]):
         }
         self._stores.check_integrity(being_written)
         for key, load in self._loading_keys.items():
-            assert load in self._pending_loads, f"{load} is not kept"
+            assert load in self._pending_loads, f"{load} is not pending"
             assert key in load.keys, load
 
     def held_blocks(self) -> Iterator[Sequence[int]]:
-        """The blocks of each load."""
+        """The blocks of each pending load."""
         for load in self._pending_loads:
             yield load.blocks
 
