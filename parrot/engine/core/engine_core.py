@@ -2,18 +2,18 @@
 
     plan = scheduler.schedule();  result = runner.run(plan);  deliver(result)
 
-Where the runner can, a step is launched while the one before it still runs, so that the device
-never waits for the host. What a step does is then entered in two parts. Once it is launched: the KV
-that it computes, since whatever is planned next happens after it. Once it has run: its tokens.
+If the runner supports it, a step is launched while the previous step runs, so that the GPU never
+waits for the CPU. The effects of a step are then recorded in two parts. Its KV is recorded at the
+launch, because later steps run after it. Its tokens are recorded when the step has finished.
 
-    device  | step 1                        | step 2                                  | step 3
-    host      requests, plan and launch 2 ... tokens of 1, requests, plan and launch 3 ... tokens
+    GPU  | step 1                       | step 2                                 | step 3
+    CPU    requests, plan and launch 2 .. tokens of 1, requests, plan and launch 3 .. tokens
 
-Requests, aborts and frees change what is planned next, never a step on its way. A job that turns
-out to have ended leaves a sequence in that step whose token is ignored; what it writes is written
-before any later step, so its blocks may be given away at once.
+Requests, aborts and frees change the next plan, never a step in flight. If a job of the step in
+flight has ended, its sampled token is ignored. Its blocks can be reused at once, because all writes
+of later steps happen after the step in flight.
 
-Not thread-safe: a driver (engine/service.py) calls everything here, and only between steps.
+Not thread-safe: a driver (engine/service.py) calls all methods, and only between steps.
 """
 
 import logging
@@ -58,14 +58,16 @@ from parrot.utils.clock import Clock
 logger = logging.getLogger(__name__)
 
 
-_NO_BACKGROUND_MEMORY = "there is no room for a background fill"
+_NO_BACKGROUND_MEMORY = "a background fill found no free KV blocks"
+# Weight of the newest step in the reported average step time. A larger value adapts faster.
 _LATENCY_SMOOTHING = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A step on its way, whose tokens nobody has waited for. How many there will be is not known if
-    it has drafts: then they are waited for before the next step is planned."""
+    """A launched step whose tokens are not known yet.
+
+    A step with drafts also has an unknown number of tokens, so the next step is planned later."""
 
     launched: LaunchedStep
     step: Step
@@ -73,7 +75,7 @@ class _InFlightStep:
 
 
 class EngineCore:
-    """One model's requests, contexts and steps. Whatever is asked of it goes to its `requests`."""
+    """One model's requests, contexts and steps. `requests` accepts all requests."""
 
     def __init__(
         self, config: EngineConfig, runner: StepRunner, language: Language, clock: Clock
@@ -87,8 +89,8 @@ class EngineCore:
         self._clock = clock
         self._runner = IsolatingRunner(runner)
         self._in_flight: _InFlightStep | None = None
-        self._suspects: list[Job] = []
-        self._streaming_jobs: list[Job] = []  # their newest tokens were not sent yet
+        self._suspects: list[Job] = []  # Jobs of failed steps, one of which may be the cause.
+        self._streaming_jobs: list[Job] = []  # Jobs whose newest tokens were not sent yet.
         is_found = config.scheduler.prefix_caching
         self._tree = make_tree(num_blocks, info.block_size, clock, publishes=is_found)
         self._costs = StepCostMeter(info)
@@ -116,7 +118,7 @@ class EngineCore:
         self.requests.fail_everything(error)
 
     def wait_until_due(self) -> None:
-        """Return when the next step should be planned; requests that come later miss it."""
+        """Return when the next step should be planned. Later requests miss that step."""
         if self._in_flight is not None:
             if self._drafter is not None and not self._in_flight.step.num_drafts:
                 self._drafter.search_during_step(
@@ -126,8 +128,9 @@ class EngineCore:
             self._in_flight.launched.wait_until_due()
 
     def step(self) -> bool:
-        """Plan a step and run it; or, where the runner can, launch it and wait for the one before
-        it. With neither, wait for a transfer. Returns False when there was nothing to do."""
+        """Plan a step and run it, or launch it and wait for the previous step.
+
+        Without a step, wait for a transfer. Returns False if there was nothing to do."""
         running, self._in_flight = self._in_flight, None
         has_worked = True
         if running is None or not self._needs_tokens_first(running):
@@ -140,7 +143,7 @@ class EngineCore:
         return has_worked
 
     def _step_after(self, running: _InFlightStep | None) -> bool:
-        """Make a step behind the one that is running, if one is."""
+        """Plan and start a step after `running`, the step in flight, if there is one."""
         began = self._clock.now()
         planned = self.plan({} if running is not None else self._drafts())
         launched = None if planned is None else self._launch(planned, running)
@@ -161,8 +164,9 @@ class EngineCore:
         return self.host is not None and self.host.wait()
 
     def _wait_for(self, flight: _InFlightStep, planned: Step | None) -> bool:
-        """Wait for a step, and take its tokens. False if it has failed, and with it what was
-        planned behind it."""
+        """Wait for a step and process its tokens.
+
+        Returns False if the step has failed. Then the step `planned` after it is dropped too."""
         began = self._clock.now()
         result = self._runner.wait(flight.launched)
         if self._drafter is not None:
@@ -177,8 +181,9 @@ class EngineCore:
     # -- drafts ------------------------------------------------------------------------------
 
     def _record_turnaround(self, seconds_before: float, num_drafts: int = 0) -> None:
-        """The host has worked since the last step's end, and this long before it, for a step.
-        `num_drafts`: of the last one."""
+        """Record the CPU time for a step: `seconds_before` the last step's end, and all since then.
+
+        `num_drafts`: drafts of the last step."""
         if self._drafter is not None:
             seconds = seconds_before + self._clock.now() - self._last_step_ended
             if self._in_flight is not None:
@@ -186,8 +191,7 @@ class EngineCore:
             self._drafter.costs.record_turnaround(seconds, has_drafts=num_drafts > 0)
 
     def _needs_tokens_first(self, flight: _InFlightStep) -> bool:
-        """Whether the next step can only be planned, or is better planned, when the tokens of this
-        one are known."""
+        """Whether the next step must be planned, or is better planned, after this step's tokens."""
         if self._drafter is None or flight.step.num_drafts:
             return flight.step.num_drafts > 0
         return self._drafter.pays_to_wait(len(flight.step.jobs))
@@ -196,7 +200,7 @@ class EngineCore:
         return [job for job in self._scheduler.decoding if job.drafts is not None]
 
     def _drafts(self) -> dict[Job, tuple[int, ...]]:
-        """The drafts of the next step, of jobs whose tokens are all known."""
+        """The drafts of the next step. The tokens of all jobs must be known."""
         if self._drafter is None:
             return {}
         if (costs := self._costs.recent()) is not None:
@@ -209,7 +213,7 @@ class EngineCore:
     # -- steps -------------------------------------------------------------------------------
 
     def _launch(self, step: Step, before: _InFlightStep | None) -> LaunchedStep | None:
-        """Launch a step, or return None if it must be run once the one before it has landed."""
+        """Launch a step, or return None if it must run after the previous step has finished."""
         if self._suspects:
             self._suspects = [job for job in self._suspects if not job.has_ended]
             if self._suspects:
@@ -217,9 +221,10 @@ class EngineCore:
         return self._runner.launch(step.plan, None if before is None else before.launched)
 
     def _recover_failed(self, steps: Sequence[Step]) -> None:
-        """The first of these steps has failed, and the second was planned as if it had not. What
-        they were to compute is planned again, and no step launched until their jobs have ended:
-        one of them may be to blame, which shows when steps are run one by one."""
+        """Drop the KV of a failed step and of the step planned after it, and plan both again.
+
+        One of the jobs may be the cause. Until these jobs have ended, steps are run and not
+        launched, because `IsolatingRunner.run` finds the faulty job."""
         written: set[int] = set()
         keys: set[bytes] = set()
         for step in steps:
@@ -234,7 +239,7 @@ class EngineCore:
         self._scheduler.preempt(self._tree.drop_blocks(written, keys))
 
     def _run_planned(self, step: Step) -> None:
-        """Run a step that could not be launched, without what has ended since it was planned."""
+        """Run a step that could not be launched, without jobs that have ended since the plan."""
         kept = []
         for job, s in zip(step.jobs, step.plan.sequences, strict=True):
             if not job.has_ended:
@@ -245,15 +250,16 @@ class EngineCore:
         self.deliver(step, self.run(step))
 
     def plan(self, drafts: Drafts = NO_DRAFTS) -> Step | None:
-        """Take in what was copied between the tiers, and decide on the next step. If not None,
-        `run` and `deliver` must follow."""
+        """Process finished transfers and plan the next step.
+
+        If a step is returned, the caller must `run` and `deliver` it."""
         if self.host is not None:
             self.host.take_landed()
         step = self._schedule(drafts)
         while rejected := self._scheduler.take_rejected():
             for job in rejected:
                 self.requests.fail_all([job.request], OutOfMemory(_NO_BACKGROUND_MEMORY))
-            step = step or self._schedule(drafts)  # something may have waited for them
+            step = step or self._schedule(drafts)  # Another job may have waited for a failed one.
         if self.host is not None:
             self.host.begin_transfers(self._scheduler.idle, None if step is None else step.plan)
         return step
@@ -263,22 +269,22 @@ class EngineCore:
         return self._scheduler.schedule(self._clock.now(), drafts)
 
     def run(self, step: Step) -> StepResult:
-        """Raises `DeviceLost`, and nothing else."""
+        """Run a step. Raises only `DeviceLost`."""
         return self._runner.run(step.plan)
 
     def deliver(self, step: Step, result: StepResult) -> None:
-        """Enter what the step has computed, and answer the requests that it completed."""
+        """Record the results of a step, and answer the requests that are complete."""
         self._record_kv(step, result.broken)
         self._process_tokens(step, result)
         if self._streaming_jobs:
             self._send_chunks()
 
     def _record_kv(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
-        """The KV that a step computes is there for all that comes after it."""
+        """Record the KV that a step computes. All later steps may read it."""
         began = max(step.planned_at, self._last_step_ended)
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
             if job.has_ended:
-                continue  # its request failed with another job of this step, or it ended before
+                continue  # The job ended before the step, or with another job of its request.
             if sequence.context_id in broken:
                 self.requests.fail_job(job, broken[sequence.context_id])
                 continue
@@ -290,7 +296,7 @@ class EngineCore:
                 num_known -= sequence.num_drafts
             context.num_computed = sequence.start + num_known
             if num_known > 1:
-                self._tree.publish(context)  # what is generated is published in the end
+                self._tree.publish(context)  # Generated blocks are published by `finish`.
             if (reading := job.reading) is not None:
                 reading.num_scheduled = max(reading.num_scheduled, sequence.end)
             if sequence.sample is not None or (reading is not None and not context.num_missing):
@@ -325,13 +331,13 @@ class EngineCore:
                     job.drafts.count(sequence.num_drafts, len(tokens) - 1)
                 self._append_tokens(job, tokens, result.scores.get(job.job_id), now)
             else:
-                self.requests.fail_job(job, EngineFailed("the engine gave no token"))
+                self.requests.fail_job(job, EngineFailed("the runner returned no token"))
 
     def _process_states(self, job: Job, stop: int, read: StateRead | None) -> None:
         reading, token_ids = job.reading, job.context.token_ids
         assert reading is not None, f"job {job.job_id} reads no states"
         if read is None:
-            self.requests.fail_job(job, EngineFailed("the engine gave no hidden states"))
+            self.requests.fail_job(job, EngineFailed("the runner returned no hidden states"))
             return
         reading.add(read, stop)
         if stop < len(token_ids):
@@ -344,27 +350,30 @@ class EngineCore:
             self.requests.finish(job)
 
     def max_multi_steps(self, token_ids: Collection[int]) -> int:
-        """See `LocalScheduler`. So many steps may be planned once and delivered together."""
+        """The number of steps that may be planned once and delivered together.
+
+        See `LocalScheduler.max_multi_steps`."""
         return 0 if self._tree.pending_forks else self._scheduler.max_multi_steps(token_ids)
 
     def deliver_multi_step(
         self, step: Step, tokens: Mapping[int, Sequence[int]], step_seconds: Sequence[float]
     ) -> None:
-        """Enter several steps like this one, no more than were sure. `tokens`: those of each job,
-        by its id."""
+        """Record several steps equal to `step`, at most `max_multi_steps`.
+
+        `tokens`: the sampled tokens of each job, by job id."""
         num_steps = len(step_seconds)
         for job in step.jobs:
             context, generation = job.context, job.generation
             assert generation is not None, f"job {job.job_id} does not generate"
             copies = self._tree.reserve(context, len(context.token_ids) + num_steps - 1)
-            assert copies == (), f"no room for {num_steps} more tokens of {context}"
+            assert copies == (), f"no free blocks for {num_steps} more tokens of {context}"
             context.num_computed += num_steps
             context.token_ids.extend(tokens[job.job_id])
             generation.push_all(tokens[job.job_id])
         self._count_steps(step, step_seconds)
 
     def _count_steps(self, step: Step, step_seconds: Sequence[float]) -> None:
-        """Count steps like this one that are over."""
+        """Record finished steps that are equal to `step`."""
         num_prompt_tokens = step.num_fill_tokens + step.num_background_tokens
         self._totals.add(len(step_seconds), len(step.jobs), num_prompt_tokens)
         self._costs.count(step.plan.sequences, num_prompt_tokens + step.num_drafts, step_seconds)
@@ -375,7 +384,8 @@ class EngineCore:
     def _append_tokens(
         self, job: Job, token_ids: Sequence[int], scores: TokenScores | None, now: float
     ) -> None:
-        """Take a token, and what is right of a draft behind it: none behind the output's end.
+        """Append a sampled token and the accepted draft tokens, up to the output's end.
+
         Outputs with `scores` have no drafts."""
         generation, request, context = job.generation, job.request, job.context
         assert generation is not None, f"job {job.job_id} does not generate"
@@ -386,7 +396,8 @@ class EngineCore:
                 self.requests.fail_all([request], error)
                 return
             context.token_ids.append(token_id)
-            context.num_computed += number > 0  # that of the token before: its draft was right
+            # An accepted draft token has KV, computed by the step that verified it.
+            context.num_computed += number > 0
             if generation.finish_reason is not None:
                 break
         if request.prompt_done_at is None:
@@ -400,14 +411,14 @@ class EngineCore:
             self.requests.finish(job)
 
     def _send_chunks(self) -> None:
-        """Make text of the newest tokens; the device does not wait, its next step is launched."""
+        """Send the text of the newest tokens, while the next step runs on the GPU."""
         jobs, self._streaming_jobs = self._streaming_jobs, []
         for job in jobs:
             if not job.has_ended:
                 self.requests.send_chunk(job.request)
 
     def runtime_info(self) -> RuntimeInfo:
-        """Plain reads: may be called from any thread, also during a step."""
+        """The engine's state and costs. May be called from any thread, also during a step."""
         pool, host, costs = self._tree.pool, self.host, self._costs.costs()
         return RuntimeInfo(
             num_cached_tokens=pool.num_used * pool.block_size,
@@ -437,9 +448,10 @@ class EngineCore:
 
 
 class IsolatingRunner:
-    """Runs a step; if it fails, each of its sequences alone, so that one that breaks it costs the
-    others nothing. A runner's defect ends here: everything raises `DeviceLost`, and nothing
-    else."""
+    """Runs steps, and isolates failures.
+
+    If a step fails, each sequence is run alone, so that only the faulty one fails. All methods
+    raise only `DeviceLost`."""
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
@@ -456,14 +468,14 @@ class IsolatingRunner:
         return self._tiered is not None and self.info.num_host_blocks > 0
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
-        """See `TieredRunner`. If they cannot be begun they have landed, in vain."""
+        """See `TieredRunner`. Transfers that cannot be started are reported as failed."""
         assert self._tiered is not None, "there is no host tier"
         try:
             self._tiered.transfer(transfers)
         except DeviceLost:
             raise
         except Exception:
-            logger.exception("%d transfers could not be begun", len(transfers))
+            logger.exception("%d transfers could not be started", len(transfers))
             self._failed_transfers += [Landed(t.transfer_id, False, 0.0) for t in transfers]
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
@@ -473,7 +485,7 @@ class IsolatingRunner:
         return [*failed, *self._tiered.landed(wait=wait and not failed)]
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
-        """See `OverlappingRunner`; None also if it fails, or if the runner cannot launch steps."""
+        """See `OverlappingRunner`. Returns None also if the launch fails or is not supported."""
         if self._overlapping is None:
             return None
         try:
@@ -485,7 +497,7 @@ class IsolatingRunner:
             return None
 
     def wait(self, launched: LaunchedStep) -> StepResult | None:
-        """Wait for a launched step; None if it has failed."""
+        """Wait for a launched step. Returns None if the step has failed."""
         try:
             return launched.wait()
         except DeviceLost:
@@ -504,10 +516,9 @@ class IsolatingRunner:
             return self._run_one_by_one(plan)
 
     def _run_one_by_one(self, plan: StepPlan) -> StepResult:
-        """The copies come again, which does no harm: nobody has written over their sources. No
-        sequence is to fail for a draft that may be wrong, so drafts are left out."""
+        """Run each sequence as a step of its own, without drafts, which may be the cause."""
         outcome = StepResult({}, {}, {})
-        copies = plan.copies
+        copies = plan.copies  # Copying again is harmless: no step has written to the sources.
         block_size = self._runner.info.block_size
         for sequence in plan.sequences:
             sequence = without_drafts(sequence, block_size)

@@ -1,4 +1,4 @@
-"""Requests, their jobs, and what the jobs make."""
+"""Requests, their jobs, and the results of jobs."""
 
 from array import array
 from base64 import b64encode
@@ -39,19 +39,19 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 
 BACKGROUND = 2**31
-"""The priority of fills that nobody waits for yet: behind all others."""
+"""The priority of background fills, which run after all other jobs."""
 
 
 Response = FillResponse | GenerateResponse | EmbedResponse | ScoreResponse
 Outcome = StreamChunk | Response | ParrotError
 Sink = Callable[[Outcome], None]
-"""Takes what happens to a request: chunks while it streams, then exactly one of the others."""
+"""Receives the events of a request: chunks while it streams, then one response or error."""
 
 Delivery = tuple[Callable[[Any], None], Any]
 
 
 class Outbox:
-    """Events of requests: calls to make, in order, where sinks may be called."""
+    """Calls of sinks, in order. The driver makes the calls outside of the core."""
 
     def __init__(self) -> None:
         self._deliveries: list[Delivery] = []
@@ -60,27 +60,24 @@ class Outbox:
         self._deliveries.append((call, argument))
 
     def take(self) -> list[Delivery]:
-        """The calls since the last time."""
+        """Return the calls since the last `take`."""
         deliveries, self._deliveries = self._deliveries, []
         return deliveries
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Append tokens to a context, which is forked from its parent at its first use.
-
-    `first_id` is put before the tokens if the context is still empty (a BOS token). The first
-    `public_len` tokens of a context without a parent are shared with any salt."""
+    """Tokens to append to a context. The first piece of a context creates or forks it."""
 
     context_id: int
     token_ids: "array[int]"
     parent_id: int = NO_PARENT
-    parent_len: int | None = None
-    first_id: int | None = None
-    public_len: int = 0
+    parent_len: int | None = None  # None: all tokens of the parent.
+    first_id: int | None = None  # Put before the tokens of an empty context (BOS).
+    public_len: int = 0  # First tokens that a context without a parent shares with any salt.
 
     def repeats_fork(self, creator: "Piece") -> bool:
-        """Whether it names no other fork than `creator`, the piece that creates its context."""
+        """Whether the piece names no fork, or the fork of `creator`, the context's first piece."""
         return self.parent_id in (NO_PARENT, creator.parent_id) and (
             self.parent_len in (None, creator.parent_len)
         )
@@ -88,32 +85,31 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request to the core: fill all pieces; then, if `sampling` is given, generate after the
-    last one. Lower `priority` runs first; fills may be `BACKGROUND`. `request_id` is the
-    sender's, for aborting. Roots that it creates share KV only with contexts of the same
-    `cache_salt`, but for what is public. `background_share`: how much longer it may make others'
-    steps, if it is a background fill. `constraint`: the one of its `sampling`, behind
-    `resumed_ids`, with which the output began elsewhere. `pooling` and `num_scored`: give an
-    embedding of each piece, or the log probabilities of its tokens and of so many likely ones; the
-    pieces' contexts are temporary. `drafts`: where to look for drafts of its output. `share`: whose
-    time it takes."""
+    """A request to the core: fill all pieces, then generate after the last one with `sampling`.
 
-    request_id: int
+    With `pooling` or `num_scored` the request reads hidden states. Its contexts are temporary."""
+
+    request_id: int  # Chosen by the sender, for aborts.
     pieces: tuple[Piece, ...]
-    priority: int = 0
+    priority: int = 0  # Smaller values run first. Fills may be `BACKGROUND`.
     sampling: SamplingConfig | None = None
     stream: bool = False
+    # Contexts share KV only within one salt, except public prefixes.
     cache_salt: str = ""
+    # Fraction by which a background fill may lengthen the steps of other jobs.
     background_share: float = 1.0
+    # The constraint of `sampling`, advanced by `resumed_ids`.
     constraint: Constraint | None = None
+    # The first tokens of the output, which another engine has generated.
     resumed_ids: Sequence[int] = ()
-    pooling: PoolingKind | None = None
+    pooling: PoolingKind | None = None  # Return an embedding of each piece.
+    # Return log probabilities of each piece's tokens, and of this many most likely tokens.
     num_scored: int | None = None
     drafts: DraftSources = field(default_factory=DraftSources)
-    share: TenantShare = ALONE
+    share: TenantShare = ALONE  # The tenant whose share of KV and step time is used.
 
     def reading(self) -> "Pooling | Scoring | None":
-        """A reading of a piece, which begins at its beginning; None if none is wanted."""
+        """A new reading of a piece; None if the request reads no hidden states."""
         if self.pooling is not None:
             return Pooling(kind=self.pooling)
         return None if self.num_scored is None else Scoring(num_top=self.num_scored)
@@ -121,53 +117,54 @@ class EngineRequest:
 
 @dataclass(slots=True, kw_only=True)
 class _Reading:
-    """Reads a context's final hidden states, step by step. Each position counts once, however often
-    it is computed.
+    """Reads a context's final hidden states, step by step.
 
-    position   0 .... num_read ............ num_scheduled ........ end
-               `- landed -'`- in steps on their way -'"""
+    Each position is read once, also if it is computed several times.
+
+    position   0 ... num_read ............... num_scheduled ........ end
+               `- read -'  `- in steps in flight -'"""
 
     num_scheduled: int = 0
     num_read: int = 0
 
     def reset_in_flight(self) -> None:
-        """Steps on their way have failed."""
+        """Read the positions of failed steps in flight again."""
         self.num_scheduled = self.num_read
 
 
 @dataclass(slots=True, kw_only=True)
 class Pooling(_Reading):
-    """One vector: the sum of all states, or the last alone."""
+    """Reads one vector: the sum of all hidden states, or the last one."""
 
     kind: PoolingKind
     states: StateSum | None = None
 
     def spec(self, job_id: int, start: int, stop: int, token_ids: "array[int]") -> PoolSpec | None:
-        """The part that a step reads which computes positions [start, stop)."""
+        """The part that a step with positions [start, stop) reads; None if it reads nothing."""
         first = max(start, len(token_ids) - 1 if self.kind == "last" else self.num_scheduled)
         return PoolSpec(job_id, first - start, stop - start) if first < stop else None
 
     def add(self, read: StateRead, stop: int) -> None:
-        """Take what was read before position `stop`, from the last time on."""
+        """Add the states from `num_read` to position `stop`."""
         assert not isinstance(read, Logprobs), read
         self.states = read if self.states is None else self.states.plus(read)
         self.num_read = stop
 
     def result(self, token_ids: "array[int]") -> bytes | None:
-        """None if the states are not finite, or zero."""
+        """The vector of length 1; None if the sum is zero or not finite."""
         return None if self.states is None else self.states.unit()
 
 
 @dataclass(slots=True, kw_only=True)
 class Scoring(_Reading):
-    """The log probabilities of all tokens but the first, and of the `num_top` most likely ones."""
+    """Reads log probabilities: of all tokens except the first, and of `num_top` likely tokens."""
 
     num_top: int
     rows: Logprobs | None = None
     is_finite: bool = True
 
     def spec(self, job_id: int, start: int, stop: int, token_ids: "array[int]") -> ScoreSpec | None:
-        """As `Pooling`'s. The step of the last position has one, even if it has no targets."""
+        """See `Pooling.spec`. The step of the last position always has a spec."""
         first = min(max(start, self.num_scheduled), stop)
         targets = token_ids[first + 1 : stop + 1]
         is_wanted = targets or stop == len(token_ids)
@@ -181,7 +178,7 @@ class Scoring(_Reading):
         self.num_read = stop
 
     def result(self, token_ids: "array[int]") -> Logprobs | None:
-        """With a row for the first token; None if they are not finite."""
+        """The rows of all tokens; None if a value is not finite. The first row is a placeholder."""
         first = [token_ids[0], *[-1] * self.num_top]
         found = Logprobs(len(first), first, [0.0] * len(first))
         found.extend(self.rows or Logprobs(len(first)))
@@ -190,7 +187,7 @@ class Scoring(_Reading):
 
 @dataclass(slots=True)
 class PromptTotals:
-    """The prompt tokens of requests that have ended well, by where their KV was found."""
+    """The prompt tokens of successful requests, by the place where their KV was found."""
 
     num_on_device: int = 0
     num_on_host: int = 0
@@ -209,8 +206,9 @@ class PromptTotals:
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """An accepted request: the account that its jobs share. Times are the clock's seconds; each is
-    stamped once, and None until then."""
+    """An accepted request, shared by its jobs.
+
+    Times are in seconds of the clock, and None until they are known."""
 
     params: EngineRequest
     sink: Sink
@@ -220,33 +218,33 @@ class RequestState:
     num_unfinished: int = field(init=False, default=0)
     num_filled: int = field(init=False, default=0)
     num_missing: int = field(init=False, default=0)
-    # Tokens whose KV was brought back for it.
+    # Tokens whose KV was loaded from CPU memory for the request.
     num_from_host: int = field(init=False, default=0)
     prompt_len: int = field(init=False, default=0)
     started_at: float | None = field(init=False, default=None)
     prompt_done_at: float | None = field(init=False, default=None)
-    # The engine's totals when it started.
+    # The engine's totals at `started_at`.
     totals_at_start: StepTotals | None = field(init=False, default=None)
     has_ended: bool = field(init=False, default=False)
 
     @property
     def context_id(self) -> int:
-        """The last piece's context, on which it generates if it does."""
+        """The context of the last piece, where a generation appends its tokens."""
         return self.params.pieces[-1].context_id
 
     def start(self, now: float, totals: StepTotals) -> None:
-        """Its first step begins."""
+        """Record the start of the request's first step."""
         self.started_at, self.totals_at_start = now, replace(totals)
 
     @property
     def num_cached(self) -> int:
-        """`num_missing` counted each prompt token without KV once, when its job's first step was
-        planned."""
+        """Prompt tokens that had KV when the first step of their job was planned."""
         return max(0, self.prompt_len - self.num_missing)
 
     @property
     def num_host_cached(self) -> int:
-        """Tokens of `num_cached` that were brought back: some may have been more than once."""
+        """Tokens of `num_cached` whose KV was loaded from CPU memory."""
+        # A token may be loaded more than once.
         return min(self.num_from_host, self.num_cached)
 
     def response(self, now: float, totals: StepTotals) -> Response:
@@ -301,10 +299,10 @@ class RequestState:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Bring a context's KV up to all its tokens, and with a `generation`, sample after the last.
+    """Computes the missing KV of a context and, with a `generation`, samples tokens.
 
-    Jobs of one context run in order of arrival. The first of them is opened when its context's
-    fork is carried out: only then are `token_ids` appended."""
+    Jobs of one context run in order of arrival. The first job is opened when the context's fork is
+    applied. Then the piece's tokens are appended to the context."""
 
     job_id: int
     request: RequestState
@@ -312,28 +310,28 @@ class Job:
     piece: Piece
     generation: Generation | None
     priority: int
-    # It only computes KV again that the context has lost and a fork wants.
+    # The job only computes evicted KV again, for a fork of the context.
     restores: bool = False
-    # Its place in the queue, among the jobs of its priority.
+    # Order among jobs of the same priority, in prompt tokens (see scheduler.py).
     queue_position: int = field(init=False, default=0)
-    # Its place among all jobs.
+    # Order among all jobs.
     key: tuple[int, ...] = field(init=False, default=())
     is_open: bool = field(init=False, default=False)
     is_admitted: bool = field(init=False, default=False)
-    # Its prompt is computed, and it has not given way since.
+    # The prompt is computed, and the job was not preempted since.
     is_decoding: bool = field(init=False, default=False)
     has_begun: bool = field(init=False, default=False)
-    # Its part of its request's `num_missing`.
+    # The job's part of the request's `num_missing`.
     num_counted: int = field(init=False, default=0)
-    # A step that samples for it, or is the last of its `reading`, is on its way.
+    # A step in flight samples the next token, or ends the `reading`.
     awaits_token: bool = field(init=False, default=False)
-    # KV from the host that it waits for.
+    # The load from CPU memory that the job waits for.
     pending_load: "PendingLoad[Job] | None" = field(init=False, default=None)
     has_ended: bool = field(init=False, default=False)
     reading: Pooling | Scoring | None = field(init=False, default=None)
-    # The reading's result.
+    # The result of the `reading`.
     reading_result: bytes | Logprobs | None = field(init=False, default=None)
-    # None if its output is not drafted.
+    # None: the output has no drafts.
     drafts: OutputDrafts | None = field(init=False, default=None)
 
     @property
@@ -342,19 +340,19 @@ class Job:
 
     @property
     def may_continue(self) -> bool:
-        """Whether the token that it awaits may be followed by another."""
+        """Whether another token may follow the token that the job awaits."""
         return self.generation is not None and self.generation.num_left > 1
 
     def count_missing(self) -> None:
-        """Until it begins, its request counts what its context misses now: KV that was found may be
-        lost again while it waits."""
+        """Update the request's `num_missing`. Cached KV may be evicted until the job begins."""
         num_missing = self.context.num_missing
         self.request.num_missing += num_missing - self.num_counted
         self.num_counted = num_missing
 
     def adopt(self, tree: ContextTree) -> int:
-        """Begin behind all of its tokens that are published on the device, unless it waits for
-        others; returns how many that are."""
+        """Adopt published KV in GPU memory, unless a load is pending.
+
+        Returns the number of tokens with new KV."""
         context = self.context
         if self.pending_load is not None or context.num_missing <= 1:
             return 0
@@ -367,8 +365,7 @@ class Job:
         return num_found
 
     def sequence(self, num_tokens: int, drafts: tuple[int, ...], block_size: int) -> SequenceStep:
-        """Its share of a step that computes so many of its missing tokens, and drafts if these are
-        all."""
+        """The job's part of a step that computes `num_tokens` missing tokens and then `drafts`."""
         context = self.context
         start = context.num_computed
         end = start + num_tokens
@@ -400,14 +397,16 @@ class Job:
         )
 
     def begin_drafts(self, shared: Acceptance) -> None:
-        """Its output may be drafted from now on, unless its request says otherwise. `shared`: of
-        all of this engine."""
+        """Allow drafts for the output, unless the request forbids them.
+
+        `shared`: the acceptance of all outputs of the engine."""
         sources, generation = self.request.params.drafts, self.generation
         if generation is None or generation.logprobs is not None:
             return
         if not (sources.in_context or sources.texts):
             return
-        from parrot.engine.drafts.finder import DraftFinder  # numpy: engines of models have it
+        # The module needs NumPy, which only engines with a model have.
+        from parrot.engine.drafts.finder import DraftFinder
 
         self.drafts = OutputDrafts(
             DraftFinder(sources.texts, in_context=sources.in_context),
@@ -420,7 +419,7 @@ class Job:
 
 
 class ContextQueues:
-    """The jobs that write to each context, in order of arrival. Only the first may run."""
+    """The jobs that write to each context, in order of arrival. Only the first job may run."""
 
     def __init__(self) -> None:
         self._queues: dict[Context, list[Job]] = {}
