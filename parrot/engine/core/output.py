@@ -1,4 +1,4 @@
-"""From sampled tokens to text: incremental detokenising, stop rules, streaming deltas."""
+"""From sampled tokens to text: incremental detokenization, stop rules, stream chunks."""
 
 import hashlib
 import json
@@ -30,10 +30,10 @@ from parrot.protocol.sampling import (
 if TYPE_CHECKING:
     from parrot.engine.grammar.compiler import GrammarCompiler
 
-_MAX_REPORTED_TOKENS = 131_072  # tokens in one heartbeat: less than 1 MiB
-_PART_OVERHEAD_TOKENS = 16  # what a part costs besides
-_REPLACEMENT = "\ufffd"  # how a decoder shows bytes that are not (yet) UTF-8
-# Special tokens of some tokenizers with which models call tools: part of an output's text.
+_MAX_REPORTED_TOKENS = 131_072  # Most tokens in one heartbeat, which keeps it below 1 MiB.
+_PART_OVERHEAD_TOKENS = 16  # Size of an output's entry in a heartbeat without tokens, in tokens.
+_REPLACEMENT = "\ufffd"  # A decoder's output for bytes that are not valid UTF-8, or not yet.
+# Special tokens with which some models call tools. They are part of an output's text.
 _TOOL_CALL_TOKENS = frozenset(
     {
         *("<start_function_call>", "<end_function_call>", "<escape>"),  # FunctionGemma
@@ -45,20 +45,22 @@ _TOOL_CALL_TOKENS = frozenset(
 
 
 class Detokenizer:
-    """Tokens in, text out, without special tokens. Text that ends inside a character is held back;
-    if the character never comes, its beginning is left out. `before`: tokens whose text is there
-    already, on which that of the next may depend: many decoders drop a space at the beginning."""
+    """Turns tokens into text, without special tokens.
+
+    The start of an incomplete character is held back, and dropped if the character is never
+    completed."""
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """`before`: earlier tokens. Many decoders drop a space at the start of a text."""
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._pending: list[int] = []
-        self._shown: list[int] = []  # the tokens of the last piece: what follows may depend on them
+        self._shown: list[int] = []  # The tokens of the last text, on which the next may depend.
         for token_id in before:
             self.push(token_id)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, often of several tokens, often none."""
+        """Add a token and return the text that it completes, which may be empty."""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
@@ -70,7 +72,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The whole characters among what is held back; after this there are no more tokens."""
+        """Return the complete characters that were held back. No token may follow."""
         if not self._pending:
             return ""
         shown = self._tokenizer.decode(self._shown, skip_special_tokens=True)
@@ -79,7 +81,7 @@ class Detokenizer:
         return text[len(shown) :]
 
     def _restart(self) -> str:
-        """The library gives up on bytes that form no character; decode them alone, go on after."""
+        """Decode the pending tokens alone, after the library has failed on invalid bytes."""
         text = decode(self._tokenizer, self._pending)
         self._pending.clear()
         self._shown.clear()
@@ -88,21 +90,22 @@ class Detokenizer:
 
 
 def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-    """All at once; the same text as a `Detokenizer` gives piece by piece."""
+    """The text of all tokens, equal to the concatenated text of a `Detokenizer`."""
     return tokenizer.decode(token_ids, skip_special_tokens=True).rstrip(_REPLACEMENT)
 
 
 class StopStrings:
-    """Finds the first of some stop strings in text that comes in pieces. `held`, its only memory,
-    is text that may be the beginning of one; `found`, the one that was found, if one was."""
+    """Finds the first stop string in a streamed text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self.held = ""
+        self.held = ""  # Text at the end that may be the start of a stop string.
         self.found: str | None = None
 
     def push(self, piece: str) -> str:
-        """The text that is now certain to come before any stop string. After `found`, no more."""
+        """Add text, and return the text that certainly precedes any stop string.
+
+        Must not be called after a stop string was found."""
         text = self.held + piece
         hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if hits:
@@ -115,7 +118,7 @@ class StopStrings:
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
+        """The length of the longest suffix of `text` that is a prefix of `stop`."""
         longest = min(len(text), len(stop) - 1)
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -126,14 +129,12 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """A model's tokenizer, as it travels (`response`) and as it works (`tokenizer`), to which the
-    markup of calls is not special. `grammars`: None if outputs cannot be constrained.
-    `default_sampling`: for the fields that a request leaves None."""
+    """A model's tokenizer, grammars and sampling defaults."""
 
-    response: TokenizerResponse
-    tokenizer: Tokenizer
-    grammars: "GrammarCompiler | None" = None
-    default_sampling: DefaultSampling = NEUTRAL_SAMPLING
+    response: TokenizerResponse  # The tokenizer as clients receive it.
+    tokenizer: Tokenizer  # Tool-call tokens are not special here.
+    grammars: "GrammarCompiler | None" = None  # None: outputs cannot be constrained.
+    default_sampling: DefaultSampling = NEUTRAL_SAMPLING  # For the fields that a request omits.
 
     @classmethod
     def of(
@@ -161,11 +162,10 @@ class Language:
 
 
 class Generation:
-    """The output of one Generate: its tokens, why it ended, and its text.
+    """The output of one Generate request: tokens, finish reason and text.
 
-    Text is rendered token by token only when somebody needs it so: with stop strings as tokens
-    come, without them when a chunk is taken; otherwise once, at the end. `is_streamed`: somebody
-    takes it in chunks. `resumed_ids` came before it, elsewhere: its text goes on behind theirs."""
+    With stop strings, text is rendered for each token. For a stream it is rendered for each chunk.
+    Otherwise it is rendered once, at the end."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Generation:
         constraint: Constraint | None = None,
         resumed_ids: Sequence[int] = (),
     ) -> None:
-        self.resumed_ids = resumed_ids
+        self.resumed_ids = resumed_ids  # The first tokens, which another engine has generated.
         self.sampling = sampling
         self.seed = seed
         self.output_ids: list[int] = []
@@ -190,14 +190,14 @@ class Generation:
             self._stop_ids = (*self._stop_ids, *constraint.end_ids)
         stops = sampling.stop_strings
         self._stops = StopStrings(stops) if stops else None
-        self.is_streamed = stream
+        self.is_streamed = stream  # Whether the text is taken in chunks.
         is_seen = stream or self._stops is not None or bool(resumed_ids)
         self._detokenizer = Detokenizer(language.tokenizer, resumed_ids) if is_seen else None
         self._num_rendered = 0
-        self._pieces: list[str] = []  # of the text, as far as it is certain
+        self._pieces: list[str] = []  # The text so far, without text that is held back.
         self._num_streamed_pieces = 0
         self._num_streamed_ids = 0
-        self._num_hidden = 0  # tokens at the end that are no text
+        self._num_hidden = 0  # Tokens at the end that are not part of the text.
 
     @property
     def stop_string(self) -> str | None:
@@ -206,24 +206,27 @@ class Generation:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that may still come."""
+        """The number of tokens that may still be generated."""
         return self.max_tokens - len(self.output_ids)
 
     def is_unaffected_by(self, token_ids: Collection[int]) -> bool:
-        """None of these tokens ends it, and nobody wants its text before the end, or how likely
-        they are."""
+        """Whether tokens in `token_ids` can be added without any check.
+
+        None of them ends the output, its text is needed only at the end, and it has no log
+        probabilities."""
         if self._detokenizer is not None or self.logprobs is not None:
             return False
         return not any(i in token_ids for i in self._stop_ids)
 
     def push_all(self, token_ids: Sequence[int]) -> None:
-        """Take several tokens that do not move it, fewer than `num_left`."""
+        """Add fewer than `num_left` tokens that need no check (see `is_unaffected_by`)."""
         self.output_ids += token_ids
 
     def push(self, token_id: int, scores: TokenScores | None = None) -> None:
-        """Take the next sampled token; sets `finish_reason` when it is the last. `scores`: there if
-        log probabilities are wanted. Raises `InvalidRequest` if the output's grammar cannot be
-        followed."""
+        """Add the next sampled token, and set `finish_reason` if it is the last.
+
+        `scores` is given if log probabilities were requested. Raises `InvalidRequest` if the output
+        cannot follow its grammar."""
         self.output_ids.append(token_id)
         if self.logprobs is not None and scores is not None:
             self.logprobs.add(*scores)
@@ -246,7 +249,7 @@ class Generation:
             self.finish_reason = FinishReason.STOP
 
     def _end_text(self) -> None:
-        """Let go of what was held back, unless it is beyond a stop string."""
+        """Append the text that was held back, unless a stop string was found."""
         if self._detokenizer is None or self.stop_string is not None:
             return
         self._render()
@@ -255,7 +258,7 @@ class Generation:
             self._pieces.append(self._stops.flush())
 
     def _render(self) -> None:
-        """Bring the text up to the newest token."""
+        """Render the text of all tokens so far."""
         if self._detokenizer is None:
             return
         end = len(self.output_ids) - self._num_hidden
@@ -272,8 +275,10 @@ class Generation:
             self._pieces.append(piece)
 
     def start_streaming(self) -> StreamChunk | None:
-        """Make its text as it comes from now on, for `take_chunk`; returns what was taken so far,
-        or, if nobody took any, what there is."""
+        """Render text for `take_chunk` from now on.
+
+        Returns the text of all earlier chunks. If the output was not streamed, returns the text so
+        far."""
         if self._detokenizer is None:
             self._detokenizer = Detokenizer(self._language.tokenizer)
         if not self.is_streamed:
@@ -282,8 +287,9 @@ class Generation:
         return self._chunk(self._pieces[: self._num_streamed_pieces], 0, self._num_streamed_ids)
 
     def take_chunk(self) -> StreamChunk | None:
-        """The tokens since the last chunk and exactly their text, or None while their text is
-        uncertain: it may end inside a character or begin a stop string."""
+        """The tokens since the last chunk and exactly their text.
+
+        None while the text ends inside a character or may be the start of a stop string."""
         self._render()
         pieces = self._pieces[self._num_streamed_pieces :]
         held = "" if self._stops is None else self._stops.held
@@ -302,7 +308,7 @@ class Generation:
         return StreamChunk.model_construct(ids=ids, text=text, logprobs=logprobs)
 
     def text(self) -> str:
-        """The whole text, up to what stopped it."""
+        """The whole text, without the stop token or stop string."""
         if self._detokenizer is not None:
             return "".join(self._pieces)
         ids = self.output_ids[: len(self.output_ids) - self._num_hidden]
@@ -312,9 +318,10 @@ class Generation:
 def unreported_outputs(
     generations: Iterable[tuple[int, Generation]], reported: Mapping[int, int]
 ) -> list[OutputPart]:
-    """The tokens of each output that is not streamed, with its context, behind the `reported` first
-    ones, but for the newest, which may turn out to be its last; a bounded number in all. May be
-    called from any thread."""
+    """The tokens of each output that is not streamed, after the first `reported` ones.
+
+    The newest token is left out, because it may end the output. At most `_MAX_REPORTED_TOKENS` are
+    returned. May be called from any thread."""
     parts, room = [], _MAX_REPORTED_TOKENS
     for context_id, generation in generations:
         if generation.is_streamed:
@@ -327,23 +334,23 @@ def unreported_outputs(
 
 
 Follower = Callable[[StreamChunk | None], None]
-"""Takes an output's chunks from its first token on, and None when it has ended."""
+"""Receives all chunks of an output, and then None."""
 
 
 class Followers:
-    """The followers of outputs that were asked for whole, by the contexts on which these are
-    generated. Whoever comes before the output waits for it."""
+    """Followers of outputs, by the context of the output.
+
+    A follower may be added before the output is requested. Then it waits for the output."""
 
     def __init__(
         self,
         find: Callable[[int], Generation | None],
         send: Callable[[Callable[..., None], Any], None],
     ) -> None:
-        """`find`: the output that is being generated on a context; `send`: call this, later, with
-        that."""
+        """`find` returns the output that a context generates. `send` calls a function later."""
         self._find = find
         self._send = send
-        self.by_context: dict[int, list[Follower]] = {}  # not to be changed by others
+        self.by_context: dict[int, list[Follower]] = {}  # Read-only for other classes.
 
     def add(self, context_id: int, follower: Follower) -> None:
         self.by_context.setdefault(context_id, []).append(follower)
@@ -358,13 +365,13 @@ class Followers:
             self.by_context.pop(context_id, None)
 
     def start(self, context_id: int, generation: Generation) -> None:
-        """It is generated there, or will be, behind another one."""
+        """Start the followers of a new output, unless an earlier output is not finished."""
         followers = self.by_context.get(context_id)
         if followers and self._find(context_id) is generation:
             self._start(generation, followers)
 
     def send(self, context_id: int, chunk: StreamChunk | None) -> None:
-        """Send a chunk to all followers of this context's output; None ends them."""
+        """Send a chunk to all followers of the context's output. None removes the followers."""
         of = self.by_context
         for follower in (of.pop if chunk is None else of.get)(context_id, ()):
             self._send(follower, chunk)

@@ -1,4 +1,4 @@
-"""From requests to open jobs and back: accepting, opening, ending, failing and freeing."""
+"""The life of requests and their jobs: accept, open, finish, fail and free."""
 
 import logging
 from array import array
@@ -38,11 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class RequestTable:
-    """Accepts requests, opens their jobs when their turn comes, and ends each request once.
+    """Accepts requests, opens their jobs in order, and ends each request exactly once.
 
-    Outcomes wait in the `outbox`. A job behind a failed one on the same context would run on
-    the wrong tokens, so its request fails with the same error. A fork of what a failed job would
-    have added fails with `NotFound`: its sender may build the context again."""
+    If a job fails, later jobs of its context fail with the same error. Forks that need the job's
+    tokens fail with `NotFound`, so that the sender may build the context again."""
 
     def __init__(
         self,
@@ -75,18 +74,20 @@ class RequestTable:
     # -- accepting ---------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest, sink: Sink) -> None:
-        """Never raises: whatever keeps the request from running goes to its sink."""
+        """Accept or reject a request. Never raises: errors go to the sink."""
         try:
             self._accept(request, sink)
         except ParrotError as error:
             self._reject(request, sink, error)
         except Exception:
-            logger.exception("request %d could not be entered", request.request_id)
+            logger.exception("request %d could not be accepted", request.request_id)
             self._reject(request, sink, EngineFailed("internal error of the engine"))
 
     def _accept(self, request: EngineRequest, sink: Sink) -> None:
         if len(self._requests) >= self._max_requests:
-            raise QuotaExceeded(f"the engine already has {len(self._requests)} requests")
+            raise QuotaExceeded(
+                f"the engine has {len(self._requests)} requests, the most that max_requests allows"
+            )
         self._limits.check(request, self._tree, self._queues)
         generation = self._generation(request)
         state = RequestState(request, sink, generation, self._clock.now())
@@ -127,7 +128,7 @@ class RequestTable:
         )
 
     def generations(self) -> list[tuple[int, Generation]]:
-        """The outputs under way, and their contexts. May be called from any thread."""
+        """The unfinished outputs and their contexts. May be called from any thread."""
         return [(s.context_id, s.generation) for s in list(self._requests.values()) if s.generation]
 
     def _generation_on(self, context_id: int) -> Generation | None:
@@ -148,7 +149,7 @@ class RequestTable:
         self._raise_priority(job.context, job.priority)
 
     def _raise_priority(self, context: Context, priority: int) -> None:
-        """Priority inheritance: what the context has to wait for becomes as urgent."""
+        """Priority inheritance: raise the priority of all jobs that the context waits for."""
         while True:
             for job in self._queues.of(context):
                 if job.priority <= priority:
@@ -164,7 +165,9 @@ class RequestTable:
     # -- opening -----------------------------------------------------------------------------
 
     def apply_ready_forks(self) -> None:
-        """Carry out the forks whose parents have got far enough. One may let another follow."""
+        """Apply the pending forks whose parents have computed enough tokens.
+
+        An applied fork may be the parent of another one, so this repeats until nothing changes."""
         pending, num_before = self._tree.pending_forks, -1
         while len(pending) != num_before:
             num_before = len(pending)
@@ -178,9 +181,9 @@ class RequestTable:
             return
         if parent.num_computed < length:
             if self._queues.of(parent):
-                return  # it will get there
+                return  # The parent's jobs will compute the rest.
             if (known := len(parent.token_ids)) < length:
-                text = f"context {parent.context_id} ended at {known} tokens, before {length}"
+                text = f"context {parent.context_id} has {known} tokens; cannot fork it at {length}"
                 self._fail_on(context, NotFound(text, param="parent_len"))
                 length = known
             elif (queue := self._queues.of(context)) and self._should_restore(parent, length):
@@ -189,8 +192,10 @@ class RequestTable:
         self._apply_fork(context, length)
 
     def _should_restore(self, parent: Context, length: int) -> bool:
-        """Whether KV that the parent lost is worth computing in the parent, where every fork
-        shares it: a block or more, and not much beyond the fork."""
+        """Whether to compute evicted KV in the parent, where all forks share it.
+
+        At least one block must be missing, and the parent must end less than one block after the
+        fork."""
         block_size = self._tree.block_size
         is_worth = length - parent.num_computed >= block_size
         return is_worth and len(parent.token_ids) - length < block_size
@@ -206,7 +211,7 @@ class RequestTable:
         self._open_next(context)
 
     def _open_next(self, context: Context) -> None:
-        """Open the first job of the context's queue if it is not; end those with nothing to do."""
+        """Open the context's first job, and finish jobs that have nothing to compute."""
         if context.fork is not None:
             return
         while queue := self._queues.of(context):
@@ -225,7 +230,7 @@ class RequestTable:
         self._scheduler.idle.add(context)
 
     def _open(self, job: Job) -> None:
-        """Append the job's tokens to its context and settle how far it can generate."""
+        """Append the job's tokens to the context, and limit the length of the generation."""
         context, piece, generation = job.context, job.piece, job.generation
         num_before = len(context.token_ids)
         first = () if piece.first_id is None or num_before else (piece.first_id,)
@@ -247,10 +252,10 @@ class RequestTable:
             if not context.num_missing:
                 self._tree.rewind_one(context)
 
-    # -- ending ------------------------------------------------------------------------------
+    # -- finishing and failing ---------------------------------------------------------------
 
     def send_chunk(self, request: RequestState) -> None:
-        """Send what its output has grown by to those who take it as it comes."""
+        """Send the newest part of a streamed output to the sink and the followers."""
         generation = request.generation
         if generation is None or not generation.is_streamed:
             return
@@ -262,7 +267,9 @@ class RequestTable:
             self.followers.send(request.context_id, chunk)
 
     def finish(self, job: Job) -> None:
-        """A running job has all it wanted: answer if it was its request's last, open the next."""
+        """Finish a running job, and open the next job of its context.
+
+        The request is answered with its last job."""
         self._scheduler.remove(job)
         self._tree.publish(job.context)
         self._finish_job(job)
@@ -291,13 +298,12 @@ class RequestTable:
             self.followers.send(request.context_id, None)
 
     def abort(self, request_id: int) -> None:
-        """The sender is no longer interested; its contexts stay as they are. Unknown ids are
-        requests that ended meanwhile."""
+        """Cancel a request. Its contexts keep their tokens. Unknown ids are ignored."""
         if (request := self._requests.get(request_id)) is not None:
             self.fail_all([request], Cancelled("the request was aborted"))
 
     def fail_job(self, job: Job, error: ParrotError) -> None:
-        """A step went wrong for this job: what it left in its own blocks is not to be trusted."""
+        """Fail a job whose step failed, and drop the KV of its own blocks, which may be wrong."""
         self._tree.invalidate(job.context)
         self.fail_all([job.request], error)
 
@@ -305,7 +311,7 @@ class RequestTable:
         self.fail_all(self._requests.values(), error)
 
     def fail_all(self, requests: Iterable[RequestState], error: ParrotError) -> None:
-        """Fail these requests, and those that cannot succeed without them."""
+        """Fail requests, and all requests that depend on them."""
         failing = deque((request, error) for request in requests)
         touched: dict[Context, None] = {}
         while failing:
@@ -324,7 +330,7 @@ class RequestTable:
             self._free_temporary(context)
 
     def _free_temporary(self, context: Context) -> None:
-        """Forget the context if it was its job's alone, which has ended."""
+        """Free a temporary context, whose only job has ended."""
         if context.is_temporary and self._tree.get(context.context_id) is context:
             self._scheduler.idle.discard(context)
             self._tree.free(context)
@@ -336,9 +342,9 @@ class RequestTable:
     def _dependent_requests(
         self, job: Job, reason: ParrotError
     ) -> list[tuple[RequestState, ParrotError]]:
-        """Requests later in the job's queue, and on forks that want what it would have added."""
+        """Later requests of the job's context, and requests on forks that need its tokens."""
         if not job.piece.token_ids and job.generation is None:
-            return []  # it would have added nothing
+            return []  # The job adds no tokens.
         queue, context_id = self._queues.of(job.context), job.context.context_id
         lost = NotFound(f"context {context_id} was not completed: {reason.message}")
         return [(other.request, reason) for other in queue[queue.index(job) + 1 :]] + [
@@ -355,12 +361,13 @@ class RequestTable:
     # -- freeing -----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Fail every request and forget every context, children before their parents."""
+        """Fail all requests and free all contexts, children before parents."""
         self.free([context.context_id for context in reversed(list(self._tree))])
 
     def free(self, context_ids: Iterable[int]) -> int:
-        """Abort the requests that write to these contexts and forget them; their forks go on.
-        Returns the tokens that they held."""
+        """Cancel the requests that write to the contexts, and free the contexts.
+
+        Forks of the contexts continue. Returns the number of freed tokens."""
         num_tokens = 0
         for context_id in context_ids:
             context = self._tree.get(context_id)
@@ -368,11 +375,12 @@ class RequestTable:
                 continue
             self._fail_on(context, Cancelled(f"context {context_id} was freed"))
             if context.is_temporary:
-                continue  # it went with its job
-            for job in list(self._queues.of(context)):  # that restore it for a fork
+                continue  # `_fail_on` has freed it.
+            for job in list(self._queues.of(context)):  # Jobs that restore the context for a fork.
                 job.request.num_unfinished -= 1
                 self._cancel_job(job)
-            while forks := forks_of(self._tree, context):  # failing one gives its own to this
+            # Failing a fork may redirect the fork's own forks to this context.
+            while forks := forks_of(self._tree, context):
                 for child, fork in forks:
                     self._detach_fork(child, fork)
             self._scheduler.idle.discard(context)
@@ -380,8 +388,9 @@ class RequestTable:
         return num_tokens
 
     def _detach_fork(self, child: Context, fork: Fork) -> None:
-        """The parent is about to be forgotten: the child takes what it wants of it now, or fails if
-        the parent has not got that far."""
+        """Apply or redirect the fork of a parent that will be freed.
+
+        The child fails if the parent does not have enough tokens yet."""
         parent, length = fork.parent, fork.length
         if length is None or length > parent.num_known:
             text = f"context {parent.context_id} was freed before it could be forked"
@@ -407,20 +416,22 @@ class RequestTable:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """`max_context_len`: tokens of one context that fit both the model and the KV pool."""
+    """The limits of all requests of an engine."""
 
-    max_context_len: int
+    max_context_len: int  # Tokens of one context that fit the model and the KV pool.
     vocab_size: int
 
     def check(self, request: EngineRequest, tree: ContextTree, queues: ContextQueues) -> None:
-        """Raise if a token, a parent or a length is already known to be impossible. What is not
-        known yet (a parent still generates) is checked when the job opens."""
+        """Raise if a token, a parent or a length is invalid.
+
+        Lengths that are not known yet, because a parent still generates, are checked when the job
+        is opened."""
         sampling = request.sampling
         if sampling is not None and sampling.logit_bias:
             self._check_token(max(sampling.logit_bias), "logit_bias")
         num_top = request.num_scored if sampling is None else sampling.logprobs
         if (num_top or 0) > self.vocab_size:
-            text = f"there are {self.vocab_size} tokens, not {num_top}"
+            text = f"{num_top} exceeds the vocabulary of {self.vocab_size} tokens"
             raise InvalidRequest(text, param="logprobs")
         for ids in request.drafts.texts:
             self._check_token(max(ids, default=0), "drafts")
@@ -431,7 +442,10 @@ class RequestLimits:
             if piece.token_ids:
                 self._check_token(max(piece.token_ids), "token_ids")
             if piece.public_len > len(piece.token_ids):
-                text = f"{piece.public_len} of {len(piece.token_ids)} tokens cannot be public"
+                text = (
+                    f"public_len is {piece.public_len}, but the piece has only "
+                    f"{len(piece.token_ids)} tokens"
+                )
                 raise InvalidRequest(text, param="public_len")
             if (context := tree.get(piece.context_id)) is None:
                 _check_fork(piece, creators.setdefault(piece.context_id, piece))
@@ -443,7 +457,7 @@ class RequestLimits:
             lengths[piece.context_id] = length
 
     def check_length(self, length: int, generates: bool) -> None:
-        """Raise `PromptTooLong` if a context of that length, and one generated token, cannot be."""
+        """Raise `PromptTooLong` if the context, with one generated token, exceeds the limit."""
         if length + generates > self.max_context_len:
             raise PromptTooLong(
                 f"a context of {length} tokens does not fit this engine: at most "
@@ -457,7 +471,7 @@ class RequestLimits:
 
 
 def _check_salt(context: Context | None, request: EngineRequest, param: str) -> None:
-    """Ids are easily guessed: what others have is to the request as if it did not exist."""
+    """Raise `NotFound` for a context of another salt, because context ids can be guessed."""
     if context is not None and context.salt != request.cache_salt:
         raise NotFound(f"no context {context.context_id} of this salt", param=param)
 
@@ -474,7 +488,7 @@ def _check_fork(piece: Piece, creator: Piece) -> None:
 def _length_before(
     piece: Piece, lengths: dict[int, int], tree: ContextTree, queues: ContextQueues
 ) -> int:
-    """Tokens that the piece's context will have at least, before the piece."""
+    """The least number of tokens that the piece's context has before the piece."""
     if (length := _length_of(piece.context_id, lengths, tree, queues)) is not None:
         return length
     if piece.parent_id == NO_PARENT:
@@ -508,20 +522,20 @@ def _length_of(
 
 
 def forks_of(tree: ContextTree, parent: Context) -> list[tuple[Context, Fork]]:
-    """The forks of a context that have not been carried out, in order of their creation."""
+    """The pending forks of a context, in order of creation."""
     return [
         (c, c.fork) for c in tree.pending_forks if c.fork is not None and c.fork.parent is parent
     ]
 
 
 def forks_awaiting(tree: ContextTree, job: Job) -> list[Context]:
-    """The forks that want all tokens of the job's context, those of the job included."""
+    """The pending forks that need the tokens of the job."""
     forks = forks_of(tree, job.context)
     return [c for c, fork in forks if fork.after is not None and fork.after >= job.job_id]
 
 
 def create_context(tree: ContextTree, queues: ContextQueues, piece: Piece, salt: str) -> Context:
-    """Create the context of a piece whose parent, if it has one, exists."""
+    """Create the context of a piece. Its parent, if any, must exist."""
     if piece.parent_id == NO_PARENT:
         return tree.create(piece.context_id, salt=salt, public_len=piece.public_len)
     parent, length = tree.get(piece.parent_id), piece.parent_len
@@ -531,8 +545,9 @@ def create_context(tree: ContextTree, queues: ContextQueues, piece: Piece, salt:
 
 
 def resolve_fork_lengths(tree: ContextTree, queues: ContextQueues, job: Job) -> None:
-    """The job has left its context: forks that want all tokens up to its end now want those up to
-    the end of the job before it, or know how many there are."""
+    """Update the forks that wait for a job which has left its context.
+
+    Such a fork then waits for the job before it, or gets a fixed length."""
     for child, fork in forks_of(tree, job.context):
         if fork.after == job.job_id:
             before = [other for other in queues.of(job.context) if other.job_id < job.job_id]
@@ -540,8 +555,8 @@ def resolve_fork_lengths(tree: ContextTree, queues: ContextQueues, job: Job) -> 
 
 
 def _fork_of_all(parent: Context, jobs: Sequence[Job]) -> Fork:
-    """A fork of all that the parent has once these jobs of it have ended."""
+    """A fork of all tokens that the parent has when its `jobs` have ended."""
     if jobs:
         return Fork(parent, None, jobs[-1].job_id)
-    # If it has no tokens yet, since it waits for its own fork, this is the same fork again.
+    # A parent with a pending fork has no tokens. Its fork is the same fork.
     return parent.fork or Fork(parent, len(parent.token_ids), None)
