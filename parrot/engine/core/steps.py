@@ -1,23 +1,22 @@
-"""Steps: the values that pass between the local scheduler and whatever runs a step, and what steps
-cost.
+"""Steps: the values that pass between the local scheduler and a runner, and the costs of steps.
 
 The KV of a context is a flat block table: block i holds positions [i*block_size, (i+1)*block_size).
-Contexts that share a prefix share its full blocks, so equal leading block ids mean shared KV:
+Contexts with a common prefix share its full blocks, so equal leading block ids mean shared KV:
 
     context 7   [ 3 | 9 | 4 ]          parent
     context 8   [ 3 | 9 | 6 | 1 ]      forked from 7 inside its third block: block 4 was copied to 6
 
-Some are named tuples because hundreds are made in each step, and frozen dataclasses take four times
-as long.
+Values of which a step has hundreds are named tuples. Frozen dataclasses take four times as long to
+create.
 
-The costs are fitted to the times that steps took:
+The costs are fitted to measured step times:
 
     seconds = steps * step_s + sequences * sequence_s + tokens read * token_s
             + prompt tokens computed * prefill_s
 
-Each cost is a scale times its usual value. Weighted least squares on relative errors, in which old
-observations fade, find the scales; until the observations tell the costs apart, the scales differ
-little from the one that explains all of the time.
+Each cost is a default value times a scale. Weighted least squares on relative errors find the
+scales, and old observations fade. While the observations cannot tell the costs apart, all scales
+stay close to the one that explains the total time.
 """
 
 from collections import Counter
@@ -48,41 +47,36 @@ SUPPORTED_SAMPLING = frozenset(
         "logprobs",
     }
 )
-"""The sampling fields that an engine built on `StepRunner` carries out; others are refused by name.
-Those that constrain outputs besides, if it knows the bytes of its tokens."""
+"""The sampling fields that engines with a `StepRunner` support. Other fields are rejected by name.
+
+Fields that constrain outputs are also supported if the bytes of all tokens are known."""
 
 
 PENDING = -1
-"""Stands in a plan for the token that the step before it samples for the same context, and which
-is not known yet."""
+"""In a plan, the token that the previous step samples for the same context."""
 
 
 class SampleSpec(NamedTuple):
-    """Ask for one token after the last position of a sequence.
+    """Request for one sampled token after the last position of a sequence.
 
-    `seed` and `position` (the token's own, in its context) fix the random numbers, whatever else
-    is in the batch. `output_ids` are the generated tokens and `context_ids` all tokens of the
-    context, for penalties, as far as they are known: without the one that is `PENDING`. Both only
-    grow while the job runs, and are views that the runner must not keep. `resumed_ids` came before
-    `output_ids` and count for penalties, too. `constraint`: which tokens it may be, at the place
-    behind `output_ids`.
-
-    `drafts` come behind both lists, as if they had been sampled before: see `sample_specs`."""
+    `seed` and `position` determine the random numbers, independently of the batch. `output_ids` and
+    `context_ids` are growing views without the `PENDING` token. The runner must not keep them."""
 
     job_id: int
     sampling: ResolvedSampling
     seed: int
-    position: int
-    output_ids: Sequence[int] = ()
-    context_ids: Sequence[int] = ()
-    constraint: Constraint | None = None
-    drafts: tuple[int, ...] = ()
-    resumed_ids: Sequence[int] = ()
+    position: int  # Of the sampled token in its context.
+    output_ids: Sequence[int] = ()  # The generated tokens, for penalties.
+    context_ids: Sequence[int] = ()  # All tokens of the context, for penalties.
+    constraint: Constraint | None = None  # The tokens that are allowed after `output_ids`.
+    drafts: tuple[int, ...] = ()  # Follow both lists; see `sample_specs`.
+    resumed_ids: Sequence[int] = ()  # Precede `output_ids`, and count for penalties.
 
 
 class PoolSpec(NamedTuple):
-    """Ask for the sum of a sequence's final hidden states, those of its tokens [start, end) in this
-    step."""
+    """Request for the sum of the final hidden states of a sequence's tokens [start, end).
+
+    Both indexes count the sequence's tokens of this step."""
 
     job_id: int
     start: int
@@ -90,8 +84,9 @@ class PoolSpec(NamedTuple):
 
 
 class ScoreSpec(NamedTuple):
-    """Ask how likely `targets` are behind a sequence's tokens from `start` on, those of this step,
-    one behind each; and for the `num_top` most likely tokens in their places."""
+    """Request for log probabilities of `targets`, and of the `num_top` most likely tokens.
+
+    Target i follows token `start + i` of the sequence's tokens in this step."""
 
     job_id: int
     start: int
@@ -100,34 +95,33 @@ class ScoreSpec(NamedTuple):
 
 
 class StateSum(Protocol):
-    """A sum of final hidden states, as the model's last norm leaves them. It is a protocol because
-    each runner has sums of its own arrays, and the core imports neither torch nor NumPy."""
+    """A sum of final hidden states after the model's last norm.
+
+    It is a protocol because each runner has its own arrays. The core imports no array library."""
 
     def plus(self, other: "StateSum") -> "StateSum": ...
 
     def unit(self) -> bytes | None:
-        """The vector of this direction and length 1: little-endian float32. None if there is
-        none, since the sum is not finite, or zero."""
+        """The sum with length 1, as little-endian float32; None if it is zero or not finite."""
         ...
 
 
 StateRead = StateSum | Logprobs
-"""The result of reading some final hidden states."""
+"""The result of a `PoolSpec` or a `ScoreSpec`."""
 
 
 class SequenceStep(NamedTuple):
-    """One context's share of a step: compute KV at positions [start, start + len(token_ids)).
+    """One context's part of a step: compute KV at positions [start, start + len(token_ids)).
 
-    `block_ids` covers [0, end); positions before `start` are already computed. The last tokens may
-    be drafts, those of its `sample`: each is right if it is the token that is sampled before it.
-    `read`: what is wanted of its final hidden states; then it has no `sample`."""
+    KV before `start` is already computed. The last tokens may be the drafts of `sample`. A draft
+    token is accepted if it equals the token sampled at its position."""
 
     context_id: int
     token_ids: Sequence[int]
     start: int
-    block_ids: Sequence[int]
+    block_ids: Sequence[int]  # Blocks of positions [0, end).
     sample: SampleSpec | None
-    read: PoolSpec | ScoreSpec | None = None
+    read: PoolSpec | ScoreSpec | None = None  # A sequence with `read` has no `sample`.
 
     @property
     def end(self) -> int:
@@ -139,8 +133,10 @@ class SequenceStep(NamedTuple):
 
 
 def sample_specs(sequence: SequenceStep) -> list[SampleSpec]:
-    """One for each token that a step is to sample for a sequence: after its last token that is no
-    draft, and after each draft. None of its tokens may be pending if it has drafts."""
+    """The specs of all tokens that a step samples for a sequence.
+
+    One token is sampled after the last token before the drafts, and one after each draft token. A
+    sequence with drafts must have no `PENDING` token."""
     spec = sequence.sample
     if spec is None:
         return []
@@ -180,7 +176,7 @@ def without_drafts(sequence: SequenceStep, block_size: int) -> SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: before the step, copy the first `num_tokens` slots of one block to another."""
+    """A copy-on-write: copy the first `num_tokens` slots of a block before the step."""
 
     source: int
     target: int
@@ -189,7 +185,7 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All copies happen, in order, before any sequence is computed. No context is in it twice."""
+    """The sequences of a step. All `copies` happen first, in order. Contexts are distinct."""
 
     sequences: tuple[SequenceStep, ...]
     copies: tuple[BlockCopy, ...] = ()
@@ -200,7 +196,7 @@ class StepPlan:
 
 
 class TokenScores(NamedTuple):
-    """A row of `Logprobs`: the sampled token and the most likely ones, and log probabilities."""
+    """A row of `Logprobs`: the sampled token, the most likely tokens, and their values."""
 
     ids: Sequence[int]
     values: Sequence[float]
@@ -208,28 +204,23 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """`tokens[job_id]` is the sampled token, for each sequence with a `sample`; a job whose logits
-    were not finite is in `errors` instead. `broken`, by context id: why sequences could not be run
-    at all. One bad sequence never spoils the others. `scores`: of the tokens of those that want
-    log probabilities. `read[job_id]`: for each sequence that wants it, the sum of a `PoolSpec` or
-    the rows of a `ScoreSpec`. `further[job_id]`: the tokens after that one, as many as there are
-    right drafts."""
+    """The results of a step. All keys are job ids, except those of `broken`."""
 
-    tokens: dict[int, int]
-    errors: dict[int, ParrotError]
+    tokens: dict[int, int]  # The sampled token of each sequence with a `sample`.
+    errors: dict[int, ParrotError]  # Of jobs whose logits are not finite.
+    # Errors of sequences that could not be computed, by context id.
     broken: dict[int, ParrotError] = field(default_factory=dict)
+    # Of jobs with log probabilities.
     scores: dict[int, TokenScores] = field(default_factory=dict)
+    # The sum of a `PoolSpec` or the rows of a `ScoreSpec`.
     read: dict[int, StateRead] = field(default_factory=dict)
+    # The tokens after `tokens`, one for each accepted draft token.
     further: dict[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """The runner's limits and costs, for the control half. Memory in MiB. `costs` None: they are to
-    be measured. `draft_sizes`: see `DraftCosts`; if there are none, sequences may have no drafts.
-    `kv_dtype`: the type of the pool's numbers; empty: there is no pool. `num_host_blocks`: how many
-    blocks of `block_bytes` its host tier holds. `num_ranks`: processes that it is divided among, of
-    one of which memory and costs are. `device`: its make; empty: not known."""
+    """A runner's limits and costs. Memory is in MiB. With ranks, memory and costs are per rank."""
 
     num_blocks: int
     block_size: int
@@ -237,51 +228,50 @@ class RunnerInfo:
     vocab_size: int
     model_mem: float
     cache_mem: float
-    costs: StepCosts | None = None
-    draft_sizes: tuple[int, ...] = ()
-    kv_dtype: str = ""
-    num_host_blocks: int = 0
+    costs: StepCosts | None = None  # None: the costs must be measured.
+    draft_sizes: tuple[int, ...] = ()  # See `DraftCosts`. Empty: no drafts.
+    kv_dtype: str = ""  # Empty: there is no KV pool.
+    num_host_blocks: int = 0  # Blocks in CPU memory, of `block_bytes` each.
     block_bytes: int = 0
-    num_ranks: int = 1
-    device: str = ""
+    num_ranks: int = 1  # Processes among which the runner is divided.
+    device: str = ""  # Name of the device; empty if not known.
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy whole blocks between the tiers: block `blocks[i]` of the device to slot `slots[i]` of
-    the host, or, if not `to_host`, back."""
+    """A copy of whole blocks between GPU memory and CPU memory."""
 
     transfer_id: int
-    to_host: bool
+    to_host: bool  # True: from blocks to slots. False: from slots to blocks.
     blocks: tuple[int, ...]
-    slots: tuple[int, ...]
+    slots: tuple[int, ...]  # `slots[i]` belongs to `blocks[i]`.
 
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A transfer that is over. `seconds` that it took on its way, if it has `succeeded`: else its
-    targets may hold anything."""
+    """A finished transfer."""
 
     transfer_id: int
-    succeeded: bool
-    seconds: float
+    succeeded: bool  # False: the content of the targets is undefined.
+    seconds: float  # Duration of a successful transfer.
 
 
 class DeviceLost(Exception):
-    """Raised by a runner that will never run a step again."""
+    """Raised by a runner that cannot run another step."""
 
 
 class LaunchedStep(Protocol):
-    """A step on its way."""
+    """A step in flight."""
 
     def wait_until_due(self) -> None:
-        """Return when it is time to launch the next step: late enough for that to take in what
-        arrives meanwhile, and early enough for it to be there when this one ends. Raises
+        """Return when the next step should be planned and launched.
+
+        A later launch includes more requests, but must be done before this step ends. Raises
         `DeviceLost`."""
         ...
 
     def wait(self) -> StepResult:
-        """Return when the step has run."""
+        """Return when the step has finished."""
         ...
 
 
@@ -299,39 +289,41 @@ class DividedRunner(StepRunner, Protocol):
     """A runner that may be divided among processes."""
 
     def on_lost(self, tell: Callable[[], None]) -> None:
-        """Call `tell`, from any thread, if one of them ends: no step can be run any more."""
+        """Call `tell`, from any thread, if a process ends. Then no step can run."""
         ...
 
     def close(self) -> None:
-        """End the others. No step may follow."""
+        """End the other processes. No step may follow."""
         ...
 
 
 @runtime_checkable
 class OverlappingRunner(StepRunner, Protocol):
-    """A runner that can take a step before the tokens of the one before it are known."""
+    """A runner that accepts a step before the tokens of the previous step are known."""
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
-        """Take a step without waiting for it; None (and nothing done) when it must be `run`, with
-        all tokens known. `previous`: the step before, if it has not been waited for; only then may
-        tokens be `PENDING`. Steps still happen one after the other."""
+        """Start a step without a wait. Steps run one after the other.
+
+        Returns None, and starts nothing, if the step must be `run` with all tokens known.
+        `previous`: the previous step if it is in flight. Only then may tokens be `PENDING`."""
         ...
 
 
 @runtime_checkable
 class TieredRunner(StepRunner, Protocol):
-    """A runner with a host tier. Transfers take their time beside steps."""
+    """A runner with a host tier. Transfers run in parallel with steps."""
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
-        """Begin these, in the order of all calls: behind every step that was run or launched
-        before, ahead of every one after. What a transfer reads may be written by the steps after
-        this call, and what it writes be given to them once it has landed; the runner sees to it
-        that the transfer has read it by then."""
+        """Start transfers, in the order of all calls and after all earlier steps.
+
+        Later steps may write to the source of a transfer. The runner makes such a step wait until
+        the transfer has read its source. Later steps use the target only once it has landed."""
         ...
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
-        """The copies that are over and were not reported yet; with `wait`, at least one, if any
-        is under way."""
+        """The finished transfers that were not returned before.
+
+        `wait`: return at least one if any is in flight."""
         ...
 
 
@@ -343,33 +335,34 @@ _UNITS = (
     _DEFAULTS.prefill_s,
 )
 _SIZE = len(_UNITS)
-_FIT_MEMORY = 2000  # observations; older ones fade
-_OBSERVATION_VARIANCE = 0.003  # squared relative error of one observation
-_PRIOR_VARIANCE = 1.0  # squared relative difference of one scale from that of all, before the first
-_MIN_RATIO, _MAX_RATIO = 1 / 64, 64.0  # bounds of a scale, relative to that of all
-_MAX_SWEEPS = 100  # of the minimisation, one scale at a time; a few are enough
-_OBSERVE_EVERY, _OBSERVE_FIRST = 8, 64  # steps; counting what they read takes time
-_SOLVE_EVERY = 32  # observations; errors are weighed by the estimate, so it must not be old
+_FIT_MEMORY = 2000  # Observations that count. Estimates with a larger value change more slowly.
+_OBSERVATION_VARIANCE = 0.003  # Squared relative error of one observation.
+# Expected squared relative difference between a scale and the common scale.
+_PRIOR_VARIANCE = 1.0
+_MIN_RATIO, _MAX_RATIO = 1 / 64, 64.0  # Bounds of a scale relative to the common scale.
+_MAX_SWEEPS = 100  # Most passes over the scales in one solution. Usually 2 to 10 are enough.
+_OBSERVE_EVERY = 8  # Every 8th step is observed, because it takes time to count the tokens read.
+_OBSERVE_FIRST = 64  # The first 64 steps are all observed.
+_SOLVE_EVERY = 32  # Observations between two solutions. Errors are weighted by the last solution.
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """The number of an engine's steps so far, and the sums of their sequences and prompt tokens."""
+    """Totals over all steps of an engine so far."""
 
     num_steps: int = 0
     num_sequences: int = 0
     num_prompt_tokens: int = 0
 
     def add(self, num_steps: int, num_sequences: int, num_prompt_tokens: int) -> None:
-        """Count steps, each with these."""
+        """Add `num_steps` steps, each with the given numbers."""
         self.num_steps += num_steps
         self.num_sequences += num_steps * num_sequences
         self.num_prompt_tokens += num_steps * num_prompt_tokens
 
 
 class StepCostMeter:
-    """Measures the costs of an engine's steps, all of the first and then some of them, unless the
-    runner knows them."""
+    """Measures the costs of an engine's steps, unless the runner knows them."""
 
     def __init__(self, info: RunnerInfo) -> None:
         self._known = info.costs
@@ -377,10 +370,10 @@ class StepCostMeter:
         self._unique_kv = UniqueKv(info.block_size)
         self._num_steps = 0
         self._recent: StepCosts | None = None
-        self._recent_until = 0  # steps
+        self._recent_until = 0  # Step number at which `recent` solves again.
 
     def recent(self) -> StepCosts | None:
-        """The costs as they were some steps ago, which takes no time; None before the first."""
+        """The costs of at most `_SOLVE_EVERY` steps ago; None before the first step."""
         if self._recent is None or self._num_steps >= self._recent_until:
             self._recent = self.costs()
             self._recent_until = self._num_steps + _SOLVE_EVERY
@@ -392,7 +385,7 @@ class StepCostMeter:
         num_prompt_tokens: int,
         step_seconds: Sequence[float],
     ) -> None:
-        """Take in steps like this one that have run."""
+        """Record finished steps that all have these sequences."""
         if self._known is not None:
             self._num_steps += len(step_seconds)
             return
@@ -417,12 +410,12 @@ class StepCostMeter:
 
 
 class StepCostFit:
-    """Observes steps and estimates their costs. `costs` may be called from another thread."""
+    """Estimates costs from observed steps. `costs` may be called from another thread."""
 
     def __init__(self) -> None:
         self._scales = [1.0] * _SIZE
-        # Sums of the observations, in one list so that another thread never sees half of one:
-        # products of features (row by row), of features and time, all features, all time.
+        # Sums over the observations: products of features (row by row), products of features and
+        # time, features, time. One list, so that another thread never sees half an update.
         self._sums = [0.0] * (_SIZE * _SIZE + _SIZE + 2)
         self.num_observed = 0
 
@@ -435,14 +428,15 @@ class StepCostFit:
         num_prompt_tokens: float,
         num_steps: float = 1.0,
     ) -> None:
-        """Take in how long steps took. The counts are sums over these steps; tokens that several
-        sequences of a step share are read once."""
+        """Record the total time of `num_steps` steps. All counts are sums over these steps.
+
+        A token that several sequences of a step share counts once."""
         counts = (num_steps, num_sequences, num_tokens, num_prompt_tokens)
         parts = [count * unit for count, unit in zip(counts, _UNITS, strict=True)]
         predicted = sum([s * part for s, part in zip(self._scales, parts, strict=True)])
         if seconds <= 0 or predicted <= 0:
             return
-        # Relative to the larger one, so that a wild observation in either direction moves little.
+        # Errors are relative to the larger value, so that an outlier has little effect.
         weight = 1 / max(seconds, predicted if self.num_observed else seconds)
         features, target = [part * weight for part in parts], seconds * weight
         new = [a * b for a in features for b in features]
@@ -451,13 +445,13 @@ class StepCostFit:
         fade = 1 - 1 / _FIT_MEMORY
         self._sums = [fade * old + value for old, value in zip(self._sums, new, strict=True)]
         self.num_observed += 1
-        # The first ones change much: after 1, 2, 4...
+        # The first observations change the scales most, so solve after 1, 2, 4, 8, ...
         is_power = self.num_observed & (self.num_observed - 1) == 0
         if self.num_observed % _SOLVE_EVERY == 0 or is_power:
             self._scales = self._solve()
 
     def costs(self) -> StepCosts | None:
-        """The costs, all positive; None before the first observation."""
+        """The estimated costs, all positive; None before the first observation."""
         if not self.num_observed:
             return None
         step_s, sequence_s, token_s, prefill_s = [
@@ -466,7 +460,7 @@ class StepCostFit:
         return StepCosts(step_s=step_s, sequence_s=sequence_s, token_s=token_s, prefill_s=prefill_s)
 
     def _solve(self) -> list[float]:
-        """Minimise, one scale at a time, within bounds."""
+        """Minimise the squared errors by coordinate descent, within the bounds."""
         sums = self._sums
         products = [sums[i * _SIZE : (i + 1) * _SIZE] for i in range(_SIZE)]
         targets = sums[_SIZE * _SIZE : -2]
@@ -489,17 +483,19 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 class UniqueKv:
-    """Counts tokens of KV, those in shared blocks once. From step to step only what changed is
-    counted again: while the same sequences decode, that is next to nothing."""
+    """Counts the KV tokens that a step reads. Tokens in shared blocks count once.
+
+    Each step only updates the block tables that have changed."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._refs: Counter[int] = Counter()
-        self._tables: dict[int, Sequence[int]] = {}  # by context id
+        self._tables: dict[int, Sequence[int]] = {}  # Block tables by context id.
 
     def count(self, sequences: Sequence[SequenceStep]) -> int:
-        """Tokens that the attention of this step reads. Only the last block of a sequence may be
-        partly filled, and nobody shares a block that is being written."""
+        """The number of tokens that the attention of a step reads.
+
+        Only the last block of a sequence may be partly filled, and then it is not shared."""
         tables: dict[int, Sequence[int]] = {}
         unfilled, size = 0, self._block_size
         for sequence in sequences:
@@ -517,7 +513,7 @@ class UniqueKv:
             return
         self._tables[context_id] = table
         same = len(known)
-        if table[:same] != known:  # it gave blocks away, or copied one to write to it
+        if table[:same] != known:  # The context lost blocks, or copied one before a write.
             pairs = enumerate(zip(known, table, strict=False))
             same = next((n for n, (old, new) in pairs if old != new), len(table))
             self._drop(known, same)
