@@ -183,7 +183,11 @@ class Play:
         self._drain()
         info: RunnerInfo = self.runner.info
         assert self.core.runtime_info().num_free_blocks == info.num_blocks, "blocks are left"
-        left = (self.core._tree._contexts, self.core._tree.pending_forks, self.core.requests._requests)
+        left = (
+            self.core._tree._contexts,
+            self.core._tree.pending_forks,
+            self.core.requests._requests,
+        )
         assert not any(left), f"something is left: {left}"
         assert not self.core.requests.followers.by_context, "followers are left"
         assert not list(self.core._scheduler.idle), "idle contexts are left"

@@ -1,2 +1,5 @@
-"""Drafts: tokens that an output is likely to go on with, found in text that the engine holds. A
-step verifies several at once. Knows tokens and costs; not contexts, jobs or steps."""
+"""Drafts: proposed next tokens of an output, found in text that the engine holds.
+
+One step verifies several draft tokens. This package knows tokens and costs, not contexts, jobs or
+steps.
+"""

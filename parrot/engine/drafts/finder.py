@@ -1,10 +1,11 @@
-"""Where an output goes on in text that is known: its own context, and texts that came with it.
+"""Finds where an output repeats known text: its own context, or texts that came with the request.
 
-The newest tokens are looked for in these texts. Once they are found, a cursor follows as long as
-the output repeats the text, which costs next to nothing; when it does not, it is looked for again,
-first just behind where the cursor was: edited text goes on there. Looking is a few passes of numpy
-over the text, some 10 us for 2,000 tokens and 0.1 ms for 94,000, so nothing is indexed; where the
-text is new, only some of its places are looked for."""
+The newest tokens are searched in these texts. After a match, a cursor follows the text while the
+output repeats it, at almost no cost. When the output differs, the text near the cursor is searched
+first, because edited text often continues there. A search is a few NumPy passes over the text:
+about 10 us for 2,000 tokens and 0.1 ms for 94,000. So there is no index. After 16 failed searches,
+only every fourth new token starts a search.
+"""
 
 from array import array
 from collections.abc import Sequence
@@ -15,42 +16,40 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 
-_END = -1  # stands behind each text, and is no token
-_MIN_MATCH = 3
-_MAX_MATCH = 8
-_NEAR_TOKENS = 48  # tokens behind a lost cursor where fewer tokens are a match
-_MIN_NEAR_MATCH = 2
-_MAX_FULL_SEARCHES = 16  # places that are looked for in vain; then every `_STRIDE`-th is
+_END = -1  # Marks the end of each text. It is not a token id.
+_MIN_MATCH = 3  # Shortest match, in tokens. A larger value drafts less often.
+_MAX_MATCH = 8  # Longest match, in tokens, that a search compares.
+_NEAR_TOKENS = 48  # Tokens after a lost cursor within which a shorter match counts.
+_MIN_NEAR_MATCH = 2  # Shortest match, in tokens, near a lost cursor.
+_MAX_FULL_SEARCHES = 16  # After this many failures, only every `_STRIDE`-th token is searched.
 _STRIDE = 4
 
 
 class Followed(NamedTuple):
-    """`num_right` tokens came as the text has them behind a match of `length` tokens; then one that
-    did not, if `is_lost`."""
+    """How an output continued after a match."""
 
-    length: int
-    num_right: int
-    is_lost: bool
+    length: int  # Tokens of the match.
+    num_right: int  # Tokens after the match that equal the text.
+    is_lost: bool  # Whether the next token differs from the text.
 
 
 class DraftFinder:
-    """Follows one output. `texts` are searched besides its context, if `in_context`; with neither
-    there is never a draft."""
+    """Follows one output. Searches `texts` and, with `in_context`, the output's own context."""
 
     def __init__(self, texts: Sequence[Sequence[int]], *, in_context: bool = True) -> None:
         parts = [np.array([*text, _END], dtype=np.int32) for text in texts if len(text)]
         self._texts: IntArray = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
         self._in_context = in_context
-        self._num_seen = 0  # tokens of the context that are followed
-        self._cursor: int | None = None  # in the texts, then the context: what may come next
-        self.match_length = 0  # tokens before the cursor that are the newest ones, as far as known
-        self._lost_at: int | None = None
+        self._num_seen = 0  # Tokens of the context at the last `follow`.
+        # Position of the next proposed token, in the concatenation of all texts and the context.
+        self._cursor: int | None = None
+        self.match_length = 0  # Tokens before the cursor that are known to equal the newest ones.
+        self._lost_at: int | None = None  # The cursor when the output last differed.
         self._num_since_lost = 0
-        self._num_failed = 0
+        self._num_failed = 0  # Failed searches since the last match.
 
     def follow(self, context_ids: "array[int]") -> Followed | None:
-        """Take in what the context has grown by since the last time. None if there was no text that
-        it might have repeated."""
+        """Process the new tokens of the context. Returns None if there was no match to follow."""
         num_seen, self._num_seen = self._num_seen, len(context_ids)
         if num_seen == len(context_ids):
             return None
@@ -69,18 +68,18 @@ class DraftFinder:
         return Followed(length, num_right, True)
 
     def propose(self, context_ids: "array[int]", limit: int) -> list[int]:
-        """At most `limit` tokens that may come next, if `follow` has seen all of the context."""
+        """Propose at most `limit` next tokens. `follow` must have processed the whole context."""
         if self._cursor is None or limit <= 0:
             return []
         found = self._tokens_after(self._cursor, limit, context_ids)
         if self._cursor < len(self._texts):
             return found[: found.index(_END)] if _END in found else found
-        while found and len(found) < limit:  # what repeats itself goes on doing so
+        while found and len(found) < limit:  # Assume that repeating text continues to repeat.
             found += found[: limit - len(found)]
         return found
 
     def _tokens_after(self, cursor: int, count: int, context_ids: "array[int]") -> list[int]:
-        """The tokens that are there, at most `count`."""
+        """The known tokens from `cursor` on, at most `count`."""
         place = cursor - len(self._texts)
         if place >= 0:
             return context_ids[place : place + count].tolist()
@@ -113,7 +112,7 @@ class DraftFinder:
 
 
 class _Match:
-    """`place` behind the match, where `length` tokens before it are the newest ones."""
+    """A match: the `length` tokens before `place` equal the newest tokens."""
 
     __slots__ = ("length", "place")
 
@@ -123,8 +122,8 @@ class _Match:
 
 
 def _find(text: IntArray, newest: Sequence[int], near: int | None) -> _Match:
-    """The longest match; of equal ones the first from `near` on, else the last."""
-    last = (text[:-1] == newest[-1]).nonzero()[0]  # the places of the newest token
+    """The longest match. Of equal matches, the first one from `near` on, or the last one."""
+    last = (text[:-1] == newest[-1]).nonzero()[0]  # Positions of the newest token.
     if not last.size:
         return _Match(0, 0)
     length = 1

@@ -1,5 +1,4 @@
-"""How many tokens are worth drafting: by what each sequence's drafts came to lately, and by what a
-step costs with them."""
+"""Computes how many draft tokens pay, from recent acceptance and the cost of longer steps."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -7,24 +6,27 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-_MATCH_LENGTHS = (8, 16)  # tokens of matches; from each on they are told apart
-_INITIAL_RATES = (0.5, 0.7, 0.97)
-_INITIAL_WEIGHT = 4.0  # tokens that what a sequence begins with counts as
-_DECAY, _SHARED_DECAY = 0.97, 0.998  # of a token, for each that comes after it
-_MIN_SPEEDUP = 1.1  # what it must bring at least: its costs are estimates
-_SMOOTHING = 0.1
-_FIRST_ADDED_SHARE = 0.1  # of a step without drafts, at least, until it is measured
-_INITIAL_SLOWNESS = 2.0  # of turns around drafts, until they are measured
-_MAX_SLOWNESS = 5.0
-_COST_HALF_LIFE = 2000  # steps after which half of what was measured is forgotten
+# Lengths, in tokens, that divide matches into classes: below 8, 8 to 15, from 16 on.
+_MATCH_LENGTHS = (8, 16)
+_INITIAL_RATES = (0.5, 0.7, 0.97)  # Acceptance of each class before the first observation.
+_INITIAL_WEIGHT = 4.0  # Weight of the initial rates, in tokens. A larger value learns more slowly.
+_DECAY = 0.97  # Factor on an output's earlier observations for each new token.
+_SHARED_DECAY = 0.998  # The same factor for the observations of all outputs.
+# Least gain in tokens per second at which drafts are used. It allows for errors of the costs.
+_MIN_SPEEDUP = 1.1
+_SMOOTHING = 0.1  # Weight of the newest step in the average costs. Larger adapts faster.
+# Assumed least cost of drafts before it is measured, as a fraction of a step without drafts.
+_FIRST_ADDED_SHARE = 0.1
+_INITIAL_SLOWNESS = 2.0  # Assumed factor on the turnaround with drafts before it is measured.
+_MAX_SLOWNESS = 5.0  # Largest measured factor that counts.
+_COST_HALF_LIFE = 2000  # Steps after which a measured cost has half its weight.
 
 
 class Acceptance:
-    """How likely the next token of a text that was found is right, by the length of the match
-    before it. All tokens that come tell, drafted or not, so that trying costs nothing.
+    """The probability that the next token of a found text is right, by the length of the match.
 
-    A sequence begins with what all of an engine have come to, its `shared` one, and tells it what
-    it learns."""
+    All tokens after a match are observed, drafted or not. An output starts with the rates of
+    `shared`, which covers all outputs, and also records its observations there."""
 
     def __init__(self, shared: "Acceptance | None" = None) -> None:
         self._shared = shared
@@ -34,14 +36,14 @@ class Acceptance:
         self._misses = [_INITIAL_WEIGHT * (1 - rate) for rate in rates]
 
     def rate(self, length: int) -> float:
-        """`length`: of the match, in tokens."""
+        """The acceptance after a match of `length` tokens."""
         kind = bisect_right(_MATCH_LENGTHS, length)
         return self._hits[kind] / (self._hits[kind] + self._misses[kind])
 
     def count(self, length: int, num_right: int, is_lost: bool) -> None:
-        """Take in what came behind a match."""
+        """Record the tokens after a match (see `Followed`)."""
         end = length + num_right
-        if length >= _MATCH_LENGTHS[-1]:  # mostly
+        if length >= _MATCH_LENGTHS[-1]:  # Most tokens take this path.
             self._count(len(_MATCH_LENGTHS), num_right, 0)
         else:
             for kind, (first, last) in enumerate(pairwise((0, *_MATCH_LENGTHS, end + 1))):
@@ -59,21 +61,19 @@ class Acceptance:
 
 
 class DraftCosts:
-    """The times of steps without drafts, and how much longer they are with them.
+    """The time of steps without drafts, and the time that drafts add.
 
-    `sizes`: numbers of tokens, ascending; steps with drafts up to one of them cost about the same,
-    and have no more than the last. What a size costs is measured once it has been used; before, a
-    draft's token counts as one of a prompt, `token_s`. `turnaround_s`: of the host, from the end of
-    a step to the launch of the next, if neither has drafts; mostly the device does not wait for it.
-    With drafts it takes longer, by a factor that hardly depends on the batch, and the device
-    waits: `wait_s`."""
+    `sizes` are ascending numbers of tokens. Steps with drafts between two sizes cost about the
+    same. Until a size is measured, a draft token costs as much as a prompt token."""
 
     def __init__(self, sizes: Sequence[int], plain_s: float, turnaround_s: float) -> None:
-        self.sizes = sizes
-        self.plain_s = plain_s
+        self.sizes = sizes  # A step with drafts has at most `sizes[-1]` tokens.
+        self.plain_s = plain_s  # Average time of a step without drafts.
+        # CPU time from the end of a step to the next launch, without drafts.
         self.turnaround_s = turnaround_s
-        self.token_s = 0.0
-        self._added_s: dict[int, tuple[float, int]] = {}  # and the number of the step
+        self.token_s = 0.0  # Cost of a prompt token.
+        # Added time of each size, and the number of the step that measured it last.
+        self._added_s: dict[int, tuple[float, int]] = {}
         self._num_plain = 0
         self._num_steps = 0
         self._num_turns = 0
@@ -82,10 +82,11 @@ class DraftCosts:
 
     @property
     def wait_s(self) -> float:
+        """Time that the GPU waits for the CPU next to a step with drafts."""
         return self._slowness * self.turnaround_s
 
     def added_s(self, num_tokens: int, num_drafts: int) -> float:
-        """How much longer drafts make a step of `num_tokens`, with them."""
+        """The time that `num_drafts` draft tokens add to a step of `num_tokens` tokens in all."""
         size = self._size(num_tokens)
         guessed = max(num_drafts * self.token_s, _FIRST_ADDED_SHARE * self.plain_s)
         known = [self._aged_s(known, guessed) for known in self._added_s if known < size]
@@ -96,8 +97,9 @@ class DraftCosts:
     def record_step(
         self, seconds: float, num_sequences: int, num_drafts: int, num_others: int
     ) -> None:
-        """A step has run that computed `num_others` prompt tokens besides, and took the device so
-        long. Those with prompts tell nothing once others are known."""
+        """Record a step that took the GPU `seconds`, with `num_others` prompt tokens.
+
+        Steps with prompts are ignored once a step without prompts was recorded."""
         self._num_steps += 1
         if seconds <= 0 or (num_others and self._num_plain):
             return
@@ -105,7 +107,7 @@ class DraftCosts:
             self._num_plain += not num_others
             seconds = max(0.1 * seconds, seconds - num_others * self.token_s)
             if self._num_plain > 1 / _SMOOTHING:
-                seconds = min(seconds, 2 * self.plain_s)  # the machine did something else
+                seconds = min(seconds, 2 * self.plain_s)  # Limit the effect of outliers.
             smoothing = max(_SMOOTHING, 1 / max(1, self._num_plain))
             self.plain_s += smoothing * (seconds - self.plain_s)
         elif not num_others:
@@ -118,7 +120,7 @@ class DraftCosts:
             self._added_s[size] = (expected + smoothing * (found - expected), self._num_steps)
 
     def record_turnaround(self, seconds: float, *, has_drafts: bool) -> None:
-        """It took the host so long from the end of a step to the launch of the next."""
+        """Record the CPU time from the end of a step to the launch of the next step."""
         if has_drafts and self.turnaround_s > 0:
             found = min(max(seconds / self.turnaround_s, 1.0), _MAX_SLOWNESS)
             self._num_waits += 1
@@ -130,7 +132,7 @@ class DraftCosts:
         self.turnaround_s += smoothing * (min(seconds, self.plain_s) - self.turnaround_s)
 
     def _aged_s(self, size: int, guessed: float) -> float:
-        """Seconds that a step of this size adds: as measured, as far as that is not forgotten."""
+        """The time that `size` adds: the measured value, which fades to `guessed` with its age."""
         added_s, number = self._added_s[size]
         weight = math.exp2((number - self._num_steps) / _COST_HALF_LIFE)
         return guessed + weight * (added_s - guessed)
@@ -141,20 +143,19 @@ class DraftCosts:
 
 
 class Candidate(NamedTuple):
-    """A draft that could be verified: its length at most, and its acceptance."""
+    """A draft that could be verified."""
 
     length: int
-    rate: float
+    rate: float  # Probability that a token is accepted if all tokens before it are.
 
 
 def choose_draft_lengths(
     candidates: Sequence[Candidate], num_sequences: int, costs: DraftCosts, num_turns: int = 1
 ) -> list[int]:
-    """The tokens to verify of each draft, for the most tokens per second; all 0 if drafts do not
-    pay. The device waits for the host `num_turns` times that it otherwise would not.
+    """The length of each draft that gives the most tokens per second; all 0 if drafts do not pay.
 
-    A token is worth its cost as long as it is accepted more often than the step makes tokens in the
-    time that it takes. That is tried for each size of step."""
+    `num_turns`: times that the GPU waits for the CPU because of drafts. For each step size, a draft
+    token pays if its acceptance exceeds the tokens that the step makes in the token's time."""
     chosen = [0] * len(candidates)
     best = num_sequences / costs.plain_s * _MIN_SPEEDUP
     fixed_s = costs.plain_s + num_turns * costs.wait_s
@@ -169,19 +170,19 @@ def choose_draft_lengths(
         lengths = _capped(wanted, size - num_sequences)
         num_drafts = sum(lengths)
         if not num_drafts:
-            continue  # this size has no room for one of each
+            continue  # The size is too small for one token of each draft.
         gained = sum([_expected(c.rate, n) for c, n in zip(candidates, lengths, strict=True)])
         added_s = costs.added_s(num_sequences + num_drafts, num_drafts)
         rate = (num_sequences + gained) / (fixed_s + added_s)
         if rate > best:
             chosen, best = lengths, rate
         if lengths == wanted:
-            break  # a larger step would have no more of them
+            break  # A larger step would verify the same drafts.
     return chosen
 
 
 def _profitable_length(candidate: Candidate, least: float) -> int:
-    """The tokens that are accepted at least that often: token n is, if all before it are."""
+    """The number of tokens whose acceptance, rate^n for token n, is at least `least`."""
     if candidate.rate <= least or least >= 1.0:
         return 0
     if candidate.rate >= 1.0 or least <= 0.0:
@@ -190,16 +191,16 @@ def _profitable_length(candidate: Candidate, least: float) -> int:
 
 
 def _expected(rate: float, length: int) -> float:
-    """The tokens that are accepted of so many: rate + rate^2 + ..."""
+    """The expected number of accepted tokens: rate + rate^2 + ... + rate^length."""
     return float(length) if rate >= 1.0 else rate * (1.0 - rate**length) / (1.0 - rate)
 
 
 def _capped(lengths: list[int], limit: int) -> list[int]:
-    """Cut the longest first, so that together they are within the limit."""
+    """Shorten the longest drafts to a common cap, so that the sum is at most `limit`."""
     if sum(lengths) <= limit:
         return lengths
     low, high = 0, max(lengths)
-    while low < high:  # the largest cap that fits
+    while low < high:  # Bisect for the largest cap.
         cap = (low + high + 1) // 2
         if sum([min(n, cap) for n in lengths]) <= limit:
             low = cap
