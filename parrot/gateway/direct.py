@@ -18,7 +18,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.sampling import Logprobs
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.fleet import Engine, Fleet
-from parrot.serve.execution.run import final_error, is_broken
+from parrot.serve.execution.run import final_error, needs_ping
 from parrot.serve.tenants.limits import Meters, QueuedByTenant, require_share
 from parrot.serve.tenants.table import TenantTable
 
@@ -156,7 +156,7 @@ class DirectRequests:
         """Raises `PromptTooLong` for an input that is too long for all engines of the model."""
         engines = self._engines(model)
         if not engines:
-            raise self._fleet.unserved([model], param="model")
+            raise self._fleet.unserved_error([model], param="model")
         limit = max(engine.max_len for engine in engines)
         for index, given in enumerate(inputs):
             if isinstance(given, list) and len(given) > limit:
@@ -174,8 +174,8 @@ class DirectRequests:
             try:
                 answer = await _answer(engine, request)
             except ParrotError as error:
-                if is_broken(error):
-                    await self._fleet.answers(engine)
+                if needs_ping(error):
+                    await self._fleet.check_reachable(engine)
                 failed.append(engine.id)
                 is_final = isinstance(error, InvalidRequest | ModelNumerics)
                 if is_final or len(failed) == _MAX_FAILED or not self._engines(model):
@@ -188,8 +188,8 @@ class DirectRequests:
         longest = max(len(given) if isinstance(given, list) else 0 for given in inputs)
         engines = [engine for engine in self._engines(model) if engine.max_len >= longest]
         if not engines:
-            raise self._fleet.unserved([model], param="model")
-        return min(engines, key=lambda one: (one.id in failed, self._fleet.load(one)))
+            raise self._fleet.unserved_error([model], param="model")
+        return min(engines, key=lambda one: (one.id in failed, self._fleet.num_requests(one)))
 
 
 async def _answer(engine: Engine, request: EmbedRequest) -> Any:
@@ -198,7 +198,7 @@ async def _answer(engine: Engine, request: EmbedRequest) -> Any:
     asked: asyncio.Task[Any] = asyncio.create_task(
         client.score(request) if isinstance(request, ScoreRequest) else client.embed(request)
     )
-    engine.direct.add(asked)
+    engine.direct_requests.add(asked)
     try:
         return await asked
     except asyncio.CancelledError:
@@ -207,7 +207,7 @@ async def _answer(engine: Engine, request: EmbedRequest) -> Any:
             raise
         raise Unavailable("the engine was lost") from None
     finally:
-        engine.direct.discard(asked)
+        engine.direct_requests.discard(asked)
 
 
 def _batches(inputs: Sequence[Input]) -> list[list[Input]]:

@@ -105,7 +105,7 @@ class Affinity:
 
 
 def load_of(core: ServeCore) -> ShardLoad:
-    num_placed = sum(core.fleet.load(engine) for engine in core.fleet)
+    num_placed = sum(core.fleet.num_requests(engine) for engine in core.fleet)
     kv = round(100 * core.fleet.session_kv_fraction)
     return ShardLoad(len(core.sessions), core.num_queued + num_placed, kv)
 

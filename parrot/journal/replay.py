@@ -55,7 +55,7 @@ def restore(
     with _no_collection(), _nothing_runs(core):
         journal.read(restoring.apply)
         core.sessions.restored(journal, partial(JournaledSession, journal), secret)
-        core.fleet.keep_models(journal)
+        core.fleet.record_models(journal)
         restoring.end_broken()
         for _ in core.sessions.keys_changed():
             pass

@@ -126,7 +126,7 @@ class ServeCore:
             self._timers,
             self.clock,
             self.events,
-            lambda variable: why_not_ready(variable, self.fleet.lack),
+            lambda variable: why_not_ready(variable, self.fleet.why_unserved),
         )
 
     def attach(self, attached: Attached) -> None:

@@ -400,7 +400,7 @@ def _engine_endpoints(core: ServeCore) -> list[Endpoint]:
         ),
         of_engines(
             "/engine_leave",
-            core.dispatcher.drains.engine_leaves,
+            core.dispatcher.drains.leave,
             "An engine is about to end",
             SMALL_BODY,
             401,
@@ -460,7 +460,7 @@ def _admin_endpoints(core: ServeCore) -> list[Endpoint]:
         return EngineList(engines=[engine_view(engine) for engine in core.fleet.views()])
 
     def drain(engine_id: int, is_wanted: bool) -> None:
-        core.dispatcher.drains.drain(engine_id, is_wanted=is_wanted)
+        core.dispatcher.drains.drain(engine_id, is_draining=is_wanted)
 
     def end(session_id: int) -> None:
         session = _live_session(core, session_id)

@@ -223,7 +223,7 @@ class Page:
         """Raises `PermissionDenied` for a tenant: only the operator may drain engines."""
         if visitor.tenant is not None:
             raise PermissionDenied("engines are the operator's")
-        self._core.dispatcher.drains.drain(engine_id, is_wanted=is_wanted)
+        self._core.dispatcher.drains.drain(engine_id, is_draining=is_wanted)
 
     # Sign-in
 

@@ -41,28 +41,28 @@ from parrot.utils.tasks import Backlog
 
 logger = logging.getLogger(__name__)
 
-_DEFECT = InternalError("internal error of the scheduler")
-_GATHER_S = 3.0  # a heartbeat
-_MAX_KEYS = 8192  # of an engine: some milliseconds
-_MAX_LEFT = 65_536  # of all
+_SCHEDULER_ERROR = InternalError("internal error of the scheduler")
+_REJOIN_WAIT_S = 3.0  # a heartbeat
+_MAX_KEYS_PER_ENGINE = 8192  # of an engine: some milliseconds
+_MAX_KEYS_IN_ALL = 65_536  # of all
 
 
-class Grace:
-    """Calls `give_up` with every queued run whose models no engine has served for `grace_s(models)`
-    seconds since the run was queued and since the last engine with these models was lost. A lost
-    engine may come back soon."""
+class GracePeriods:
+    """Calls `fail_run` with every queued run whose models no engine has served for
+    `grace_s(models)` seconds since the run was queued and since the last engine with these models
+    was lost. A lost engine may come back soon."""
 
     def __init__(
         self,
         timers: TimerQueue,
         grace_s: Callable[[Models], float],
         scheduler: Scheduler,
-        give_up: Callable[[Run], None],
+        fail_run: Callable[[Run], None],
     ) -> None:
         self._timers = timers
         self._grace_s = grace_s
         self._scheduler = scheduler
-        self._give_up = give_up
+        self._fail_run = fail_run
         self._backlog = Backlog()
         self._pending: dict[Models, Timer] = {}
 
@@ -73,20 +73,20 @@ class Grace:
     def engine_lost(self, now: float) -> None:
         for models in self._scheduler.queues:
             if not self._scheduler.engines.num_members(models):
-                self.unserved(models, now)
+                self.start(models, now)
 
-    def unserved(self, models: Models, since: float) -> None:
+    def start(self, models: Models, since: float) -> None:
         """No engine has served these models since then. No effect if that is known."""
         if models not in self._pending:
             self._pending[models] = self._timers.call_at(
-                since + self._grace_s(models), lambda: self._end(models, since)
+                since + self._grace_s(models), lambda: self._expire(models, since)
             )
 
-    def _end(self, models: Models, since: float) -> None:
+    def _expire(self, models: Models, since: float) -> None:
         del self._pending[models]
-        self._backlog.add(models, self._ending(models, since))
+        self._backlog.add(models, self._fail_unserved(models, since))
 
-    def _ending(self, models: Models, since: float) -> Iterator[int]:
+    def _fail_unserved(self, models: Models, since: float) -> Iterator[int]:
         later: list[float] = []
         for run in self._scheduler.queued(models):
             assert isinstance(run, Run), run
@@ -98,13 +98,13 @@ class Grace:
                 later.append(run.arrived)
             else:
                 size = len(run.waiters)
-                self._give_up(run)
+                self._fail_run(run)
                 yield size
         if later:
-            self.unserved(models, min(later))
+            self.start(models, min(later))
 
 
-class Returns:
+class ReturningEngines:
     """Engines that come back: they have freed their contexts, but are believed to have cached what
     was in them. So calls are placed there.
 
@@ -116,65 +116,69 @@ class Returns:
         self._index = index
         self._engines: dict[str, Engine] = {}  # by name
         self._live: set[int] = set()  # the ids of all
-        self._left: LruDict[str, list[bytes]] = LruDict(_MAX_LEFT, weigh=len)  # by incarnation
+        self._prefix_keys: LruDict[str, list[bytes]] = LruDict(
+            _MAX_KEYS_IN_ALL, weigh=len
+        )  # by incarnation
         self.awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
-        self._end: float | None = None  # of waiting
-        self._begin = clock.now()
+        self._wait_ends_at: float | None = None  # of waiting
+        self._started_at = clock.now()
 
-    def lost(self, engine: Engine, keys: Sequence[bytes]) -> None:
+    def engine_lost(self, engine: Engine, keys: Sequence[bytes]) -> None:
         """An engine is gone whose contexts had the prompts of these keys, the latest last."""
         self._live.discard(engine.id)
         name, incarnation = engine.info.engine_name, engine.info.incarnation
-        before = self._left.peek(incarnation) or []
-        self._left.put(incarnation, list(dict.fromkeys([*before, *keys]))[-_MAX_KEYS:])
+        before = self._prefix_keys.peek(incarnation) or []
+        self._prefix_keys.put(
+            incarnation, list(dict.fromkeys([*before, *keys]))[-_MAX_KEYS_PER_ENGINE:]
+        )
         if self._engines.get(name) is engine:
             del self._engines[name]
 
-    def joined(self, engine: Engine) -> None:
-        if self._end is None:
-            self._end = self._clock.now() + _GATHER_S
+    def engine_joined(self, engine: Engine) -> None:
+        if self._wait_ends_at is None:
+            self._wait_ends_at = self._clock.now() + _REJOIN_WAIT_S
         self._engines[engine.info.engine_name] = engine
         self._live.add(engine.id)
-        had = self._left.get(engine.info.incarnation) or []
+        had = self._prefix_keys.get(engine.info.incarnation) or []
         had = had + self.awaited.pop(engine.info.engine_name, [])
         self._index.add_cached(engine.id, had, self._live)
 
-    def queued(self, run: Run) -> None:
+    def run_queued(self, run: Run) -> None:
         """A run is queued. Before a restart its call may have been placed, or the one that it goes
         on from: so an agent that thought meanwhile finds its KV."""
-        name = run.stats.engine_name or self._placed_before(run.completion)
+        name = run.stats.engine_name or self._engine_before_restart(run.completion)
         if name is None:
             return
         if (engine := self._engines.get(name)) is not None:
             self._index.add_cached(engine.id, run.keys, self._live)
-        elif self._end is None or self._clock.now() < self._end:
+        elif self._wait_ends_at is None or self._clock.now() < self._wait_ends_at:
             awaited = self.awaited.setdefault(name, [])
-            awaited += run.keys[: _MAX_KEYS - len(awaited)]
+            awaited += run.keys[: _MAX_KEYS_PER_ENGINE - len(awaited)]
 
-    def _placed_before(self, completion: Completion) -> str | None:
+    def _engine_before_restart(self, completion: Completion) -> str | None:
         """The engine of the last call whose output is in the prompt, if it was before a restart:
         what has run since is in the ledger."""
         for variable in reversed(completion.inputs):
             if isinstance(made_by := variable.producer, Completion):
                 started = made_by.times.started
-                is_before = started is not None and started <= self._begin
+                is_before = started is not None and started <= self._started_at
                 return made_by.stats.engine_name if is_before else None
         return None
 
     def awaited_until(self) -> float | None:
         """When the calls will wait no longer; None: they do not wait now."""
-        if self._end is None or not self.awaited:
+        if self._wait_ends_at is None or not self.awaited:
             return None
-        if self._clock.now() < self._end:
-            return self._end
+        if self._clock.now() < self._wait_ends_at:
+            return self._wait_ends_at
         self.awaited.clear()
         return None
 
 
-class Drains:
+class EngineDrains:
     """Takes engines out of service and back. An engine that drains goes on with the calls that it
     has; for others it is as if it were not there. One that leaves drains, and is lost when it has
-    no call left: who has taken one from it tells `review`."""
+    no call left: `finish_leaving` must be called when it may have none."""
 
     def __init__(
         self,
@@ -182,7 +186,7 @@ class Drains:
         timers: TimerQueue,
         fleet: Fleet,
         scheduler: Scheduler,
-        grace: Grace,
+        grace: GracePeriods,
         wake: Callable[[], None],
         events: Events,
     ) -> None:
@@ -195,54 +199,56 @@ class Drains:
         self._grace = grace
         self._wake = wake
 
-    def drain(self, engine_id: int, *, is_wanted: bool) -> None:
-        """Not `is_wanted`: give it calls again. Raises `NotFound`."""
+    def drain(self, engine_id: int, *, is_draining: bool) -> None:
+        """Not `is_draining`: give it calls again. Raises `NotFound`."""
         engine = self._fleet.engines.get(engine_id)
         load = self._scheduler.engines.get(engine_id)
         if engine is None or load is None:
             raise NotFound(f"no live engine {engine_id}")
-        if load.is_draining == is_wanted:
+        if load.is_draining == is_draining:
             return
-        self._scheduler.engines.set_draining(load, is_wanted)
-        if is_wanted:
+        self._scheduler.engines.set_draining(load, is_draining)
+        if is_draining:
             self._grace.engine_lost(self._clock.now())
         else:
             self._grace.engine_joined()
-        self._events.emit(EngineDrained, engine.info, is_wanted, load.num_tasks)
+        self._events.emit(EngineDrained, engine.info, is_draining, load.num_tasks)
         self._wake()
 
-    async def engine_leaves(self, request: LeaveRequest) -> LeaveResponse:
+    async def leave(self, request: LeaveRequest) -> LeaveResponse:
         """Drain an engine that is about to end, and give it up when its last call has ended, or
         after the timeout: then those that it has run elsewhere. Raises `NotFound`."""
         engine_id = request.engine_id
         if request.core != self._fleet.identity.id:  # ids are another's
             raise NotFound(f"no live engine {engine_id}")
-        self.drain(engine_id, is_wanted=True)
+        self.drain(engine_id, is_draining=True)
         engine = self._fleet.engines[engine_id]
         loop = asyncio.get_running_loop()
         over, left = loop.create_future(), self.leaving.setdefault(engine_id, loop.create_future())
         when = self._clock.now() + request.timeout_s
-        timer = self._timers.call_at(when, partial(_settle, over))
-        self.review()
+        timer = self._timers.call_at(when, partial(_resolve, over))
+        self.finish_leaving()
         try:
             await asyncio.wait((left, over), return_when=asyncio.FIRST_COMPLETED)
-            while engine.direct and not over.done():
-                await asyncio.wait((*engine.direct, over), return_when=asyncio.FIRST_COMPLETED)
+            while engine.direct_requests and not over.done():
+                await asyncio.wait(
+                    (*engine.direct_requests, over), return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             timer.cancel()
-        num_calls = self._fleet.load(engine) if engine.is_alive else 0
-        engine.is_unharmed = True
+        num_calls = self._fleet.num_requests(engine) if engine.is_alive else 0
+        engine.lost_without_crash = True
         self._fleet.lose(engine, "it ends")
         return LeaveResponse(num_calls=num_calls)
 
-    def review(self) -> None:
+    def finish_leaving(self) -> None:
         """Calls may have ended."""
         for engine_id in list(self.leaving):
             if not self._scheduler.engines.num_placed(engine_id):
-                _settle(self.leaving.pop(engine_id))
+                _resolve(self.leaving.pop(engine_id))
 
 
-def _settle(left: asyncio.Future[None]) -> None:
+def _resolve(left: asyncio.Future[None]) -> None:
     if not left.done():
         left.set_result(None)
 
@@ -285,15 +291,15 @@ class Dispatcher:
         self.kv_stats = self._ledger.kv_stats
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
         self._results = ResultCache(settings, clock) if settings.reuse_results else None
-        self._grace = Grace(
+        self._grace = GracePeriods(
             self._timers,
             lambda models: 0.0 if self.fleet.is_unknown(models) else config.unserved_timeout_s,
             self._scheduler,
-            lambda run: self._runs.fail(run, self.fleet.unserved(run.models)),
+            lambda run: self._runs.fail(run, self.fleet.unserved_error(run.models)),
         )
-        self._returns = Returns(clock, self._ledger.index)
+        self._returning = ReturningEngines(clock, self._ledger.index)
         self._was_restored = False
-        self.drains = Drains(
+        self.drains = EngineDrains(
             clock, self._timers, self.fleet, self._scheduler, self._grace, self._wake, self.events
         )
         self._alarm: Timer | None = None  # wakes the pump when time alone changes something
@@ -328,7 +334,7 @@ class Dispatcher:
             result_key = self._results.key(completion, keys)
             result = self._results.get(completion.options.cache_salt, result_key)
             if result is not None:
-                self._give_up_fill(completion)
+                self._cancel_prefetch(completion)
                 self._runs.answer(completion, result)
                 return
         if self._runs.join(completion, result_key):
@@ -346,7 +352,7 @@ class Dispatcher:
         )
         self._runs.add(run)
         if self._was_restored or run.stats.engine_name is not None:
-            self._returns.queued(run)
+            self._returning.run_queued(run)
         if lacking := self._scheduler.engines.lacking(run):
             self._runs.fail(run, _unsupported(run.models, min(lacking)))
 
@@ -364,11 +370,11 @@ class Dispatcher:
                 self.estimates,
                 self._wake,
             )
-        self._prefetch.grew(completion, prefix)
+        self._prefetch.prefix_grew(completion, prefix)
 
     def stop_expecting(self, completion: Completion) -> None:
         self._ledger.prefixes.drop(completion)
-        self._give_up_fill(completion)
+        self._cancel_prefetch(completion)
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective was tightened, or its readers want something else."""
@@ -380,19 +386,19 @@ class Dispatcher:
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
-        self._give_up_fill(completion)
+        self._cancel_prefetch(completion)
         self._runs.cancel(completion, error)
 
     def withdraw(self, completion: Completion) -> None:
         """Stop it without settling its output: nobody reads that any more. If it is submitted
         again it goes on behind the text that it has, or begins anew. Safe in any state."""
-        self._give_up_fill(completion)
+        self._cancel_prefetch(completion)
         self._runs.withdraw(completion)
 
-    def _give_up_fill(self, completion: Completion) -> None:
+    def _cancel_prefetch(self, completion: Completion) -> None:
         """It will not run where its prefix is computed ahead, if that is."""
         if self._prefetch is not None:
-            self._prefetch.give_up(completion)
+            self._prefetch.cancel(completion)
 
     @property
     def prefetch_counts(self) -> PrefetchCounts:
@@ -445,26 +451,26 @@ class Dispatcher:
     def _pump(self) -> None:
         self._is_pump_due = False
         try:
-            self._advance()
+            self._run_round()
         except Exception:
             logger.exception("the scheduler failed; what is queued is given up")
             for run in [run for run in self._runs if run.state is RunState.QUEUED]:
                 with suppress(Exception):  # it may have gone half the way to an engine
                     self._scheduler.remove(run)
-                self._runs.fail(run, _DEFECT, is_scheduled=False)
+                self._runs.fail(run, _SCHEDULER_ERROR, is_scheduled=False)
 
-    def _advance(self) -> None:
-        waits_until = self._returns.awaited_until() if self._returns.awaited else None
+    def _run_round(self) -> None:
+        waits_until = self._returning.awaited_until() if self._returning.awaited else None
         for placement in self._scheduler.schedule() if waits_until is None else ():
             self._runs.place(placement, self.fleet.engines[placement.engine_id])
         for task in self._scheduler.take_failed():
             assert isinstance(task, Run), task
-            self._runs.fail(task, _DEFECT, is_scheduled=False)
+            self._runs.fail(task, _SCHEDULER_ERROR, is_scheduled=False)
         expiry = self._ledger.expire()
         if self._prefetch is not None:
             self._prefetch.pump()
         if self.drains.leaving:
-            self.drains.review()
+            self.drains.finish_leaving()
         next_change = self._scheduler.next_change() if waits_until is None else waits_until
         for when in (expiry, next_change):
             self._wake_at(when)
@@ -484,17 +490,17 @@ class Dispatcher:
     def _on_change(self, run: Run) -> None:
         if run.state is RunState.QUEUED:
             if not self._scheduler.engines.num_members(run.models):
-                self._grace.unserved(run.models, self._clock.now())
-            if run.trouble:
-                self.events.emit(CompletionRetried, run.completion, run.trouble)
-                run.trouble = ""
+                self._grace.start(run.models, self._clock.now())
+            if run.last_failure:
+                self.events.emit(CompletionRetried, run.completion, run.last_failure)
+                run.last_failure = ""
         if run.state is RunState.PLACED:  # by the pump, which needs no waking
             self._on_placed(run)
         else:
             self._wake()
         if run.state is RunState.ENDED and self._prefetch is not None:
             for waiter in run.waiters:
-                self._prefetch.give_up(waiter)
+                self._prefetch.cancel(waiter)
 
     def _on_placed(self, run: Run) -> None:
         if self._prefetch is not None and run.attempt is not None:
@@ -539,13 +545,13 @@ class Dispatcher:
         if engine.uses_drafts:
             self._runs.use_drafts()
         self._engine_reported(engine)
-        self._returns.joined(engine)
+        self._returning.engine_joined(engine)
         self._grace.engine_joined()
         self._wake()
 
     def _engine_reported(self, engine: Engine) -> None:
         """It says what its steps cost, what it can do, what it keeps, and what it generates."""
-        self._runs.heard(engine)
+        self._runs.record_reported(engine)
         able = engine.info.capabilities
         costs = server = None
         if (runtime := engine.runtime) is not None:
@@ -558,13 +564,13 @@ class Dispatcher:
             cache.set_limits(size, able.kept_prompts)
 
     def _engine_lost(self, engine: Engine) -> None:
-        given_up = self._runs.lose(engine)
+        given_up = self._runs.lose_engine(engine)
         if self._prefetch is not None:
             self._prefetch.remove_engine(engine.id)
-        self._returns.lost(engine, self._ledger.remove_engine(engine.id))
+        self._returning.engine_lost(engine, self._ledger.remove_engine(engine.id))
         self._scheduler.engines.remove(engine.id)
         self._grace.engine_lost(self._clock.now())
-        self.drains.review()
+        self.drains.finish_leaving()
         for run in given_up:
             self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))
 

@@ -16,13 +16,13 @@ from parrot.utils.heaps import LruDict
 _MAX_FUNCTIONS = 1024
 _KEPT_OUTPUTS = 4  # of one function
 _SENT_OUTPUTS = 2
-_MAX_OUTPUT = 4096  # tokens; what comes behind is not kept
-_ENOUGH = 256.0  # drafted tokens that tell whether drafts pay
-_MEMORY = 2048.0  # drafted tokens after which older ones count half
-_LEAST_ACCEPTED = 0.1  # of the tokens drafted
-_TRIES = 16  # every so many calls, one is drafted although that did not pay
+_MAX_OUTPUT_TOKENS = 4096  # tokens; what comes behind is not kept
+_MIN_DRAFTED = 256.0  # drafted tokens that tell whether drafts pay
+_HALVING_TOKENS = 2048.0  # drafted tokens after which older ones count half
+_MIN_ACCEPTANCE = 0.1  # of the tokens drafted
+_PROBE_INTERVAL = 16  # every so many calls, one is drafted although that did not pay
 
-_NOTHING = DraftSources(in_context=False)
+_NO_DRAFTS = DraftSources(in_context=False)
 
 
 class _Output(NamedTuple):
@@ -41,16 +41,16 @@ class _Function:
     num_skipped: int = 0
 
     def count(self, usage: Usage) -> None:
-        if self.drafted > _MEMORY:
+        if self.drafted > _HALVING_TOKENS:
             self.drafted, self.accepted = self.drafted / 2, self.accepted / 2
         self.drafted += usage.drafted_tokens
         self.accepted += usage.accepted_tokens
 
-    def is_to_be_drafted(self) -> bool:
-        if self.drafted < _ENOUGH or self.accepted >= _LEAST_ACCEPTED * self.drafted:
+    def should_draft(self) -> bool:
+        if self.drafted < _MIN_DRAFTED or self.accepted >= _MIN_ACCEPTANCE * self.drafted:
             return True
         self.num_skipped += 1
-        return self.num_skipped % _TRIES == 0
+        return self.num_skipped % _PROBE_INTERVAL == 0
 
     def texts(self, session_id: int, tokenizer_id: str) -> list[list[int]]:
         """The newest outputs, those of this session first. Siblings of a fan-out are among them."""
@@ -73,8 +73,8 @@ class DraftTexts:
         if tokenizer is None or not attempt.engine.uses_drafts:
             return None
         function = self._functions.get(function_key(completion))
-        if function is not None and not function.is_to_be_drafted():
-            return _NOTHING
+        if function is not None and not function.should_draft():
+            return _NO_DRAFTS
         texts: list[Sequence[int]] = []
         if prediction := completion.options.prediction:
             units = await encode_text(prediction, tokenizer)
@@ -96,7 +96,7 @@ class DraftTexts:
         if (function := self._functions.get(key)) is None:
             self._functions.put(key, function := _Function())
         function.count(outcome.response.usage)
-        ids = array("i", outcome.tokenized.ids[:_MAX_OUTPUT])
+        ids = array("i", outcome.tokenized.ids[:_MAX_OUTPUT_TOKENS])
         function.outputs.append(_Output(completion.session_id, outcome.tokenized.tokenizer_id, ids))
 
 

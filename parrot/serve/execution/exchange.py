@@ -17,10 +17,10 @@ from parrot.serve.contexts.index import Boundary, Source
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.drafting import DraftTexts
 from parrot.serve.execution.fleet import Engine
-from parrot.serve.execution.prompting import known_of, open_request
+from parrot.serve.execution.prompting import count_cached, open_request
 from parrot.serve.execution.resuming import (
-    NOTHING_MORE,
-    deliver_heard,
+    NO_MORE_OUTPUT,
+    deliver_reported,
     resume,
 )
 from parrot.serve.execution.run import Attempt, Outcome, Run
@@ -37,7 +37,7 @@ class Exchange:
         self._ledger = ledger
         self._drafts: DraftTexts | None = None
         self._followers = TaskSet()
-        self._whole: dict[int, Attempt] = {}  # those under way, by their contexts
+        self._unstreamed: dict[int, Attempt] = {}  # those under way, by their contexts
 
     def use_drafts(self) -> None:
         """Keep draft texts from now on: an engine uses them."""
@@ -46,8 +46,8 @@ class Exchange:
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
         """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
         What is streamed is given to those who wait for the run on the way."""
-        if run.heard is not None:
-            deliver_heard(run, attempt)
+        if run.reported is not None:
+            deliver_reported(run, attempt)
         if not run.text:
             run.stats.logprobs = None
         if run.text:
@@ -56,20 +56,20 @@ class Exchange:
         parts = await self._encode(run, attempt)  # last: what it found may be freed meanwhile
         request = open_request(self._ledger, run, attempt, parts)
         if request is None:
-            return Outcome(run.text, None, 0, NOTHING_MORE)
+            return Outcome(run.text, None, 0, NO_MORE_OUTPUT)
         request.drafts = drafts
         before = run.text
         logprobs = None if run.stats.logprobs is None else run.stats.logprobs.part(0)
         if run.wants_stream or run.is_racing:
             response = await self._stream(run, attempt, request)
         else:
-            attempt.is_whole = True
-            self._whole[request.context_id] = attempt
+            attempt.is_unstreamed = True
+            self._unstreamed[request.context_id] = attempt
             try:
                 response = await attempt.engine.client.generate(request)
             finally:
-                del self._whole[request.context_id]
-                attempt.unfollow()
+                del self._unstreamed[request.context_id]
+                attempt.stop_following()
         outcome = _outcome(run, attempt, before, response)
         if self._drafts is not None:
             self._drafts.learn(run.completion, outcome)
@@ -80,19 +80,19 @@ class Exchange:
         """Somebody wants the output as it comes. No effect where it does come so, or no engine was
         asked yet."""
         attempt = run.attempt
-        if attempt is not None and attempt.is_whole and attempt.follower is None:
+        if attempt is not None and attempt.is_unstreamed and attempt.follower is None:
             name = f"follower of completion {run.completion.id}"
             attempt.follower = self._followers.spawn(_follow(run, attempt), name=name)
 
-    def heard(self, engine: Engine) -> None:
+    def record_reported(self, engine: Engine) -> None:
         """Keep the tokens that the engine has told of, for the case that it is lost. What was told
         before counts once; behind a gap nothing counts."""
         for part in () if engine.runtime is None else engine.runtime.outputs:
-            attempt = self._whole.get(part.context_id)
+            attempt = self._unstreamed.get(part.context_id)
             if attempt is None or attempt.engine is not engine:
                 continue
-            if part.start <= len(attempt.heard) < part.end:
-                attempt.heard[part.start :] = part.token_ids()
+            if part.start <= len(attempt.reported_ids) < part.end:
+                attempt.reported_ids[part.start :] = part.token_ids()
 
     async def close(self) -> None:
         await self._followers.close()
@@ -135,7 +135,7 @@ class Exchange:
             chat = run.completion.options.chat
             return await encode_prompt(run.segments, chat, tokenizer, limit=engine.max_len)
         while True:
-            num_known, num_tokens = known_of(self._ledger, engine, run.keys)
+            num_known, num_tokens = count_cached(self._ledger, engine, run.keys)
             missing = await encode_prompt(
                 run.segments[num_known:],
                 False,
@@ -144,18 +144,18 @@ class Exchange:
                 num_before=num_tokens,
             )
             if (
-                known_of(self._ledger, engine, run.keys)[0] >= num_known
+                count_cached(self._ledger, engine, run.keys)[0] >= num_known
             ):  # else it was freed meanwhile
                 return [()] * num_known + missing
 
     async def _stream(
         self, run: Run, attempt: Attempt, request: GenerateRequest
     ) -> GenerateResponse:
-        _begin_stream(run, attempt)
+        _start_stream(run, attempt)
 
         def take(chunk: StreamChunk) -> None:
             if run.attempt is attempt:  # else it is being stopped
-                _take(run, attempt, chunk)
+                _deliver_chunk(run, attempt, chunk)
 
         return await attempt.engine.client.generate(request, take)
 
@@ -164,22 +164,22 @@ async def _follow(run: Run, attempt: Attempt) -> None:
     """Deliver the whole output that the engine was asked for as it comes, from its beginning. If
     that fails, it is delivered in the end."""
     assert attempt.context is not None, attempt
-    _begin_stream(run, attempt)
+    _start_stream(run, attempt)
     try:
         async with aclosing(attempt.engine.client.follow(attempt.context.id)) as chunks:
             async for chunk in chunks:
-                _take(run, attempt, chunk)
+                _deliver_chunk(run, attempt, chunk)
     except ParrotError as error:
         run.stats.comes_whole = error.message
 
 
-def _begin_stream(run: Run, attempt: Attempt) -> None:
+def _start_stream(run: Run, attempt: Attempt) -> None:
     run.tokenizer_id = attempt.tokenizer.tokenizer_id if attempt.tokenizer else None
     run.ids = attempt.resumed_ids
     run.num_streamed = attempt.num_delivered
 
 
-def _take(run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
+def _deliver_chunk(run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
     if attempt.context is not None:
         attempt.context.mark_computed()
     tokens = None if attempt.tokenizer is None else attempt.tokenizer.encoder.vocabulary

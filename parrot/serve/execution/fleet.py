@@ -40,12 +40,12 @@ from parrot.utils.tasks import TaskSet
 
 _FREE_INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
 _MAX_FREE_INTERVAL_S = 5.0  # between two that fail
-_MAX_FREED = 65536  # context ids that one request may have
+_MAX_FREES_PER_REQUEST = 65536  # context ids that one request may have
 
 
 logger = logging.getLogger(__name__)
 
-_LATE_S = 0.5  # of a timer: more than any turn of the event loop takes
+_STALL_S = 0.5  # of a timer: more than any turn of the event loop takes
 
 MODEL = "model"
 """The kind of a record that names a model which an engine has served."""
@@ -58,10 +58,10 @@ Address = tuple[str, str, int]
 class Engine:
     """A registered engine, alive until it is lost. `tokenizer` is None if its contexts are text.
     `last_progress`: the last heartbeat by which it had done something, or had nothing to do.
-    `is_unharmed`: it was lost, though its process lives on, or wanted to end. `missed_at`: the
-    first call came then that could not reach it, unless it has answered since. `review`: when it is
-    looked at next; `ping`: the one under way. `direct`: requests that are no runs, which end with
-    it."""
+    `lost_without_crash`: it was lost, though its process lives on, or wanted to end.
+    `unreachable_since`: the first call came then that could not reach it, unless it has answered
+    since. `lease_check`: when it is looked at next; `ping`: the one under way. `direct_requests`:
+    those that are no runs, which end with it."""
 
     id: int
     info: EngineInfo
@@ -71,11 +71,11 @@ class Engine:
     last_progress: float
     runtime: RuntimeInfo | None = None
     is_alive: bool = True
-    is_unharmed: bool = False
-    missed_at: float = math.inf
-    review: Timer | None = None
+    lost_without_crash: bool = False
+    unreachable_since: float = math.inf
+    lease_check: Timer | None = None
     ping: "asyncio.Task[bool] | None" = None
-    direct: "set[asyncio.Task[Any]]" = field(default_factory=set)
+    direct_requests: "set[asyncio.Task[Any]]" = field(default_factory=set)
     max_len: int = field(init=False)  # tokens of the longest sequence that it takes
     uses_drafts: bool = field(init=False)  # whether it drafts from texts that ServeCore sends
 
@@ -137,7 +137,7 @@ class FreeSender:
     async def _run(self, engine: "Engine") -> None:
         delay_s = _FREE_INTERVAL_S
         while engine.is_alive and (pending := self._pending[engine]):
-            batch = pending[:_MAX_FREED]
+            batch = pending[:_MAX_FREES_PER_REQUEST]
             try:
                 await engine.client.free_contexts(batch)
             except ParrotError as error:
@@ -198,7 +198,7 @@ class Fleet:
         self._ids = itertools.count()
         self._joined = asyncio.Event()  # set, and another, when one joins
         self.engines: dict[int, Engine] = {}  # by id; nobody else changes it
-        self._late_at = -math.inf  # when a review came too late
+        self._stalled_at = -math.inf  # when a review came too late
         self._by_address: dict[Address, Engine] = {}
         self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
         self._configured_models = frozenset(config.prices)
@@ -214,24 +214,26 @@ class Fleet:
         `client`: of an engine in this process. Raises
         `QuotaExceeded`, `Conflict` if another engine is at this address, or what fetching the
         tokenizer raised: then the engine has not joined."""
-        self._require_room(info)
+        self._require_capacity(info)
         client = client or self._connect(info)
         try:
-            await self._require_free(info)
+            await self._require_free_address(info)
             tokenizer = await self._tokenizer(info, client)
-            await self._require_free(info)
-            self._require_room(info)
+            await self._require_free_address(info)
+            self._require_capacity(info)
         except BaseException:
             await client.close()
             raise
         if (old := self._by_address.get(_address(info))) is not None:
-            old.is_unharmed = bool(info.incarnation) and info.incarnation == old.info.incarnation
+            old.lost_without_crash = (
+                bool(info.incarnation) and info.incarnation == old.info.incarnation
+            )
             self.lose(old, "it registered again")
         now = self._clock.now()
         engine = Engine(next(self._ids), info, client, tokenizer, now, now)
         self.engines[engine.id] = self._by_address[_address(info)] = engine
-        self._know(info.model)
-        self._watch(engine)
+        self._record_model(info.model)
+        self._schedule_check(engine)
         self._on_change(engine, EngineChange.JOINED)
         self._joined.set()
         self._joined = asyncio.Event()
@@ -243,11 +245,11 @@ class Fleet:
         """Engines served the model before a restart, so it may come back."""
         self._known_models.setdefault(fields["name"], fields["since"])
 
-    def keep_models(self, log: CommandLog) -> None:
+    def record_models(self, log: CommandLog) -> None:
         """Record each new model in the log from now on."""
         self._log = log
 
-    def _know(self, model: str) -> None:
+    def _record_model(self, model: str) -> None:
         if model not in self._known_models:
             self._known_models[model] = since = int(time.time())
             if self._log is not None:
@@ -271,7 +273,7 @@ class Fleet:
         self._on_change(engine, EngineChange.REPORTED)
         return HeartbeatResponse(state="ok")
 
-    async def answers(self, engine: Engine) -> bool:
+    async def check_reachable(self, engine: Engine) -> bool:
         """Ping an engine to which a connection broke, once for all who ask at the same time. If
         there is no answer it is lost by the time that this returns False."""
         if not engine.is_alive:
@@ -288,19 +290,19 @@ class Fleet:
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
         self._events.emit(EngineLost, engine.info, reason)
         engine.is_alive = False
-        self._note_lateness(engine)
+        self._record_stall(engine)
         del self.engines[engine.id], self._by_address[_address(engine.info)]
-        if engine.review is not None:
-            engine.review.cancel()
-        for request in engine.direct:
+        if engine.lease_check is not None:
+            engine.lease_check.cancel()
+        for request in engine.direct_requests:
             request.cancel()
         self._on_change(engine, EngineChange.LOST)
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
 
-    def stood_still(self, since: float) -> bool:
+    def was_stalled(self, since: float) -> bool:
         """Whether this process itself has stood still since then, for so long that an engine's
         lease ended: then it is not to blame for what became of the engine."""
-        return self._late_at >= since or any(map(self._is_review_late, self))
+        return self._stalled_at >= since or any(map(self._is_check_overdue, self))
 
     def free(self, engine_id: int, context_id: int) -> None:
         """Let the engine forget a context, soon. No effect if it is gone."""
@@ -314,9 +316,9 @@ class Fleet:
             await engine.client.close()
         await self._closing.close()
 
-    def load(self, engine: Engine) -> int:
+    def num_requests(self, engine: Engine) -> int:
         """The number of requests that it has."""
-        return self._scheduler.engines.num_placed(engine.id) + len(engine.direct)
+        return self._scheduler.engines.num_placed(engine.id) + len(engine.direct_requests)
 
     # What others may see
 
@@ -369,9 +371,9 @@ class Fleet:
         for engine in self.engines.values():
             if engine.info.model == model:
                 return engine.tokenizer
-        raise self.unserved([model], param="model")
+        raise self.unserved_error([model], param="model")
 
-    def unserved(self, models: Sequence[str], param: str = "models") -> ParrotError:
+    def unserved_error(self, models: Sequence[str], param: str = "models") -> ParrotError:
         """Why no engine can run a call for these models (empty: any). An unknown model is an error
         of the request, in its field `param`."""
         if not self.engines:
@@ -382,10 +384,10 @@ class Fleet:
             return NotFound(f"model {wanted} is not served; available: {served}", param=param)
         return NoEngine(f"no engine serves model {wanted} now; available: {served}")
 
-    def lack(self, models: Sequence[str]) -> ParrotError | None:
+    def why_unserved(self, models: Sequence[str]) -> ParrotError | None:
         """Why no live engine can run a call for these models (empty: any); None if one can."""
         has_one = any(not models or engine.info.model in models for engine in self.engines.values())
-        return None if has_one else self.unserved(models)
+        return None if has_one else self.unserved_error(models)
 
     def is_unknown(self, models: Sequence[str]) -> bool:
         """Whether engines are registered, none of these models (empty: any) has ever been served,
@@ -397,31 +399,34 @@ class Fleet:
     def require_known(self, models: Sequence[str]) -> None:
         """Raise `NotFound` for models that are unknown."""
         if self.is_unknown(models):
-            raise self.unserved(models)
+            raise self.unserved_error(models)
 
     # Signs of life
 
-    def _watch(self, engine: Engine) -> None:
+    def _schedule_check(self, engine: Engine) -> None:
         when = min(engine.last_seen, engine.last_progress) + self.lease_s
-        engine.review = self._timers.call_at(when, lambda: self._review(engine))
+        engine.lease_check = self._timers.call_at(when, lambda: self._check_lease(engine))
 
-    def _is_review_late(self, engine: Engine) -> bool:
-        return engine.review is not None and self._clock.now() > engine.review.when + _LATE_S
+    def _is_check_overdue(self, engine: Engine) -> bool:
+        return (
+            engine.lease_check is not None
+            and self._clock.now() > engine.lease_check.when + _STALL_S
+        )
 
-    def _note_lateness(self, engine: Engine) -> None:
-        if self._is_review_late(engine):
-            self._late_at = self._clock.now()
+    def _record_stall(self, engine: Engine) -> None:
+        if self._is_check_overdue(engine):
+            self._stalled_at = self._clock.now()
 
-    def _review(self, engine: Engine) -> None:
+    def _check_lease(self, engine: Engine) -> None:
         """Heartbeats only move the deadline away, so the timer is set again when it fires."""
         now = self._clock.now()
-        self._note_lateness(engine)
-        if engine.last_seen + self.lease_s <= now:  # the same sum as in `_watch`
+        self._record_stall(engine)
+        if engine.last_seen + self.lease_s <= now:  # the same sum as in `_schedule_check`
             self.lose(engine, f"no heartbeat for {self.lease_s:g} s")
         elif engine.last_progress + self.lease_s <= now:
             self.lose(engine, f"its work made no progress for {self.lease_s:g} s")
         else:
-            self._watch(engine)
+            self._schedule_check(engine)
 
     def _is_stuck(self, engine: Engine, runtime: RuntimeInfo) -> bool:
         """Whether it has taken no step since the last heartbeat, though it had work."""
@@ -431,13 +436,13 @@ class Fleet:
             and engine.info.engine_type is not EngineType.OPENAI  # the other server's steps
             and runtime.num_steps is not None
             and runtime.num_steps == before.num_steps
-            and self.load(engine) > 0
+            and self.num_requests(engine) > 0
         )
 
     async def _ping(self, engine: Engine) -> bool:
         try:
             await engine.client.ping()
-            engine.missed_at = math.inf
+            engine.unreachable_since = math.inf
         except ParrotError as error:
             self.lose(engine, f"a connection broke, and a ping was not answered: {error}")
         finally:
@@ -446,12 +451,12 @@ class Fleet:
 
     # Joining
 
-    def _require_room(self, info: EngineInfo) -> None:
+    def _require_capacity(self, info: EngineInfo) -> None:
         """Raise `QuotaExceeded` if `info` would be one engine too many."""
         if _address(info) not in self._by_address and len(self.engines) >= self._max_engines:
             raise QuotaExceeded(f"already {self._max_engines} engines are registered")
 
-    async def _require_free(self, info: EngineInfo) -> None:
+    async def _require_free_address(self, info: EngineInfo) -> None:
         """Raise `Conflict` if a live engine has this name and address, and `info` is not of the
         same start of it. One that answers no ping is lost, and so is one in whose place another
         answers."""

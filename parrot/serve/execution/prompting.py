@@ -1,5 +1,5 @@
-"""Build an engine's request from a prompt: which contexts to fork, what to fill, how much room the
-output has, and which first units are public."""
+"""Build an engine's request from a prompt: which contexts to fork, which pieces to fill, how long
+the output may be, and which first units are public."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ def public_len(engine: Engine, prompt: Units) -> int:
     return next((len(ids) for ids in _prefixes(engine) if prompt[: len(ids)] == ids), 0)
 
 
-def longest_public(engine: Engine) -> int:
+def max_public_len(engine: Engine) -> int:
     """The length of the longest one that any prompt has."""
     return max(map(len, _prefixes(engine)), default=0)
 
@@ -34,11 +34,11 @@ def _prefixes(engine: Engine) -> list[Units]:
     return [ids[: len(ids) - len(ids) % size] for ids in engine.tokenizer.public]
 
 
-def known_of(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -> tuple[int, int]:
+def count_cached(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -> tuple[int, int]:
     """How many of a prompt's segments need not be encoded, since the engine has them, and their
     tokens; none of what may be a part of a public prefix."""
     match = ledger.index.match(engine.id, keys)
-    if match is None or match.boundary.length < longest_public(engine):
+    if match is None or match.boundary.length < max_public_len(engine):
         return 0, 0
     return match.num_covered, match.boundary.length
 
@@ -51,13 +51,13 @@ def open_request(
     more. Raises `PromptTooLong`."""
     engine, completion = attempt.engine, run.completion
     prompt = _Prompt(ledger, attempt, parts)
-    room = prompt.limit_output()
-    if room == 0:
+    max_output = prompt.limit_output()
+    if max_output == 0:
         return None
     missing = prompt.missing()
     attempt.cache_miss = ledger.kv_stats.record_prompt(engine.id, prompt.length, missing)
-    prompt.extend_constant()
-    context = attempt.context = prompt.extend(run.owner, reserved=room)
+    prompt.open_constant_prefix()
+    context = attempt.context = prompt.open_context(run.owner, reserved=max_output)
     ledger.pin(context)
     ledger.evict_to_capacity(engine.id, completion.options.tenant)
     return GenerateRequest.model_construct(
@@ -82,9 +82,9 @@ def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -
     """Do the same for the beginning of a prompt, behind which nothing is generated. Nothing is to
     be filled and no context is opened if the engine has it all."""
     prompt = _Prompt(ledger, attempt, parts)
-    prompt.extend_constant()
+    prompt.open_constant_prefix()
     if any(parts[prompt.covered :]):
-        prompt.extend(attempt.task.completion.session_id)
+        prompt.open_context(attempt.task.completion.session_id)
     if attempt.opened:
         attempt.context = attempt.opened[-1]
         ledger.pin(attempt.context)
@@ -115,7 +115,7 @@ class _Prompt:
             self.keys = [*self.keys, self.attempt.resumed_key]
         engine = self.attempt.engine
         match = self.ledger.index.match(engine.id, self.keys)
-        if match is None or match.boundary.length < longest_public(engine):
+        if match is None or match.boundary.length < max_public_len(engine):
             self.public_len = public_len(engine, join(self.parts))
         if match is not None and match.boundary.length >= self.public_len:
             self.public_len = 0
@@ -127,27 +127,27 @@ class _Prompt:
         return list(zip(self.keys[self.covered :], self._ends(len(self.parts)), strict=True))
 
     def limit_output(self) -> int:
-        """How much room the output needs, in the engine's units; limits the attempt's sampling to
-        it. Engines with text know their limits themselves, so there it is only a guess."""
+        """The output's largest length, in the engine's units; limits the attempt's sampling to it.
+        Engines with text know their limits themselves, so there it is only a guess."""
         attempt = self.attempt
-        room = attempt.sampling.max_gen_length - attempt.num_delivered
+        max_output = attempt.sampling.max_gen_length - attempt.num_delivered
         length = self.length + sum(map(len, self.parts[self.covered :]))
         if not length:
             raise InvalidRequest("the prompt is empty")
         if attempt.tokenizer is not None:
             limit = attempt.engine.max_len
             prompt_len = length - len(attempt.resumed)
-            is_cut = room > limit - length and not attempt.is_longest
+            is_cut = max_output > limit - length and not attempt.is_longest
             if prompt_len >= limit or is_cut:
                 message = f"the prompt has {prompt_len} tokens; the limit is {limit - 1}"
                 raise CountedPromptTooLong(message, prompt_len, limit)
-            room = min(room, limit - length)
-        room = max(0, room)
-        if room and room != attempt.sampling.max_gen_length:
-            attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": room})
-        return room
+            max_output = min(max_output, limit - length)
+        max_output = max(0, max_output)
+        if max_output and max_output != attempt.sampling.max_gen_length:
+            attempt.sampling = attempt.sampling.model_copy(update={"max_gen_length": max_output})
+        return max_output
 
-    def extend_constant(self) -> None:
+    def open_constant_prefix(self) -> None:
         """A context with the constant beginning, if that is longer than what is there."""
         task = self.attempt.task
         options, num_constant = task.completion.options, task.num_constant
@@ -155,9 +155,11 @@ class _Prompt:
             return
         length = self.length + sum(map(len, self.parts[self.covered : num_constant]))
         if length >= max(self.attempt.engine.info.block_size, self.public_len):
-            self.extend(options.tenant, num_constant)
+            self.open_context(options.tenant, num_constant)
 
-    def extend(self, owner: Owner, stop: int | None = None, reserved: int = 0) -> LedgerContext:
+    def open_context(
+        self, owner: Owner, stop: int | None = None, reserved: int = 0
+    ) -> LedgerContext:
         """Fork: a context with the parts up to `stop`, by default all."""
         stop = len(self.parts) if stop is None else stop
         units = join(self.parts[self.covered : stop])

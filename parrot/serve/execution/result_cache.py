@@ -22,12 +22,12 @@ _SAMPLING_FIELDS = tuple(SamplingConfig.model_fields)
 
 class Result(NamedTuple):
     """The result of a finished call, for those that come after it. `ids`: None if no ids stand for
-    exactly this text. `made`: how it was computed."""
+    exactly this text. `stats`: how it was computed."""
 
     text: str
     tokenizer_id: str | None
     ids: "array[int] | None"
-    made: RunStats
+    stats: RunStats
     expires_at: float
     num_bytes: int
 
@@ -45,13 +45,13 @@ class ResultCache:
     def __init__(self, config: GlobalSchedulerConfig, clock: Clock) -> None:
         self.num_bytes = 0
         self._max_bytes = config.reuse_cache_size
-        self._time_to_live_s = config.reuse_timeout
+        self._ttl_s = config.reuse_timeout
         self._clock = clock
         self._by_salt: dict[str, LruDict[bytes, Result]] = {}
 
     def key(self, completion: Completion, prompt_keys: Sequence[bytes]) -> bytes:
         """Equal for identical calls. The last prompt key stands for salt, chat flag and prompt, and
-        cannot be made by anybody else."""
+        cannot be forged."""
         options, sampling = completion.options, completion.sampling
         fields = sampling.__dict__
         values = [fields[name] for name in _SAMPLING_FIELDS]
@@ -67,19 +67,19 @@ class ResultCache:
         return result
 
     def put(
-        self, salt: str, key: bytes, text: str, tokenized: TokenizedText | None, made: RunStats
+        self, salt: str, key: bytes, text: str, tokenized: TokenizedText | None, stats: RunStats
     ) -> None:
         """Keep a result, if there is room for so much."""
         ids = None if tokenized is None else array("i", tokenized.ids)
         num_bytes = _ENTRY_BYTES + getsizeof(text) + (0 if ids is None else ids.itemsize * len(ids))
-        num_bytes += 0 if made.logprobs is None else made.logprobs.num_bytes
+        num_bytes += 0 if stats.logprobs is None else stats.logprobs.num_bytes
         if num_bytes > self._max_bytes:
             return
         tokenizer_id = None if tokenized is None else tokenized.tokenizer_id
-        expires_at = self._clock.now() + self._time_to_live_s
+        expires_at = self._clock.now() + self._ttl_s
         self._remove(salt, key)
         results = self._by_salt.setdefault(salt, LruDict(weigh=_num_bytes))
-        results.put(key, Result(text, tokenizer_id, ids, made, expires_at, num_bytes))
+        results.put(key, Result(text, tokenizer_id, ids, stats, expires_at, num_bytes))
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
             largest = max(self._by_salt, key=lambda name: self._by_salt[name].weight)
@@ -102,10 +102,10 @@ class ResultCache:
             del self._by_salt[salt]
 
 
-def reused(made: RunStats) -> RunStats:
-    """The statistics of a call that takes the result which another one made."""
+def reused_stats(stats: RunStats) -> RunStats:
+    """The statistics of a call that takes the result of another one, which has `stats`."""
     return replace(
-        made,
+        stats,
         attempts=0,
         cached_tokens=0,
         computed_tokens=0,

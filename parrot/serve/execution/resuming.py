@@ -8,38 +8,39 @@ from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.nodes import TokenizedText
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, encode_text
 
-_BROKEN = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
+_REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
 _MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
 
-NOTHING_MORE = GenerateResponse(
+NO_MORE_OUTPUT = GenerateResponse(
     generated_text="", generated_ids=[], finish_reason=FinishReason.LENGTH, usage=Usage()
 )
 
 
-def deliver_heard(run: Run, attempt: Attempt) -> None:
+def deliver_reported(run: Run, attempt: Attempt) -> None:
     """Deliver what was heard of an earlier attempt's output, up to where its text is certain, to go
     on behind it. What cannot be told for sure, or not be continued here, begins anew."""
-    heard, run.heard = run.heard, None
+    reported, run.reported = run.reported, None
     sampling = run.completion.sampling
     is_bound = sampling.constraint is not None or run.conversation is not None
-    if heard is None or (attempt.tokenizer is None and is_bound):
+    if reported is None or (attempt.tokenizer is None and is_bound):
         return
-    encoder = heard.tokenizer.encoder
-    if not heard.tokenizer.stop_ids(sampling).union(encoder.special_ids).isdisjoint(heard.ids):
+    encoder = reported.tokenizer.encoder
+    special_ids = reported.tokenizer.stop_ids(sampling).union(encoder.special_ids)
+    if not special_ids.isdisjoint(reported.ids):
         return  # an engine may show some special tokens as text
-    for end in range(len(heard.ids), max(0, len(heard.ids) - _MAX_HELD_BACK), -1):
-        text = encoder.decode(heard.ids[:end])
-        if text.startswith(run.text) and _is_certain(text, sampling.stop_strings):
-            run.tokenizer_id = heard.tokenizer.tokenizer_id
-            run.ids, run.num_streamed = list(heard.ids[:end]), end
+    for end in range(len(reported.ids), max(0, len(reported.ids) - _MAX_HELD_BACK), -1):
+        text = encoder.decode(reported.ids[:end])
+        if text.startswith(run.text) and _is_stable(text, sampling.stop_strings):
+            run.tokenizer_id = reported.tokenizer.tokenizer_id
+            run.ids, run.num_streamed = list(reported.ids[:end]), end
             run.append(text[len(run.text) :])
             return
 
 
-def _is_certain(text: str, stop_strings: Sequence[str]) -> bool:
+def _is_stable(text: str, stop_strings: Sequence[str]) -> bool:
     """Whether it ends neither inside of a character nor with the beginning of a stop string."""
     beginnings = (stop[:n] for stop in stop_strings for n in range(1, len(stop) + 1))
-    return not text.endswith((_BROKEN, *beginnings))
+    return not text.endswith((_REPLACEMENT_CHAR, *beginnings))
 
 
 async def resume(run: Run, attempt: Attempt) -> None:
@@ -70,11 +71,11 @@ def _ids_of_text(run: Run, tokenizer: ModelTokenizer) -> Ids | None:
     return None
 
 
-def delivered(run: Run, attempt: Attempt) -> Outcome:
+def partial_outcome(run: Run, attempt: Attempt) -> Outcome:
     """The part of the output that the run has delivered until now."""
     tokenizer = attempt.tokenizer
     if tokenizer is None:
-        return Outcome(run.text, None, len(run.text) - len(attempt.resumed), NOTHING_MORE)
+        return Outcome(run.text, None, len(run.text) - len(attempt.resumed), NO_MORE_OUTPUT)
     ids = _ids_of_text(run, tokenizer)
     tokenized = None if ids is None else TokenizedText(tokenizer.tokenizer_id, ids)
-    return Outcome(run.text, tokenized, len(run.ids) - len(attempt.resumed), NOTHING_MORE)
+    return Outcome(run.text, tokenized, len(run.ids) - len(attempt.resumed), NO_MORE_OUTPUT)

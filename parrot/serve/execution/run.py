@@ -38,8 +38,8 @@ from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
-_MAX_LOST = 3
-_MAX_REFUSED = 5
+_MAX_ENGINE_LOSSES = 3
+_MAX_REJECTIONS = 5
 
 
 class RunState(Enum):
@@ -69,7 +69,7 @@ class Attempt:
     priority: int = 0
     is_longest: bool = True
     share: EngineShare = UNBOUND
-    began: float = 0.0
+    started_at: float = 0.0
     runner: "asyncio.Task[None] | None" = None
     tokenizer: ModelTokenizer | None = field(init=False)
     sampling: SamplingConfig = field(init=False)
@@ -79,9 +79,9 @@ class Attempt:
     context: LedgerContext | None = None
     opened: list[LedgerContext] = field(default_factory=list)
     cache_miss: CacheMiss | None = None
-    is_whole: bool = False
+    is_unstreamed: bool = False
     follower: "asyncio.Task[None] | None" = None
-    heard: "array[int]" = field(default_factory=lambda: array("I"))
+    reported_ids: "array[int]" = field(default_factory=lambda: array("I"))
 
     def __post_init__(self) -> None:
         self.tokenizer = self.engine.tokenizer
@@ -97,28 +97,29 @@ class Attempt:
         assert self.runner is not None, self
         self.runner.cancel()
         self.runner = None
-        self.unfollow()
+        self.stop_following()
 
-    def failed(self, error: ParrotError) -> None:
+    def record_failure(self, error: ParrotError) -> None:
         """Remember of the engine whether it could be reached."""
         if isinstance(error, Unreachable):
-            self.engine.missed_at = min(self.began, self.engine.missed_at)
+            self.engine.unreachable_since = min(self.started_at, self.engine.unreachable_since)
 
-    def may_have_harmed(self, lease_s: float) -> bool:
+    def may_have_crashed_engine(self, lease_s: float) -> bool:
         """Whether it may be why its engine was lost. One that could not be reached when it came, or
         had been silent for half of its lease, was in trouble already, as all are when ServeCore is
         cut off from them."""
         engine = self.engine
-        was_lost = self.began >= engine.missed_at or self.began - engine.last_seen > lease_s / 2
-        return not (engine.is_unharmed or was_lost)
+        silent_s = self.started_at - engine.last_seen
+        was_lost = self.started_at >= engine.unreachable_since or silent_s > lease_s / 2
+        return not (engine.lost_without_crash or was_lost)
 
-    def unfollow(self) -> None:
-        self.is_whole = False
+    def stop_following(self) -> None:
+        self.is_unstreamed = False
         if self.follower is not None:
             self.follower.cancel()
 
 
-class Heard(NamedTuple):
+class ReportedOutput(NamedTuple):
     """Tokens of an output that nobody got as it came, from its beginning, by this tokenizer."""
 
     tokenizer: ModelTokenizer
@@ -144,7 +145,7 @@ class Run(CompletionTask):
     tokens where ids are unknown. `num_counted`: tokens of prompt and output that were paid when it
     was withdrawn. `num_lost` counts engines that died or failed with it, but for those that
     ServeCore lost since it stood still itself,
-    `num_refused` refusals for want of memory or of a context, and `trouble` says why the last
+    `num_rejected` refusals for want of memory or of a context, and `last_failure` says why the last
     attempt came to nothing. What was `heard` of that is delivered when the next begins."""
 
     waiters: list[Completion] = field(default_factory=list)
@@ -153,14 +154,14 @@ class Run(CompletionTask):
     state: RunState = RunState.NEW
     attempt: Attempt | None = None
     num_lost: int = 0
-    num_refused: int = 0
+    num_rejected: int = 0
     text: str = ""
     ids: list[int] = field(default_factory=list)
     tokenizer_id: str | None = None
     num_streamed: int = 0
     num_counted: int = 0
-    trouble: str = ""
-    heard: Heard | None = None
+    last_failure: str = ""
+    reported: ReportedOutput | None = None
 
     @property
     def objective(self) -> Objective | None:
@@ -188,8 +189,8 @@ class Run(CompletionTask):
         return self.completion.options.tenant
 
     @property
-    def may_run_again(self) -> bool:
-        return self.num_lost < _MAX_LOST and self.num_refused < _MAX_REFUSED
+    def has_retries_left(self) -> bool:
+        return self.num_lost < _MAX_ENGINE_LOSSES and self.num_rejected < _MAX_REJECTIONS
 
     @property
     def can_continue(self) -> bool:
@@ -206,18 +207,20 @@ class Run(CompletionTask):
         """The prefix key of the prompt with this output."""
         return extend_key(self.keys[-1], output_segment(text, None))
 
-    def lost_engine(self, *, counts: bool) -> None:
+    def count_lost_engine(self, *, is_suspect: bool) -> None:
         """The engine that ran it is gone; not `counts`: it cannot be the cause."""
-        self.num_lost += counts
-        self.trouble = "the engine was lost"
+        self.num_lost += is_suspect
+        self.last_failure = "the engine was lost"
 
-    def recall(self, attempt: Attempt) -> None:
+    def save_reported_output(self, attempt: Attempt) -> None:
         """The attempt has come to nothing: the next goes on behind what is known of its output.
         Log probabilities are not heard."""
-        if not attempt.heard or attempt.follower is not None or attempt.tokenizer is None:
+        if not attempt.reported_ids or attempt.follower is not None or attempt.tokenizer is None:
             return
         if self.completion.sampling.logprobs is None:
-            self.heard = Heard(attempt.tokenizer, (*attempt.resumed_ids, *attempt.heard))
+            self.reported = ReportedOutput(
+                attempt.tokenizer, (*attempt.resumed_ids, *attempt.reported_ids)
+            )
 
     def count_response(self, attempt: Attempt, outcome: Outcome) -> None:
         """Take over what the engine tells of the attempt's work."""
@@ -251,18 +254,18 @@ class Run(CompletionTask):
             waiter.output.append(text)
 
 
-def is_broken(error: ParrotError) -> bool:
+def needs_ping(error: ParrotError) -> bool:
     """Whether the engine may be dead, which only a ping can tell: one connection that was reset
     says nothing of the others. One that obeys another ServeCore answers none."""
     is_gone = isinstance(error, Unavailable | StaleCore)
     return is_gone and not isinstance(error, OutOfMemory)
 
 
-def runs_again(run: Run, attempt: Attempt, error: ParrotError, *, counts: bool) -> bool:
+def should_retry(run: Run, attempt: Attempt, error: ParrotError, *, is_suspect: bool) -> bool:
     """Count the error against the run, which is given up after a few; not `counts`: it cannot be
     the cause of a loss. False if it is given up now, or if running it again would not help."""
     engine = attempt.engine
-    run.trouble = error.message
+    run.last_failure = error.message
     match error:
         case PromptTooLong() if not attempt.is_longest:
             run.max_total_len = max(run.max_total_len, engine.max_len + 1)
@@ -270,14 +273,14 @@ def runs_again(run: Run, attempt: Attempt, error: ParrotError, *, counts: bool) 
         case ModelNumerics() | InvalidRequest():
             return False
         case OutOfMemory() | NotFound():
-            run.num_refused += 1
+            run.num_rejected += 1
         case QuotaExceeded():
-            run.num_refused += 1
+            run.num_rejected += 1
             run.failed_engines.add(engine.id)
-        case _ if counts:
+        case _ if is_suspect:
             run.num_lost += 1
             run.failed_engines.add(engine.id)
-    return run.may_run_again
+    return run.has_retries_left
 
 
 def final_error(engine: Engine, error: ParrotError) -> ParrotError:

@@ -15,16 +15,16 @@ from parrot.serve.contexts.index import Source
 from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.execution.exchange import Exchange
 from parrot.serve.execution.fleet import Engine, Fleet
-from parrot.serve.execution.result_cache import Result, reused
-from parrot.serve.execution.resuming import delivered
+from parrot.serve.execution.result_cache import Result, reused_stats
+from parrot.serve.execution.resuming import partial_outcome
 from parrot.serve.execution.run import (
     Attempt,
     Outcome,
     Run,
     RunState,
     final_error,
-    is_broken,
-    runs_again,
+    needs_ping,
+    should_retry,
 )
 from parrot.serve.graph.nodes import Completion, CompletionState, RunStats, TokenizedText
 from parrot.serve.scheduling.scheduler import Scheduler
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITERS = 64  # of one run: all of them hear of what happens to it in one turn of the loop
 # What those who wait for a live run are told of it.
-_LIVE = {RunState.QUEUED: CompletionState.QUEUED, RunState.PLACED: CompletionState.RUNNING}
+_LIVE_STATES = {RunState.QUEUED: CompletionState.QUEUED, RunState.PLACED: CompletionState.RUNNING}
 
 
 class RunTable:
@@ -63,8 +63,8 @@ class RunTable:
         self._exchange = Exchange(ledger)
         self._tasks = TaskSet()
         self._live: dict[Run, None] = {}  # those that are queued or placed
-        self._run_of: dict[int, Run] = {}  # by the waiter's id
-        self._shared: dict[bytes, Run] = {}  # live ones by result key
+        self._run_by_waiter: dict[int, Run] = {}  # by the waiter's id
+        self._by_result_key: dict[bytes, Run] = {}  # live ones by result key
         # By the ids of session and completion, until the session ends.
         self._withdrawn: defaultdict[int, dict[int, Run]] = defaultdict(dict)
 
@@ -77,26 +77,26 @@ class RunTable:
     def add(self, run: Run) -> None:
         """A new run, with its first waiter."""
         (waiter,) = run.waiters
-        self._run_of[waiter.id] = run
+        self._run_by_waiter[waiter.id] = run
         self._set_state(run, RunState.QUEUED)
 
     def join(self, completion: Completion, result_key: bytes | None) -> bool:
         """Let it wait for a run that makes its result already, or go on with its own one that was
         withdrawn. False if there is neither."""
-        run = None if result_key is None else self._shared.get(result_key)
+        run = None if result_key is None else self._by_result_key.get(result_key)
         if run is not None and len(run.waiters) < _MAX_WAITERS:
-            self._forget(completion)
+            self._drop_withdrawn(completion)
         elif (run := self._take_withdrawn(completion)) is None:
             return False
         run.waiters.append(completion)
-        self._run_of[completion.id] = run
+        self._run_by_waiter[completion.id] = run
         completion.output.append(run.text)
         if run.state is RunState.WITHDRAWN:
             run.completion = completion  # the first to ask for it may be gone
             run.refresh()
             self._set_state(run, RunState.QUEUED)
             return True
-        self._tell(run, completion)
+        self._update_waiter(run, completion)
         self._update(run)
         context = None if run.attempt is None else run.attempt.context
         if context is not None and isinstance(run.owner, str):
@@ -105,28 +105,28 @@ class RunTable:
 
     def answer(self, completion: Completion, result: Result) -> None:
         """Settle it with the result of an earlier run."""
-        self._forget(completion)
-        self._set_output(completion, result.text, result.tokenized, reused(result.made))
+        self._drop_withdrawn(completion)
+        self._set_output(completion, result.text, result.tokenized, reused_stats(result.stats))
 
     def reprioritise(self, completion: Completion) -> None:
         """Its objective, or what its readers want, has changed."""
-        if run := self._run_of.get(completion.id):
+        if run := self._run_by_waiter.get(completion.id):
             self._update(run)
 
     def follow(self, completion: Completion) -> None:
         """Have its text as it comes, if it runs."""
-        if (run := self._run_of.get(completion.id)) is not None:
+        if (run := self._run_by_waiter.get(completion.id)) is not None:
             self._exchange.follow(run)
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
         """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
-        if self._leave(completion) or not completion.is_finished:
-            self._settle(completion, CompletionState.CANCELLED, error)
+        if self._detach(completion) or not completion.is_finished:
+            self._settle_with_error(completion, CompletionState.CANCELLED, error)
 
     def withdraw(self, completion: Completion) -> None:
         """Stop it without settling its output: nobody reads that any more. If it is submitted
         again it goes on behind the text that it has, or begins anew. Safe in any state."""
-        if self._leave(completion, comes_back=True):
+        if self._detach(completion, may_resume=True):
             completion.state = CompletionState.IDLE
 
     def forget_session(self, session_id: int) -> Iterator[int]:
@@ -142,7 +142,7 @@ class RunTable:
         run = placement.task
         assert isinstance(run, Run), run
         attempt = Attempt(run, engine, placement.priority, placement.is_longest, placement.share)
-        run.attempt, attempt.began = attempt, self._clock.now()
+        run.attempt, attempt.started_at = attempt, self._clock.now()
         run.stats.attempts += 1
         run.stats.engine_name = engine.info.engine_name
         run.stats.model = engine.info.model
@@ -155,11 +155,11 @@ class RunTable:
         """Keep draft texts from now on: an engine uses them."""
         self._exchange.use_drafts()
 
-    def heard(self, engine: Engine) -> None:
+    def record_reported(self, engine: Engine) -> None:
         """The engine may have told of outputs that nobody gets as they come."""
-        self._exchange.heard(engine)
+        self._exchange.record_reported(engine)
 
-    def lose(self, engine: Engine) -> list[Run]:
+    def lose_engine(self, engine: Engine) -> list[Run]:
         """The engine is gone: its runs go on elsewhere, but not for ever, since one of them may be
         the cause. Returns those that do not, for `fail`. Before the ledger forgets the engine."""
         given_up: list[Run] = []
@@ -169,10 +169,11 @@ class RunTable:
                 continue
             attempt.stop()
             attempt.context = None
-            run.recall(attempt)
-            may_be_cause = attempt.may_have_harmed(self._fleet.lease_s)
-            run.lost_engine(counts=may_be_cause and not self._fleet.stood_still(attempt.began))
-            if run.may_run_again:
+            run.save_reported_output(attempt)
+            may_be_cause = attempt.may_have_crashed_engine(self._fleet.lease_s)
+            was_stalled = self._fleet.was_stalled(attempt.started_at)
+            run.count_lost_engine(is_suspect=may_be_cause and not was_stalled)
+            if run.has_retries_left:
                 self._set_state(run, RunState.QUEUED)
             else:
                 self._set_state(run, RunState.ENDED)
@@ -185,7 +186,7 @@ class RunTable:
         if run.state is not RunState.ENDED:
             self._set_state(run, RunState.ENDED, is_scheduled=is_scheduled)
         for waiter in self._take_waiters(run):
-            self._settle(waiter, CompletionState.FAILED, error)
+            self._settle_with_error(waiter, CompletionState.FAILED, error)
 
     def users(self) -> Counter[int]:
         """The number of runs that use each context, by its id."""
@@ -202,23 +203,23 @@ class RunTable:
         tenants = Counter(run.completion.options.tenant for run in queued)
         known = self._scheduler.queued_by_tenant()
         assert tenants == known, (tenants, known)
-        for key, run in self._shared.items():
+        for key, run in self._by_result_key.items():
             assert run in self._live, run
             assert run.result_key == key, run
         for run in self:
             assert run.waiters, run
-            assert run.state in _LIVE, run
+            assert run.state in _LIVE_STATES, run
             assert (run.attempt is not None) == (run.state is RunState.PLACED), run
             for waiter in run.waiters:
-                assert self._run_of[waiter.id] is run, waiter
-                assert waiter.state is _LIVE[run.state], waiter
+                assert self._run_by_waiter[waiter.id] is run, waiter
+                assert waiter.state is _LIVE_STATES[run.state], waiter
                 assert waiter.output.partial_text == run.text, waiter
         attempts = self._attempts()
         assert all(attempt.runner is not None for attempt in attempts), attempts
         num_placed = Counter(attempt.engine.id for attempt in attempts)
         for engine in self._fleet:
             assert self._scheduler.engines.num_placed(engine.id) == num_placed[engine.id], engine
-        for run in self._run_of.values():
+        for run in self._run_by_waiter.values():
             assert run in self._live or run.state is RunState.ENDED, run
         for withdrawn in self._withdrawn.values():
             assert all(r.state is RunState.WITHDRAWN and not r.waiters for r in withdrawn.values())
@@ -230,7 +231,7 @@ class RunTable:
         ledger, the waiters, and `on_change`."""
         before, run.state = run.state, state
         if state is not RunState.PLACED and is_scheduled:
-            self._reschedule(run, before)
+            self._notify_scheduler(run, before)
         if before is RunState.QUEUED:
             self._ledger.expectations.remove_queued(run.keys)
         if state is RunState.QUEUED:
@@ -238,13 +239,13 @@ class RunTable:
         if before is RunState.PLACED:
             run.attempt = None
             run.stats.service_s = run.service_s
-        self._index(run)
-        if state in _LIVE:
+        self._update_indexes(run)
+        if state in _LIVE_STATES:
             for waiter in run.waiters:
-                self._tell(run, waiter)
+                self._update_waiter(run, waiter)
         self._on_change(run)
 
-    def _reschedule(self, run: Run, before: RunState) -> None:
+    def _notify_scheduler(self, run: Run, before: RunState) -> None:
         scheduler, attempt = self._scheduler, run.attempt
         if before is RunState.PLACED:
             assert attempt is not None, run
@@ -257,18 +258,18 @@ class RunTable:
         elif before is RunState.QUEUED:
             scheduler.remove(run)
 
-    def _index(self, run: Run) -> None:
-        if run.state in _LIVE:
+    def _update_indexes(self, run: Run) -> None:
+        if run.state in _LIVE_STATES:
             self._live[run] = None
             if run.result_key is not None and len(run.waiters) < _MAX_WAITERS:
-                self._shared[run.result_key] = run  # the last of those with room
+                self._by_result_key[run.result_key] = run  # the last of those with room
         elif run in self._live:
             del self._live[run]
-            if run.result_key is not None and self._shared.get(run.result_key) is run:
-                del self._shared[run.result_key]
+            if run.result_key is not None and self._by_result_key.get(run.result_key) is run:
+                del self._by_result_key[run.result_key]
 
-    def _tell(self, run: Run, waiter: Completion) -> None:
-        waiter.state = _LIVE[run.state]
+    def _update_waiter(self, run: Run, waiter: Completion) -> None:
+        waiter.state = _LIVE_STATES[run.state]
         waiter.stats = run.stats
         if run.state is RunState.PLACED:
             waiter.times.started = self._clock.now()
@@ -283,19 +284,19 @@ class RunTable:
 
     # Waiters
 
-    def _leave(self, completion: Completion, *, comes_back: bool = False) -> bool:
+    def _detach(self, completion: Completion, *, may_resume: bool = False) -> bool:
         """The completion waits no more; False if it did not. A run without waiters is stopped. If
         it may be wanted again, what it has generated is kept."""
-        run = self._run_of.pop(completion.id, None)
+        run = self._run_by_waiter.pop(completion.id, None)
         if run is None:
             return False
         run.waiters.remove(completion)
         completion.stats = replace(run.stats)
         if run.waiters:
             self._update(run)
-        elif run.state in _LIVE:
+        elif run.state in _LIVE_STATES:
             completion.stats.used_tokens = run.count_delivered()
-            self._stop(run, is_kept=comes_back and run.can_continue)
+            self._stop(run, keep_output=may_resume and run.can_continue)
             completion.stats.service_s = run.service_s
             if run.state is RunState.WITHDRAWN:
                 self._withdrawn[completion.session_id][completion.id] = run
@@ -306,13 +307,13 @@ class RunTable:
         assert run.state is RunState.ENDED, run
         while run.waiters:
             waiter = run.waiters.pop(0)
-            del self._run_of[waiter.id]
+            del self._run_by_waiter[waiter.id]
             yield waiter
 
     def _take_withdrawn(self, completion: Completion) -> Run | None:
         return self._withdrawn.get(completion.session_id, {}).pop(completion.id, None)
 
-    def _forget(self, completion: Completion) -> None:
+    def _drop_withdrawn(self, completion: Completion) -> None:
         """Give up the completion's run that was withdrawn, if there is one."""
         if (run := self._take_withdrawn(completion)) is not None:
             self._set_state(run, RunState.ENDED)
@@ -326,7 +327,9 @@ class RunTable:
         completion.times.finished = self._clock.now()
         completion.output.set(text, tokenized)
 
-    def _settle(self, completion: Completion, state: CompletionState, error: ParrotError) -> None:
+    def _settle_with_error(
+        self, completion: Completion, state: CompletionState, error: ParrotError
+    ) -> None:
         completion.state, completion.conversation = state, None
         completion.times.finished = self._clock.now()
         if not completion.output.is_settled:
@@ -341,8 +344,8 @@ class RunTable:
         try:
             outcome = await self._exchange.run(run, attempt)
         except ParrotError as error:
-            attempt.failed(error)
-            if not is_broken(error) or await self._fleet.answers(attempt.engine):
+            attempt.record_failure(error)
+            if not needs_ping(error) or await self._fleet.check_reachable(attempt.engine):
                 self._attempt_failed(run, attempt, error)
         except Exception:
             logger.exception("completion %d failed", run.completion.id)
@@ -365,28 +368,29 @@ class RunTable:
         self._set_state(run, RunState.ENDED)
         self._on_done(run, attempt, outcome)
         for number, waiter in enumerate(self._take_waiters(run)):
-            own = reused(run.stats) if number else run.stats
+            own = reused_stats(run.stats) if number else run.stats
             self._set_output(waiter, outcome.text, outcome.tokenized, own)
 
     def _attempt_failed(self, run: Run, attempt: Attempt, error: ParrotError) -> None:
         if run.attempt is not attempt:
             return
         attempt.runner = None
-        run.recall(attempt)
+        run.save_reported_output(attempt)
         self._exchange.abandon(attempt, with_parents=isinstance(error, NotFound))
-        if not runs_again(run, attempt, error, counts=not self._fleet.stood_still(attempt.began)):
+        was_stalled = self._fleet.was_stalled(attempt.started_at)
+        if not should_retry(run, attempt, error, is_suspect=not was_stalled):
             self.fail(run, final_error(attempt.engine, error))
             return
         if isinstance(error, OutOfMemory):
             self._ledger.evict_idle(attempt.engine.id)
         self._set_state(run, RunState.QUEUED)
 
-    def _stop(self, run: Run, *, is_kept: bool) -> None:
+    def _stop(self, run: Run, *, keep_output: bool) -> None:
         """Nobody waits for it any more."""
         if (attempt := run.attempt) is not None:
             attempt.stop()
-            if is_kept:
-                self._exchange.keep(run, attempt, delivered(run, attempt), None)
+            if keep_output:
+                self._exchange.keep(run, attempt, partial_outcome(run, attempt), None)
             else:
                 self._exchange.abandon(attempt)
-        self._set_state(run, RunState.WITHDRAWN if is_kept else RunState.ENDED)
+        self._set_state(run, RunState.WITHDRAWN if keep_output else RunState.ENDED)

@@ -192,7 +192,7 @@ class History:
                 self.dispatcher.follow(self.rng.choice(self.completions))
             case 10 if self.dispatcher.fleet.views():
                 view = self.rng.choice(self.dispatcher.fleet.views())
-                self.dispatcher.drains.drain(view.id, is_wanted=self.rng.random() < 0.5)
+                self.dispatcher.drains.drain(view.id, is_draining=self.rng.random() < 0.5)
             case _:
                 await self.clock.advance(self.rng.choice([0.0, 0.1, 5.0, 20.0]))
 

@@ -22,8 +22,8 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
     await world.settle()
     other = fake_engine("other")
     await world.join(other)
-    world.dispatcher.drains.drain(slow_id, is_wanted=True)
-    world.dispatcher.drains.drain(slow_id, is_wanted=True)  # again: nothing
+    world.dispatcher.drains.drain(slow_id, is_draining=True)
+    world.dispatcher.drains.drain(slow_id, is_draining=True)  # again: nothing
     after = [world.submit(f"Two {n}") for n in range(3)]
     await asyncio.gather(*(completion.output.wait() for completion in after))
     assert (len(slow.requests), len(other.requests)) == (1, 3)
@@ -33,8 +33,8 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
     assert await before.output.wait() == "abc"
     world.dispatcher.check_integrity()
 
-    world.dispatcher.drains.drain(slow_id, is_wanted=False)
-    world.dispatcher.drains.drain(1, is_wanted=True)
+    world.dispatcher.drains.drain(slow_id, is_draining=False)
+    world.dispatcher.drains.drain(1, is_draining=True)
     slow.script = Script()
     await world.submit("Three").output.wait()
     assert len(slow.requests) == 2
@@ -53,11 +53,11 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
 async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world: World) -> None:
     engine = fake_engine(tasks_capacity=1)
     engine_id = await world.join(engine)
-    world.dispatcher.drains.drain(engine_id, is_wanted=True)
+    world.dispatcher.drains.drain(engine_id, is_draining=True)
     waits = world.submit("Go")
     await world.settle()
     assert engine.requests == []
-    world.dispatcher.drains.drain(engine_id, is_wanted=False)
+    world.dispatcher.drains.drain(engine_id, is_draining=False)
     assert await waits.output.wait()
 
     engine.script = Script(hang_after=0)
@@ -66,7 +66,7 @@ async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world
     (view,) = world.dispatcher.fleet.views()
     assert (view.num_running, view.num_queued) == (1, 1)
     assert 0 < view.needed_tokens <= view.info.tokens_capacity
-    world.dispatcher.drains.drain(engine_id, is_wanted=True)
+    world.dispatcher.drains.drain(engine_id, is_draining=True)
     for _ in range(4):
         world.heartbeat(engine_id)
         await world.clock.advance(8.0)
@@ -76,7 +76,7 @@ async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world
     engine.resume.set()
     assert await runs.output.wait()
     with pytest.raises(NotFound, match="no live engine 7"):
-        world.dispatcher.drains.drain(7, is_wanted=True)
+        world.dispatcher.drains.drain(7, is_draining=True)
 
 
 async def test_an_engine_that_drains_gets_no_call_for_what_it_has() -> None:
@@ -87,7 +87,7 @@ async def test_an_engine_that_drains_gets_no_call_for_what_it_has() -> None:
     first = few.submit("A beginning that is worth something. " * 20)
     await first.output.wait()
     holder = next(n for n, engine in enumerate(engines) if engine.requests)
-    many.drains.drain(ids[holder], is_wanted=True)
+    many.drains.drain(ids[holder], is_draining=True)
     await few.submit("?", previous=first).output.wait()
     assert len(engines[holder].requests) == 1
     await many.close()
@@ -99,7 +99,7 @@ async def leaving(world: World, engine_id: int, timeout_s: float = 60.0) -> "asy
     request = LeaveRequest(engine_id=engine_id, core=core, timeout_s=timeout_s)
 
     async def leave() -> int:
-        return (await world.dispatcher.drains.engine_leaves(request)).num_calls
+        return (await world.dispatcher.drains.leave(request)).num_calls
 
     task = asyncio.create_task(leave())
     await world.settle()
@@ -171,5 +171,5 @@ async def test_an_engine_without_calls_leaves_at_once_and_one_that_dies_is_not_w
         await (await leaving(world, slow_id))
     stale = LeaveRequest(engine_id=slow_id, core="another", timeout_s=1.0)
     with pytest.raises(NotFound):
-        await world.dispatcher.drains.engine_leaves(stale)
+        await world.dispatcher.drains.leave(stale)
     world.dispatcher.check_integrity()

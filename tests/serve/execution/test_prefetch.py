@@ -201,7 +201,7 @@ def test_what_nobody_asks_for_yet_is_not_computed_on_an_engine_that_drains():
         await program.reading(await program.call("{{story}}{{out}}", story=story))
         core = program.cluster.core
         (used,) = [view for view in core.dispatcher.fleet.views() if view.num_contexts]
-        core.dispatcher.drains.drain(used.id, is_wanted=True)
+        core.dispatcher.drains.drain(used.id, is_draining=True)
         return await read_later(program, story)
 
     cached, computed = simulate(body, num_engines=2)

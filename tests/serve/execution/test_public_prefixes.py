@@ -13,7 +13,7 @@ from parrot.gateway.transcript import prompt_tokens
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
-from parrot.serve.execution.prompting import longest_public, public_len
+from parrot.serve.execution.prompting import max_public_len, public_len
 from parrot.serve.graph.nodes import PieceKind
 from parrot.serve.prompts.encode import encode_prompt, join, read_texts
 from parrot.serve.prompts.segments import Segment
@@ -145,7 +145,7 @@ def test_the_longest_prefix_counts_and_only_its_whole_blocks(
     ends = [len(ids) // engine.info.block_size * engine.info.block_size for ids in tokens]
     whole = [end for ids, end in zip(tokens, ends, strict=True) if prompt[:end] == ids[:end]]
     assert public_len(engine, prompt) == max(whole, default=0)
-    assert longest_public(engine) == max(ends, default=0)
+    assert max_public_len(engine) == max(ends, default=0)
 
 
 @pytest.mark.parametrize(
