@@ -1,5 +1,5 @@
-"""Contexts: which prefix lives on which engine, what uses it will have, and which goes first.
+"""Contexts: which engine holds which prefix, when it will be used next, and what is evicted first.
 
-The room owns every record of a context, the index that finds one by its prompt, and what is known
-of future uses: ready prefixes, think times, forecasts. It must not know how a run is placed or
-carried out, and never talks to an engine: what is to be freed it hands to whoever asks."""
+The package owns all records of contexts, the prefix index, and the forecasts of future uses. It
+does not know runs or placements. It never calls an engine: it passes the ids of contexts to free to
+the callback `on_free`."""

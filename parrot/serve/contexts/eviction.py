@@ -1,4 +1,8 @@
-"""Orders of eviction: which idle context goes first."""
+"""Eviction: which idle context an engine loses first, and who owns each context.
+
+An idle context has no users and no forks. With one tenant, `FarthestNextUse` or
+`LeastRecentlyUsed` orders all idle contexts. From the second tenant on, each tenant has an order
+of its own, and `IdleByTenant` chooses the tenant."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -14,15 +18,22 @@ from parrot.utils.weighted_shares import WeightedShare, WeightedShares
 WeightOf = Callable[[str], float]
 
 
-_REPREDICT_FRACTION = 0.25  # a prediction is made anew after this part of the time to the next use
-_SOONER_FRACTION = 0.9  # a use expected within this part of the predicted time changes the order
-_MIN_REPREDICT_S = 0.05
-_MAX_REPREDICTIONS = 8  # predictions made anew before one context is evicted, of either kind
-_MAX_FIRST_PREDICTIONS = 64  # likewise, of contexts that have no prediction yet
+# A prediction is repeated after this fraction of the predicted time to the next use. A larger value
+# costs less CPU and lets predictions get older.
+_REPREDICT_FRACTION = 0.25
+_MIN_REPREDICT_S = 0.05  # A prediction is never repeated sooner than after this time, in seconds.
+# The first candidate is evicted if its time to the next use is still at least this fraction of the
+# predicted time. Otherwise the candidate is ordered again.
+_SOONER_FRACTION = 0.9
+# Largest number of overdue predictions that one eviction repeats. Also the largest number of
+# candidates that one eviction orders again.
+_MAX_REPREDICTIONS = 8
+# Largest number of contexts for which one eviction makes the first prediction.
+_MAX_FIRST_PREDICTIONS = 64
 
 
 class LeastRecentlyUsed:
-    """Orders one engine's idle contexts: those without users and forks."""
+    """Orders idle contexts by their last use: the least recently used is evicted first."""
 
     def __init__(self) -> None:
         self._idle: LruDict[int, LedgerContext] = LruDict()
@@ -31,17 +42,17 @@ class LeastRecentlyUsed:
         return len(self._idle)
 
     def add(self, context: LedgerContext, *, recent: bool) -> None:
-        """It is idle now, or was already and has moved. `recent`: it was used just now; else only
-        what was forked from it has gone."""
+        """Add an idle context, or move it. `recent`: it was used just now, so it is evicted last.
+        Otherwise it became idle because its last fork was freed, and it is evicted first."""
         self._idle.put(context.id, context)
         self._idle.touch(context.id, newest=recent)
 
     def discard(self, context: LedgerContext) -> None:
-        """It is not idle any more, or gone."""
+        """Remove a context that is in use or was freed. No effect if it is not in the order."""
         self._idle.pop(context.id)
 
     def first_to_evict(self) -> LedgerContext | None:
-        """The one to evict; None if none is idle."""
+        """The next context to evict; None if no context is idle."""
         oldest = self._idle.oldest()
         return None if oldest is None else oldest[1]
 
@@ -50,19 +61,19 @@ class LeastRecentlyUsed:
 
 
 class FarthestNextUse:
-    """Orders them by the predicted time of the next use. Nothing is predicted while there is room:
-    an eviction looks at some of those that became idle since the last one, the oldest first.
-    Predictions age: each is made anew after a part of the time that it spans, and before anything
-    is evicted by it, a few at a time. Two heaps: an eviction takes O(log n) of all idle ones."""
+    """Orders idle contexts by their predicted next use: the latest use is evicted first.
+
+    Predictions are made only when something must be evicted, and repeated as they get older. The
+    limits on them bound the cost of an eviction to O(log n) for n idle contexts."""
 
     def __init__(self, predict: Callable[[LedgerContext, float], float], clock: Clock) -> None:
         self._predict = predict
         self._clock = clock
-        self._unpredicted: dict[LedgerContext, None] = {}  # idle ones without a prediction yet
-        self._by_next_use: LazyHeap[LedgerContext, float] = (
-            LazyHeap()
-        )  # the others, by minus the next use
-        self._prediction_expiry: LazyHeap[LedgerContext, float] = LazyHeap()
+        # Contexts that became idle since the last eviction, the oldest first.
+        self._unpredicted: dict[LedgerContext, None] = {}
+        # All other contexts. The keys are the negated times of the next use: the latest is on top.
+        self._by_next_use: LazyHeap[LedgerContext, float] = LazyHeap()
+        self._prediction_expiry: LazyHeap[LedgerContext, float] = LazyHeap()  # Same contexts.
 
     def __len__(self) -> int:
         return len(self._unpredicted) + len(self._by_next_use)
@@ -96,7 +107,7 @@ class FarthestNextUse:
                 or self._predict(context, now) - now >= _SOONER_FRACTION * rest_s
             ):
                 return context
-            self._repredict(context, now)  # it is expected sooner by now
+            self._repredict(context, now)
             num_repredicted += 1
         return None
 
@@ -116,10 +127,10 @@ EvictionOrder = LeastRecentlyUsed | FarthestNextUse
 
 
 class EvictionRules(NamedTuple):
-    """How an engine's idle contexts are ordered: those of one tenant, and the tenants by weight."""
+    """How an engine's idle contexts are ordered."""
 
-    make_order: Callable[[], EvictionOrder]
-    weigh: WeightOf
+    make_order: Callable[[], EvictionOrder]  # Makes the order inside one tenant.
+    weigh: WeightOf  # The weight of a tenant, by its name.
     clock: Clock
 
 
@@ -127,7 +138,7 @@ class EvictionRules(NamedTuple):
 class _Tenant(WeightedShare):
     idle: EvictionOrder
     num_contexts: int = 0
-    used: int = 0  # Tokens of these contexts.
+    used: int = 0  # Tokens of all contexts of the tenant.
 
 
 def _used(tenant: _Tenant) -> int:
@@ -135,22 +146,22 @@ def _used(tenant: _Tenant) -> int:
 
 
 class IdleByTenant:
-    """One engine's idle contexts, those of each tenant in an order of their own.
+    """One engine's idle contexts, with one order per tenant.
 
-    It is installed with the second tenant. A tenant's share is its part of `capacity` by weight."""
+    It is used from the second tenant on. A tenant's share is its weighted part of `capacity`."""
 
     def __init__(self, capacity: int, rules: EvictionRules) -> None:
         self.capacity = capacity
         self._rules = rules
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # By `seen`.
-        self._weight = 0.0  # Of all tenants, present or away.
+        self._weight = 0.0  # Sum of the weights of all tenants, also of inactive ones.
         self._shares: WeightedShares[_Tenant] = WeightedShares(rules.clock)
-        self._order = self._shares.order(_used)  # Of the tenants with idle contexts.
+        self._order = self._shares.order(_used)  # The tenants with idle contexts.
 
     def enter(
         self, name: str, idle: EvictionOrder, seen: float, num_contexts: int, used: int
     ) -> None:
-        """Add a tenant that has been the only one."""
+        """Add the engine's first tenant, with the order that it had alone."""
         tenant = self._new(name, idle)
         tenant.seen, tenant.num_contexts, tenant.used = seen, num_contexts, used
         self._shares.enter(tenant)
@@ -177,8 +188,8 @@ class IdleByTenant:
         self._add(tenant, added)
 
     def freed(self, context: LedgerContext, size: int) -> None:
-        """Freeing a context is no activity of its tenant. Otherwise an inactive tenant would lose
-        one context and then keep its share again."""
+        """Remove a freed context. This does not count as activity of its tenant. Otherwise an
+        inactive tenant would lose one context and then keep its share again."""
         self.discard(context)
         tenant = self._tenants[context.tenant]
         self._add(tenant, -size)
@@ -194,22 +205,24 @@ class IdleByTenant:
             self._shares.grew(tenant)
 
     def add(self, context: LedgerContext, *, recent: bool) -> None:
-        """See `EvictionOrder.add`."""
+        """See `LeastRecentlyUsed.add`."""
         tenant = self._tenants[context.tenant]
         tenant.idle.add(context, recent=recent)
         if tenant not in self._order:
             self._order.add(tenant)
 
     def discard(self, context: LedgerContext) -> None:
-        """It is not idle any more."""
+        """Remove a context that is in use or was freed."""
         tenant = self._tenants[context.tenant]
         tenant.idle.discard(context)
         if not len(tenant.idle):
             self._order.discard(tenant)
 
     def first_to_evict(self, requester: str | None = None) -> LedgerContext | None:
-        """The one to evict for the tenant `requester`; None if there is none that it may have.
-        Without a tenant, it may be anybody's."""
+        """The next context to evict when the tenant `requester` needs blocks.
+
+        Inactive tenants and tenants above their share lose first, then the requester itself. None
+        if no such context is idle. Without a requester, any tenant's contexts may be evicted."""
         if len(self._tenants) < 2:
             return self._first_of(None)
         victim = self._order.first()
@@ -220,7 +233,7 @@ class IdleByTenant:
         return self._first_of(requester)
 
     def _first_of(self, requester: str | None) -> LedgerContext | None:
-        """The first of the tenant that asks, or, without one, of anybody."""
+        """The requester's next context to evict; without a requester, any tenant's."""
         if requester is not None:
             tenant = self._tenants.get(requester)
             return None if tenant is None else tenant.idle.first_to_evict()
@@ -231,7 +244,7 @@ class IdleByTenant:
         return {i for tenant in self._tenants.values() for i in tenant.idle.context_ids()}
 
     def check_integrity(self, sizes: Mapping[LedgerContext, int]) -> None:
-        """Recount by the sizes of all contexts. Raises AssertionError with what differs."""
+        """Recount by the sizes of all contexts. Raises AssertionError with the difference."""
         used = dict.fromkeys(self._tenants, 0)
         for context, size in sizes.items():
             used[context.tenant] += size
@@ -245,23 +258,21 @@ class IdleByTenant:
 
 @dataclass(slots=True, kw_only=True)
 class EngineMemory(KvUsage):
-    """Sizes are in tokens, rounded up to blocks. `capacity` counts the `host`'s, too; `gpu_tier`
-    None: there is no host tier; `server_cache` None: the engine keeps what the ledger says, with
-    no server behind it that does as it likes."""
+    """One engine's contexts and KV usage. `capacity` includes KV in CPU memory."""
 
     block_size: int
     rules: EvictionRules
     contexts: dict[int, LedgerContext] = field(default_factory=dict)
-    gpu_tier: GpuTier | None = None
-    server_cache: ServerCache | None = None
-    # Of the only tenant, before there are several: its contexts without users and forks.
+    gpu_tier: GpuTier | None = None  # None: all KV is in GPU memory.
+    server_cache: ServerCache | None = None  # None: the engine evicts only when the ledger says so.
+    # The first tenant's idle contexts. Unused from the second tenant on.
     _idle: EvictionOrder | None = field(init=False, default=None)
-    _tenant: str = field(init=False, default="")
+    _tenant: str = field(init=False, default="")  # The first tenant.
     _seen: float = field(init=False, default=0.0)  # When that tenant was last active.
-    _by_tenant: IdleByTenant | None = field(init=False, default=None)
+    _by_tenant: IdleByTenant | None = field(init=False, default=None)  # None: there is one tenant.
 
     def opened(self, context: LedgerContext) -> int:
-        """Returns the context's size."""
+        """Add a context, and return its size."""
         if self._by_tenant is None and (self._idle is None or context.tenant != self._tenant):
             self._add_tenant(context.tenant)
         size = self.size(context)
@@ -274,7 +285,7 @@ class EngineMemory(KvUsage):
         return size
 
     def _add_tenant(self, tenant: str) -> None:
-        """Another tenant comes. It may be the only one again."""
+        """Add a tenant. If no context is left, it becomes the only tenant."""
         if self._idle is None or not self.contexts:
             self._idle, self._tenant = self.rules.make_order(), tenant
             return
@@ -298,11 +309,11 @@ class EngineMemory(KvUsage):
             self._by_tenant.freed(context, size)
 
     def add_idle(self, context: LedgerContext, *, recent: bool) -> None:
-        """The context is idle. See `EvictionOrder.add`."""
+        """See `LeastRecentlyUsed.add`."""
         self._order().add(context, recent=recent)
 
     def discard_idle(self, context: LedgerContext) -> None:
-        """It is not idle any more."""
+        """Remove a context that is in use or was freed from the candidates for eviction."""
         self._order().discard(context)
 
     def _order(self) -> EvictionOrder | IdleByTenant:
@@ -311,7 +322,7 @@ class EngineMemory(KvUsage):
         return order
 
     def first_to_evict(self, requester: str | None = None) -> LedgerContext | None:
-        """See `IdleByTenant.first`. The only tenant's contexts go in their own order."""
+        """See `IdleByTenant.first_to_evict`. With one tenant, any idle context may be evicted."""
         if self._by_tenant is not None:
             return self._by_tenant.first_to_evict(requester)
         return None if self._idle is None else self._idle.first_to_evict()
@@ -320,25 +331,25 @@ class EngineMemory(KvUsage):
         return self._order().context_ids() if self.contexts else ()
 
     def use(self, context: LedgerContext) -> None:
-        """A run has it on the device."""
+        """Mark the context as used by a run, which has it in GPU memory."""
         if self.gpu_tier is not None:
             self.gpu_tier.use(context)
         if self.server_cache is not None:
             self.server_cache.use(context)
 
     def trim(self) -> None:
+        """Drop the contexts that a foreign server has probably evicted."""
         if self.server_cache is not None:
             self.server_cache.trim()
 
     def size(self, context: LedgerContext) -> int:
-        """Tokens of the blocks that only this context and its forks have: a fork inside a block
-        copies that block."""
+        """Tokens of the blocks after the shared prefix. A fork inside a block copies the block."""
         end = context.length + context.reserved
         num_blocks = -(-end // self.block_size) - context.parent_len // self.block_size
         return num_blocks * self.block_size
 
     def check_integrity(self) -> None:
-        """Recount. Raises AssertionError with what differs."""
+        """Recount. Raises AssertionError with the difference."""
         contexts = self.contexts.values()
         used = sum(map(self.size, contexts))
         assert self.used == used, (self.used, used)
@@ -367,12 +378,13 @@ def _check_links(context: LedgerContext, live: Mapping[int, LedgerContext]) -> N
 
 
 class Owners:
-    """The contexts by owner: a session has them until it ends, a tenant until nobody has used them
-    for long. What sessions have is promised to them in `rooms`, by engine."""
+    """The contexts by owner. A session owns contexts until it ends; a tenant, until they expire.
+
+    The sizes of sessions' contexts are added to `KvUsage.session_tokens`."""
 
     def __init__(self, kv_usage: Mapping[int, KvUsage]) -> None:
         self._kv_usage = kv_usage
-        self._sizes: dict[int, int] = {}  # of sessions' contexts
+        self._sizes: dict[int, int] = {}  # Sizes of sessions' contexts, by context id.
         self._by_session: dict[int, dict[int, LedgerContext]] = {}
         self._of_tenants: LruDict[int, LedgerContext] = LruDict()
 
@@ -402,21 +414,21 @@ class Owners:
             del self._by_session[context.owner]
 
     def give_to_tenant(self, context: LedgerContext, tenant: str) -> None:
-        """Leave a session's context to its tenant: others want it, too."""
+        """Make the tenant the owner of a session's context, which several sessions now use."""
         if isinstance(context.owner, int):
             self.remove(context)
             context.owner = tenant
             self.add(context, 0)
 
     def of_session(self, session_id: int) -> list[LedgerContext]:
-        """The session's contexts in the order in which they became its."""
+        """The session's contexts, in the order in which the session became their owner."""
         return list(self._by_session.get(session_id, {}).values())
 
     def is_owned_by(self, context: LedgerContext, session_id: int) -> bool:
         return context.id in self._by_session.get(session_id, {})
 
     def touch(self, context: LedgerContext) -> None:
-        """If it is a tenant's, it is the last to expire."""
+        """Make a tenant's context the last to expire. No effect on sessions' contexts."""
         if isinstance(context.owner, str):
             self._of_tenants.touch(context.id)
 
@@ -433,12 +445,12 @@ class Owners:
         return set(self._of_tenants).union(*self._by_session.values())
 
     def check_integrity(self, sizes: Mapping[LedgerContext, int]) -> None:
-        """Recount by the sizes of all contexts. Raises AssertionError with what differs."""
+        """Recount by the sizes of all contexts. Raises AssertionError with the difference."""
         assert self.context_ids() == {context.id for context in sizes}, self.context_ids()
-        promised = dict.fromkeys(self._kv_usage, 0)
+        counted = dict.fromkeys(self._kv_usage, 0)
         for context, size in sizes.items():
-            if isinstance(context.owner, int) and context.engine_id in promised:
-                promised[context.engine_id] += size
-        assert promised == {
+            if isinstance(context.owner, int) and context.engine_id in counted:
+                counted[context.engine_id] += size
+        assert counted == {
             engine_id: usage.session_tokens for engine_id, usage in self._kv_usage.items()
         }

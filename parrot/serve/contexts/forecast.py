@@ -1,45 +1,42 @@
-"""Forecasts of the uses that contexts will have: who is going to use them, and when.
+"""Forecasts: when a context will be used next, and which prefixes of waiting prompts are ready.
 
     template       "Read " {{book}} " and " {{notes}} " and answer: " {{answer}}
     book is ready  |-- ready prefix -----|  missing
 
-A wanted completion waits while an input is missing. Its *ready prefix* is everything before the
-first missing piece, in the order of its prompt; it only grows. Whoever keeps contexts learns from
-it that they will be needed; whoever fills contexts can compute it ahead.
+A wanted completion waits while an input is missing. Its *ready prefix* is its prompt up to the
+first missing input, and can only grow. Eviction spares the contexts that hold a ready prefix, and
+prefetching computes it ahead.
 
-The next use of a context is predicted in seconds. Each reason why somebody may use it has a rate:
-one over the seconds until it is expected to come true. The rates add up; the next use is expected
-after one over their sum.
+**Next use.** Each possible use of a context has a rate: 1 / (seconds until the use is expected).
+The rates are added, and the context is expected to be used after 1 / sum. Example: a context was
+used just now. A waiting completion will use it in 20 s, and its session's next call in 30 s. The
+sum is 1/20 + 1/30 + 1/600 = 0.085, so the next use is expected in 11.8 s.
 
+    use                         expected time
     queued runs                 now
-    completions that wait       when their inputs are predicted to be there
-    the session's next call     the rest of the usual think time (see `ThinkTimes`)
-    reuse so far                the mean time between uses, or the time since the last if longer
-    anybody else                in a while, the later the longer nobody came
+    waiting completions         when their inputs are predicted to be ready
+    the session's next call     after the rest of the think time (see `ThinkTimes`)
+    repeated forks              after the mean time between forks, or the idle time if longer
+    unknown programs            after `_UNEXPECTED_USE_S` plus the idle time
 
-The times that sessions think before they continue a call, learnt per function, and per cache
-salt: a tenant's, or that of some who share their caches.
+**Think time.** The time between the end of a call and the session's next call:
 
-    call ends        ... the program runs a tool, a person thinks ...      its successor is ready
-        |------------------------- think time -----------------------------------|
-        |------ elapsed ------|-- what is predicted: the rest, if there is one --|
+    call ends           ... the program runs a tool, or a person thinks ...     next call is ready
+        |------------------------------ think time ------------------------------------|
+        |------ elapsed ------|------------------ predicted rest ----------------------|
 
-The model is an empirical survival model with two kinds of ends. Let T be the think time of a call,
-infinite if it is never continued, e the time that has elapsed, and c the fraction of calls that are
-continued at all. Of those, S(e) = P(T > e | T finite) is the weight of the observed think times
-longer than e over that of all. Then by Bayes' rule the call is still going to be continued with
-probability
+Think times are learnt per function and per cache salt. A call may also never be continued. Let c be
+the fraction of calls that are continued, and e the elapsed time. S(e) is the fraction of observed
+think times longer than e. By Bayes' rule, the call is still continued with the probability
 
     p(e) = c S(e) / (c S(e) + 1 - c)
 
-which falls with e: what has lasted longer than ever before is hardly continued any more. If it is,
-it takes m(e) = E[T - e | T > e] more seconds: the sum of the rests of the longer observed times
-over their weight. The next use is a rate (see `forecast`), and a use that comes with probability p
-after m seconds has the rate p / m. So what is returned is m(e) / p(e).
+It falls with e. m(e) is the mean rest of the observed think times longer than e. A use that happens
+with probability p after m seconds has the rate p / m, so the prediction is m(e) / p(e).
 
-Three priors keep it sane where little was seen: the salt's other functions count like
-`_SALT_PRIOR` observations; `_TAIL_PRIOR` of an observation says that T goes on as long again as it
-has lasted; and c begins at one half. Old observations fade by halves.
+Three priors stabilise predictions from few observations. The salt's other functions count like
+`_SALT_PRIOR` observations. `_TAIL_PRIOR` observations say that the rest is as long as the elapsed
+time. c starts at 1/2. Old observations lose weight by halving.
 """
 
 from bisect import bisect_right
@@ -63,34 +60,45 @@ from parrot.serve.prompts.segments import (
 )
 from parrot.utils.heaps import LruDict
 
-_FIRST_BOUND_S = 0.02
-_BOUND_RATIO = 1.1
-_BOUNDS_S = (
-    0.0,
-    *(_FIRST_BOUND_S * _BOUND_RATIO**i for i in range(130)),
-)  # up to 4,400 s, and beyond
-_MAX_WEIGHT = 256.0  # of observations; older ones fade
-_MAX_HISTOGRAMS = 8192  # functions and salts; those unused for longest are forgotten
-_SALT_PRIOR = 2.0  # what the salt's other functions say counts like so many observations
-_TAIL_PRIOR = 0.5  # likewise, that it goes on as long again as it has lasted
-_MIN_TAIL_S = 10.0  # taken to have elapsed at least, in that
+_FIRST_BOUND_S = 0.02  # Upper bound of the first histogram bucket, in seconds.
+_BOUND_RATIO = 1.1  # Ratio of the bounds of neighbouring buckets. A larger value is less exact.
+# Lower bounds of the buckets, in seconds. The last bucket starts at 4,400 s.
+_BOUNDS_S = (0.0, *(_FIRST_BOUND_S * _BOUND_RATIO**i for i in range(130)))
+# Weight of all observations of a histogram at which it is halved. With a larger value, predictions
+# adapt more slowly to new think times.
+_MAX_WEIGHT = 256.0
+# Number of functions and salts with a histogram. The least recently used are forgotten.
+_MAX_HISTOGRAMS = 8192
+# Weight of the histogram of the whole salt, in observations. With a larger value, a new function's
+# own think times matter later.
+_SALT_PRIOR = 2.0
+# Weight, in observations, of the assumption that the rest is as long as the elapsed time.
+_TAIL_PRIOR = 0.5
+_MIN_TAIL_S = 10.0  # The smallest rest that this assumption predicts, in seconds.
+# Smallest probability of a next call in predictions. It keeps the predicted time finite.
 _MIN_PROBABILITY = 1e-4
 
-
 Forecast = Callable[[], float]
-"""When a completion that waits will have its inputs, on the clock's scale; infinite if nobody
-knows."""
-GROUP_SIZE = 16  # links in one group
-_MIN_NEXT_USE_S = 0.5  # what is due or overdue is expected within this
-_MAX_INPUT_WAIT_S = 60.0  # what waits for the program itself, of which nothing is known
+"""Returns when a waiting completion will have its inputs, in seconds of the clock; infinite if
+that cannot be predicted, because the program itself sets an input."""
+
+GROUP_SIZE = 16
+"""Number of old turns of a conversation that are stored as one link."""
+
+# A use that is due or overdue is expected after this time, in seconds.
+_MIN_NEXT_USE_S = 0.5
+# A use by a waiting completion is expected after at most this time, in seconds. So this is the
+# prediction for inputs that the program itself sets.
+_MAX_INPUT_WAIT_S = 60.0
 
 
 class _Histogram:
-    """The think times of some calls, and how many calls were never continued."""
+    """Observed think times in buckets of 10% width, and the number of calls never continued."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * len(_BOUNDS_S)
-        self._tails: list[tuple[float, float]] | None = None  # weight and time from each bucket on
+        # For each bucket, the weight and the summed seconds from this bucket on. None: outdated.
+        self._tails: list[tuple[float, float]] | None = None
         self.num_continued = 0.0
         self.num_abandoned = 0.0
 
@@ -105,7 +113,7 @@ class _Histogram:
         self._halve_if_full()
 
     def tail(self, elapsed_s: float) -> tuple[float, float]:
-        """The weight of the observed think times that were longer, and the sum of their rests."""
+        """The weight of the think times longer than `elapsed_s`, and the sum of their rests."""
         if not self.num_continued:
             return 0.0, 0.0
         if self._tails is None:
@@ -113,7 +121,7 @@ class _Histogram:
         bucket = bisect_right(_BOUNDS_S, elapsed_s) - 1
         weight, seconds = self._tails[bucket + 1]
         rest_s = seconds - weight * elapsed_s
-        if bucket + 1 < len(_BOUNDS_S):  # the part of its own bucket that is still to come
+        if bucket + 1 < len(_BOUNDS_S):  # Add the part of this bucket above `elapsed_s`.
             low, high = _BOUNDS_S[bucket], _BOUNDS_S[bucket + 1]
             part = self._counts[bucket] * (high - elapsed_s) / (high - low)
             weight += part
@@ -144,30 +152,31 @@ _EMPTY = _Histogram()
 
 
 class ThinkTimes:
-    """Learns from calls that end, and from those that continue them or never do."""
+    """Learns and predicts the time between a call and the session's next call."""
 
     def __init__(self) -> None:
-        self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_HISTOGRAMS)  # and of salts
-        self._open: dict[int, Counter[Source]] = {}  # ended and not continued, by session
+        # By function and salt, and by salt alone.
+        self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_HISTOGRAMS)
+        self._open: dict[int, Counter[Source]] = {}  # Calls that may be continued, by session.
 
     @property
     def num_open(self) -> int:
-        """Calls of live sessions that have ended and were not continued."""
+        """Number of finished calls of live sessions that were not continued so far."""
         return sum(pending.total() for pending in self._open.values())
 
     def ended(self, session_id: int, source: Source) -> None:
-        """A call has ended, and may be continued from now on."""
+        """A call has finished, and may be continued from now on."""
         self._open.setdefault(session_id, Counter())[source] += 1
 
     def submitted(self, completion: Completion, now: float) -> None:
-        """A call is ready. If it continues another one, that was thought about until now."""
+        """A call is ready. If it continues another call, observe the think time between them."""
         before = completion.previous
         if before is not None and before.times.finished is not None:
             think_s = now - before.times.finished
             self.continued(completion.session_id, Source.of(before), think_s)
 
     def continued(self, session_id: int, source: Source, think_s: float) -> None:
-        """A call that continues one of the source's is ready."""
+        """Observe the think time before a call that continues a call of `source`."""
         if (pending := self._open.get(session_id)) is not None and pending[source] > 0:
             pending[source] -= 1
         for histogram in self._histograms(source):
@@ -180,8 +189,8 @@ class ThinkTimes:
                     histogram.abandon(count)
 
     def expected_s(self, source: Source, elapsed_s: float) -> float:
-        """Expected seconds until a call that ended `elapsed_s` ago is continued, over the chance
-        that it is continued at all."""
+        """Expected seconds until a call that finished `elapsed_s` ago is continued, divided by the
+        probability that it is continued. This is m(e) / p(e) in the module's docstring."""
         own = self._known.peek(source) or _EMPTY
         others = self._known.peek(source.salt) or _EMPTY
         share = _SALT_PRIOR / max(others.num_continued, _SALT_PRIOR)
@@ -197,7 +206,7 @@ class ThinkTimes:
         return rest_s / max(chance / (chance + 1 - usual), _MIN_PROBABILITY)
 
     def _histograms(self, source: Source) -> Iterator[_Histogram]:
-        """Yield that of the function and that of its salt, new or not."""
+        """Yield the histograms of the function and of its salt. Missing ones are created."""
         for key in (source, source.salt):
             if (histogram := self._known.get(key)) is None:
                 self._known.put(key, histogram := _Histogram())
@@ -205,25 +214,27 @@ class ThinkTimes:
 
 
 def _continue_probability(own: _Histogram, others: _Histogram) -> float:
-    """The probability that a call is continued at all."""
+    """The probability that a call is continued."""
     usual = (others.num_continued + 1) / (others.num_continued + others.num_abandoned + 2)
     num_known = own.num_continued + own.num_abandoned
     return (own.num_continued + _SALT_PRIOR * usual) / (num_known + _SALT_PRIOR)
 
 
-_UNEXPECTED_USE_S = 600.0  # a context that nobody is known to want
+# Seconds until the next use of a context that was used just now, if no use is expected. With a
+# larger value, contexts without an expected use are evicted earlier.
+_UNEXPECTED_USE_S = 600.0
 
 
 @dataclass(slots=True)
 class _Expectation:
-    """Who will use a prefix. Of `waiting`, the first to wait comes first."""
+    """The expected uses of one prefix."""
 
-    num_queued: int = 0
-    waiting: dict[Forecast, None] = field(default_factory=dict)
+    num_queued: int = 0  # Number of queued runs whose prompt has the prefix.
+    waiting: dict[Forecast, None] = field(default_factory=dict)  # In the order of arrival.
 
 
 class Expectations:
-    """The prefix keys that queued and waiting completions will use, and when."""
+    """The prefixes that queued and waiting completions will use, and when."""
 
     def __init__(self) -> None:
         self._expected: defaultdict[bytes, _Expectation] = defaultdict(_Expectation)
@@ -247,7 +258,7 @@ class Expectations:
             self._remove_if_unused(key)
 
     def soonest(self, boundaries: Iterable[Boundary], now: float) -> float | None:
-        """When the first of them is used; None if none is expected to be."""
+        """When the first of these prefixes is used; None if no use is expected."""
         soonest = None
         for boundary in boundaries:
             expectation = self._expected.get(boundary.key)
@@ -257,7 +268,7 @@ class Expectations:
         return soonest
 
     def check_integrity(self, counts: Mapping[bytes, int]) -> None:
-        """`counts`: how many completions, queued or waiting, would use each key."""
+        """`counts`: the number of queued and waiting completions per prefix key."""
         own = {key: e.num_queued + len(e.waiting) for key, e in self._expected.items()}
         assert own == counts, (own, counts)
 
@@ -270,8 +281,7 @@ class Expectations:
 def next_use(
     expectations: Expectations, think_times: ThinkTimes, context: LedgerContext, now: float
 ) -> float:
-    """When the context is expected to be used, on the clock's scale, by what is expected and what
-    was learnt."""
+    """When the context is expected to be used next, in seconds of the clock."""
     idle_s = now - context.last_used
     rate = 1 / (_UNEXPECTED_USE_S + idle_s)
     when = expectations.soonest(context.boundaries, now)
@@ -281,7 +291,8 @@ def next_use(
     if context.expected_call is not None:
         source, since = context.expected_call
         rate += 1 / max(think_times.expected_s(source, now - since), _MIN_NEXT_USE_S)
-        num_forks -= 1  # the session's own next call
+        # The session's own next call is predicted above.
+        num_forks -= 1
     if num_forks > 0:
         between_s = (context.last_used - context.opened_at) / num_forks
         rate += 1 / max(between_s, idle_s, _MIN_NEXT_USE_S)
@@ -290,18 +301,16 @@ def next_use(
 
 @dataclass(slots=True, eq=False)
 class ReadyPrefix:
-    """The known beginning of a prompt, with one prefix key for each segment. It only grows.
-    `forecast`: when the rest will be there. `num_own`: pieces of the completion's own fill in it;
-    `end`: its key."""
+    """The segments of a prompt up to the first missing input. It can only grow."""
 
     segments: list[Segment]
-    keys: list[bytes]
-    end: bytes
-    forecast: Forecast
-    num_own: int = 0
+    keys: list[bytes]  # One prefix key per segment.
+    end: bytes  # The last key; without segments, the hasher's root.
+    forecast: Forecast  # When the missing inputs will be ready.
+    num_own: int = 0  # Number of segments from the completion's own template.
 
     def grow(self, completion: Completion) -> None:
-        """Take in what has become ready."""
+        """Append the segments whose inputs have become ready."""
         for segment in fill_segments(completion, self.num_own):
             self.end = extend_key(self.end, segment)
             self.segments.append(segment)
@@ -310,25 +319,25 @@ class ReadyPrefix:
 
 
 class ReadyPrefixes:
-    """Keeps the ready prefix of every waiting completion. `expect` costs what it adds; a completion
-    that continues another one that is not done has no prefix apart from that one's, so a long chain
-    that waits costs nothing."""
+    """Keeps the ready prefix of each waiting completion.
+
+    A completion whose `previous` is unfinished has no ready prefix, so a long waiting chain is
+    free. Otherwise `expect` takes time in proportion to the new segments."""
 
     def __init__(self, expectations: Expectations, hasher: PrefixHasher | None = None) -> None:
         self._hasher = hasher or PrefixHasher()
         self._expectations = expectations
         self._waiting: dict[Completion, ReadyPrefix] = {}
         self._links: WeakKeyDictionary[Completion, PrefixLink] = WeakKeyDictionary()
-        self._groups: WeakKeyDictionary[Completion, PrefixLink] = (
-            WeakKeyDictionary()
-        )  # by their last
+        # Groups of `GROUP_SIZE` links, by the last completion of each group.
+        self._groups: WeakKeyDictionary[Completion, PrefixLink] = WeakKeyDictionary()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def expect(self, completion: Completion, forecast: Forecast) -> ReadyPrefix | None:
-        """A wanted completion waits; `forecast`: when its inputs will be there (that of the first
-        call holds). Returns its prefix if that has grown since the last call."""
+        """Update a waiting completion. Returns its ready prefix if that has grown since the last
+        call. Only the first call's `forecast` is used."""
         prefix, num_known = self._waiting.get(completion), 0
         if prefix is not None:
             num_known = len(prefix.keys)
@@ -343,21 +352,21 @@ class ReadyPrefixes:
         return prefix
 
     def drop(self, completion: Completion) -> ReadyPrefix | None:
-        """It waits no more. Returns the prefix that it had, if any. Safe in any state."""
+        """Forget a completion that no longer waits, and return its ready prefix, if any."""
         prefix = self._waiting.pop(completion, None)
         if prefix is not None:
             self._expectations.remove_waiting(prefix.keys, prefix.forecast)
         return prefix
 
     def prompt(self, completion: Completion) -> tuple[list[Segment], tuple[bytes, ...]]:
-        """The segments and keys of the whole prompt. Its inputs are ready now; it waits no more."""
+        """Forget a completion whose inputs are ready. Returns its prompt's segments and keys."""
         whole = self.drop(completion) or self._new_prefix(completion, _ready_now)
         whole.grow(completion)
         return whole.segments, tuple(whole.keys)
 
     def check_integrity(self) -> Counter[bytes]:
-        """Recount. Returns how often each key is expected; raises AssertionError with what
-        differs."""
+        """Recount. Returns the number of waiting completions per prefix key. Raises AssertionError
+        with the difference."""
         counts: Counter[bytes] = Counter()
         for completion, prefix in self._waiting.items():
             assert completion.state is CompletionState.WAITING, completion
@@ -383,9 +392,9 @@ class ReadyPrefixes:
     def _chain(
         self, completions: Sequence[Completion], end: bytes, *, may_group: bool
     ) -> Iterator[PrefixLink]:
-        """The links behind the prefix key `end`, with the old ones of a long conversation in
-        groups: hundreds would be looked at for each of its turns. A chat's segments have markup
-        between them, so they cannot be one."""
+        """Yield the links after the prefix key `end`. Old turns of a long conversation are grouped,
+        because each new turn would visit hundreds of links. `may_group` is False for chats: their
+        segments are separated by markup and cannot be merged."""
         at = 0
         while at < len(completions):
             stop = at + 1
@@ -396,7 +405,7 @@ class ReadyPrefixes:
             at, end = stop, link.keys[-1]
 
     def _link(self, completions: Sequence[Completion], end: bytes) -> PrefixLink:
-        """One link, or a group of them as one."""
+        """The cached link of one completion, or the merged link of a group."""
         is_group = len(completions) > 1
         known = self._groups if is_group else self._links
         link = known.get(completions[-1])
@@ -413,7 +422,7 @@ class ReadyPrefixes:
 
 
 def _has_pending_notice(completion: Completion) -> bool:
-    """Whether it has yet to hear of an input that is settled."""
+    """Whether an input is settled but not yet counted as such by the completion."""
     return completion.missing > sum(not variable.is_settled for variable in completion.inputs)
 
 

@@ -1,4 +1,4 @@
-"""Contexts, and the index that finds one by the prompt it begins with."""
+"""Contexts, the index that finds them by prefix key, and models of each engine's KV memory."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -8,25 +8,28 @@ from typing import NamedTuple
 from parrot.serve.graph.nodes import Completion, given_name
 from parrot.utils.heaps import LruDict
 
-_MAX_CACHED_PREFIXES = 65_536  # prompts that engines are believed to have
+# Number of prefix keys for which the index remembers the engines that may have cached them.
+_MAX_CACHED_PREFIXES = 65_536
 
-Owner = int | str  # a session's id, or a tenant's name
+Owner = int | str
+"""A session's id, or a tenant's name. A session's contexts are freed when the session ends."""
 
 
 class FreeReason(StrEnum):
-    """Why a context was freed."""
+    """Why a context was freed. The values are labels of the metric `parrot_kv_freed_tokens`."""
 
-    ROOM = "room"  # for others, when the engine was full
-    MEMORY = "memory"  # its engine refused work for want of memory
-    EXPIRED = "expired"  # a tenant's, unused for long
-    SESSION = "session"  # its session ended
-    BROKEN = "broken"  # its run was stopped or failed
-    ENGINE = "engine"  # its engine was lost
+    ROOM = "room"  # Evicted because other contexts needed the KV blocks.
+    MEMORY = "memory"  # Evicted because the engine rejected a run for lack of memory.
+    EXPIRED = "expired"  # The context belonged to a tenant and was unused for the timeout.
+    SESSION = "session"  # The context's session ended.
+    BROKEN = "broken"  # The context's run was stopped or failed, or its prefill was useless.
+    ENGINE = "engine"  # The context's engine was lost.
 
 
 class Source(NamedTuple):
-    """The calls of one function with one cache salt, which are taken to be continued alike; so are
-    all calls whose functions have no name."""
+    """A function and a cache salt. Its calls share one histogram of think times.
+
+    `func_name` is empty for all calls without a named function."""
 
     salt: str
     func_name: str
@@ -37,46 +40,44 @@ class Source(NamedTuple):
 
 
 class Boundary(NamedTuple):
-    """The prompt with this key ends at `length`; `last` is its last token (or character)."""
+    """The position in a context at which the prompt with this prefix key ends."""
 
     key: bytes
-    length: int
-    last: int | str
+    length: int  # In tokens, or in characters for contexts of text.
+    last: int | str  # The prompt's last token, or its last character.
 
 
 @dataclass(slots=True, eq=False)
 class LedgerContext:
-    """`length` tokens are or will be in it before it generates; `reserved` more may be generated.
-    `is_computed`: its engine is known to have its tokens; before that, the run that opened it may
-    still fail. `retired`: why nobody finds it any more, if so. `expected_call`: whose output it
-    ends with and since when, so that a next call may be expected."""
+    """The record of one context. Lengths include the shared prefix of `parent_len` tokens."""
 
     id: int
     engine_id: int
     owner: Owner
     parent: "LedgerContext | None"
-    parent_len: int
-    length: int
-    reserved: int
+    parent_len: int  # Length of the prefix that is shared with the parent.
+    length: int  # Tokens of the prompt; after the generation, of prompt and output.
+    reserved: int  # Output tokens that may still be generated.
     opened_at: float
     last_used: float
-    expiry_renewed_at: float = field(
-        default=0.0, init=False
-    )  # when it last outlived its expiry by its forks
+    # When the context last reached its expiry while it was in use or had forks.
+    expiry_renewed_at: float = field(default=0.0, init=False)
     boundaries: list[Boundary] = field(default_factory=list)
     children: "set[LedgerContext]" = field(default_factory=set)
-    users: int = 0  # runs that generate on it
-    pins: int = 0  # users, and children with pins
-    is_computed: bool = False
-    retired: FreeReason | None = None
-    num_forks: int = 0  # so far
+    users: int = 0  # Number of runs that use this context itself.
+    pins: int = 0  # Number of users plus children with pins. A pinned context is not evicted.
+    is_computed: bool = False  # The engine has computed it. Before that, its run may still fail.
+    retired: FreeReason | None = None  # Why the context is not in the index; None: it is.
+    num_forks: int = 0  # Number of forks ever made, including freed ones.
+    # The session's next call is expected to continue this context. The source of the previous call,
+    # and the time at which that call finished.
     expected_call: tuple[Source, float] | None = None
-    on_host: bool = False  # its KV would have to be brought back
-    function: str = ""  # whose call computes it; empty: one without a name
-    tenant: str = ""  # whose call opened it
+    on_host: bool = False  # The KV is in CPU memory and must be copied to the GPU before use.
+    function: str = ""  # The function whose call opened the context; empty: unnamed.
+    tenant: str = ""  # The tenant whose call opened the context.
 
     def num_on_host(self, length: int) -> int:
-        """The number of its first `length` tokens that are on its engine's host."""
+        """How many of the context's first `length` tokens are in CPU memory."""
         count = 0
         for link in self.lineage():
             count += max(0, length - link.parent_len) if link.on_host else 0
@@ -84,36 +85,39 @@ class LedgerContext:
         return count
 
     def lineage(self) -> "Iterator[LedgerContext]":
-        """Yield it and those that it was forked from, itself first."""
+        """Yield the context, its parent, its parent's parent, and so on."""
         link: LedgerContext | None = self
         while link is not None:
             yield link
             link = link.parent
 
     def mark_computed(self) -> None:
-        """Its engine has computed it, so also all that it was forked from."""
+        """Record that the engine has computed the context, and so its ancestors."""
         link: LedgerContext | None = self
-        while link is not None and not link.is_computed:  # asked for each chunk of a stream
+        # Stop at the first computed ancestor: this runs for each chunk of a stream.
+        while link is not None and not link.is_computed:
             link.is_computed = True
             link = link.parent
 
 
 class Match(NamedTuple):
-    """The first `num_covered` segments of a prompt are the beginning of `context`."""
+    """A context that holds a prefix of a prompt."""
 
-    num_covered: int
+    num_covered: int  # Number of the prompt's segments in the prefix.
     context: LedgerContext
-    boundary: Boundary
+    boundary: Boundary  # The end of the prefix in the context.
 
 
 class PrefixIndex:
-    """Prefix key -> engine -> the context that has the prompt of that key. `server_caches`: by
-    engine, what servers keep that order that by themselves; `kv_usage`: of the other engines."""
+    """Finds the contexts that hold a prefix, by prefix key and engine. Retired ones are left out.
+
+    Each engine is in exactly one of `server_caches` and `kv_usage`."""
 
     def __init__(self) -> None:
-        self.server_caches: dict[int, ServerCache] = {}
-        self.kv_usage: dict[int, KvUsage] = {}
+        self.server_caches: dict[int, ServerCache] = {}  # Of engines with a foreign server.
+        self.kv_usage: dict[int, KvUsage] = {}  # Of all other engines.
         self._entries: dict[bytes, dict[int, tuple[LedgerContext, Boundary]]] = {}
+        # Engines that may hold the prefix in their own cache, without a context in the ledger.
         self._cached: LruDict[bytes, frozenset[int]] = LruDict(_MAX_CACHED_PREFIXES)
 
     def __len__(self) -> int:
@@ -121,7 +125,7 @@ class PrefixIndex:
 
     @property
     def session_fraction(self) -> float:
-        """The part of all rooms that is promised; 0 where there is none."""
+        """The fraction of all engines' KV that live sessions own; 0 without engines."""
         capacity = sum(usage.capacity for usage in self.kv_usage.values())
         return (
             sum(usage.session_tokens for usage in self.kv_usage.values()) / capacity
@@ -130,7 +134,7 @@ class PrefixIndex:
         )
 
     def match(self, engine_id: int, keys: Sequence[bytes]) -> Match | None:
-        """The longest beginning of a prompt that a context of this engine has."""
+        """The longest prefix of the prompt that a context of this engine holds."""
         for i in range(len(keys) - 1, -1, -1):
             holders = self._entries.get(keys[i])
             if holders is not None and (found := holders.get(engine_id)) is not None:
@@ -138,27 +142,27 @@ class PrefixIndex:
         return None
 
     def holders(self, key: bytes) -> Collection[int] | None:
-        """The engines that have the prompt of this key."""
+        """The engines with a context that holds this prefix."""
         return self._entries.get(key)
 
     def engines_of_owner(self, owner: Owner, keys: Sequence[bytes]) -> Iterator[int]:
-        """Yield the engines where contexts of the owner's have a beginning of the prompt: those
-        with most of it first, with repetitions."""
+        """Yield the engines where the owner's contexts hold a prefix of the prompt, the longest
+        prefix first. An engine may be repeated."""
         for key in reversed(keys):
             for engine_id, (context, _) in self._entries.get(key, {}).items():
                 if context.owner == owner:
                     yield engine_id
 
     def add_cached(self, engine_id: int, keys: Iterable[bytes], live: Set[int]) -> None:
-        """The engine is believed to have the prompts of these keys in its cache, though no context
-        of it has. Engines that are not `live` have them no more."""
+        """Record that the engine's own cache may hold these prefixes although no context does.
+        Engines that are not in `live` are dropped from these entries."""
         for key in keys:
             self._cached.put(key, (self._cached.peek(key) or frozenset()) & live | {engine_id})
 
     def likely_holders(self, key: bytes) -> Collection[int] | None:
-        """The engines that have the prompt of this key, or are believed to have it cached."""
-        there, cached = self._entries.get(key), self._cached.peek(key)
-        return there if cached is None else cached.union(there or ())
+        """The engines with a context that holds this prefix, or that may have it cached."""
+        holders, cached = self._entries.get(key), self._cached.peek(key)
+        return holders if cached is None else cached.union(holders or ())
 
     def publish(self, context: LedgerContext, boundary: Boundary) -> None:
         context.boundaries.append(boundary)
@@ -167,7 +171,7 @@ class PrefixIndex:
             self._cached.put(boundary.key, rest)
 
     def unpublish(self, context: LedgerContext) -> None:
-        """Nobody will find the context any more. It keeps its boundaries."""
+        """Remove the context's entries. The context keeps its boundaries."""
         for boundary in context.boundaries:
             holders = self._entries.get(boundary.key)
             found = None if holders is None else holders.get(context.engine_id)
@@ -177,7 +181,7 @@ class PrefixIndex:
                     del self._entries[boundary.key]
 
     def contexts(self) -> Iterator[LedgerContext]:
-        """Every entry's context, with repetitions."""
+        """Yield the context of each entry, with repetitions."""
         for holders in self._entries.values():
             for context, _ in holders.values():
                 yield context
@@ -185,27 +189,33 @@ class PrefixIndex:
 
 @dataclass(slots=True)
 class KvUsage:
-    """The tokens that contexts on an engine may have, and that they have."""
+    """The KV usage of one engine, in tokens of whole blocks."""
 
     capacity: int
     used: int = 0
+    # Of these, the tokens in contexts of live sessions. The sessions are likely to use them again,
+    # although the engine may look idle while their programs think.
     session_tokens: int = (
         0  # of sessions' contexts: an engine may look idle while its sessions think
     )
 
     def session_tokens_evicted(self, num_new: int) -> float:
-        """The tokens of what is promised that would give way to so many more: as large a part of
-        those evicted as of all."""
+        """How many tokens of live sessions `num_new` more tokens are expected to evict.
+
+        The evicted tokens contain the same fraction of sessions' tokens as all used tokens."""
         num_evicted = min(num_new, self.used, self.used + num_new - self.capacity)
         return num_evicted * self.session_tokens / self.used if num_evicted > 0 else 0.0
 
 
-_HORIZON_S = 60.0  # what is expected to be used later than this counts for less
+# Evicting a context whose next use is this many seconds away counts half of its size. With a larger
+# value, placements avoid evicting contexts that are used later.
+_HORIZON_S = 60.0
 
 
 class ServerCache:
-    """The contexts on one engine whose KV its server is believed to have, the one used last at the
-    end. Sizes are in the ledger's units."""
+    """A model of a foreign server's prefix cache: which contexts' KV it should still hold.
+
+    Contexts are ordered by last use. Sizes are in characters, as in the ledger."""
 
     def __init__(
         self,
@@ -213,24 +223,25 @@ class ServerCache:
         next_use: Callable[[LedgerContext, float], float],
         drop: Callable[[LedgerContext], None],
     ) -> None:
-        """`next_use`: when a context is expected to be used, seen from a time. `drop` is told of
-        those that the server must have freed."""
+        """`next_use` predicts when a context is used, given the current time. `drop` is called with
+        each context that the server has probably evicted."""
         self.max_size: int | None = None
         self.max_prompts: int | None = None
         self._size = size
         self._next_use = next_use
         self._drop = drop
-        self._sizes: dict[LedgerContext, int] = {}
-        self._leaves: dict[LedgerContext, None] = {}  # as far as prompts are counted: few
+        self._sizes: dict[LedgerContext, int] = {}  # Least recently used first.
+        # The ends of the cached prompts, least recently used first. Unused without `max_prompts`.
+        self._leaves: dict[LedgerContext, None] = {}
         self._used = 0
-        self._freed: set[LedgerContext] = set()  # of these, those that the ledger has freed
+        self._freed: set[LedgerContext] = set()  # Cached contexts that the ledger has freed.
 
     def set_limits(self, max_size: int | None, max_prompts: int | None) -> None:
-        """The server keeps so much; None: any amount."""
+        """Set how many characters and prompts the server caches; None: unlimited."""
         self.max_size, self.max_prompts = max_size, max_prompts
 
     def use(self, context: LedgerContext) -> None:
-        """A run reads all of it and of what it was forked from, or has changed its size."""
+        """Mark the context and its ancestors as most recently used, and update their sizes."""
         if self.max_size is None and self.max_prompts is None:
             return
         for link in context.lineage():
@@ -241,7 +252,7 @@ class ServerCache:
             self._leaves[context] = None
 
     def freed(self, context: LedgerContext) -> None:
-        """The ledger has freed it. What was never computed takes no room."""
+        """The ledger has freed the context. The server still caches it if it was computed."""
         if context not in self._sizes:
             return
         if context.is_computed:
@@ -253,7 +264,8 @@ class ServerCache:
             self._leaves[parent] = None
 
     def trim(self) -> None:
-        """Drop what cannot be kept, but for what runs use. Nobody may be about to use the rest."""
+        """Evict until both limits hold, except contexts that runs use. Call it only when no
+        unpinned context is about to be used."""
         while self.max_prompts is not None and len(self._leaves) > self.max_prompts:
             idle = [leaf for leaf in self._leaves if not leaf.users]
             if not idle:
@@ -266,8 +278,10 @@ class ServerCache:
             self._evict([oldest])
 
     def eviction_cost(self, match: LedgerContext | None, num_new: int, now: float) -> float:
-        """The size of what would be dropped for a prompt that begins with what `match` has, and has
-        `num_new` more: what is expected to be used again only later counts for less."""
+        """The size of the contexts that a prompt would evict, weighted by their next use.
+
+        The prompt consists of the prefix in `match` and `num_new` more characters. A context counts
+        less the later it is expected to be used, see `_HORIZON_S`."""
         safe = set() if match is None else set(match.lineage())
         lost: list[LedgerContext] = []
         if self._leaves and self.max_prompts is not None and len(self._leaves) >= self.max_prompts:
@@ -295,7 +309,7 @@ class ServerCache:
         return _HORIZON_S / (_HORIZON_S + max(0.0, self._next_use(context, now) - now))
 
     def _is_superseded(self, leaf: LedgerContext) -> bool:
-        """Whether a later prompt begins as this one: it has taken its place in the server."""
+        """Whether a more recent prompt shares a prefix with this one, and so took its slot."""
         later = list(self._leaves)[list(self._leaves).index(leaf) + 1 :]
         taken = {link for other in later for link in other.lineage()}
         return not taken.isdisjoint(leaf.lineage())
@@ -304,7 +318,7 @@ class ServerCache:
         return [leaf for leaf in self._leaves if context in leaf.lineage()]
 
     def _exclusive_to(self, leaf: LedgerContext) -> list[LedgerContext]:
-        """The contexts that no other prompt begins with, the leaf first."""
+        """The leaf and its ancestors that no other cached prompt shares."""
         others = {link for other in self._leaves if other is not leaf for link in other.lineage()}
         return [link for link in leaf.lineage() if link in self._sizes and link not in others]
 
@@ -323,16 +337,18 @@ class ServerCache:
 
 
 class GpuTier:
-    """The contexts on one engine's device, up to its `capacity`. All others are on its host."""
+    """The contexts whose KV is in one engine's GPU memory. All others are in CPU memory.
+
+    The most recently used contexts are on the GPU, up to `capacity` tokens."""
 
     def __init__(self, capacity: int, size: Callable[[LedgerContext], int]) -> None:
         self._capacity = capacity
         self._size = size
-        self._sizes: dict[LedgerContext, int] = {}  # of those on the device, by last use
+        self._sizes: dict[LedgerContext, int] = {}  # Least recently used first.
         self._used = 0
 
     def use(self, context: LedgerContext) -> None:
-        """A run reads all of it and of what it was forked from, or has changed its size."""
+        """Move the context and its ancestors to the GPU, and update their sizes."""
         for link in context.lineage():
             self.remove(link)
             self._sizes[link] = size = self._size(link)
@@ -347,7 +363,7 @@ class GpuTier:
             oldest.on_host = True
 
     def remove(self, context: LedgerContext) -> None:
-        """It is gone, or is not on the device."""
+        """Remove a context that was freed, or whose KV is no longer in GPU memory."""
         self._used -= self._sizes.pop(context, 0)
 
     def check_integrity(self) -> None:

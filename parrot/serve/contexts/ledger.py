@@ -1,14 +1,22 @@
-"""The context ledger: the only truth about which contexts live on which engine.
+"""The context ledger: which contexts live on which engine, and when each is expected to be used.
 
-A context is a flat sequence of tokens; a fork shares the beginning of its parent:
+A context is a sequence of tokens whose KV an engine holds. A fork shares a prefix of its parent:
 
-    parent   |-- 100 tokens --------------|        k0 at 40, k1 at 100
-    fork          parent_len 40 |-- 30 new --|     k2 at 70
+    parent   |-- 100 tokens --------------|        prefix keys: k0 at 40, k1 at 100
+    fork          parent_len 40 |-- 30 new --|     prefix key: k2 at 70
 
-Only the part after `parent_len` is a context's own; so shared tokens count once. A parent is freed
-after its children (they are freed first under pressure), and a context with running users, its own
-or below it, is never evicted. A *retired* context is found by nobody any more; whoever runs on it
-or has forked it goes on, and it is freed with the last of them."""
+A context is evicted only while no run uses it and it has no forks. A *retired* context is not in
+the index, so new runs cannot fork it. It is freed when its last run and its last fork are gone.
+
+Example: engine 7 holds 160 tokens in blocks of 16. Each context owns the blocks after `parent_len`.
+
+    a = open(7, ..., length=100)                            a owns 7 blocks        used 112
+    b = open(7, ..., length=70, parent=a, parent_len=40)    b owns 5 - 2 blocks    used 160
+    c = open(7, ..., length=30); pin(c)                     c owns 2 blocks        used 192
+    evict_to_capacity(7)                                    b is evicted           used 144
+
+`b` shares the first 2 blocks of `a`. It copies the third block, because token 40 is inside it.
+`a` cannot be evicted before its fork `b`, and `c` is pinned. After the eviction, `a` is idle."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,18 +51,20 @@ from parrot.utils.heaps import LruDict
 from parrot.utils.ids import IdCounter
 
 EVICTIONS = frozenset({FreeReason.ROOM, FreeReason.MEMORY})
-_MAX_FREED_PREFIXES = 65536  # prefixes remembered after they were freed
-
+# Number of freed prefixes whose reason `KvStats` remembers. Older ones count as never computed.
+_MAX_FREED_PREFIXES = 65536
 
 ELSEWHERE = "elsewhere"
-"""Why tokens are computed again that another engine has now."""
+"""The reason of a cache miss if another engine holds the prefix."""
 
-
-_PREFETCH_FRACTION = 0.9  # of an engine's memory that contexts may take which nobody waits for yet
+# Prefetching may fill an engine's KV up to this fraction. The rest stays free for calls.
+_PREFETCH_FRACTION = 0.9
 
 
 class ContextLedger:
-    """Owns every context, and what is known of its past and future uses."""
+    """Owns the records of all contexts, the index over their prefixes, and the predicted uses.
+
+    The ledger decides what is evicted. It sends nothing to engines: it calls `on_free`."""
 
     def __init__(
         self,
@@ -63,8 +73,7 @@ class ContextLedger:
         on_free: Callable[[int, int], None],
         events: Events,
     ) -> None:
-        """`on_free` is called with the ids of engine and context when a live engine may forget a
-        context."""
+        """`on_free` receives the ids of an engine and of a context that the engine may free."""
         self.weigh: WeightOf = lambda tenant: 1.0
         self._clock = clock
         self._constant_timeout_s = config.constant_prefix_var_timeout
@@ -90,7 +99,8 @@ class ContextLedger:
         *,
         has_server: bool = False,
     ) -> None:
-        """`has_server`: one behind it decides what it keeps, see `index.server_caches`."""
+        """Capacities are in tokens, or in characters for engines whose contexts are text.
+        `has_server`: a foreign server evicts by itself, so its cache is only modelled."""
         predict = partial(next_use, self.expectations, self.think_times)
         order: Callable[[], EvictionOrder] = LeastRecentlyUsed
         if self._eviction == "next_use":
@@ -108,8 +118,8 @@ class ContextLedger:
         self._memories[engine_id] = memory
 
     def remove_engine(self, engine_id: int) -> list[bytes]:
-        """The engine is gone, and its contexts with it. Returns the keys of the prompts that they
-        had, the latest last."""
+        """Forget a lost engine and its contexts. Returns the prefix keys of these contexts, in the
+        order in which the contexts were opened."""
         contexts = self._memories.pop(engine_id).contexts.values()
         for context in contexts:
             self._forget(context, FreeReason.ENGINE)
@@ -119,11 +129,11 @@ class ContextLedger:
         return [boundary.key for context in contexts for boundary in context.boundaries]
 
     def usage(self, engine_id: int) -> tuple[int, int]:
-        """The number of the engine's contexts, and their tokens."""
+        """The number of the engine's contexts, and the tokens of their blocks."""
         memory = self._memories[engine_id]
         return len(memory.contexts), memory.used
 
-    # The life of a context
+    # Life of a context
 
     def open(
         self,
@@ -138,8 +148,9 @@ class ContextLedger:
         function: str = "",
         tenant: str = "",
     ) -> LedgerContext:
-        """A new context of a tenant, forked at `parent_len`. Nothing is evicted for it: see
-        `evict_to_capacity`."""
+        """Record a new context. It holds `length` tokens, and `reserved` more may be generated.
+
+        `open` evicts nothing, so the engine may exceed its capacity until `evict_to_capacity`."""
         now = self._clock.now()
         context = LedgerContext(
             self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
@@ -161,7 +172,7 @@ class ContextLedger:
         return context
 
     def pin(self, context: LedgerContext) -> None:
-        """A run uses it."""
+        """Add a run that uses the context."""
         context.users += 1
         memory = self._memories[context.engine_id]
         memory.discard_idle(context)
@@ -172,7 +183,7 @@ class ContextLedger:
                 return
 
     def unpin(self, context: LedgerContext) -> None:
-        """The run is over. A retired context may be freed by it."""
+        """Remove a run that used the context. A retired context is freed with its last run."""
         context.users -= 1
         context.last_used = self._clock.now()
         for link in context.lineage():
@@ -186,8 +197,10 @@ class ContextLedger:
     def finish_generation(
         self, context: LedgerContext, length: int, boundary: Boundary | None, source: Source | None
     ) -> None:
-        """Its generation ended: it has `length` tokens; `boundary` covers the output's text.
-        `source`: whose output it is; None if that is not whole."""
+        """Record the context's final `length` and give back its reserved tokens.
+
+        `boundary`: the end of the output, if its tokens stand for exactly its text. `source`: the
+        function that made the output; None if the output is partial."""
         context.expected_call = None if source is None else (source, self._clock.now())
         memory = self._memories[context.engine_id]
         old_size = memory.size(context)
@@ -207,8 +220,9 @@ class ContextLedger:
         *,
         with_ancestors: bool = False,
     ) -> None:
-        """Nobody finds it any more. It is freed as soon as no run uses it and it has no forks.
-        `with_ancestors`, for a context in use: likewise all that it was forked from."""
+        """Remove the context from the index, and free it when it has no runs and no forks.
+
+        `with_ancestors`: retire the contexts that it was forked from, too. It must be in use."""
         assert context.pins or not with_ancestors, context
         for link in context.lineage() if with_ancestors else (context,):
             if link.retired is None:
@@ -217,18 +231,20 @@ class ContextLedger:
             self._update_idle(link, recent=True)
 
     def release_session(self, session_id: int) -> Iterator[int]:
-        """Free the session's contexts, one with each step, those in use as soon as that ends."""
+        """Retire the session's contexts, one with each step of the iterator."""
         self.think_times.session_ended(session_id)
         for context in reversed(self.owners.of_session(session_id)):
-            if self.owners.is_owned_by(context, session_id):  # still
+            if self.owners.is_owned_by(context, session_id):  # It may change between two steps.
                 self.retire(context, FreeReason.SESSION)
                 yield 1
 
-    # Capacity
+    # Eviction
 
     def evict_to_capacity(self, engine_id: int, tenant: str | None = None) -> bool:
-        """Evict for the tenant, or at anybody's cost, until the engine's contexts fit its capacity;
-        False: they still do not, since the rest is in use, or other tenants' parts."""
+        """Evict idle contexts until the engine's contexts fit its capacity.
+
+        False if they still exceed it: the rest is in use, or within the shares of tenants other
+        than `tenant`. Without a `tenant`, shares are ignored once all tenants are within theirs."""
         memory = self._memories[engine_id]
         memory.trim()
         while (
@@ -238,8 +254,10 @@ class ContextLedger:
         return memory.used <= memory.capacity
 
     def evict_for_prefetch(self, engine_id: int, num_tokens: int, tenant: str = "") -> bool:
-        """Evict what nobody is known to want until so many more tokens fit, with some to spare;
-        False: they do not."""
+        """Evict contexts without an expected use until `num_tokens` more leave 10% of the KV free.
+
+        False if they do not fit. It stops at the first candidate that was forked before or has an
+        expected use."""
         memory = self._memories[engine_id]
         limit = _PREFETCH_FRACTION * memory.capacity
         while memory.used + num_tokens > limit:
@@ -250,8 +268,9 @@ class ContextLedger:
         return True
 
     def release(self, context: LedgerContext) -> None:
-        """Its owner has no use for it any more. It stays as cache if it is computed and
-        somebody uses or wants it, or it is a tenant's; else it is retired."""
+        """The prefetch that filled the context was cancelled: retire the context if it is useless.
+
+        It stays if it is computed and in use, forked, owned by a tenant, or expected to be used."""
         memory = self._memories.get(context.engine_id)
         if memory is None or context.id not in memory.contexts:
             return
@@ -265,14 +284,14 @@ class ContextLedger:
         return expected is not None or context.expected_call is not None
 
     def evict_idle(self, engine_id: int) -> None:
-        """Free everything on the engine that no run uses."""
+        """Evict all contexts on the engine that no run uses."""
         memory = self._memories[engine_id]
         while (first := memory.first_to_evict()) is not None:
             self._evict(first, FreeReason.MEMORY)
 
     def expire(self) -> float | None:
-        """Free tenants' contexts that were not used for the timeout. Returns when the next will
-        expire, if it is not used; None if there is none."""
+        """Evict tenants' contexts that were unused for `constant_prefix_var_timeout` seconds.
+        Returns the time of the next expiry; None if no tenant owns a context."""
         now = self._clock.now()
         while (context := self.owners.oldest_of_tenants()) is not None:
             expiry = max(context.last_used, context.expiry_renewed_at) + self._constant_timeout_s
@@ -286,9 +305,8 @@ class ContextLedger:
         return None
 
     def check_integrity(self, users: Mapping[int, int], queued: Counter[bytes]) -> None:
-        """Recount everything. `users`: how many runs use each context, by its id, and `queued`: how
-        many queued ones each key, as their owner knows it. Raises AssertionError with what
-        differs."""
+        """Recount everything; raises AssertionError with the difference. `users`: the number of
+        runs per context id. `queued`: the number of queued runs per prefix key."""
         self.expectations.check_integrity(queued + self.prefixes.check_integrity())
         live: dict[int, LedgerContext] = {}
         for memory in self._memories.values():
@@ -301,13 +319,13 @@ class ContextLedger:
             assert context.retired is None, context
         self.owners.check_integrity({c: self._memories[c.engine_id].size(c) for c in live.values()})
 
-    # Inside
+    # Implementation
 
     def _drop(self, context: LedgerContext) -> None:
         self.retire(context, FreeReason.ROOM)
 
     def _evict_expired(self, context: LedgerContext, now: float) -> None:
-        """Evict it and those that it was forked from, if nothing else has used them either."""
+        """Evict an expired context, then each expired ancestor that has become idle."""
         for link in context.lineage():
             is_idle = isinstance(link.owner, str) and not link.pins and not link.children
             if not is_idle or link.last_used + self._constant_timeout_s > now:
@@ -315,7 +333,7 @@ class ContextLedger:
             self._evict(link, FreeReason.EXPIRED)
 
     def _evict(self, context: LedgerContext, reason: FreeReason) -> None:
-        """Free it. Those who would have continued it would continue its parent now."""
+        """Free an idle context. The session's next call is now expected to use the parent."""
         assert not context.pins, context
         parent, expected_call = context.parent, context.expected_call
         self._free(context, reason)
@@ -328,8 +346,10 @@ class ContextLedger:
         self._update_idle(parent, recent=False)
 
     def _update_idle(self, context: LedgerContext, recent: bool) -> None:
-        """A context may have become idle: offer it for eviction, or free it if retired, and then
-        its parent likewise. `recent`: see `EvictionOrder.add`."""
+        """Make an idle context a candidate for eviction, or free it if it is retired.
+
+        Freeing it may make its parent idle, so this repeats up the lineage. `recent`: see
+        `LeastRecentlyUsed.add`."""
         for link in context.lineage():
             if link.pins or link.children:
                 return
@@ -363,29 +383,28 @@ class ContextLedger:
 
 
 class CacheMiss(NamedTuple):
-    """Tokens of a prompt that some context has or had, but none of its engine, and why."""
+    """Prompt tokens that the engine must compute although a context held them once."""
 
-    reason: str
+    reason: str  # A `FreeReason`, or `ELSEWHERE`.
     num_tokens: int
 
 
 @dataclass(slots=True)
 class KvCounts:
-    """Tokens (characters, where contexts are text). `hit`: prompt tokens that a context had.
-    `recomputed`: prompt tokens that the engine did not have though some context did, by what became
-    of that. `freed`: tokens of contexts, by the reason. `evicted` of them: for want of room."""
+    """Counts of tokens, or of characters for engines whose contexts are text."""
 
-    hit: int = 0
-    recomputed: Counter[str] = field(default_factory=Counter)
-    freed: Counter[str] = field(default_factory=Counter)
+    hit: int = 0  # Prompt tokens that a context of the engine held.
+    recomputed: Counter[str] = field(default_factory=Counter)  # Cache misses, by their reason.
+    freed: Counter[str] = field(default_factory=Counter)  # Tokens of freed contexts, by the reason.
 
     @property
     def evicted(self) -> int:
+        """Tokens that were freed because the engine had too little KV memory."""
         return sum(self.freed[reason] for reason in EVICTIONS)
 
 
 class KvStats:
-    """Counts per engine and in all, lost engines included."""
+    """Hits, misses and freed tokens: per live engine, and in total with lost engines."""
 
     def __init__(self, index: PrefixIndex, events: Events) -> None:
         self._events = events
@@ -401,7 +420,7 @@ class KvStats:
         self._engines.pop(engine_id, None)
 
     def record_freed(self, context: LedgerContext, reason: FreeReason) -> None:
-        """A computed context is gone, and with it the prompts that it had."""
+        """Count a computed context that was freed, and remember the reason for its prefixes."""
         for boundary in context.boundaries:
             self._freed_prefixes.put(boundary.key, reason)
         num_tokens = context.length + context.reserved - context.parent_len
@@ -413,9 +432,10 @@ class KvStats:
     def record_prompt(
         self, engine_id: int, num_hit: int, missing: Sequence[tuple[bytes, int]]
     ) -> CacheMiss | None:
-        """A prompt is about to be computed, and a context of the engine has its first `num_hit`
-        tokens. `missing`: the key and length of every longer beginning. Returns how many tokens
-        more some context has or had; None if there are none."""
+        """Count a prompt whose first `num_hit` tokens are in a context of the engine.
+
+        `missing`: the key and length of each longer prefix of the prompt. Returns the miss for the
+        longest of them that any context holds or held; None if no context ever did."""
         for counts in (self.total, self._engines[engine_id]):
             counts.hit += num_hit
         for key, length in reversed(missing):
@@ -425,8 +445,10 @@ class KvStats:
         return None
 
     def record_recomputed(self, engine_id: int, miss: CacheMiss | None, most: int | None) -> int:
-        """A prompt was computed of which so much had been lost, but no more than `most`: an engine
-        may still have it in its cache. Returns how many of its tokens were computed again."""
+        """Count the tokens of a miss that were computed again, and return their number.
+
+        `most`: the tokens that the engine computed for the prompt. They can be fewer than the miss,
+        because the engine's own cache may still hold the prefix."""
         if miss is None:
             return 0
         num_tokens = miss.num_tokens if most is None else min(miss.num_tokens, most)

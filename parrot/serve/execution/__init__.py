@@ -1,5 +1,5 @@
-"""Execution: from ready completions to settled outputs, over engines that come and go.
+"""Execution: run ready completions on engines, and settle their outputs.
 
-The room owns the runs and their states, the exchanges with engines, results that are shared, what
-is computed ahead, and the set of live engines. It must not know sessions, readers or the graph's
-edges: completions come in with their inputs ready, and their outputs are settled."""
+The package owns the runs and their states, the requests to engines, cached results, prefetches, and
+the set of live engines. It does not know sessions, readers or the graph's edges: completions come
+with their inputs ready."""

@@ -1,9 +1,9 @@
-"""From ready completions to settled outputs, and whether anybody serves them: engines that leave,
-that come back, or that calls wait for.
+"""The dispatcher: ready completions in, settled outputs out. It also handles absent engines: lost
+models, engines that return, and engines that drain.
 
 submit -> RunTable.add -> Scheduler ... pump: Scheduler.schedule -> RunTable.place ... done / failed
                               ^                                        |                   |
-                              +------------------ again ---------------+          output.set / fail
+                              +------------------ retry ---------------+          output.set / fail
 """
 
 import asyncio
@@ -42,15 +42,20 @@ from parrot.utils.tasks import Backlog
 logger = logging.getLogger(__name__)
 
 _SCHEDULER_ERROR = InternalError("internal error of the scheduler")
-_REJOIN_WAIT_S = 3.0  # a heartbeat
-_MAX_KEYS_PER_ENGINE = 8192  # of an engine: some milliseconds
-_MAX_KEYS_IN_ALL = 65_536  # of all
+# After a restart and the first engine's return, queued calls wait this long, in seconds, for the
+# other engines. It is about one heartbeat, after which all live engines have registered.
+_REJOIN_WAIT_S = 3.0
+# Number of prefix keys remembered per lost engine. Larger values make its return slower: a few
+# milliseconds for this number.
+_MAX_KEYS_PER_ENGINE = 8192
+_MAX_KEYS_IN_ALL = 65_536  # Number of prefix keys remembered for all lost engines together.
 
 
 class GracePeriods:
-    """Calls `fail_run` with every queued run whose models no engine has served for
-    `grace_s(models)` seconds since the run was queued and since the last engine with these models
-    was lost. A lost engine may come back soon."""
+    """Fails queued runs whose models no engine has served for `grace_s(models)` seconds.
+
+    The time counts from the loss of the last such engine, or from when the run was queued if that
+    was later. The wait gives a lost engine time to return."""
 
     def __init__(
         self,
@@ -76,7 +81,7 @@ class GracePeriods:
                 self.start(models, now)
 
     def start(self, models: Models, since: float) -> None:
-        """No engine has served these models since then. No effect if that is known."""
+        """Start the grace period of these models. No effect if it is already running."""
         if models not in self._pending:
             self._pending[models] = self._timers.call_at(
                 since + self._grace_s(models), lambda: self._expire(models, since)
@@ -91,9 +96,9 @@ class GracePeriods:
         for run in self._scheduler.queued(models):
             assert isinstance(run, Run), run
             if self._scheduler.engines.num_members(models):
-                return  # an engine has joined meanwhile
+                return  # An engine has joined.
             if run.state is not RunState.QUEUED:
-                continue  # withdrawn when one before it failed
+                continue  # The failure of an earlier run has stopped it.
             if run.arrived > since:
                 later.append(run.arrived)
             else:
@@ -105,26 +110,26 @@ class GracePeriods:
 
 
 class ReturningEngines:
-    """Engines that come back: they have freed their contexts, but are believed to have cached what
-    was in them. So calls are placed there.
+    """Sends calls to returned engines that probably still cache their prefixes.
 
-    After a restart of ServeCore, calls wait for the engines that they ran on, since all would go to
-    the first that joins; but not for long after that."""
+    A returned engine has no contexts, but its prefix cache may be warm. After a restart of
+    ServeCore, queued calls wait up to 3 s for their engines: else the first one would get all."""
 
     def __init__(self, clock: Clock, index: PrefixIndex) -> None:
         self._clock = clock
         self._index = index
-        self._engines: dict[str, Engine] = {}  # by name
-        self._live: set[int] = set()  # the ids of all
-        self._prefix_keys: LruDict[str, list[bytes]] = LruDict(
-            _MAX_KEYS_IN_ALL, weigh=len
-        )  # by incarnation
-        self.awaited: dict[str, list[bytes]] = {}  # prompts, by the names of absent engines
-        self._wait_ends_at: float | None = None  # of waiting
+        self._engines: dict[str, Engine] = {}  # Live engines by name.
+        self._live: set[int] = set()  # Ids of all live engines.
+        # Prefixes that lost engines may still cache, by incarnation.
+        self._prefix_keys: LruDict[str, list[bytes]] = LruDict(_MAX_KEYS_IN_ALL, weigh=len)
+        # Prefixes of queued calls that ran on absent engines before the restart, by engine name.
+        self.awaited: dict[str, list[bytes]] = {}
+        # When queued calls stop waiting for absent engines; None before the first engine joins.
+        self._wait_ends_at: float | None = None
         self._started_at = clock.now()
 
     def engine_lost(self, engine: Engine, keys: Sequence[bytes]) -> None:
-        """An engine is gone whose contexts had the prompts of these keys, the latest last."""
+        """Remember the prefix keys of a lost engine's contexts. The latest are the last."""
         self._live.discard(engine.id)
         name, incarnation = engine.info.engine_name, engine.info.incarnation
         before = self._prefix_keys.peek(incarnation) or []
@@ -139,13 +144,13 @@ class ReturningEngines:
             self._wait_ends_at = self._clock.now() + _REJOIN_WAIT_S
         self._engines[engine.info.engine_name] = engine
         self._live.add(engine.id)
-        had = self._prefix_keys.get(engine.info.incarnation) or []
-        had = had + self.awaited.pop(engine.info.engine_name, [])
-        self._index.add_cached(engine.id, had, self._live)
+        keys = self._prefix_keys.get(engine.info.incarnation) or []
+        keys = keys + self.awaited.pop(engine.info.engine_name, [])
+        self._index.add_cached(engine.id, keys, self._live)
 
     def run_queued(self, run: Run) -> None:
-        """A run is queued. Before a restart its call may have been placed, or the one that it goes
-        on from: so an agent that thought meanwhile finds its KV."""
+        """Find the engine on which a queued call, or the call that it continues, ran before the
+        restart. So an agent that was idle during the restart finds its KV."""
         name = run.stats.engine_name or self._engine_before_restart(run.completion)
         if name is None:
             return
@@ -156,8 +161,8 @@ class ReturningEngines:
             awaited += run.keys[: _MAX_KEYS_PER_ENGINE - len(awaited)]
 
     def _engine_before_restart(self, completion: Completion) -> str | None:
-        """The engine of the last call whose output is in the prompt, if it was before a restart:
-        what has run since is in the ledger."""
+        """The engine of the last call whose output is in the prompt, if that call ran before the
+        restart. Later calls are in the ledger."""
         for variable in reversed(completion.inputs):
             if isinstance(made_by := variable.producer, Completion):
                 started = made_by.times.started
@@ -166,7 +171,7 @@ class ReturningEngines:
         return None
 
     def awaited_until(self) -> float | None:
-        """When the calls will wait no longer; None: they do not wait now."""
+        """Until when queued calls wait for absent engines; None: they do not wait."""
         if self._wait_ends_at is None or not self.awaited:
             return None
         if self._clock.now() < self._wait_ends_at:
@@ -176,9 +181,10 @@ class ReturningEngines:
 
 
 class EngineDrains:
-    """Takes engines out of service and back. An engine that drains goes on with the calls that it
-    has; for others it is as if it were not there. One that leaves drains, and is lost when it has
-    no call left: `finish_leaving` must be called when it may have none."""
+    """Drains engines, and lets engines leave.
+
+    A draining engine finishes its calls and gets no new ones. A leaving engine drains, and is
+    removed when it has no calls. Call `finish_leaving` after each removal of a call."""
 
     def __init__(
         self,
@@ -193,14 +199,14 @@ class EngineDrains:
         self._clock = clock
         self._events = events
         self._timers = timers
-        self.leaving: dict[int, asyncio.Future[None]] = {}
+        self.leaving: dict[int, asyncio.Future[None]] = {}  # Resolved when the engine has no calls.
         self._fleet = fleet
         self._scheduler = scheduler
         self._grace = grace
         self._wake = wake
 
     def drain(self, engine_id: int, *, is_draining: bool) -> None:
-        """Not `is_draining`: give it calls again. Raises `NotFound`."""
+        """Drain an engine, or use it again. Raises `NotFound`."""
         engine = self._fleet.engines.get(engine_id)
         load = self._scheduler.engines.get(engine_id)
         if engine is None or load is None:
@@ -216,46 +222,49 @@ class EngineDrains:
         self._wake()
 
     async def leave(self, request: LeaveRequest) -> LeaveResponse:
-        """Drain an engine that is about to end, and give it up when its last call has ended, or
-        after the timeout: then those that it has run elsewhere. Raises `NotFound`."""
+        """Drain an engine that is about to exit. Remove it when it has no calls, or after the
+        timeout; its remaining calls are then retried elsewhere. Raises `NotFound`."""
         engine_id = request.engine_id
-        if request.core != self._fleet.identity.id:  # ids are another's
+        if request.core != self._fleet.identity.id:  # The id was given by another ServeCore.
             raise NotFound(f"no live engine {engine_id}")
         self.drain(engine_id, is_draining=True)
         engine = self._fleet.engines[engine_id]
         loop = asyncio.get_running_loop()
-        over, left = loop.create_future(), self.leaving.setdefault(engine_id, loop.create_future())
+        timeout = loop.create_future()
+        left = self.leaving.setdefault(engine_id, loop.create_future())
         when = self._clock.now() + request.timeout_s
-        timer = self._timers.call_at(when, partial(_resolve, over))
+        timer = self._timers.call_at(when, partial(_resolve, timeout))
         self.finish_leaving()
         try:
-            await asyncio.wait((left, over), return_when=asyncio.FIRST_COMPLETED)
-            while engine.direct_requests and not over.done():
+            await asyncio.wait((left, timeout), return_when=asyncio.FIRST_COMPLETED)
+            while engine.direct_requests and not timeout.done():
                 await asyncio.wait(
-                    (*engine.direct_requests, over), return_when=asyncio.FIRST_COMPLETED
+                    (*engine.direct_requests, timeout), return_when=asyncio.FIRST_COMPLETED
                 )
         finally:
             timer.cancel()
         num_calls = self._fleet.num_requests(engine) if engine.is_alive else 0
         engine.lost_without_crash = True
-        self._fleet.lose(engine, "it ends")
+        self._fleet.lose(engine, "it has left")
         return LeaveResponse(num_calls=num_calls)
 
     def finish_leaving(self) -> None:
-        """Calls may have ended."""
+        """Resolve the futures of leaving engines that have no calls left."""
         for engine_id in list(self.leaving):
             if not self._scheduler.engines.num_placed(engine_id):
                 _resolve(self.leaving.pop(engine_id))
 
 
-def _resolve(left: asyncio.Future[None]) -> None:
-    if not left.done():
-        left.set_result(None)
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class Dispatcher:
-    """Owns a completion from `submit` until it has settled its output. All methods are for the
-    event loop's thread; an output's callbacks run in it too, when the books are done."""
+    """Owns each completion from `submit` until its output is settled.
+
+    All methods must be called in the event loop's thread. An output's callbacks run there, too,
+    after the dispatcher's own state is updated."""
 
     def __init__(
         self,
@@ -284,7 +293,7 @@ class Dispatcher:
         )
         self.estimates = Estimates(self._scheduler.engines.pace)
         self._fills_eagerly = settings.eager_fill
-        self._prefetch: Prefetcher | None = None  # there is none before it has something to do
+        self._prefetch: Prefetcher | None = None  # Created with the first ready prefix.
         self._runs = RunTable(
             clock, self._ledger, self._scheduler, self.fleet, self._on_change, self._on_done
         )
@@ -302,16 +311,16 @@ class Dispatcher:
         self.drains = EngineDrains(
             clock, self._timers, self.fleet, self._scheduler, self._grace, self._wake, self.events
         )
-        self._alarm: Timer | None = None  # wakes the pump when time alone changes something
+        self._alarm: Timer | None = None  # The next time at which the pump must run.
         self._is_pump_due = False
 
     def weigh_tenants(self, weigh: Weigh) -> None:
-        """Share by these weights. Before anything is submitted."""
+        """Set the tenants' weights. Call it before the first `submit`."""
         self._scheduler.weigh = self._ledger.weigh = weigh
 
     def restored(self) -> None:
-        """Completions of before a restart are known. Calls may continue their outputs, and prefer
-        the engines that these were made on."""
+        """Completions from before a restart were restored. From now on, queued calls prefer the
+        engines on which their earlier calls ran."""
         self._was_restored = True
 
     # Completions
@@ -321,12 +330,13 @@ class Dispatcher:
         return self._scheduler.num_queued
 
     def queued_by_tenant(self) -> Counter[str]:
-        """The number of queued completions of each tenant that has some."""
+        """The number of queued runs of each tenant with queued runs."""
         return self._scheduler.queued_by_tenant()
 
     def submit(self, completion: Completion) -> None:
-        """Run it when its turn comes, unless an identical one was or is run. Its inputs are ready
-        and its objective is set."""
+        """Queue a completion, unless an identical run is live or its result is cached.
+
+        The completion's inputs must be ready and its objective set."""
         self._ledger.think_times.submitted(completion, self._clock.now())
         segments, keys = self._ledger.prefixes.prompt(completion)
         result_key = None
@@ -357,7 +367,7 @@ class Dispatcher:
             self._runs.fail(run, _unsupported(run.models, min(lacking)))
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
-        """It will be submitted when its inputs are there, unless `stop_expecting` comes first."""
+        """Announce a completion that waits for inputs. `submit` or `stop_expecting` follows."""
         prefix = self._ledger.prefixes.expect(completion, forecast)
         if prefix is None or not self._fills_eagerly:
             return
@@ -377,26 +387,27 @@ class Dispatcher:
         self._cancel_prefetch(completion)
 
     def reprioritise(self, completion: Completion) -> None:
-        """Its objective was tightened, or its readers want something else."""
+        """Update the completion's run after its objective or its readers have changed."""
         self._runs.reprioritise(completion)
 
     def follow(self, completion: Completion) -> None:
-        """Have its text as it comes until it ends, if it runs now, whoever waits for it."""
+        """Stream the completion's output from now on, if its run is placed."""
         self._runs.follow(completion)
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
-        """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
+        """Stop the completion and fail its output with `error`, unless the output is settled.
+        Safe in any state."""
         self._cancel_prefetch(completion)
         self._runs.cancel(completion, error)
 
     def withdraw(self, completion: Completion) -> None:
-        """Stop it without settling its output: nobody reads that any more. If it is submitted
-        again it goes on behind the text that it has, or begins anew. Safe in any state."""
+        """Stop the completion without settling its output. If it is submitted again, it continues
+        after its partial output if possible, else from the start. Safe in any state."""
         self._cancel_prefetch(completion)
         self._runs.withdraw(completion)
 
     def _cancel_prefetch(self, completion: Completion) -> None:
-        """It will not run where its prefix is computed ahead, if that is."""
+        """Cancel the completion's prefetch, if any."""
         if self._prefetch is not None:
             self._prefetch.cancel(completion)
 
@@ -408,8 +419,8 @@ class Dispatcher:
         self._scheduler.update_remaining_work(session_id, remaining_s)
 
     def release_session(self, session_id: int) -> Iterator[int]:
-        """Free every context of the session, one with each step, those in use when their run ends.
-        Contexts of its tenant stay."""
+        """Free the session's contexts, one with each step of the iterator. Contexts in use are
+        freed when their runs end. Contexts of the session's tenant stay."""
         yield from self._runs.forget_session(session_id)
         yield from self._ledger.release_session(session_id)
         self._scheduler.forget_session(session_id)
@@ -417,7 +428,7 @@ class Dispatcher:
     # Checks and the end
 
     def check_integrity(self) -> None:
-        """Recount contexts, users and loads. Raises AssertionError with what differs."""
+        """Recount contexts, users and loads. Raises AssertionError with the difference."""
         self._runs.check_integrity()
         if self._results is not None:
             self._results.check_integrity()
@@ -430,7 +441,7 @@ class Dispatcher:
         self._scheduler.check_integrity()
 
     async def close(self) -> None:
-        """Fail what is unfinished with `Unavailable` and stop."""
+        """Fail all unfinished completions with `Unavailable`, and stop."""
         error = Unavailable("ServeCore is shutting down")
         for run in self._runs:
             for completion in list(run.waiters):
@@ -441,7 +452,7 @@ class Dispatcher:
         await self._timers.close()
         await self.fleet.close()
 
-    # The pump: one for all that happened in a turn of the event loop
+    # The pump: one scheduling round per turn of the event loop
 
     def _wake(self) -> None:
         if not self._is_pump_due:
@@ -453,9 +464,9 @@ class Dispatcher:
         try:
             self._run_round()
         except Exception:
-            logger.exception("the scheduler failed; what is queued is given up")
+            logger.exception("the scheduler failed; all queued runs fail")
             for run in [run for run in self._runs if run.state is RunState.QUEUED]:
-                with suppress(Exception):  # it may have gone half the way to an engine
+                with suppress(Exception):  # The scheduler may have removed the run already.
                     self._scheduler.remove(run)
                 self._runs.fail(run, _SCHEDULER_ERROR, is_scheduled=False)
 
@@ -476,10 +487,10 @@ class Dispatcher:
             self._wake_at(when)
 
     def _wake_at(self, when: float | None) -> None:
-        """Wake the pump at this time at the latest."""
+        """Wake the pump at this time or earlier."""
         if when is None:
             return
-        if self._alarm is not None and self._alarm.when > self._clock.now():  # it has yet to ring
+        if self._alarm is not None and self._alarm.when > self._clock.now():  # It has not fired.
             if self._alarm.when <= when:
                 return
             self._alarm.cancel()
@@ -494,7 +505,7 @@ class Dispatcher:
             if run.last_failure:
                 self.events.emit(CompletionRetried, run.completion, run.last_failure)
                 run.last_failure = ""
-        if run.state is RunState.PLACED:  # by the pump, which needs no waking
+        if run.state is RunState.PLACED:  # The pump placed it, so the pump runs already.
             self._on_placed(run)
         else:
             self._wake()
@@ -511,14 +522,14 @@ class Dispatcher:
                 self.events.emit(CompletionPlaced, waiter)
 
     def _on_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
-        """Learn from its result, and keep it for those to come."""
+        """Learn from a result, and cache it for later identical calls."""
         if not attempt.resumed:
             self.estimates.learn(run.completion, run.num_chars, outcome.response.usage)
         if self._results is not None and run.result_key is not None:
             salt = run.completion.options.cache_salt
             self._results.put(salt, run.result_key, outcome.text, outcome.tokenized, run.stats)
 
-    # Engines that come and go
+    # Changes of engines
 
     def _on_engine_change(self, engine: Engine, change: EngineChange) -> None:
         match change:
@@ -531,7 +542,7 @@ class Dispatcher:
 
     def _engine_joined(self, engine: Engine) -> None:
         info = engine.info
-        is_text, units = engine.tokenizer is None, engine.units  # then there is a server behind it
+        is_text, units = engine.tokenizer is None, engine.units  # Engines of text have a server.
         capacity, on_host = info.tokens_capacity * units, info.host_tokens_capacity * units
         self._ledger.add_engine(engine.id, capacity, info.block_size, on_host, has_server=is_text)
         self._scheduler.engines.add(
@@ -550,7 +561,7 @@ class Dispatcher:
         self._wake()
 
     def _engine_reported(self, engine: Engine) -> None:
-        """It says what its steps cost, what it can do, what it keeps, and what it generates."""
+        """Use a heartbeat: reported outputs, step costs, features, and the size of the cache."""
         self._runs.record_reported(engine)
         able = engine.info.capabilities
         costs = server = None

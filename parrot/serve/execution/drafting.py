@@ -1,4 +1,4 @@
-"""Text that an engine may use as drafts for an output: predictions, and earlier outputs."""
+"""Draft texts for speculative decoding: predictions of the caller, and earlier outputs."""
 
 from array import array
 from collections import deque
@@ -13,14 +13,16 @@ from parrot.serve.prompts.encode import encode_text
 from parrot.serve.scheduling.task import function_key
 from parrot.utils.heaps import LruDict
 
-_MAX_FUNCTIONS = 1024
-_KEPT_OUTPUTS = 4  # of one function
-_SENT_OUTPUTS = 2
-_MAX_OUTPUT_TOKENS = 4096  # tokens; what comes behind is not kept
-_MIN_DRAFTED = 256.0  # drafted tokens that tell whether drafts pay
-_HALVING_TOKENS = 2048.0  # drafted tokens after which older ones count half
-_MIN_ACCEPTANCE = 0.1  # of the tokens drafted
-_PROBE_INTERVAL = 16  # every so many calls, one is drafted although that did not pay
+_MAX_FUNCTIONS = 1024  # Number of functions with kept outputs; the least recent are forgotten.
+_KEPT_OUTPUTS = 4  # Number of outputs kept per function.
+_SENT_OUTPUTS = 2  # Number of kept outputs sent with one request.
+_MAX_OUTPUT_TOKENS = 4096  # Number of tokens kept of one output; later ones are cut off.
+# Drafted tokens of a function after which its acceptance rate counts.
+_MIN_DRAFTED = 256.0
+# Drafted tokens of a function at which its counts are halved. A larger value adapts more slowly.
+_HALVING_TOKENS = 2048.0
+_MIN_ACCEPTANCE = 0.1  # Functions with a smaller fraction of accepted tokens are not drafted.
+_PROBE_INTERVAL = 16  # Of a function that is not drafted, one in this number of calls still is.
 
 _NO_DRAFTS = DraftSources(in_context=False)
 
@@ -33,8 +35,9 @@ class _Output(NamedTuple):
 
 @dataclass(slots=True)
 class _Function:
-    """The newest output is the last."""
+    """The kept outputs and the acceptance rate of one function."""
 
+    # The newest output is the last.
     outputs: deque[_Output] = field(default_factory=lambda: deque(maxlen=_KEPT_OUTPUTS))
     drafted: float = 0.0
     accepted: float = 0.0
@@ -53,22 +56,24 @@ class _Function:
         return self.num_skipped % _PROBE_INTERVAL == 0
 
     def texts(self, session_id: int, tokenizer_id: str) -> list[list[int]]:
-        """The newest outputs, those of this session first. Siblings of a fan-out are among them."""
+        """The newest outputs, with those of this session first. They include the outputs of
+        parallel calls to the same function."""
         usable = [o for o in reversed(self.outputs) if o.tokenizer_id == tokenizer_id]
         usable.sort(key=lambda output: output.session_id != session_id)
         return [output.ids.tolist() for output in usable[:_SENT_OUTPUTS]]
 
 
 class DraftTexts:
-    """Keeps the last outputs of functions, for each cache salt its own, and what drafts came to: a
-    function whose drafts are hardly ever right is not drafted any more, but for a try now and
-    then. Functions are those whose calls differ in variables."""
+    """Keeps the last outputs of each function and cache salt, and the acceptance of their drafts.
+
+    Only functions with input variables count: the others are shared as cached results."""
 
     def __init__(self) -> None:
         self._functions: LruDict[int, _Function] = LruDict(_MAX_FUNCTIONS)
 
     async def sources(self, attempt: Attempt) -> DraftSources | None:
-        """The texts for an attempt's drafts; None if the engine finds its own, or has none."""
+        """The draft texts for an attempt. None if there are none; the engine may still draft from
+        the output's own context."""
         completion, tokenizer = attempt.task.completion, attempt.tokenizer
         if tokenizer is None or not attempt.engine.uses_drafts:
             return None
@@ -89,7 +94,7 @@ class DraftTexts:
         return DraftSources.model_construct(texts=tuple(cut)) if any(cut) else None
 
     def learn(self, completion: Completion, outcome: Outcome) -> None:
-        """Take in the output of a call, and what its drafts came to."""
+        """Keep the output of a call, and count its drafted and accepted tokens."""
         if outcome.tokenized is None or not _has_variables(completion):
             return
         key = function_key(completion)

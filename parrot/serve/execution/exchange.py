@@ -1,5 +1,6 @@
-"""One exchange with an engine: from a placed run to its outcome, and what becomes of the contexts
-that were opened for it."""
+"""The exchange with an engine: from a placed run to its outcome.
+
+The exchange opens contexts for the request. Afterwards it keeps them as cache, or retires them."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -30,22 +31,26 @@ from parrot.utils.tasks import TaskSet
 
 
 class Exchange:
-    """`run` opens contexts in the ledger and pins one. Exactly one of `keep` and `abandon` must
-    follow, also after it was cancelled, unless the engine is lost."""
+    """Sends runs to engines. `run` opens contexts in the ledger and pins one of them.
+
+    Exactly one of `keep` and `abandon` must follow each `run`, even a cancelled one. The exception
+    is an attempt whose engine was lost."""
 
     def __init__(self, ledger: ContextLedger) -> None:
         self._ledger = ledger
         self._drafts: DraftTexts | None = None
         self._followers = TaskSet()
-        self._unstreamed: dict[int, Attempt] = {}  # those under way, by their contexts
+        self._unstreamed: dict[int, Attempt] = {}  # Attempts in flight, by context id.
 
     def use_drafts(self) -> None:
-        """Keep draft texts from now on: an engine uses them."""
+        """Keep draft texts from now on, because an engine uses them."""
         self._drafts = self._drafts or DraftTexts()
 
     async def run(self, run: Run, attempt: Attempt) -> Outcome:
-        """Raises the engine's error, or `PromptTooLong` and the like before the engine is asked.
-        What is streamed is given to those who wait for the run on the way."""
+        """Send the request and return the outcome. Streamed text is delivered to the waiters.
+
+        Raises the engine's error. Raises `PromptTooLong` and other errors of the prompt before the
+        request is sent."""
         if run.reported is not None:
             deliver_reported(run, attempt)
         if not run.text:
@@ -53,7 +58,8 @@ class Exchange:
         if run.text:
             await resume(run, attempt)
         drafts = None if self._drafts is None else await self._drafts.sources(attempt)
-        parts = await self._encode(run, attempt)  # last: what it found may be freed meanwhile
+        # Encode last: during another `await`, the contexts that it has found may be freed.
+        parts = await self._encode(run, attempt)
         request = open_request(self._ledger, run, attempt, parts)
         if request is None:
             return Outcome(run.text, None, 0, NO_MORE_OUTPUT)
@@ -77,16 +83,17 @@ class Exchange:
         return outcome
 
     def follow(self, run: Run) -> None:
-        """Somebody wants the output as it comes. No effect where it does come so, or no engine was
-        asked yet."""
+        """Stream the output of a request in flight. No effect if it is streamed already, or if the
+        request was not sent yet."""
         attempt = run.attempt
         if attempt is not None and attempt.is_unstreamed and attempt.follower is None:
             name = f"follower of completion {run.completion.id}"
             attempt.follower = self._followers.spawn(_follow(run, attempt), name=name)
 
     def record_reported(self, engine: Engine) -> None:
-        """Keep the tokens that the engine has told of, for the case that it is lost. What was told
-        before counts once; behind a gap nothing counts."""
+        """Store the output tokens in the engine's heartbeat, for the case that the engine is lost.
+
+        A report may overlap with an earlier one. A report after a gap is ignored."""
         for part in () if engine.runtime is None else engine.runtime.outputs:
             attempt = self._unstreamed.get(part.context_id)
             if attempt is None or attempt.engine is not engine:
@@ -98,15 +105,15 @@ class Exchange:
         await self._followers.close()
 
     def keep(self, run: Run, attempt: Attempt, outcome: Outcome, source: Source | None) -> None:
-        """Keep the context with the output, for whoever continues it. `source`: whose it is; None
-        if it is not whole."""
+        """Keep the context with the output, so that later calls can continue it. `source`: the
+        function that made the output; None if the output is partial."""
         context, attempt.context = attempt.context, None
         if context is None:
             return
         ids = None if outcome.tokenized is None else outcome.tokenized.ids
         clean: Units | None = outcome.text if attempt.tokenizer is None else ids
         boundary = None
-        if clean:  # it stands for exactly the output's text
+        if clean:
             end = context.length - len(attempt.resumed) + len(clean)
             boundary = Boundary(run.output_key(outcome.text), end, clean[-1])
         self._ledger.finish_generation(
@@ -115,8 +122,8 @@ class Exchange:
         self._ledger.unpin(context)
 
     def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> None:
-        """Let nobody else begin with what it opened, as far as that is not known to be computed, or
-        with anything that its context was forked from. Those who did already go on."""
+        """Retire the attempt's own context, and the opened contexts that may not be computed. Runs
+        that have forked them continue. `with_parents`: retire all ancestors, too."""
         own, attempt.context = attempt.context, None
         if own is None:
             return
@@ -128,8 +135,8 @@ class Exchange:
         self._ledger.unpin(own)
 
     async def _encode(self, run: Run, attempt: Attempt) -> Sequence[Units]:
-        """An item for each segment of the prompt. Those are empty that the engine has: a long
-        conversation is not looked at again for every turn. Raises as `encode_prompt` does."""
+        """One item per segment of the prompt. Segments that the engine holds are empty, so a long
+        conversation is not encoded again for each turn. Raises the errors of `encode_prompt`."""
         engine, tokenizer = attempt.engine, attempt.tokenizer
         if run.completion.options.chat or tokenizer is None:
             chat = run.completion.options.chat
@@ -143,9 +150,8 @@ class Exchange:
                 limit=engine.max_len,
                 num_before=num_tokens,
             )
-            if (
-                count_cached(self._ledger, engine, run.keys)[0] >= num_known
-            ):  # else it was freed meanwhile
+            # Otherwise a context was evicted during the encoding: encode more segments.
+            if count_cached(self._ledger, engine, run.keys)[0] >= num_known:
                 return [()] * num_known + missing
 
     async def _stream(
@@ -154,15 +160,15 @@ class Exchange:
         _start_stream(run, attempt)
 
         def take(chunk: StreamChunk) -> None:
-            if run.attempt is attempt:  # else it is being stopped
+            if run.attempt is attempt:  # Otherwise the attempt is being stopped.
                 _deliver_chunk(run, attempt, chunk)
 
         return await attempt.engine.client.generate(request, take)
 
 
 async def _follow(run: Run, attempt: Attempt) -> None:
-    """Deliver the whole output that the engine was asked for as it comes, from its beginning. If
-    that fails, it is delivered in the end."""
+    """Stream the output of an unstreamed request, from its first token. If streaming fails, the
+    output is delivered when it is finished."""
     assert attempt.context is not None, attempt
     _start_stream(run, attempt)
     try:
@@ -202,11 +208,12 @@ def _outcome(run: Run, attempt: Attempt, before: str, response: GenerateResponse
 def _tokenized(
     attempt: Attempt, tokenizer: ModelTokenizer, response: GenerateResponse
 ) -> TokenizedText | None:
-    """The ids of the whole text, if they are known."""
+    """The ids that stand for exactly the whole text; None if there are none."""
     stop_ids = tokenizer.stop_ids(attempt.sampling)
     stopped = response.finish_reason is FinishReason.STOP
     if attempt.sampling.constraint is not None and not attempt.sampling.stop_strings:
-        stopped = not stop_ids.isdisjoint(response.generated_ids[-1:])  # else its grammar ended it
+        # Without a stop token at the end, the grammar has ended the output.
+        stopped = not stop_ids.isdisjoint(response.generated_ids[-1:])
     ids = tokenizer.clean_output(response.generated_ids, stop_ids, stopped)
     if ids is None or isinstance(attempt.resumed, str) or (response.generated_text and not ids):
         return None
@@ -216,7 +223,7 @@ def _tokenized(
 def _logprobs(
     before: Logprobs | None, attempt: Attempt, response: GenerateResponse
 ) -> Logprobs | None:
-    """The log probabilities of the whole output; `before` has those of earlier attempts."""
+    """The log probabilities of the whole output. `before`: those of earlier attempts."""
     found, tokenizer = response.logprobs, attempt.tokenizer
     if found is None or tokenizer is None:
         return Logprobs.joined(before, found)
@@ -227,6 +234,7 @@ def _logprobs(
 def _num_shown(
     sampling: SamplingConfig, tokenizer: ModelTokenizer, response: GenerateResponse
 ) -> int:
+    """The number of generated tokens whose text is part of the output. Stop tokens are not."""
     ids = response.generated_ids
     if response.finish_reason is not FinishReason.STOP or not ids:
         return len(ids)

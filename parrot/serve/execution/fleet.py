@@ -1,4 +1,4 @@
-"""The live engines: joining, giving signs of life, and being lost."""
+"""The live engines: registration, heartbeats, leases, and the loss of engines."""
 
 import asyncio
 import itertools
@@ -38,17 +38,20 @@ from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.tasks import TaskSet
 
-_FREE_INTERVAL_S = 0.01  # between two requests to one engine; the first goes at once
-_MAX_FREE_INTERVAL_S = 5.0  # between two that fail
-_MAX_FREES_PER_REQUEST = 65536  # context ids that one request may have
+# Seconds between two free requests to one engine. Larger values make larger batches.
+_FREE_INTERVAL_S = 0.01
+_MAX_FREE_INTERVAL_S = 5.0  # Upper limit of this interval after failed requests, which double it.
+_MAX_FREES_PER_REQUEST = 65536  # Largest number of context ids in one free request.
 
 
 logger = logging.getLogger(__name__)
 
-_STALL_S = 0.5  # of a timer: more than any turn of the event loop takes
+# A timer that fires this late, in seconds, shows that the process was stalled. A turn of the event
+# loop is shorter.
+_STALL_S = 0.5
 
 MODEL = "model"
-"""The kind of a record that names a model which an engine has served."""
+"""The kind of a journal record that names a model which an engine has served."""
 
 Connect = Callable[[EngineInfo], EngineClient]
 Address = tuple[str, str, int]
@@ -56,28 +59,25 @@ Address = tuple[str, str, int]
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """A registered engine, alive until it is lost. `tokenizer` is None if its contexts are text.
-    `last_progress`: the last heartbeat by which it had done something, or had nothing to do.
-    `lost_without_crash`: it was lost, though its process lives on, or wanted to end.
-    `unreachable_since`: the first call came then that could not reach it, unless it has answered
-    since. `lease_check`: when it is looked at next; `ping`: the one under way. `direct_requests`:
-    those that are no runs, which end with it."""
+    """A registered engine. It is alive until it is lost."""
 
     id: int
     info: EngineInfo
     client: EngineClient
-    tokenizer: ModelTokenizer | None
-    last_seen: float
-    last_progress: float
-    runtime: RuntimeInfo | None = None
+    tokenizer: ModelTokenizer | None  # None: the engine's contexts are text.
+    last_seen: float  # Time of the last heartbeat.
+    last_progress: float  # Time of the last heartbeat with new steps, or without work.
+    runtime: RuntimeInfo | None = None  # The content of the last heartbeat.
     is_alive: bool = True
-    lost_without_crash: bool = False
+    lost_without_crash: bool = False  # The process survived its loss, or announced its exit.
+    # Start time of the first attempt that could not reach the engine since its last answered ping.
     unreachable_since: float = math.inf
     lease_check: Timer | None = None
-    ping: "asyncio.Task[bool] | None" = None
+    ping: "asyncio.Task[bool] | None" = None  # The ping in flight.
+    # Requests that are not runs. They are cancelled when the engine is lost.
     direct_requests: "set[asyncio.Task[Any]]" = field(default_factory=set)
-    max_len: int = field(init=False)  # tokens of the longest sequence that it takes
-    uses_drafts: bool = field(init=False)  # whether it drafts from texts that ServeCore sends
+    max_len: int = field(init=False)  # Largest number of tokens of one sequence.
+    uses_drafts: bool = field(init=False)  # Whether the engine uses draft texts from ServeCore.
 
     def __post_init__(self) -> None:
         self.max_len = min(self.info.max_seq_len, self.info.tokens_capacity)
@@ -86,14 +86,14 @@ class Engine:
 
     @property
     def units(self) -> int:
-        """Units that a token takes in its contexts: 1, or so many characters."""
+        """Units per token: 1, or the usual number of characters for contexts of text."""
         return CHARS_PER_TOKEN if self.tokenizer is None else 1
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """State of an engine as shown to others. Tokens are characters for engines whose contexts are
-    text; `silent_s`: since its last sign of life."""
+    """The state of an engine for the API and the page. For contexts of text, `num_tokens` counts
+    characters."""
 
     id: int
     info: EngineInfo
@@ -101,7 +101,7 @@ class EngineView:
     num_running: int
     num_contexts: int
     num_tokens: int
-    silent_s: float
+    silent_s: float  # Seconds since the last heartbeat.
     kv: KvCounts
     is_draining: bool = False
     needed_tokens: int = 0
@@ -109,19 +109,20 @@ class EngineView:
 
 
 def _address(info: EngineInfo) -> Address:
-    """The name and place by which an engine that registers again is known."""
+    """The name and address by which an engine that registers again is recognised."""
     return (info.engine_name, info.host, info.port)
 
 
 class FreeSender:
-    """Tells engines which contexts they may forget, in batches and never on anybody's path. At most
-    one request per engine is under way; what comes meanwhile goes with the next. Ids are sent until
-    the engine has acknowledged them or is lost: one that registers again has forgotten all."""
+    """Sends the ids of freed contexts to engines, in batches and in the background.
+
+    At most one request per engine is in flight. Ids are sent until the engine acknowledges them or
+    is lost. An engine that registers again has no contexts left to free."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._tasks = TaskSet()
-        self._pending: dict[Engine, list[int]] = {}
+        self._pending: dict[Engine, list[int]] = {}  # Context ids that are not acknowledged.
 
     def send(self, engine: "Engine", context_id: int) -> None:
         pending = self._pending.get(engine)
@@ -141,9 +142,13 @@ class FreeSender:
             try:
                 await engine.client.free_contexts(batch)
             except ParrotError as error:
-                if delay_s == _FREE_INTERVAL_S:  # not at each attempt
+                if delay_s == _FREE_INTERVAL_S:  # Log the first failure only.
                     name = engine.info.engine_name
-                    logger.warning("engine %s did not free, trying on: %s", name, error.message)
+                    logger.warning(
+                        "engine %s has not freed contexts and is asked again: %s",
+                        name,
+                        error.message,
+                    )
                 delay_s = min(2 * delay_s, _MAX_FREE_INTERVAL_S)
             else:
                 delay_s = _FREE_INTERVAL_S
@@ -153,26 +158,18 @@ class FreeSender:
 
 
 class EngineChange(Enum):
-    """The changes of an engine that the owner of a `Fleet` is told of, after the set of engines has
-    changed."""
+    """A change of an engine. The fleet's set of engines is updated before the owner is notified."""
 
     JOINED = auto()
-    REPORTED = auto()  # it has sent a heartbeat
-    LOST = auto()  # everything about it must be given up
+    REPORTED = auto()  # The engine has sent a heartbeat.
+    LOST = auto()
 
 
 class Fleet:
-    """Owns the live engines; the id of one that was lost is never used again.
+    """Owns the live engines. Ids of lost engines are not reused.
 
-    An engine lives as long as
-
-    - its heartbeats are less than `engine_heartbeat_timeout` apart;
-    - it makes progress: while runs are placed on it, its count of steps changes within that time
-      (the heartbeats of a process with a stuck device go on);
-    - it answers a ping after a connection to it broke, or it was found to obey another ServeCore.
-
-    `identity` is who registered engines obey. It may be set before there are any. Raises
-    `ConfigError` for a file of `public_prefixes`."""
+    An engine is lost if its lease expires without a heartbeat, if it has work but takes no steps
+    for that time, or if it does not answer a ping after a connection broke."""
 
     def __init__(
         self,
@@ -184,8 +181,11 @@ class Fleet:
         events: Events,
         on_change: Callable[[Engine, EngineChange], None],
     ) -> None:
+        """Raises `ConfigError` for an invalid file of `public_prefixes`."""
         self._max_engines = config.max_engines_num
         self.lease_s = config.engine_heartbeat_timeout
+        # Engines accept commands only from the ServeCore with which they registered. The identity
+        # may be replaced before the first engine registers.
         self.identity = CoreIdentity.new()
         self._clock = timers.clock
         self._timers = timers
@@ -196,11 +196,12 @@ class Fleet:
         self._on_change = on_change
         self._tokenizers = TokenizerRegistry(config.public_prefixes)
         self._ids = itertools.count()
-        self._joined = asyncio.Event()  # set, and another, when one joins
-        self.engines: dict[int, Engine] = {}  # by id; nobody else changes it
-        self._stalled_at = -math.inf  # when a review came too late
+        self._joined = asyncio.Event()  # Set and replaced when an engine joins.
+        self.engines: dict[int, Engine] = {}  # By id. Only the fleet changes it.
+        self._stalled_at = -math.inf  # When this process was last found to have been stalled.
         self._by_address: dict[Address, Engine] = {}
-        self._known_models: dict[str, int] = {}  # since when (Unix time), also of lost engines
+        # Models that engines have served, and since when, in Unix time. Includes lost engines.
+        self._known_models: dict[str, int] = {}
         self._configured_models = frozenset(config.prices)
         self._log: CommandLog | None = None
         self._pings, self._closing = TaskSet(), TaskSet()
@@ -210,10 +211,11 @@ class Fleet:
         return iter(tuple(self.engines.values()))
 
     async def register(self, info: EngineInfo, client: EngineClient | None = None) -> int:
-        """The same name and address again replaces the engine, with all that it was doing.
-        `client`: of an engine in this process. Raises
-        `QuotaExceeded`, `Conflict` if another engine is at this address, or what fetching the
-        tokenizer raised: then the engine has not joined."""
+        """Add an engine and return its id. An engine with the same name and address is lost.
+        `client`: for an engine in this process.
+
+        Raises `QuotaExceeded` above `max_engines_num`, `Conflict` if another live process has this
+        name and address, and the errors of fetching the tokenizer."""
         self._require_capacity(info)
         client = client or self._connect(info)
         try:
@@ -242,11 +244,11 @@ class Fleet:
         return engine.id
 
     def restore_model(self, subject: str, fields: Fields) -> None:
-        """Engines served the model before a restart, so it may come back."""
+        """Mark a model as known because engines served it before the restart."""
         self._known_models.setdefault(fields["name"], fields["since"])
 
     def record_models(self, log: CommandLog) -> None:
-        """Record each new model in the log from now on."""
+        """Record each new model in `log` from now on."""
         self._log = log
 
     def _record_model(self, model: str) -> None:
@@ -261,7 +263,8 @@ class Fleet:
 
     def heartbeat(self, request: HeartbeatRequest) -> HeartbeatResponse:
         engine, runtime = self.engines.get(request.engine_id), request.runtime_info
-        is_ours = request.core in ("", self.identity.id)  # else ids are another's
+        # Another ServeCore gives other ids to the same engines.
+        is_ours = request.core in ("", self.identity.id)
         if not is_ours or engine is None or engine.info.engine_name != request.engine_name:
             return HeartbeatResponse(state="unknown")
         now = self._clock.now()
@@ -274,8 +277,9 @@ class Fleet:
         return HeartbeatResponse(state="ok")
 
     async def check_reachable(self, engine: Engine) -> bool:
-        """Ping an engine to which a connection broke, once for all who ask at the same time. If
-        there is no answer it is lost by the time that this returns False."""
+        """Ping an engine after a connection to it broke. False if the engine is lost.
+
+        Concurrent calls for one engine share one ping."""
         if not engine.is_alive:
             return False
         if engine.ping is None:
@@ -283,8 +287,8 @@ class Fleet:
         return await asyncio.shield(engine.ping)
 
     def lose(self, engine: Engine, reason: str) -> None:
-        """Take the engine for dead from now on. If it is not, its next heartbeat is told so and it
-        registers again."""
+        """Remove the engine. If its process is alive, its next heartbeat is answered with the state
+        `unknown`, and it registers again."""
         if not engine.is_alive:
             return
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
@@ -300,12 +304,12 @@ class Fleet:
         self._closing.spawn(engine.client.close(), name=f"close engine {engine.id}")
 
     def was_stalled(self, since: float) -> bool:
-        """Whether this process itself has stood still since then, for so long that an engine's
-        lease ended: then it is not to blame for what became of the engine."""
+        """Whether this process was stalled since then, so that leases expired without being
+        renewed. Then a run is not blamed for the loss of its engine."""
         return self._stalled_at >= since or any(map(self._is_check_overdue, self))
 
     def free(self, engine_id: int, context_id: int) -> None:
-        """Let the engine forget a context, soon. No effect if it is gone."""
+        """Free a context on the engine, in the background. No effect if the engine was lost."""
         if (engine := self.engines.get(engine_id)) is not None:
             self._frees.send(engine, context_id)
 
@@ -317,14 +321,14 @@ class Fleet:
         await self._closing.close()
 
     def num_requests(self, engine: Engine) -> int:
-        """The number of requests that it has."""
+        """The number of the engine's placed runs and direct requests."""
         return self._scheduler.engines.num_placed(engine.id) + len(engine.direct_requests)
 
-    # What others may see
+    # Views
 
     @property
     def session_kv_fraction(self) -> float:
-        """The part of the engines' KV that contexts of live sessions have."""
+        """The fraction of all engines' KV that contexts of live sessions use."""
         return self._ledger.index.session_fraction
 
     def views(self) -> list[EngineView]:
@@ -367,15 +371,15 @@ class Fleet:
 
     def tokenizer(self, model: str) -> ModelTokenizer | None:
         """The model's tokenizer; None if its engines take text. Raises `NotFound` or `NoEngine` if
-        it has none."""
+        no live engine serves the model."""
         for engine in self.engines.values():
             if engine.info.model == model:
                 return engine.tokenizer
         raise self.unserved_error([model], param="model")
 
     def unserved_error(self, models: Sequence[str], param: str = "models") -> ParrotError:
-        """Why no engine can run a call for these models (empty: any). An unknown model is an error
-        of the request, in its field `param`."""
+        """The error for a call whose models no engine serves. `models` is empty for any model.
+        Unknown models are an error of the request's field `param`."""
         if not self.engines:
             return NoEngine("no engine is registered")
         wanted = " or ".join(f"`{model}`" for model in models)
@@ -385,23 +389,23 @@ class Fleet:
         return NoEngine(f"no engine serves model {wanted} now; available: {served}")
 
     def why_unserved(self, models: Sequence[str]) -> ParrotError | None:
-        """Why no live engine can run a call for these models (empty: any); None if one can."""
+        """The error if no live engine serves one of these models; None if an engine does."""
         has_one = any(not models or engine.info.model in models for engine in self.engines.values())
         return None if has_one else self.unserved_error(models)
 
     def is_unknown(self, models: Sequence[str]) -> bool:
-        """Whether engines are registered, none of these models (empty: any) has ever been served,
-        and the configuration names none of them. Without any engine, one of these models may be
-        about to come."""
+        """Whether none of these models was ever served or is configured.
+
+        False while no engine is registered, because their engines may register soon."""
         known = self._known_models.keys() | self._configured_models
         return bool(models and self.engines) and known.isdisjoint(models)
 
     def require_known(self, models: Sequence[str]) -> None:
-        """Raise `NotFound` for models that are unknown."""
+        """Raise `NotFound` if the models are unknown, see `is_unknown`."""
         if self.is_unknown(models):
             raise self.unserved_error(models)
 
-    # Signs of life
+    # Leases
 
     def _schedule_check(self, engine: Engine) -> None:
         when = min(engine.last_seen, engine.last_progress) + self.lease_s
@@ -418,10 +422,12 @@ class Fleet:
             self._stalled_at = self._clock.now()
 
     def _check_lease(self, engine: Engine) -> None:
-        """Heartbeats only move the deadline away, so the timer is set again when it fires."""
+        """Lose the engine if its lease has expired. Otherwise schedule the next check: heartbeats
+        extend the lease without touching the timer."""
         now = self._clock.now()
         self._record_stall(engine)
-        if engine.last_seen + self.lease_s <= now:  # the same sum as in `_schedule_check`
+        # The same sums as in `_schedule_check`, so that both are rounded equally.
+        if engine.last_seen + self.lease_s <= now:
             self.lose(engine, f"no heartbeat for {self.lease_s:g} s")
         elif engine.last_progress + self.lease_s <= now:
             self.lose(engine, f"its work made no progress for {self.lease_s:g} s")
@@ -429,11 +435,12 @@ class Fleet:
             self._schedule_check(engine)
 
     def _is_stuck(self, engine: Engine, runtime: RuntimeInfo) -> bool:
-        """Whether it has taken no step since the last heartbeat, though it had work."""
+        """Whether the engine has work but has taken no step since its last heartbeat."""
         before = engine.runtime
         return (
             before is not None
-            and engine.info.engine_type is not EngineType.OPENAI  # the other server's steps
+            and engine.info.engine_type
+            is not EngineType.OPENAI  # The steps are the foreign server's.
             and runtime.num_steps is not None
             and runtime.num_steps == before.num_steps
             and self.num_requests(engine) > 0
@@ -449,17 +456,18 @@ class Fleet:
             engine.ping = None
         return engine.is_alive
 
-    # Joining
+    # Registration
 
     def _require_capacity(self, info: EngineInfo) -> None:
-        """Raise `QuotaExceeded` if `info` would be one engine too many."""
+        """Raise `QuotaExceeded` if `info` would exceed `max_engines_num`."""
         if _address(info) not in self._by_address and len(self.engines) >= self._max_engines:
             raise QuotaExceeded(f"already {self._max_engines} engines are registered")
 
     async def _require_free_address(self, info: EngineInfo) -> None:
-        """Raise `Conflict` if a live engine has this name and address, and `info` is not of the
-        same start of it. One that answers no ping is lost, and so is one in whose place another
-        answers."""
+        """Raise `Conflict` if another live process is registered with this name and address.
+
+        If the registered process does not answer, its engine is lost. If a new process answers at
+        its address, `info` may replace it."""
         old = self._by_address.get(_address(info))
         if old is None or (info.incarnation and info.incarnation == old.info.incarnation):
             return
@@ -472,7 +480,7 @@ class Fleet:
             raise Conflict(f"engine {info.engine_name} is registered at this address, and answers")
 
     async def _tokenizer(self, info: EngineInfo, client: EngineClient) -> ModelTokenizer | None:
-        """The engine's tokenizer, fetched if it is a new one; None if its contexts are text."""
+        """The engine's tokenizer, fetched if it is unknown; None if its contexts are text."""
         if info.tokenizer_id is None:
             return None
         if (known := self._tokenizers.get(info.model, info.tokenizer_id)) is not None:
@@ -480,7 +488,7 @@ class Fleet:
         try:
             payload = await client.tokenizer()
         except ParrotError as error:
-            # Who registers may have named any address, and shall not learn what is there.
+            # A registration may name any address. The error must not reveal what is there.
             logger.warning("engine %s gave no tokenizer: %s", info.engine_name, error)
             raise Unavailable("the engine's tokenizer could not be fetched") from None
         await self._tokenizers.add(info.model, info.tokenizer_id, payload)

@@ -1,12 +1,12 @@
-"""Eager fill: the ready prefix of a completion that waits for inputs is computed while it waits.
+"""Prefetch (eager fill): compute the ready prefix of a completion while it waits for inputs.
 
-    prompt          |-- ready prefix -----------|  missing  ...
-    contexts        |-- tenant's --|-- eager 1 --|-- eager 2 --|      a piece became ready: one more
-    completion                                                 |-- late part --|-- output --|
+    prompt          |-- ready prefix -----------|  missing input  ...
+    contexts        |-- tenant's --|-- fill 1 --|-- fill 2 --|       An input became ready: fill 2.
+    completion                                               |-- rest of prompt --|-- output --|
 
-The prefix goes to the engine where the completion would go now, as contexts like any others, so
-that the completion finds it there and continues it. The engine computes it in the background: only
-with steps and memory that nothing else needs."""
+The prefix is filled on the engine on which the scheduler would place the completion now. The fills
+are ordinary contexts, which the completion finds and forks when it starts. Engines compute fills in
+the background, and only with free steps and free KV blocks."""
 
 import asyncio
 import logging
@@ -32,21 +32,24 @@ from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-_MIN_FILL_BLOCKS = 4  # a shorter piece is not worth an exchange
-_WASTED_TIME_SHARE = 0.02  # how much longer steps may become for what nobody will use
-_MAX_SHARE = 0.2
+_MIN_FILL_BLOCKS = 4  # Shorter prefixes, in KV blocks, are not worth a request.
+# Fraction of an engine's time that fills without use may take. Larger values slow down other calls.
+_WASTED_TIME_SHARE = 0.02
+_MAX_SHARE = 0.2  # Largest fraction of an engine's time for all fills.
+# Weight of the assumed wasted fraction at the start, in tokens.
 _PRIOR_TOKENS = 16384
-_DECAY = 7 / 8  # from one completion to the next
+# Factor for the weight of earlier fills when a completion's fills are counted. With a larger value,
+# the share adapts more slowly.
+_DECAY = 7 / 8
 
 
 @dataclass(slots=True)
 class PrefetchCounts:
-    """Tokens computed ahead; of these, those whose completion then ran on that engine, and those
-    whose completion ran elsewhere or not at all."""
+    """Counts of prefetched tokens."""
 
     filled: int = 0
-    used: int = 0
-    wasted: int = 0
+    used: int = 0  # Of these, the tokens whose completion then ran on this engine.
+    wasted: int = 0  # Of these, the tokens whose completion ran elsewhere or not at all.
 
     def attribute(self, num_tokens: int, *, is_used: bool) -> None:
         if is_used:
@@ -57,46 +60,46 @@ class PrefetchCounts:
 
 @dataclass(slots=True)
 class Budget:
-    """How much of an engine's time may go into what is perhaps computed for nothing, by how many of
-    the tokens that were asked for lately were wasted. Before anything is known, `prior` of them."""
+    """The fraction of an engine's time that fills may use. It falls with the wasted fraction."""
 
-    prior: float
-    asked: float = _PRIOR_TOKENS
-    wasted: float = field(init=False)
+    prior: float  # The wasted fraction of fills that is assumed at the start.
+    requested: float = _PRIOR_TOKENS  # Decayed sum of requested tokens.
+    wasted: float = field(init=False)  # Decayed sum of wasted tokens.
 
     def __post_init__(self) -> None:
-        self.wasted = self.prior * self.asked
+        self.wasted = self.prior * self.requested
 
     def add(self, num_tokens: int, *, is_used: bool) -> None:
-        self.asked = self.asked * _DECAY + num_tokens
+        self.requested = self.requested * _DECAY + num_tokens
         self.wasted = self.wasted * _DECAY + (0 if is_used else num_tokens)
 
     @property
     def share(self) -> float:
-        """The share of an engine's time for more of the same. What will be used only comes earlier;
-        what is wasted takes `_WASTED_TIME_SHARE`, as expected."""
-        return min(_MAX_SHARE, _WASTED_TIME_SHARE * self.asked / max(self.wasted, 1.0))
+        """The fraction of an engine's time for the next fills.
+
+        Used fills only move work to an earlier time, so only wasted fills cost anything. With this
+        share, they are expected to take `_WASTED_TIME_SHARE`."""
+        return min(_MAX_SHARE, _WASTED_TIME_SHARE * self.requested / max(self.wasted, 1.0))
 
 
 @dataclass(slots=True, eq=False)
 class _PrefetchJob:
-    """The work ahead for one completion. `current`: the piece under way; `filled`: the contexts of
-    those before. `is_used` is None until the completion starts or is given up. `num_requested`:
-    tokens that were computed or are under way."""
+    """The fills for one completion, all on one engine."""
 
     completion: Completion
     engine: Engine
     budget: Budget
-    current: Attempt | None = None
-    filled: list[LedgerContext] = field(default_factory=list)
-    num_requested: int = 0
-    num_filled: int = 0
-    is_used: bool | None = None
+    current: Attempt | None = None  # The fill in flight.
+    filled: list[LedgerContext] = field(default_factory=list)  # Contexts of finished fills.
+    num_requested: int = 0  # Tokens of finished fills and of the fill in flight.
+    num_filled: int = 0  # Tokens that the engine has computed.
+    is_used: bool | None = None  # None until the completion starts or the job is cancelled.
 
 
 class Prefetcher:
-    """Fills what ready prefixes have, where the scheduler would place their completions now. `wake`
-    has `pump` called soon, after ready work was placed."""
+    """Fills ready prefixes on the engines where the scheduler would place their completions now.
+
+    `wake` schedules a call of `pump`, which runs after all ready calls are placed."""
 
     def __init__(
         self,
@@ -109,7 +112,8 @@ class Prefetcher:
     ) -> None:
         self.counts = PrefetchCounts()
         self._budget = Budget(prior=1.0)
-        self._budget_for_graph = Budget(prior=0.1)  # completions that wait for others only
+        # For completions whose missing inputs all come from other calls.
+        self._budget_for_graph = Budget(prior=0.1)
         self._clock = clock
         self._ledger = ledger
         self._scheduler = scheduler
@@ -118,18 +122,19 @@ class Prefetcher:
         self._wake = wake
         self._pending: dict[Completion, ReadyPrefix] = {}
         self._jobs: dict[Completion, _PrefetchJob] = {}
-        self._in_flight: dict[tuple[int, bytes], _PrefetchJob] = {}  # by engine and last key
+        # By the engine's id and the last prefix key of the fill.
+        self._in_flight: dict[tuple[int, bytes], _PrefetchJob] = {}
         self._runners = TaskSet()
 
-    # What happens to completions
+    # Changes of completions
 
     def prefix_grew(self, completion: Completion, prefix: ReadyPrefix) -> None:
-        """The completion waits, and more of its prompt is known than before."""
+        """The ready prefix of a waiting completion has grown."""
         self._pending[completion] = prefix
         self._wake()
 
     def started(self, completion: Completion, engine_id: int) -> None:
-        """It runs on this engine now."""
+        """The completion runs on this engine now."""
         job = self._jobs.get(completion)
         if job is None:
             return
@@ -140,7 +145,7 @@ class Prefetcher:
         self._attribute(job, is_used=True)
 
     def cancel(self, completion: Completion) -> None:
-        """It will not run where its prefix is: stop, and free what nobody else wants."""
+        """Cancel the completion's job, and release the contexts that no other call uses."""
         self._pending.pop(completion, None)
         job = self._jobs.pop(completion, None)
         if job is not None:
@@ -149,7 +154,7 @@ class Prefetcher:
             self._release(job.filled)
 
     def remove_engine(self, engine_id: int) -> None:
-        """It is gone with all its contexts. Before the ledger forgets them."""
+        """Drop all jobs of a lost engine. Call it before the ledger removes the engine."""
         for job in [a for a in self._jobs.values() if a.engine.id == engine_id]:
             del self._jobs[job.completion]
             self._attribute(job, is_used=False)
@@ -159,14 +164,14 @@ class Prefetcher:
     # Filling
 
     def pump(self) -> None:
-        """Begin what has become due."""
+        """Start the fills of prefixes that have grown."""
         due, self._pending = self._pending, {}
         for completion, prefix in due.items():
             job = self._jobs.get(completion)
             if completion.state is not CompletionState.WAITING:
                 continue
             if job is not None and job.current is not None:
-                self._pending[completion] = prefix  # when that piece is there
+                self._pending[completion] = prefix  # Try again when the fill in flight is finished.
             else:
                 self._start_if_useful(completion, prefix, job)
 
@@ -187,7 +192,7 @@ class Prefetcher:
         is_sure = prefix.forecast() < inf
         load = self._scheduler.engines.get(engine.id)
         if is_sure and load is not None and load.runs_session(completion.session_id):
-            return  # it would delay the very calls that this one waits for
+            return  # The fill would delay the calls of this session that the completion waits for.
         if job is None:
             budget = self._budget_for_graph if is_sure else self._budget
             job = self._jobs[completion] = _PrefetchJob(completion, engine, budget)
@@ -199,8 +204,10 @@ class Prefetcher:
         )
 
     def _choose_engine(self, task: CompletionTask) -> Engine | None:
-        """Where it would go now. If nobody asks for it yet, rather where its session has most of
-        the prompt, since there it goes once somebody does."""
+        """The engine on which the scheduler would place the completion now.
+
+        Before a reader asks for it, prefer the engine that holds most of its prompt in the
+        session's contexts: the completion will be placed there later."""
         completion = task.completion
         preferred: Iterable[int] = ()
         if not completion.reader_demand:
@@ -209,8 +216,8 @@ class Prefetcher:
         return None if engine_id is None else self._fleet.engines.get(engine_id)
 
     def _num_to_compute(self, task: CompletionTask, engine: Engine) -> int:
-        """How many tokens are missing there; 0 if they are few, somebody fills them already, or
-        there is no room without harm."""
+        """The number of prompt tokens that are missing on the engine. 0 if a fill is not worth a
+        request, is already in flight, or would evict contexts with an expected use."""
         if engine.tokenizer is None or (engine.id, task.keys[-1]) in self._in_flight:
             return 0
         match = self._ledger.index.match(engine.id, task.keys)
@@ -241,8 +248,8 @@ class Prefetcher:
         self._wake()
 
     async def _fill_all(self, job: _PrefetchJob, attempt: Attempt) -> None:
-        """Post all pieces at once: their contexts can be found from now on, and a call that forks
-        one which the engine has not heard of would wait for it."""
+        """Send all pieces at once. Calls find the pieces' contexts from now on. A call that forks
+        a context unknown to the engine would wait for it."""
         chat = job.completion.options.chat
         segments = attempt.task.segments
         limit = attempt.engine.max_len
@@ -273,10 +280,10 @@ class Prefetcher:
         if job.is_used is not None:
             self.counts.attribute(response.computed_tokens, is_used=job.is_used)
 
-    # Ends
+    # End of a job
 
     def _stop(self, job: _PrefetchJob) -> None:
-        """End the piece under way, and free its contexts unless somebody has forked them."""
+        """Cancel the fill in flight, and release its contexts."""
         attempt = job.current
         if attempt is None:
             return
@@ -292,7 +299,7 @@ class Prefetcher:
             self._ledger.release(context)
 
     def _clear_current(self, job: _PrefetchJob) -> None:
-        """Nothing is under way for it any more."""
+        """Record that the job has no fill in flight."""
         assert job.current is not None
         del self._in_flight[job.engine.id, job.current.task.keys[-1]]
         job.current = None
@@ -303,7 +310,7 @@ class Prefetcher:
         self.counts.attribute(job.num_filled, is_used=is_used)
 
     def users(self) -> Counter[int]:
-        """The number of fills that use each context, by its id."""
+        """The number of fills that use each context, by the context's id."""
         attempts = [a.current for a in self._in_flight.values() if a.current is not None]
         return Counter(a.context.id for a in attempts if a.context is not None)
 

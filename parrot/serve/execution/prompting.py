@@ -1,5 +1,5 @@
-"""Build an engine's request from a prompt: which contexts to fork, which pieces to fill, how long
-the output may be, and which first units are public."""
+"""Build an engine's request from a prompt: which context to fork, which pieces to fill, how long
+the output may be, and which prefix is public. Units are tokens, or characters of text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,27 +16,28 @@ from parrot.serve.prompts.encode import CountedPromptTooLong, Units, join
 
 
 def public_len(engine: Engine, prompt: Units) -> int:
-    """The length of the longest public prefix, as far as it fills blocks, with which the prompt
-    begins; 0: it begins with none."""
+    """The length of the prompt's longest public prefix, in units of whole blocks; 0 without one."""
     return next((len(ids) for ids in _prefixes(engine) if prompt[: len(ids)] == ids), 0)
 
 
 def max_public_len(engine: Engine) -> int:
-    """The length of the longest one that any prompt has."""
+    """The length of the engine's longest public prefix, in units of whole blocks."""
     return max(map(len, _prefixes(engine)), default=0)
 
 
 def _prefixes(engine: Engine) -> list[Units]:
-    """The longest first."""
+    """The engine's public prefixes, cut to whole blocks, the longest first."""
     if engine.tokenizer is None:
-        return []  # its contexts are text
+        return []  # Contexts of text have no public prefixes.
     size = engine.info.block_size
     return [ids[: len(ids) - len(ids) % size] for ids in engine.tokenizer.public]
 
 
 def count_cached(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -> tuple[int, int]:
-    """How many of a prompt's segments need not be encoded, since the engine has them, and their
-    tokens; none of what may be a part of a public prefix."""
+    """The number of the prompt's segments that a context of the engine holds, and their units.
+
+    Returns (0, 0) if they may end inside a public prefix: then the prompt must be encoded to find
+    out."""
     match = ledger.index.match(engine.id, keys)
     if match is None or match.boundary.length < max_public_len(engine):
         return 0, 0
@@ -46,9 +47,10 @@ def count_cached(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -
 def open_request(
     ledger: ContextLedger, run: Run, attempt: Attempt, parts: Sequence[Units]
 ) -> GenerateRequest | None:
-    """Open and pin the attempt's contexts and say how to fill them; `parts` is the prompt, an item
-    per segment, no matter which for those that the engine has. None if nothing may be generated any
-    more. Raises `PromptTooLong`."""
+    """Open the attempt's contexts, pin the last one, and return the request.
+
+    `parts`: the units of each segment of the prompt. Segments that the engine holds may be empty.
+    None if the output has reached its limit. Raises `PromptTooLong`."""
     engine, completion = attempt.engine, run.completion
     prompt = _Prompt(ledger, attempt, parts)
     max_output = prompt.limit_output()
@@ -79,8 +81,8 @@ def open_request(
 
 
 def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:
-    """Do the same for the beginning of a prompt, behind which nothing is generated. Nothing is to
-    be filled and no context is opened if the engine has it all."""
+    """Open contexts for a prefix without an output, and pin the last one. Returns the pieces to
+    fill; none if the engine holds the whole prefix."""
     prompt = _Prompt(ledger, attempt, parts)
     prompt.open_constant_prefix()
     if any(parts[prompt.covered :]):
@@ -93,19 +95,17 @@ def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -
 
 @dataclass(slots=True)
 class _Prompt:
-    """How far the prompt is there: `parent` has its first `covered` parts, `length` units, of which
-    `last` is the last. What was delivered of the output is its last part. `public_len`: the first
-    units that are public, unless `parent` has them."""
+    """A prompt on its way to an engine: `parent` holds its first `covered` parts."""
 
     ledger: ContextLedger
     attempt: Attempt
-    parts: Sequence[Units]
-    keys: Sequence[bytes] = ()
+    parts: Sequence[Units]  # One per segment; the output of earlier attempts is the last.
+    keys: Sequence[bytes] = ()  # The prefix key of each part.
     covered: int = 0
     parent: LedgerContext | None = None
-    length: int = 0
-    last: int | str = ""
-    public_len: int = 0
+    length: int = 0  # Units of the covered parts.
+    last: int | str = ""  # The last of these units.
+    public_len: int = 0  # Length of the prompt's public prefix; 0 if `parent` holds it.
     fills: list[FillPiece] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -123,12 +123,14 @@ class _Prompt:
             _, self.length, self.last = match.boundary
 
     def missing(self) -> list[tuple[bytes, int]]:
-        """The key and length of each beginning that is not there."""
+        """The key and length of each prefix that the engine does not hold."""
         return list(zip(self.keys[self.covered :], self._ends(len(self.parts)), strict=True))
 
     def limit_output(self) -> int:
-        """The output's largest length, in the engine's units; limits the attempt's sampling to it.
-        Engines with text know their limits themselves, so there it is only a guess."""
+        """Cut the attempt's `max_gen_length` to the engine's limit, and return it.
+
+        Engines that take text enforce their own limits, so for them only the tokens that were
+        already delivered are subtracted."""
         attempt = self.attempt
         max_output = attempt.sampling.max_gen_length - attempt.num_delivered
         length = self.length + sum(map(len, self.parts[self.covered :]))
@@ -148,7 +150,10 @@ class _Prompt:
         return max_output
 
     def open_constant_prefix(self) -> None:
-        """A context with the constant beginning, if that is longer than what is there."""
+        """Open a context of the tenant with the prompt's constant prefix.
+
+        No effect if `parent` holds the constant prefix, or if the prefix is shorter than a block or
+        than the public prefix."""
         task = self.attempt.task
         options, num_constant = task.completion.options, task.num_constant
         if not options.cache_prefix or num_constant <= self.covered:
@@ -160,12 +165,12 @@ class _Prompt:
     def open_context(
         self, owner: Owner, stop: int | None = None, reserved: int = 0
     ) -> LedgerContext:
-        """Fork: a context with the parts up to `stop`, by default all."""
+        """Open a context that forks `parent` and holds the parts up to `stop`, by default all."""
         stop = len(self.parts) if stop is None else stop
         units = join(self.parts[self.covered : stop])
         boundaries = self._boundaries(stop)
         if not units:
-            # An engine generates after a unit that the context itself was given.
+            # A context must be filled with a unit before an engine can generate on it.
             units = self.last if isinstance(self.last, str) else (self.last,)
             self.length -= 1
         context = self.ledger.open(
@@ -195,7 +200,8 @@ class _Prompt:
         return context
 
     def _boundaries(self, stop: int) -> list[Boundary]:
-        """Where the parts up to `stop` end. Empty ones end where their predecessor does."""
+        """The boundaries of the parts up to `stop`. An empty part ends where its predecessor
+        ends."""
         last, boundaries = self.last, []
         keys, parts = self.keys[self.covered : stop], self.parts[self.covered : stop]
         for key, end, part in zip(keys, self._ends(stop), parts, strict=True):
@@ -205,6 +211,6 @@ class _Prompt:
         return boundaries
 
     def _ends(self, stop: int) -> list[int]:
-        """The lengths of the prompt at the ends of the parts up to `stop`, from what is there."""
+        """The lengths of the prompt at the ends of the uncovered parts up to `stop`."""
         sizes = map(len, self.parts[self.covered : stop])
         return list(accumulate(sizes, initial=self.length))[1:]

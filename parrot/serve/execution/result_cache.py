@@ -1,7 +1,7 @@
-"""Results of finished calls, for identical calls that come later.
+"""Cached results of finished calls, for later identical calls.
 
-Identical: the same prompt by content (so also the same outputs of earlier calls), cache salt,
-models, chat flag and sampling, which is greedy or seeded."""
+Identical calls have the same prompt text, cache salt, models, chat flag and sampling parameters.
+The sampling must be greedy or seeded."""
 
 import hashlib
 from array import array
@@ -16,18 +16,17 @@ from parrot.serve.graph.nodes import Completion, RunStats, TokenizedText
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 
-_ENTRY_BYTES = 400  # of a result besides its text and ids
+_ENTRY_BYTES = 400  # Estimated memory of a cached result without its text and ids, in bytes.
 _SAMPLING_FIELDS = tuple(SamplingConfig.model_fields)
 
 
 class Result(NamedTuple):
-    """The result of a finished call, for those that come after it. `ids`: None if no ids stand for
-    exactly this text. `stats`: how it was computed."""
+    """The cached result of a finished call."""
 
     text: str
     tokenizer_id: str | None
-    ids: "array[int] | None"
-    stats: RunStats
+    ids: "array[int] | None"  # None: no token ids stand for exactly this text.
+    stats: RunStats  # Of the run that computed the result.
     expires_at: float
     num_bytes: int
 
@@ -39,8 +38,10 @@ class Result(NamedTuple):
 
 
 class ResultCache:
-    """Results by cache salt and key, of a limited size in all. When it is exceeded, the salt that
-    has most loses those that were used least recently: nobody can push out all that others have."""
+    """Results by cache salt and key, up to `reuse_cache_size` bytes.
+
+    Above the limit, the salt with the most bytes loses its least recently used results. So no
+    tenant can evict all results of the others."""
 
     def __init__(self, config: GlobalSchedulerConfig, clock: Clock) -> None:
         self.num_bytes = 0
@@ -50,8 +51,8 @@ class ResultCache:
         self._by_salt: dict[str, LruDict[bytes, Result]] = {}
 
     def key(self, completion: Completion, prompt_keys: Sequence[bytes]) -> bytes:
-        """Equal for identical calls. The last prompt key stands for salt, chat flag and prompt, and
-        cannot be forged."""
+        """A key that is equal for identical calls. The last prompt key covers the salt, the chat
+        flag and the prompt. It is derived from a secret, so clients cannot forge it."""
         options, sampling = completion.options, completion.sampling
         fields = sampling.__dict__
         values = [fields[name] for name in _SAMPLING_FIELDS]
@@ -69,7 +70,7 @@ class ResultCache:
     def put(
         self, salt: str, key: bytes, text: str, tokenized: TokenizedText | None, stats: RunStats
     ) -> None:
-        """Keep a result, if there is room for so much."""
+        """Cache a result, unless it is larger than the whole cache."""
         ids = None if tokenized is None else array("i", tokenized.ids)
         num_bytes = _ENTRY_BYTES + getsizeof(text) + (0 if ids is None else ids.itemsize * len(ids))
         num_bytes += 0 if stats.logprobs is None else stats.logprobs.num_bytes
@@ -103,7 +104,7 @@ class ResultCache:
 
 
 def reused_stats(stats: RunStats) -> RunStats:
-    """The statistics of a call that takes the result of another one, which has `stats`."""
+    """The statistics of a call that reuses the result of another call. Counts of work are 0."""
     return replace(
         stats,
         attempts=0,

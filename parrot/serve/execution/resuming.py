@@ -1,4 +1,4 @@
-"""Continue a partial output: what earlier attempts have delivered becomes part of the prompt."""
+"""Continue a partial output: the text that earlier attempts delivered is appended to the prompt."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,11 @@ from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.nodes import TokenizedText
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, encode_text
 
-_REPLACEMENT_CHAR = "\ufffd"  # how a decoder shows bytes that are not (yet) a character
-_MAX_HELD_BACK = 8  # ids at a stream's end whose text may not have been delivered yet
+# A decoder returns this character for bytes that are not a complete character.
+_REPLACEMENT_CHAR = "\ufffd"
+# Number of tokens at a stream's end whose text may not be delivered yet, because it may be part of
+# a stop string or of a character.
+_MAX_HELD_BACK = 8
 
 NO_MORE_OUTPUT = GenerateResponse(
     generated_text="", generated_ids=[], finish_reason=FinishReason.LENGTH, usage=Usage()
@@ -17,8 +20,10 @@ NO_MORE_OUTPUT = GenerateResponse(
 
 
 def deliver_reported(run: Run, attempt: Attempt) -> None:
-    """Deliver what was heard of an earlier attempt's output, up to where its text is certain, to go
-    on behind it. What cannot be told for sure, or not be continued here, begins anew."""
+    """Deliver the reported tokens of an earlier attempt, as far as their text is stable.
+
+    Nothing is delivered if the text is uncertain, or if this engine cannot continue it. Then the
+    output starts again from its first token."""
     reported, run.reported = run.reported, None
     sampling = run.completion.sampling
     is_bound = sampling.constraint is not None or run.conversation is not None
@@ -27,7 +32,7 @@ def deliver_reported(run: Run, attempt: Attempt) -> None:
     encoder = reported.tokenizer.encoder
     special_ids = reported.tokenizer.stop_ids(sampling).union(encoder.special_ids)
     if not special_ids.isdisjoint(reported.ids):
-        return  # an engine may show some special tokens as text
+        return  # Some engines show special tokens as text, so the text is uncertain.
     for end in range(len(reported.ids), max(0, len(reported.ids) - _MAX_HELD_BACK), -1):
         text = encoder.decode(reported.ids[:end])
         if text.startswith(run.text) and _is_stable(text, sampling.stop_strings):
@@ -38,18 +43,21 @@ def deliver_reported(run: Run, attempt: Attempt) -> None:
 
 
 def _is_stable(text: str, stop_strings: Sequence[str]) -> bool:
-    """Whether it ends neither inside of a character nor with the beginning of a stop string."""
-    beginnings = (stop[:n] for stop in stop_strings for n in range(1, len(stop) + 1))
-    return not text.endswith((_REPLACEMENT_CHAR, *beginnings))
+    """Whether the text ends neither inside a character nor with a prefix of a stop string."""
+    prefixes = (stop[:n] for stop in stop_strings for n in range(1, len(stop) + 1))
+    return not text.endswith((_REPLACEMENT_CHAR, *prefixes))
 
 
 async def resume(run: Run, attempt: Attempt) -> None:
-    """Go on behind the text that was delivered. Raises `EngineFailed` for a constrained output on
-    an engine that takes text: it cannot be told how far its grammar has come; and for an answer to
-    a conversation that the server renders."""
+    """Make the attempt continue after the delivered text.
+
+    Raises `EngineFailed` on an engine that takes text if the output is constrained, because the
+    state of its grammar cannot be restored, or if the server renders the conversation."""
     is_bound = attempt.sampling.constraint is not None or run.conversation is not None
     if attempt.tokenizer is None and is_bound:
-        raise EngineFailed("the engine was lost while it streamed an output that cannot go on")
+        raise EngineFailed(
+            "the engine was lost while it streamed an output that cannot be continued"
+        )
     ids = None if attempt.tokenizer is None else _ids_of_text(run, attempt.tokenizer)
     logprobs = run.stats.logprobs
     if ids and logprobs is not None and len(logprobs) == len(run.ids):
@@ -61,7 +69,7 @@ async def resume(run: Run, attempt: Attempt) -> None:
 
 
 def _ids_of_text(run: Run, tokenizer: ModelTokenizer) -> Ids | None:
-    """The streamed ids that stand for exactly the text that was delivered, if there are such."""
+    """The streamed ids that stand for exactly the delivered text; None if there are none."""
     if run.tokenizer_id != tokenizer.tokenizer_id:
         return None
     ids = run.ids
@@ -72,7 +80,7 @@ def _ids_of_text(run: Run, tokenizer: ModelTokenizer) -> Ids | None:
 
 
 def partial_outcome(run: Run, attempt: Attempt) -> Outcome:
-    """The part of the output that the run has delivered until now."""
+    """The outcome of a stopped attempt: the output that the run has delivered so far."""
     tokenizer = attempt.tokenizer
     if tokenizer is None:
         return Outcome(run.text, None, len(run.text) - len(attempt.resumed), NO_MORE_OUTPUT)

@@ -1,11 +1,11 @@
-"""Runs: the work that makes one result, and its attempts on engines.
+"""Runs: the work for one result, and its attempts on engines.
 
-    completion --.              .-- attempt on an engine that is lost
+    completion --.              .-- attempt 1: its engine is lost
     completion ---> Run --------+
-    completion --'              `-- attempt on another ---> result, for all who wait
+    completion --'              `-- attempt 2: the result, for all waiting completions
 
-Identical deterministic completions wait for one run, as equals: whoever leaves takes nothing away
-from the others."""
+Identical deterministic completions share one run. If one of them is cancelled, the run continues
+for the others."""
 
 import asyncio
 from array import array
@@ -38,47 +38,44 @@ from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
+# A run fails after this number of lost engines for which the run may be the cause.
 _MAX_ENGINE_LOSSES = 3
+# A run fails after this number of rejections: no KV memory, an unknown context, or no quota.
 _MAX_REJECTIONS = 5
 
 
 class RunState(Enum):
     NEW = auto()
-    QUEUED = auto()  # in the scheduler's queue
-    PLACED = auto()  # on an engine, where its attempt is under way
-    WITHDRAWN = auto()  # nobody waits for it; what it has generated is kept
-    ENDED = auto()
+    QUEUED = auto()  # The run is in the scheduler's queue.
+    PLACED = auto()  # The run has an attempt on an engine.
+    WITHDRAWN = auto()  # The run has no waiters. Its partial output is kept, and may be continued.
+    ENDED = auto()  # The run has finished, failed, or was cancelled.
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A prompt on one engine, for a run or ahead of it.
-
-    `runner` carries it out, unless it has ended. `is_longest`: no live engine takes longer
-    sequences, so an output for which there is no room is cut, not sent elsewhere. `sampling` has
-    the length for which there is room. `resumed`: the text that earlier attempts have delivered, in
-    the engine's units, which goes behind the prompt, and `resumed_key` the prefix key of both;
-    `num_delivered`: its tokens. `opened`: the contexts that were created, the one that it pins
-    (`context`) last. `lost`: what some context had of the prompt, but none of its engine.
-    `is_whole`: its engine was asked for the whole output, which `follower` follows, once somebody
-    wants it as it comes; until then the engine tells now and then of its tokens, which are
-    `heard`."""
+    """One request to one engine, for a run or for a prefetch."""
 
     task: CompletionTask
     engine: Engine
-    priority: int = 0
+    priority: int = 0  # In the engine's queue; lower is earlier.
+    # No live engine takes longer sequences. So an output that does not fit is cut to the engine's
+    # limit, and not sent elsewhere.
     is_longest: bool = True
     share: EngineShare = UNBOUND
     started_at: float = 0.0
-    runner: "asyncio.Task[None] | None" = None
+    runner: "asyncio.Task[None] | None" = None  # None: the attempt has ended.
     tokenizer: ModelTokenizer | None = field(init=False)
-    sampling: SamplingConfig = field(init=False)
+    sampling: SamplingConfig = field(init=False)  # `max_gen_length` is cut to the engine's limit.
+    # Output of earlier attempts, in the engine's units. The request appends it to the prompt.
     resumed: Units = ()
-    resumed_key: bytes = b""
-    num_delivered: int = 0
-    context: LedgerContext | None = None
-    opened: list[LedgerContext] = field(default_factory=list)
+    resumed_key: bytes = b""  # The prefix key of the prompt with `resumed`.
+    num_delivered: int = 0  # Number of tokens of `resumed`.
+    context: LedgerContext | None = None  # The pinned context, which the output is appended to.
+    opened: list[LedgerContext] = field(default_factory=list)  # In order; `context` is the last.
     cache_miss: CacheMiss | None = None
+    # The engine was asked for the whole output at once. `follower` streams the output if a reader
+    # wants that later. Until then, `reported_ids` are the tokens in the engine's heartbeats.
     is_unstreamed: bool = False
     follower: "asyncio.Task[None] | None" = None
     reported_ids: "array[int]" = field(default_factory=lambda: array("I"))
@@ -89,25 +86,26 @@ class Attempt:
 
     @property
     def resumed_ids(self) -> list[int]:
-        """The tokens after which the output continues; empty for engines that take text."""
+        """The ids of `resumed`; empty for engines that take text."""
         return [unit for unit in self.resumed if isinstance(unit, int)]
 
     def stop(self) -> None:
-        """Let its runner do nothing more."""
+        """Cancel the runner and the follower."""
         assert self.runner is not None, self
         self.runner.cancel()
         self.runner = None
         self.stop_following()
 
     def record_failure(self, error: ParrotError) -> None:
-        """Remember of the engine whether it could be reached."""
+        """Record whether the engine was unreachable."""
         if isinstance(error, Unreachable):
             self.engine.unreachable_since = min(self.started_at, self.engine.unreachable_since)
 
     def may_have_crashed_engine(self, lease_s: float) -> bool:
-        """Whether it may be why its engine was lost. One that could not be reached when it came, or
-        had been silent for half of its lease, was in trouble already, as all are when ServeCore is
-        cut off from them."""
+        """Whether the attempt may be the reason why its engine was lost.
+
+        It is not if the engine was unreachable, or silent for half of its lease, when the attempt
+        started. All engines are in this state after ServeCore's network failed."""
         engine = self.engine
         silent_s = self.started_at - engine.last_seen
         was_lost = self.started_at >= engine.unreachable_since or silent_s > lease_s / 2
@@ -120,52 +118,45 @@ class Attempt:
 
 
 class ReportedOutput(NamedTuple):
-    """Tokens of an output that nobody got as it came, from its beginning, by this tokenizer."""
+    """The first tokens of an unstreamed output, as the engine's heartbeats reported them."""
 
     tokenizer: ModelTokenizer
     ids: Ids
 
 
 class Outcome(NamedTuple):
-    """The whole text, and its tokens if there are ids that stand for exactly this text.
-    `num_units`: what the engine appended to the context."""
+    """The result of an attempt, with the output of earlier attempts."""
 
     text: str
-    tokenized: TokenizedText | None
-    num_units: int
+    tokenized: TokenizedText | None  # None: no token ids stand for exactly this text.
+    num_units: int  # Tokens or characters that the engine appended to the context.
     response: GenerateResponse
 
 
 @dataclass(slots=True, eq=False)
 class Run(CompletionTask):
-    """The work for one result, which all `waiters` get.
+    """The work for one result. All `waiters` receive the result.
 
-    `result_key`: equal for identical runs; None if it is not shared. `text` was delivered to the
-    waiters so far, `ids` are its tokens by the tokenizer of `tokenizer_id`, and `num_streamed` its
-    tokens where ids are unknown. `num_counted`: tokens of prompt and output that were paid when it
-    was withdrawn. `num_lost` counts engines that died or failed with it, but for those that
-    ServeCore lost since it stood still itself,
-    `num_rejected` refusals for want of memory or of a context, and `last_failure` says why the last
-    attempt came to nothing. What was `heard` of that is delivered when the next begins."""
+    `RunTable` owns the state. A run has an attempt only while its state is PLACED."""
 
     waiters: list[Completion] = field(default_factory=list)
-    result_key: bytes | None = None
+    result_key: bytes | None = None  # Equal for identical runs; None: the run is not shared.
     stats: RunStats = field(default_factory=RunStats)
     state: RunState = RunState.NEW
     attempt: Attempt | None = None
-    num_lost: int = 0
+    num_lost: int = 0  # Number of lost engines for which this run may be the cause.
     num_rejected: int = 0
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
-    tokenizer_id: str | None = None
-    num_streamed: int = 0
-    num_counted: int = 0
-    last_failure: str = ""
-    reported: ReportedOutput | None = None
+    text: str = ""  # The output that the waiters have received so far.
+    ids: list[int] = field(default_factory=list)  # The tokens of `text`.
+    tokenizer_id: str | None = None  # The tokenizer of `ids`.
+    num_streamed: int = 0  # Number of tokens of `text`, also if the ids are unknown.
+    num_counted: int = 0  # Tokens of prompt and output that are already in a call's `used_tokens`.
+    last_failure: str = ""  # Why the last attempt failed.
+    reported: ReportedOutput | None = None  # Output of a lost attempt, for the next one to deliver.
 
     @property
     def objective(self) -> Objective | None:
-        """The strictest of all who wait for it."""
+        """The strictest objective of all waiters."""
         objective = None
         for waiter in self.waiters:
             objective = strictest_objective(objective, waiter.objective)
@@ -177,12 +168,12 @@ class Run(CompletionTask):
 
     @property
     def is_racing(self) -> bool:
-        """It may be withdrawn at any time, and is to go on from there when it is wanted again."""
+        """Whether a waiter is in a race, so it may be withdrawn at any time and continued later."""
         return any(waiter.is_racing for waiter in self.waiters)
 
     @property
     def owner(self) -> Owner:
-        """The owner of its context: the session, or the tenant where sessions share the run."""
+        """The owner of the context: the session, or the tenant if several sessions wait."""
         first = self.waiters[0].session_id
         if all(waiter.session_id == first for waiter in self.waiters):
             return first
@@ -194,12 +185,11 @@ class Run(CompletionTask):
 
     @property
     def can_continue(self) -> bool:
-        """Whether it can go on behind its text. What constrains an output, or penalises repetition
-        in it, depends on what was generated before, which another attempt takes for its prompt.
-        Servers that render a conversation begin a new answer."""
+        """Whether a later attempt can continue after `text`."""
         sampling = self.completion.sampling
         if self.conversation is not None:
-            return False
+            return False  # A server that renders the conversation starts a new answer.
+        # Grammars and penalties depend on the output so far. A new attempt gets that as its prompt.
         is_constrained = sampling.constraint is not None
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
 
@@ -208,26 +198,26 @@ class Run(CompletionTask):
         return extend_key(self.keys[-1], output_segment(text, None))
 
     def count_lost_engine(self, *, is_suspect: bool) -> None:
-        """The engine that ran it is gone; not `counts`: it cannot be the cause."""
+        """Record the loss of the run's engine. `is_suspect`: the run may be the cause."""
         self.num_lost += is_suspect
         self.last_failure = "the engine was lost"
 
     def save_reported_output(self, attempt: Attempt) -> None:
-        """The attempt has come to nothing: the next goes on behind what is known of its output.
-        Log probabilities are not heard."""
+        """Save the reported tokens of a failed attempt, for the next attempt to continue."""
         if not attempt.reported_ids or attempt.follower is not None or attempt.tokenizer is None:
             return
+        # Heartbeats contain no log probabilities, so such an output must start from the beginning.
         if self.completion.sampling.logprobs is None:
             self.reported = ReportedOutput(
                 attempt.tokenizer, (*attempt.resumed_ids, *attempt.reported_ids)
             )
 
     def count_response(self, attempt: Attempt, outcome: Outcome) -> None:
-        """Take over what the engine tells of the attempt's work."""
+        """Copy the engine's usage counts into the run's statistics."""
         usage, stats = outcome.response.usage, self.stats
         stats.cached_tokens, stats.computed_tokens = usage.cached_tokens, usage.computed_tokens
         num_prompt = usage.cached_tokens + usage.computed_tokens - attempt.num_delivered
-        stats.prompt_tokens = max(0, num_prompt)  # of a server that counts nothing
+        stats.prompt_tokens = max(0, num_prompt)  # A server without usage counts reports 0.
         stats.output_tokens = (usage.output_tokens or outcome.num_units) + attempt.num_delivered
         stats.used_tokens = self.count_used(stats.prompt_tokens + stats.output_tokens)
         stats.drafted_tokens, stats.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
@@ -238,32 +228,33 @@ class Run(CompletionTask):
             self.used = (usage.computed_tokens, usage.output_tokens)
 
     def count_used(self, num_tokens: int) -> int:
-        """How many of its first `num_tokens` tokens were not counted yet; they are now."""
+        """Count the run's first `num_tokens` tokens. Returns how many were not counted before."""
         added = max(0, num_tokens - self.num_counted)
         self.num_counted += added
         return added
 
     def count_delivered(self) -> int:
-        """The same for its prompt and what was delivered, if it runs."""
+        """Count the prompt and the delivered output, if the run is placed. See `count_used`."""
         return 0 if self.attempt is None else self.count_used(self.prompt_len + self.num_streamed)
 
     def append(self, text: str) -> None:
-        """Some more of the output was generated."""
+        """Deliver more of the output to all waiters."""
         self.text += text
         for waiter in self.waiters:
             waiter.output.append(text)
 
 
 def needs_ping(error: ParrotError) -> bool:
-    """Whether the engine may be dead, which only a ping can tell: one connection that was reset
-    says nothing of the others. One that obeys another ServeCore answers none."""
-    is_gone = isinstance(error, Unavailable | StaleCore)
-    return is_gone and not isinstance(error, OutOfMemory)
+    """Whether the engine may be dead. Only a ping can tell, because one connection may be reset
+    while others work. An engine that another ServeCore has taken over fails the ping."""
+    may_be_dead = isinstance(error, Unavailable | StaleCore)
+    return may_be_dead and not isinstance(error, OutOfMemory)
 
 
 def should_retry(run: Run, attempt: Attempt, error: ParrotError, *, is_suspect: bool) -> bool:
-    """Count the error against the run, which is given up after a few; not `counts`: it cannot be
-    the cause of a loss. False if it is given up now, or if running it again would not help."""
+    """Count the error of a failed attempt. False if the run must fail now.
+
+    `is_suspect`: the run may be the cause if the engine was lost."""
     engine = attempt.engine
     run.last_failure = error.message
     match error:
@@ -284,8 +275,8 @@ def should_retry(run: Run, attempt: Attempt, error: ParrotError, *, is_suspect: 
 
 
 def final_error(engine: Engine, error: ParrotError) -> ParrotError:
-    """The error that the reader gets. What is between ServeCore and the engine (a token, a size, a
-    connection) is never shown as the reader's own fault or as a trouble of ServeCore."""
+    """The error for the reader. Errors between ServeCore and the engine, such as a rejected token,
+    become `EngineFailed`: they are not the reader's fault."""
     match error:
         case CallFailed() | InvalidRequest() | OutOfMemory() | QuotaExceeded():
             return error

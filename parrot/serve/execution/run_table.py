@@ -1,9 +1,24 @@
-"""All runs, each from its first waiter until it has settled the outputs of the last.
+"""All runs and their states, from the first waiter to the settled output of the last.
 
-NEW --> QUEUED <--> PLACED --> ENDED        a run that loses its engine, a context or its memory
-           |          |                     is queued again
-           +----------+--> WITHDRAWN        when nobody waits for it any more; QUEUED again when
-                                            its completion is wanted again"""
+    from              to           when
+    NEW               QUEUED       the run is added
+    QUEUED            PLACED       the scheduler has chosen an engine, and an attempt starts
+    PLACED            QUEUED       the attempt failed, or its engine was lost
+    PLACED            ENDED        the engine has returned the result
+    QUEUED, PLACED    ENDED        the run failed, or its last waiter was cancelled
+    QUEUED, PLACED    WITHDRAWN    the last waiter was withdrawn, and the output can be continued
+    WITHDRAWN         QUEUED       the completion was submitted again
+    WITHDRAWN         ENDED        the session ended, or an identical run replaces it
+
+Example: completions A and B have the same greedy prompt.
+
+    submit A               NEW -> QUEUED       waiters A
+    submit B               QUEUED              waiters A, B: B has the same result key
+    place on engine 0      QUEUED -> PLACED    attempt 1, "ab" is streamed to both
+    engine 0 is lost       PLACED -> QUEUED    num_lost 1; `text` is still "ab"
+    place on engine 1      QUEUED -> PLACED    attempt 2 continues after the prompt and "ab"
+    A is cancelled         PLACED              waiters B
+    engine 1 answers       PLACED -> ENDED     the output "abcdef" of B is set"""
 
 import logging
 from collections import Counter, defaultdict
@@ -34,15 +49,18 @@ from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAITERS = 64  # of one run: all of them hear of what happens to it in one turn of the loop
-# What those who wait for a live run are told of it.
+# Largest number of completions that share one run. All waiters are updated in one turn of the event
+# loop, so a larger value makes the longest turn longer.
+_MAX_WAITERS = 64
+# The states of queued and placed runs, and the states of their waiters.
 _LIVE_STATES = {RunState.QUEUED: CompletionState.QUEUED, RunState.PLACED: CompletionState.RUNNING}
 
 
 class RunTable:
-    """Owns every run and its state, which changes in `_set_state` alone, and settles the outputs of
-    the completions that wait for it. A completion waits for one run at most. Nothing that an
-    attempt brings counts when its run has another one, or none."""
+    """Owns all runs, and settles the outputs of the completions that wait for them.
+
+    A completion waits for at most one run. Only `_set_state` changes the state of a run. The result
+    of an attempt counts only while it is still the run's attempt."""
 
     def __init__(
         self,
@@ -53,7 +71,8 @@ class RunTable:
         on_change: Callable[[Run], None],
         on_done: Callable[[Run, Attempt, Outcome], None],
     ) -> None:
-        """`on_change` hears of every new state or wish, `on_done` of a result before it is told."""
+        """`on_change` is called when a run's state or objective has changed. `on_done` is called
+        with a result before the outputs are set."""
         self._clock = clock
         self._ledger = ledger
         self._scheduler = scheduler
@@ -62,27 +81,28 @@ class RunTable:
         self._on_done = on_done
         self._exchange = Exchange(ledger)
         self._tasks = TaskSet()
-        self._live: dict[Run, None] = {}  # those that are queued or placed
-        self._run_by_waiter: dict[int, Run] = {}  # by the waiter's id
-        self._by_result_key: dict[bytes, Run] = {}  # live ones by result key
-        # By the ids of session and completion, until the session ends.
+        self._live: dict[Run, None] = {}  # Queued and placed runs.
+        self._run_by_waiter: dict[int, Run] = {}  # By the id of the waiting completion.
+        # The live run that identical completions join.
+        self._by_result_key: dict[bytes, Run] = {}
+        # Withdrawn runs by the ids of session and completion, until the session ends.
         self._withdrawn: defaultdict[int, dict[int, Run]] = defaultdict(dict)
 
     def __iter__(self) -> Iterator[Run]:
-        """Yield the runs that are queued or placed now."""
+        """Iterate over a copy of the queued and placed runs."""
         return iter(list(self._live))
 
     # Completions
 
     def add(self, run: Run) -> None:
-        """A new run, with its first waiter."""
+        """Queue a new run with its first waiter."""
         (waiter,) = run.waiters
         self._run_by_waiter[waiter.id] = run
         self._set_state(run, RunState.QUEUED)
 
     def join(self, completion: Completion, result_key: bytes | None) -> bool:
-        """Let it wait for a run that makes its result already, or go on with its own one that was
-        withdrawn. False if there is neither."""
+        """Add the completion to a live identical run, or queue its own withdrawn run again.
+        False if there is no such run."""
         run = None if result_key is None else self._by_result_key.get(result_key)
         if run is not None and len(run.waiters) < _MAX_WAITERS:
             self._drop_withdrawn(completion)
@@ -92,7 +112,7 @@ class RunTable:
         self._run_by_waiter[completion.id] = run
         completion.output.append(run.text)
         if run.state is RunState.WITHDRAWN:
-            run.completion = completion  # the first to ask for it may be gone
+            run.completion = completion  # The run's first completion may be finished.
             run.refresh()
             self._set_state(run, RunState.QUEUED)
             return True
@@ -104,33 +124,34 @@ class RunTable:
         return True
 
     def answer(self, completion: Completion, result: Result) -> None:
-        """Settle it with the result of an earlier run."""
+        """Settle the completion with the cached result of an earlier run."""
         self._drop_withdrawn(completion)
         self._set_output(completion, result.text, result.tokenized, reused_stats(result.stats))
 
     def reprioritise(self, completion: Completion) -> None:
-        """Its objective, or what its readers want, has changed."""
+        """Update the completion's run after its objective or its readers have changed."""
         if run := self._run_by_waiter.get(completion.id):
             self._update(run)
 
     def follow(self, completion: Completion) -> None:
-        """Have its text as it comes, if it runs."""
+        """Stream the completion's output from now on, if its run is placed."""
         if (run := self._run_by_waiter.get(completion.id)) is not None:
             self._exchange.follow(run)
 
     def cancel(self, completion: Completion, error: ParrotError) -> None:
-        """Stop it and fail its output with `error`, if that is not settled. Safe in any state."""
+        """Stop the completion and fail its output with `error`, unless the output is settled.
+        Safe in any state."""
         if self._detach(completion) or not completion.is_finished:
             self._settle_with_error(completion, CompletionState.CANCELLED, error)
 
     def withdraw(self, completion: Completion) -> None:
-        """Stop it without settling its output: nobody reads that any more. If it is submitted
-        again it goes on behind the text that it has, or begins anew. Safe in any state."""
+        """Stop the completion without settling its output. If it is submitted again, it continues
+        after its partial output if possible, else from the start. Safe in any state."""
         if self._detach(completion, may_resume=True):
             completion.state = CompletionState.IDLE
 
     def forget_session(self, session_id: int) -> Iterator[int]:
-        """Nobody will want its withdrawn runs again: a step ends one."""
+        """End the session's withdrawn runs, one with each step of the iterator."""
         for run in self._withdrawn.pop(session_id, {}).values():
             self._set_state(run, RunState.ENDED)
             yield 1
@@ -138,7 +159,7 @@ class RunTable:
     # Runs
 
     def place(self, placement: Placement, engine: Engine) -> None:
-        """Start a queued run where the scheduler has placed it."""
+        """Start an attempt of a queued run on the engine that the scheduler has chosen."""
         run = placement.task
         assert isinstance(run, Run), run
         attempt = Attempt(run, engine, placement.priority, placement.is_longest, placement.share)
@@ -152,16 +173,17 @@ class RunTable:
         )
 
     def use_drafts(self) -> None:
-        """Keep draft texts from now on: an engine uses them."""
+        """Keep draft texts from now on, because an engine uses them."""
         self._exchange.use_drafts()
 
     def record_reported(self, engine: Engine) -> None:
-        """The engine may have told of outputs that nobody gets as they come."""
+        """Record the outputs in the engine's last heartbeat."""
         self._exchange.record_reported(engine)
 
     def lose_engine(self, engine: Engine) -> list[Run]:
-        """The engine is gone: its runs go on elsewhere, but not for ever, since one of them may be
-        the cause. Returns those that do not, for `fail`. Before the ledger forgets the engine."""
+        """Queue the runs of a lost engine again. Call it before the ledger removes the engine.
+
+        Returns the runs that may have crashed too many engines. The caller must `fail` them."""
         given_up: list[Run] = []
         for attempt in self._attempts():
             run = attempt.task
@@ -181,15 +203,15 @@ class RunTable:
         return given_up
 
     def fail(self, run: Run, error: ParrotError, *, is_scheduled: bool = True) -> None:
-        """Give up a run, and fail all who wait for it. Not `is_scheduled`: the scheduler
-        has given it up already."""
+        """End a run and fail all of its waiters. `is_scheduled`: the scheduler still has the run
+        and must be notified."""
         if run.state is not RunState.ENDED:
             self._set_state(run, RunState.ENDED, is_scheduled=is_scheduled)
         for waiter in self._take_waiters(run):
             self._settle_with_error(waiter, CompletionState.FAILED, error)
 
     def users(self) -> Counter[int]:
-        """The number of runs that use each context, by its id."""
+        """The number of runs that use each context, by the context's id."""
         return Counter(a.context.id for a in self._attempts() if a.context is not None)
 
     async def close(self) -> None:
@@ -197,7 +219,7 @@ class RunTable:
         await self._exchange.close()
 
     def check_integrity(self) -> None:
-        """Compare the indexes with the runs' states. Raises AssertionError with what differs."""
+        """Compare the indexes with the states. Raises AssertionError with the difference."""
         queued = [run for run in self if run.state is RunState.QUEUED]
         assert len(queued) == self._scheduler.num_queued, queued
         tenants = Counter(run.completion.options.tenant for run in queued)
@@ -227,8 +249,8 @@ class RunTable:
     # States
 
     def _set_state(self, run: Run, state: RunState, *, is_scheduled: bool = True) -> None:
-        """The only place where a run's state changes. Tells, in this order, the scheduler, the
-        ledger, the waiters, and `on_change`."""
+        """Change a run's state. Notifies the scheduler, the ledger, the waiters and `on_change`,
+        in this order."""
         before, run.state = run.state, state
         if state is not RunState.PLACED and is_scheduled:
             self._notify_scheduler(run, before)
@@ -262,7 +284,7 @@ class RunTable:
         if run.state in _LIVE_STATES:
             self._live[run] = None
             if run.result_key is not None and len(run.waiters) < _MAX_WAITERS:
-                self._by_result_key[run.result_key] = run  # the last of those with room
+                self._by_result_key[run.result_key] = run
         elif run in self._live:
             del self._live[run]
             if run.result_key is not None and self._by_result_key.get(run.result_key) is run:
@@ -275,7 +297,7 @@ class RunTable:
             waiter.times.started = self._clock.now()
 
     def _update(self, run: Run) -> None:
-        """Its waiters may want something else now."""
+        """Apply a change of the waiters or of their objectives."""
         if run.state is RunState.QUEUED:
             self._scheduler.update(run)
             self._on_change(run)
@@ -285,8 +307,8 @@ class RunTable:
     # Waiters
 
     def _detach(self, completion: Completion, *, may_resume: bool = False) -> bool:
-        """The completion waits no more; False if it did not. A run without waiters is stopped. If
-        it may be wanted again, what it has generated is kept."""
+        """Remove the completion from its run; False if it had none. A run without waiters is
+        stopped. `may_resume`: the completion may be submitted again, so keep the output."""
         run = self._run_by_waiter.pop(completion.id, None)
         if run is None:
             return False
@@ -303,7 +325,8 @@ class RunTable:
         return True
 
     def _take_waiters(self, run: Run) -> Iterator[Completion]:
-        """Take them one by one from a run that has ended: settling one may make others leave."""
+        """Remove and yield the waiters of an ended run one by one. Settling one may cancel others,
+        so the list can shrink between two steps."""
         assert run.state is RunState.ENDED, run
         while run.waiters:
             waiter = run.waiters.pop(0)
@@ -314,7 +337,7 @@ class RunTable:
         return self._withdrawn.get(completion.session_id, {}).pop(completion.id, None)
 
     def _drop_withdrawn(self, completion: Completion) -> None:
-        """Give up the completion's run that was withdrawn, if there is one."""
+        """End the completion's withdrawn run, if it has one."""
         if (run := self._take_withdrawn(completion)) is not None:
             self._set_state(run, RunState.ENDED)
 
@@ -354,9 +377,9 @@ class RunTable:
             self._attempt_done(run, attempt, outcome)
 
     def _attempt_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
-        """Everybody who waits gets the result."""
+        """Settle all waiters with the result."""
         if run.attempt is not attempt:
-            return
+            return  # The run was cancelled or lost its engine.
         attempt.runner = None
         run.count_response(attempt, outcome)
         most = None if attempt.tokenizer is None else run.stats.computed_tokens
@@ -386,7 +409,7 @@ class RunTable:
         self._set_state(run, RunState.QUEUED)
 
     def _stop(self, run: Run, *, keep_output: bool) -> None:
-        """Nobody waits for it any more."""
+        """Stop a run without waiters."""
         if (attempt := run.attempt) is not None:
             attempt.stop()
             if keep_output:
