@@ -1,4 +1,4 @@
-"""A context ledger to test with."""
+"""A context ledger for tests."""
 
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, KvEviction
 from parrot.serve.contexts.index import Boundary, LedgerContext, Owner
@@ -8,12 +8,12 @@ from tests.support.manual_clock import ManualClock
 
 
 class Book(ContextLedger):
-    """A ledger on virtual time that counts its notices."""
+    """A ledger on virtual time that records the contexts that it frees."""
 
     def __init__(self, timeout_s: float = 100.0, eviction: KvEviction = "next_use") -> None:
         self.clock = ManualClock(50.0)
         self.notices = 0
-        self._told: dict[int, list[int]] = {}  # what engines may forget
+        self._frees: dict[int, list[int]] = {}  # Freed contexts, by engine.
         config = CoreConfig(
             constant_prefix_var_timeout=timeout_s,
             global_scheduler=GlobalSchedulerConfig(kv_eviction=eviction),
@@ -22,12 +22,12 @@ class Book(ContextLedger):
 
     def _note(self, engine_id: int, context_id: int) -> None:
         self.notices += 1
-        self._told.setdefault(engine_id, []).append(context_id)
+        self._frees.setdefault(engine_id, []).append(context_id)
 
     def take_frees(self) -> dict[int, list[int]]:
         """The contexts freed since the last call, per engine."""
-        told, self._told = self._told, {}
-        return told
+        frees, self._frees = self._frees, {}
+        return frees
 
     def later(self, seconds: float) -> None:
         self.clock._now += seconds

@@ -1,4 +1,4 @@
-"""The context ledger, recounted after every step of random histories."""
+"""Random histories of a context ledger, with an integrity check after each step."""
 
 from collections import Counter
 
@@ -12,12 +12,12 @@ from tests.serve.contexts.ledger_book import Book
 
 SOURCE = Source("acme", "f")
 ENGINES = (7, 8, 9)
-SERVED = 9  # by a server that keeps what it likes
+SERVED = 9  # This engine has a foreign server, which evicts by itself.
 KEYS = [bytes([c]) for c in range(12)]
 
 
 class Histories(RuleBasedStateMachine):
-    """Random programs: what the executor and the core may do, in any order."""
+    """All operations of the executor and the core, in random order."""
 
     eviction: KvEviction = "next_use"
 
@@ -28,7 +28,7 @@ class Histories(RuleBasedStateMachine):
         self.freed: set[int] = set()
         self.opened: set[int] = set()
         self.expected: Counter[bytes] = Counter()
-        self.gone: set[int] = set()  # with their engine
+        self.gone: set[int] = set()  # Contexts of lost engines.
         for engine_id in ENGINES:
             self.add_engine(engine_id)
 
@@ -85,10 +85,12 @@ class Histories(RuleBasedStateMachine):
         self.opened.add(context.id)
         book.pin(context)
         if not book.evict_to_capacity(engine_id, tenant):
-            self.all_left_are_others_parts(engine_id, tenant)
+            self.all_idle_contexts_are_within_other_tenants_shares(engine_id, tenant)
         self.running.append(context)
 
-    def all_left_are_others_parts(self, engine_id: int, asking: str) -> None:
+    def all_idle_contexts_are_within_other_tenants_shares(
+        self, engine_id: int, requester: str
+    ) -> None:
         memory = self.book._memories[engine_id]
         tenants = {context.tenant for context in memory.contexts.values()}
         used: Counter[str] = Counter()
@@ -96,7 +98,7 @@ class Histories(RuleBasedStateMachine):
             used[context.tenant] += memory.size(context)
         for context_id in memory.idle_ids():
             owner = memory.contexts[context_id].tenant
-            assert owner != asking
+            assert owner != requester
             assert used[owner] <= memory.capacity / len(tenants)
 
     @precondition(lambda self: self.running)
@@ -158,7 +160,7 @@ class Histories(RuleBasedStateMachine):
             self.freed.update(context_ids)
 
     @invariant()
-    def adds_up(self) -> None:
+    def ledger_is_consistent(self) -> None:
         self.collect()
         self.book.check_integrity(Counter(c.id for c in self.running), self.expected)
         live = {c for e in ENGINES for c in self.book._memories[e].contexts}

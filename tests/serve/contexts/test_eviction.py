@@ -1,4 +1,4 @@
-"""Orders of eviction, on contexts whose next use the test decides."""
+"""Orders of eviction, on contexts whose next use the test sets."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,16 +13,16 @@ def make(context_id: int) -> LedgerContext:
 
 
 class Oracle:
-    """Knows the next uses; `asked` counts predictions."""
+    """Predicts the next uses that the test sets, and counts predictions."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.when: dict[int, float] = {}
-        self.asked = 0
+        self.num_predictions = 0
         self.order = FarthestNextUse(self._predict, self.clock)
 
     def _predict(self, context: LedgerContext, now: float) -> float:
-        self.asked += 1
+        self.num_predictions += 1
         return max(self.when[context.id], now)
 
 
@@ -34,7 +34,7 @@ def drain(order: EvictionOrder) -> list[int]:
     return ids
 
 
-def test_least_recently_used_first_and_uncovered_parents_at_once() -> None:
+def test_least_recently_used_first_but_parents_without_forks_before() -> None:
     order = LeastRecentlyUsed()
     for i in range(3):
         order.add(make(i), recent=True)
@@ -54,7 +54,7 @@ def test_farthest_first(times: list[int]) -> None:
     assert drain(oracle.order) == sorted(oracle.when, key=lambda i: -oracle.when[i])
 
 
-def test_what_is_expected_sooner_by_now_stays() -> None:
+def test_a_context_that_is_now_expected_sooner_stays() -> None:
     oracle = Oracle()
     oracle.when = {0: 50.0, 1: 100.0}
     for i in oracle.when:
@@ -65,7 +65,7 @@ def test_what_is_expected_sooner_by_now_stays() -> None:
     assert first.id == 0
 
 
-async def test_what_did_not_come_in_time_is_predicted_anew() -> None:
+async def test_an_overdue_prediction_is_repeated() -> None:
     oracle = Oracle()
     oracle.when = {0: 5.0, 1: 100.0}
     for i in oracle.when:
@@ -77,21 +77,21 @@ async def test_what_did_not_come_in_time_is_predicted_anew() -> None:
     assert first.id == 0
 
 
-async def test_an_eviction_asks_for_few_predictions_however_many_are_due() -> None:
+async def test_an_eviction_makes_few_predictions_although_many_are_overdue() -> None:
     oracle = Oracle()
     for i in range(1000):
         oracle.when[i] = float(i)
         oracle.order.add(make(i), recent=True)
     await oracle.clock.advance(2000)
-    oracle.asked = 0
+    oracle.num_predictions = 0
     for _ in range(100):
         first = oracle.order.first_to_evict()
         assert first is not None
         oracle.order.discard(first)
-    assert oracle.asked < 20 * 100
+    assert oracle.num_predictions < 20 * 100
 
 
-def test_entries_of_contexts_that_are_in_use_again_do_not_pile_up() -> None:
+def test_stale_entries_do_not_accumulate() -> None:
     oracle = Oracle()
     context = make(0)
     oracle.when[0] = 5.0

@@ -1,4 +1,4 @@
-"""Ready prefixes of waiting completions: what is known of a prompt before all of its inputs are."""
+"""Ready prefixes of waiting completions, and forecasts of their missing inputs."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ HASHER = PrefixHasher(b"a secret")
 
 
 class Uses(Expectations):
-    """Keeps what is expected, to be counted."""
+    """Expectations that record all pairs of prefix key and forecast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,7 @@ class Uses(Expectations):
 
 
 class ForecastingRunner(HeldRunner):
-    """Starts completions with their prompts, as the dispatcher does, and keeps what an eager filler
-    would know."""
+    """Starts completions with their prompts, as the dispatcher does, and records ready prefixes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +117,7 @@ def test_a_prefix_grows_up_to_the_first_missing_input(
             made("o"),
         )
     )
-    assert shown(runner) == []  # nobody wants it
+    assert shown(runner) == []  # It has no reader.
     add_reader(graph, graph.variable(var_ids(out)["o"]), Criteria.LATENCY)
     assert shown(runner) == [["A "]]
     graph.set_variable(y, "2")
@@ -132,7 +131,9 @@ def test_a_prefix_grows_up_to_the_first_missing_input(
     assert not runner.uses.counts
 
 
-def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: ForecastingRunner) -> None:
+def test_a_prefix_is_dropped_without_readers(
+    graph: SessionGraph, runner: ForecastingRunner
+) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
     reader = add_reader(graph, graph.variable(b), Criteria.LATENCY)
@@ -146,7 +147,7 @@ def test_a_prefix_ends_with_the_demand(graph: SessionGraph, runner: ForecastingR
     assert len(runner.prefixes) == 0
 
 
-def test_a_cancelled_call_has_no_future(graph: SessionGraph, runner: ForecastingRunner) -> None:
+def test_a_cancelled_call_has_no_prefix(graph: SessionGraph, runner: ForecastingRunner) -> None:
     b = link_call(graph, "b", [link_call(graph, "a", [])])
     add_reader(graph, graph.variable(b), Criteria.LATENCY)
     graph.cancel_variable(b)
@@ -156,7 +157,7 @@ def test_a_cancelled_call_has_no_future(graph: SessionGraph, runner: Forecasting
 def test_a_successor_continues_a_finished_call(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
-    """While its predecessor waits or runs, that one speaks for both."""
+    """While its predecessor is unfinished, the successor has no prefix of its own."""
     hint = graph.add_variable("hint").id
     first = graph.submit(semantic("Hello {{x}} {{a}}", given("x", "you"), made("a")))
     second = graph.submit(
@@ -186,23 +187,23 @@ def test_an_output_of_a_native_call_is_awaited_like_any_other(
     assert runner.names() == ["o"]
 
 
-def test_when_a_prefix_is_needed_is_predicted(
+def test_the_time_at_which_inputs_are_ready_is_predicted(
     graph: SessionGraph, runner: ForecastingRunner, clock: ManualClock
 ) -> None:
-    """By the path above it at first, and later by the pace of its inputs."""
+    """At first by the path upstream, and later by the pace of the inputs."""
     inputs = [link_call(graph, f"a{i}", []) for i in range(4)]
     out = link_call(graph, "o", inputs)
     add_reader(graph, graph.variable(out), Criteria.LATENCY)
     key = runner.prefixes.check_integrity().popitem()[0]
     forecast = runner.uses.forecasts[key]
-    assert 0 < forecast() - clock.now() < 1  # 10 tokens of one call
+    assert 0 < forecast() - clock.now() < 1  # One call generates 10 tokens.
     clock._now += 30
     assert forecast() == clock.now()
     runner.finish(runner.started[0])
-    assert forecast() == clock.now() + 90  # three more of four
+    assert forecast() == clock.now() + 90  # One of four inputs took 30 s.
 
 
-def test_a_forecast_asks_those_above_it(
+def test_a_forecast_includes_the_calls_upstream(
     graph: SessionGraph, runner: ForecastingRunner, clock: ManualClock
 ) -> None:
     inputs = [link_call(graph, f"a{i}", []) for i in range(2)]
@@ -212,10 +213,10 @@ def test_a_forecast_asks_those_above_it(
     runner.finish(runner.started[0])
     waiting = runner.prefixes._waiting[graph.variable(out).producer]  # type: ignore[index]
     last = waiting.forecast
-    assert 50 < last() - clock.now() < 51  # when `b` has its inputs, and has run
+    assert 50 < last() - clock.now() < 51  # Call `b` gets its last input, then runs.
 
 
-def test_nobody_knows_when_a_program_sets_a_variable(
+def test_an_input_of_the_program_has_no_forecast(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     out = link_call(graph, "o", [link_call(graph, "a", [graph.add_variable("v").id])])
@@ -236,10 +237,10 @@ def test_a_long_stateful_chain_has_one_prefix(
     assert runner.num_grown == 0
 
 
-def test_old_turns_of_a_long_conversation_are_one_by_the_group(
+def test_old_turns_of_a_long_conversation_are_grouped(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
-    """The same prompt with fewer places at which it can be found, the newest turns' among them."""
+    """The prompt has fewer boundaries, but each of the newest turns keeps its own."""
     response = graph.submit(semantic("0 {{o}}", made("o")))
     for i in range(1, 4 * GROUP_SIZE):
         add_reader(graph, graph.variable(var_ids(response)["o"]), Criteria.LATENCY)
@@ -264,7 +265,7 @@ def text_of(segment: Segment) -> str:
     return segment.text or "".join(part.text for part in segment.parts)
 
 
-def test_inputs_that_come_in_order_cost_what_they_add(
+def test_inputs_in_order_cost_only_their_new_segments(
     graph: SessionGraph, runner: ForecastingRunner
 ) -> None:
     inputs = [graph.add_variable("v").id for _ in range(300)]
@@ -281,7 +282,7 @@ def test_inputs_that_come_in_order_cost_what_they_add(
 
 
 class ReadyPrefixesMachine(GraphMachine):
-    """Random programs: no prefix is left behind, in whatever order things end."""
+    """Random programs: no prefix is left when all calls have ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +290,7 @@ class ReadyPrefixesMachine(GraphMachine):
         self.graph = make_graph(self.runner)
 
     @invariant()
-    def prefixes_are_those_of_what_waits(self) -> None:
+    def only_waiting_completions_have_prefixes(self) -> None:
         self.runner.check()
         expected = set(self.runner.expected)
         assert set(self.runner.prefixes._waiting) <= expected

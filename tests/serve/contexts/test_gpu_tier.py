@@ -1,4 +1,4 @@
-"""What the ledger knows of an engine's two tiers: what was used last is on the device."""
+"""The ledger's model of an engine's two tiers of KV memory: GPU and CPU."""
 
 import random
 from collections import Counter
@@ -25,7 +25,7 @@ def add(ledger: ContextLedger, length: int, parent: LedgerContext | None = None)
     return context
 
 
-def test_what_was_used_last_is_on_the_device():
+def test_the_most_recently_used_contexts_are_on_the_gpu():
     ledger = make()
     first, second, third = add(ledger, 40), add(ledger, 40), add(ledger, 40)
     assert [c.on_host for c in (first, second, third)] == [True, False, False]
@@ -35,7 +35,7 @@ def test_what_was_used_last_is_on_the_device():
     ledger.unpin(first)
 
 
-def test_a_fork_goes_before_what_it_was_forked_from():
+def test_a_fork_moves_to_cpu_memory_before_its_parent():
     ledger = make()
     root = add(ledger, 40)
     fork = add(ledger, 70, root)
@@ -46,7 +46,7 @@ def test_a_fork_goes_before_what_it_was_forked_from():
     assert fork.num_on_host(30) == 0
 
 
-def test_both_tiers_count_before_anything_is_given_up():
+def test_a_context_is_evicted_only_when_both_tiers_are_full():
     ledger = make()
     contexts = [add(ledger, 50) for _ in range(6)]
     assert ledger.usage(1) == (6, 300)
@@ -55,7 +55,7 @@ def test_both_tiers_count_before_anything_is_given_up():
     assert ledger._memories[1].contexts.get(contexts[0].id) is None
 
 
-def test_without_a_host_tier_nothing_is_on_it():
+def test_without_a_cpu_tier_all_contexts_are_on_the_gpu():
     ledger = make(host_capacity=0)
     first, _ = add(ledger, 50), add(ledger, 50)
     assert not first.on_host

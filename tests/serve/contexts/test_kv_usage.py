@@ -1,4 +1,4 @@
-"""What of engines' memory live sessions have."""
+"""The fraction of the engines' KV that live sessions use."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from parrot.serve.contexts.index import KvUsage, PrefixIndex
 @pytest.mark.parametrize(
     ("promised", "part"), [([], 0.0), ([(0, 100)], 0.0), ([(80, 100), (10, 300)], 0.225)]
 )
-def test_the_part_that_is_promised_is_of_all_engines(
+def test_the_fraction_of_sessions_counts_all_engines(
     promised: list[tuple[int, int]], part: float
 ) -> None:
     index = PrefixIndex()

@@ -56,20 +56,20 @@ def test_sizes_are_in_blocks() -> None:
     book.add_engine(7, 1000, block_size=16)
     root = book.add("r", 20)
     assert book.usage(7)[1] == 32
-    book.add("s", 1, root)  # inside the second block: copied
+    book.add("s", 1, root)  # The fork is inside the second block, so this block is copied.
     assert book.usage(7)[1] == 48
     book.add("t", 1, root, at=16)
     assert book.usage(7)[1] == 64
 
 
-def test_room_is_made_least_recently_used_first(any_book: Book) -> None:
+def test_the_least_recently_used_context_is_evicted_first(any_book: Book) -> None:
     contexts = [any_book.add(str(i), 30) for i in range(3)]
     any_book.add("new", 30)
     assert any_book.evict_to_capacity(7)
     assert freed(any_book) == [contexts[0].id]
     assert any_book.notices == 1
     any_book.pin(contexts[1])
-    any_book.unpin(contexts[1])  # used just now
+    any_book.unpin(contexts[1])  # It is now the most recently used one.
     any_book.add("newer", 30)
     assert any_book.evict_to_capacity(7)
     assert freed(any_book) == [contexts[2].id]
@@ -91,7 +91,7 @@ def test_expected_contexts_are_evicted_last(book: Book) -> None:
     assert freed(book) == [wanted.id]
 
 
-def test_what_is_used_is_never_evicted(any_book: Book) -> None:
+def test_a_context_in_use_is_never_evicted(any_book: Book) -> None:
     root = any_book.add("r", 60)
     leaf = any_book.add("l", 30, root)
     any_book.pin(leaf)
@@ -102,10 +102,10 @@ def test_what_is_used_is_never_evicted(any_book: Book) -> None:
     any_book.check_integrity({leaf.id: 1, big.id: 1}, Counter())
     any_book.unpin(leaf)
     assert any_book.evict_to_capacity(7)
-    assert freed(any_book) == [leaf.id, root.id]  # leaves before what they were forked from
+    assert freed(any_book) == [leaf.id, root.id]
 
 
-def test_settling_keeps_what_was_generated(book: Book) -> None:
+def test_finishing_keeps_the_output_and_frees_the_reserve(book: Book) -> None:
     context = book.add("p", 10, reserved=50)
     book.pin(context)
     assert book.usage(7)[1] == 60
@@ -115,7 +115,7 @@ def test_settling_keeps_what_was_generated(book: Book) -> None:
     assert book.index.match(7, [b"p", b"po"]) == (2, context, Boundary(b"po", 24, 9))
 
 
-def test_computed_goes_up_the_chain(book: Book) -> None:
+def test_a_computed_context_has_computed_ancestors(book: Book) -> None:
     root = book.add("r", 10)
     leaf = book.add("l", 10, root)
     other = book.add("o", 10, root)
@@ -123,7 +123,7 @@ def test_computed_goes_up_the_chain(book: Book) -> None:
     assert (root.is_computed, leaf.is_computed, other.is_computed) == (True, True, False)
 
 
-def test_a_retired_context_is_found_by_nobody_and_its_forks_go_on(book: Book) -> None:
+def test_a_retired_context_is_not_found_and_its_forks_stay(book: Book) -> None:
     top = book.add("top", 5, owner="acme")
     root = book.add("r", 10, top)
     used, idle = book.add("u", 10, root), book.add("i", 10, root)
@@ -142,7 +142,7 @@ def test_a_retired_context_is_found_by_nobody_and_its_forks_go_on(book: Book) ->
     assert book.usage(7)[1] == 5
 
 
-def test_a_chain_that_its_engine_misses_is_retired_and_its_other_forks_are_not(book: Book) -> None:
+def test_a_context_is_retired_with_its_ancestors_but_not_their_other_forks(book: Book) -> None:
     root = book.add("r", 10, owner="acme")
     lost, other = book.add("l", 10, root), book.add("o", 10, root)
     book.pin(lost)
@@ -155,10 +155,10 @@ def test_a_chain_that_its_engine_misses_is_retired_and_its_other_forks_are_not(b
     assert freed(book) == [other.id, root.id]
 
 
-def test_a_session_takes_its_contexts_but_not_those_in_use(book: Book) -> None:
+def test_an_ended_session_frees_its_contexts_except_those_in_use(book: Book) -> None:
     constant = book.add("c", 10, owner="acme")
     idle, busy = book.add("i", 10, constant), book.add("b", 10, constant)
-    other = book.add("o", 5, idle, owner=2)  # another session continues it
+    other = book.add("o", 5, idle, owner=2)  # Another session continues the context.
     book.pin(busy)
     list(book.release_session(1))
     assert freed(book) == []
@@ -181,7 +181,7 @@ def test_constants_expire_unless_used(book: Book) -> None:
     book.add("m", 1, constant)
     list(book.release_session(1))
     assert set(freed(book)) == {leaf.id, leaf.id + 1}
-    book.later(50)  # 110 after the first use, 50 after the second
+    book.later(50)  # 110 s after the first use, 50 s after the second.
     book.expire()
     assert freed(book) == [busy.id]
     book.later(60)
@@ -202,7 +202,7 @@ def test_a_constant_with_forks_does_not_expire(book: Book) -> None:
     assert constant.id in freed(book)
 
 
-def test_a_lost_engine_takes_everything(book: Book) -> None:
+def test_a_lost_engine_loses_all_contexts(book: Book) -> None:
     book.add_engine(8, 100)
     root = book.add("r", 10, owner="acme")
     leaf = book.add("l", 10, root)
@@ -239,23 +239,24 @@ def test_a_shared_context_outlives_the_session_that_opened_it(book: Book) -> Non
     book.later(101)
     book.expire()
     assert freed(book) == [busy.id]
-    assert book.kv_stats.total.freed == {FreeReason.EXPIRED: 15}  # the other was never computed
+    # The other context was not computed.
+    assert book.kv_stats.total.freed == {FreeReason.EXPIRED: 15}
 
 
-def crowd(book: Book, size: int) -> None:
-    """Something runs that needs room."""
+def fill(book: Book, size: int) -> None:
+    """Start a run with `size` tokens, and evict for it."""
     book.pin(book.add("new", size))
     assert book.evict_to_capacity(7)
 
 
 def end(book: Book, context: LedgerContext, source: Source) -> None:
-    """Its run ends, and the session may continue it."""
+    """Finish a run on the context, which the session may continue."""
     book.pin(context)
     book.finish_generation(context, context.length, None, source)
     book.unpin(context)
 
 
-def test_the_session_that_comes_back_last_is_evicted_first(book: Book) -> None:
+def test_the_session_with_the_latest_next_call_is_evicted_first(book: Book) -> None:
     fast, slow = Source("acme", "fast"), Source("acme", "slow")
     for _ in range(20):
         book.think_times.continued(9, fast, 2.0)
@@ -264,11 +265,11 @@ def test_the_session_that_comes_back_last_is_evicted_first(book: Book) -> None:
     end(book, early, slow)
     end(book, late, fast)
     book.later(1)
-    crowd(book, 40)
+    fill(book, 40)
     assert freed(book) == [early.id]
 
 
-def test_a_think_time_that_lasts_longer_than_usual_counts_less_and_less(book: Book) -> None:
+def test_a_session_that_is_overdue_is_evicted_first(book: Book) -> None:
     fast, slow = Source("acme", "fast"), Source("acme", "slow")
     for _ in range(20):
         book.think_times.continued(9, fast, 2.0)
@@ -277,19 +278,19 @@ def test_a_think_time_that_lasts_longer_than_usual_counts_less_and_less(book: Bo
     end(book, gone, fast)
     end(book, coming, slow)
     book.later(20)
-    crowd(book, 40)
+    fill(book, 40)
     assert freed(book) == [gone.id]
 
 
-def test_what_waits_longer_is_evicted_first(book: Book) -> None:
+def test_the_context_with_the_latest_forecast_is_evicted_first(book: Book) -> None:
     _, far = book.add("near", 40), book.add("far", 40)
     book.expectations.add_waiting([b"near"], lambda: 55.0)
     book.expectations.add_waiting([b"far"], lambda: 100.0)
-    crowd(book, 40)
+    fill(book, 40)
     assert freed(book) == [far.id]
 
 
-def test_an_evicted_turn_leaves_its_expectation_to_the_one_before(book: Book) -> None:
+def test_an_evicted_turn_passes_its_expected_call_to_its_parent(book: Book) -> None:
     for _ in range(20):
         book.think_times.continued(9, SOURCE, 2.0)
     first = book.add("1", 30)
@@ -299,23 +300,23 @@ def test_an_evicted_turn_leaves_its_expectation_to_the_one_before(book: Book) ->
     book.kv_stats.total.freed.clear()
     book._evict(second, FreeReason.ROOM)
     assert first.expected_call == (SOURCE, 50.0)
-    crowd(book, 45)
+    fill(book, 45)
     assert freed(book) == [second.id, other.id]
 
 
-def test_reuse_so_far_is_taken_to_go_on(book: Book) -> None:
+def test_a_context_with_many_forks_is_expected_to_be_used_again(book: Book) -> None:
     often, once = book.add("often", 30, owner="acme"), book.add("once", 30, owner="acme")
     for _ in range(10):
         book.later(1)
         book.retire(book.add("fork", 1, often))
-    book.retire(book.add("fork", 1, once))  # last used later
+    book.retire(book.add("fork", 1, once))  # This context was used last.
     book.take_frees()
     book.later(5)
-    crowd(book, 50)
+    fill(book, 50)
     assert freed(book) == [once.id]
 
 
-def test_tokens_are_counted_by_what_became_of_them(book: Book) -> None:
+def test_recomputed_tokens_are_counted_by_reason(book: Book) -> None:
     book.add_engine(8, 100)
     first = book.add("a", 60)
     first.mark_computed()
@@ -324,10 +325,10 @@ def test_tokens_are_counted_by_what_became_of_them(book: Book) -> None:
     lost = book.kv_stats.record_prompt(8, 0, [(b"x", 10), (b"a", 60), (b"y", 70)])
     assert lost == ("elsewhere", 60)
     assert book.kv_stats.record_recomputed(8, lost, None) == 60
-    crowd(book, 60)
+    fill(book, 60)
     lost = book.kv_stats.record_prompt(7, 5, [(b"x", 10), (b"a", 60), (b"y", 70)])
     assert lost == (FreeReason.ROOM, 55)
-    assert book.kv_stats.record_recomputed(7, lost, 50) == 50  # the engine had some of it after all
+    assert book.kv_stats.record_recomputed(7, lost, 50) == 50  # 5 tokens were in its own cache.
     assert book.kv_stats.total.hit == 5
     assert book.kv_stats.total.recomputed == {"elsewhere": 60, FreeReason.ROOM: 50}
     assert book.kv_stats.engine(7).recomputed.total() == 50

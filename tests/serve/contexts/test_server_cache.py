@@ -1,4 +1,4 @@
-"""What a server of another maker is believed to keep."""
+"""The model of a foreign server's prefix cache."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ def make(max_size: int | None = None, max_prompts: int | None = None) -> tuple[B
 
 
 def run(book: Book, key: str, size: int, parent: LedgerContext | None = None) -> LedgerContext:
-    """A prompt is computed, a second after the one before it."""
+    """Run a prompt, one second after the previous one."""
     book.later(1.0)
     context = book.add(key, size, parent)
     book.pin(context)
@@ -28,11 +28,11 @@ def run(book: Book, key: str, size: int, parent: LedgerContext | None = None) ->
 
 
 def there(book: Book, *keys: str) -> list[str]:
-    """Those of the keys whose prompt is believed to be there."""
+    """The keys whose prompts the model holds."""
     return [key for key in keys if book.index.match(ENGINE, [key.encode()])]
 
 
-def test_without_bounds_all_is_believed_to_be_kept() -> None:
+def test_without_limits_all_prompts_stay() -> None:
     book, cache = make()
     for key in "abc":
         run(book, key, 1000)
@@ -40,7 +40,7 @@ def test_without_bounds_all_is_believed_to_be_kept() -> None:
     assert cache.eviction_cost(None, 10**9, book.clock.now()) == 0.0
 
 
-def test_what_was_not_used_for_longest_is_dropped_first_whatever_is_expected() -> None:
+def test_the_least_recently_used_context_is_dropped_despite_an_expected_use() -> None:
     book, _ = make(max_size=250)
     first = run(book, "a", 100)
     run(book, "b", 100)
@@ -53,7 +53,7 @@ def test_what_was_not_used_for_longest_is_dropped_first_whatever_is_expected() -
     book.check_integrity({}, Counter())
 
 
-def test_prompts_that_begin_alike_are_kept_once() -> None:
+def test_a_shared_prefix_counts_once() -> None:
     book, _ = make(max_size=250)
     common = run(book, "common", 200)
     for key in "abc":
@@ -61,18 +61,18 @@ def test_prompts_that_begin_alike_are_kept_once() -> None:
     assert there(book, "common", *"abc") == ["common", "a", "b", "c"]
 
 
-def test_a_server_does_not_know_that_a_session_is_over() -> None:
+def test_contexts_of_ended_sessions_still_occupy_the_server() -> None:
     book, cache = make(max_size=250)
     run(book, "live", 100)
     book.retire(run(book, "dead", 100))
     assert there(book, "live", "dead") == ["live"]
     lost = cache.eviction_cost(None, 100, book.clock.now())
-    assert 0 < lost <= 100, "the room of the dead one is not free"
+    assert 0 < lost <= 100, "the dead context still occupies the cache"
     run(book, "new", 100)
     assert there(book, "live", "new") == ["new"]
 
 
-def test_what_was_never_computed_takes_no_room() -> None:
+def test_a_context_that_was_not_computed_occupies_nothing() -> None:
     book, cache = make(max_size=150)
     run(book, "a", 100)
     broken = book.add("b", 100)
@@ -94,8 +94,8 @@ def test_a_server_that_keeps_one_prompt() -> None:
     assert there(book, "a", "aa", "b") == ["b"]
 
 
-def test_a_prompt_takes_the_place_of_the_one_that_it_continues() -> None:
-    """A server with a few slots gives it the one that begins as it does."""
+def test_a_prompt_replaces_the_prompt_that_it_continues() -> None:
+    """A server with several slots reuses the slot with the same prefix."""
     book, _ = make(max_prompts=3)
     first = run(book, "a", 100)
     for key in ("a1", "b", "c", "a2", "a3"):
@@ -103,7 +103,7 @@ def test_a_prompt_takes_the_place_of_the_one_that_it_continues() -> None:
     assert there(book, "a", "a1", "b", "c", "a2", "a3") == ["a", "b", "c", "a3"]
 
 
-def test_prompts_that_run_are_kept_until_they_have_ended() -> None:
+def test_running_prompts_stay_until_they_finish() -> None:
     book, _ = make(max_size=50, max_prompts=1)
     contexts = [book.add(key, 100) for key in "ab"]
     for context in contexts:
@@ -116,7 +116,7 @@ def test_prompts_that_run_are_kept_until_they_have_ended() -> None:
     assert there(book, *"ab") == []
 
 
-def test_a_prompt_that_is_used_again_below_its_fork_is_no_second_one() -> None:
+def test_a_prompt_with_a_fork_does_not_count_as_a_second_prompt() -> None:
     book, _ = make(max_prompts=1)
     first = book.add("a", 100)
     book.pin(first)
@@ -128,7 +128,7 @@ def test_a_prompt_that_is_used_again_below_its_fork_is_no_second_one() -> None:
     assert there(book, "a", "aa", "b") == ["b"]
 
 
-def test_what_is_long_unused_is_no_loss() -> None:
+def test_evicting_a_context_that_is_used_late_costs_little() -> None:
     book, cache = make(max_size=100)
     run(book, "a", 100)
     now = book.clock.now()

@@ -1,4 +1,4 @@
-"""Whose contexts go when an engine is full: each tenant keeps its part."""
+"""Eviction between tenants: each tenant keeps its weighted share of an engine's KV."""
 
 import pytest
 from hypothesis import given, settings
@@ -20,11 +20,11 @@ def book(request: pytest.FixtureRequest) -> Book:
     return book
 
 
-def is_there(context: LedgerContext, book: Book) -> bool:
+def is_live(context: LedgerContext, book: Book) -> bool:
     return context.id in book._memories[7].contexts
 
 
-def test_a_crowd_that_fills_the_room_does_not_take_a_chats_prefix(book: Book) -> None:
+def test_background_calls_do_not_evict_a_chats_prefix(book: Book) -> None:
     chat = book.add("conversation", 400, tenant="chat")
     for i in range(100):
         book.later(1)
@@ -32,64 +32,64 @@ def test_a_crowd_that_fills_the_room_does_not_take_a_chats_prefix(book: Book) ->
         book.pin(context)
         assert book.evict_to_capacity(7, "crowd")
         book.unpin(context)
-    assert is_there(chat, book)
+    assert is_live(chat, book)
     assert book.usage(7) == (7, 1000)
 
 
-def test_nor_does_one_whose_contexts_are_all_in_use(book: Book) -> None:
+def test_running_background_calls_do_not_evict_a_chats_prefix(book: Book) -> None:
     chat = book.add("conversation", 400, tenant="chat")
     running = [book.add(f"crowd {i}", 100, tenant="crowd") for i in range(10)]
     for context in running:
         book.pin(context)
     assert not book.evict_to_capacity(7, "crowd")
-    assert is_there(chat, book)
+    assert is_live(chat, book)
     assert not book.evict_for_prefetch(7, 10, "crowd")
-    book.evict_idle(7)  # the engine has no memory for what runs
-    assert not is_there(chat, book)
+    book.evict_idle(7)  # The engine rejected a run for lack of memory.
+    assert not is_live(chat, book)
     for context in running:
         book.unpin(context)
 
 
-def test_who_has_more_than_its_part_loses_the_rest(book: Book) -> None:
+def test_a_tenant_above_its_share_loses_the_excess(book: Book) -> None:
     first, second = [book.add(f"conversation {i}", 400, tenant="chat") for i in range(2)]
     book.later(1)
     book.pin(book.add("crowd", 500, tenant="crowd"))
     assert book.evict_to_capacity(7, "crowd")
-    assert not is_there(first, book)
-    assert is_there(second, book)
+    assert not is_live(first, book)
+    assert is_live(second, book)
 
 
-def test_its_own_go_if_nobody_has_more_than_a_part(book: Book) -> None:
+def test_a_tenant_evicts_its_own_contexts_if_all_are_within_their_shares(book: Book) -> None:
     other = book.add("other", 450, tenant="crowd")
     mine = book.add("mine", 450, tenant="chat")
     more = book.add("more", 150, tenant="chat")
     book.pin(more)
     assert book.evict_to_capacity(7, "chat")
-    assert is_there(other, book)
-    assert not is_there(mine, book)
+    assert is_live(other, book)
+    assert not is_live(mine, book)
 
 
-def test_parts_are_by_weight(book: Book) -> None:
+def test_shares_are_weighted(book: Book) -> None:
     heavy = book.add("heavy", 700, tenant="heavy")
     light = book.add("light", 300, tenant="crowd")
     more = book.add("more", 50, tenant="heavy")
     book.pin(more)
     assert book.evict_to_capacity(7, "heavy")
-    assert is_there(heavy, book)
-    assert not is_there(light, book)
+    assert is_live(heavy, book)
+    assert not is_live(light, book)
 
 
-def test_who_is_not_there_any_more_has_no_part(book: Book) -> None:
+def test_an_inactive_tenant_has_no_share(book: Book) -> None:
     chat = book.add("conversation", 400, tenant="chat")
     book.later(1000)
     for i in range(10):
         book.add(f"crowd {i}", 100, tenant="crowd")
     assert book.evict_to_capacity(7, "crowd")
-    assert not is_there(chat, book)
+    assert not is_live(chat, book)
 
 
-def test_who_is_not_there_any_more_loses_all_that_others_need(book: Book) -> None:
-    """A part that came back with each context that went would keep the rest for two minutes."""
+def test_an_inactive_tenant_loses_as_many_contexts_as_needed(book: Book) -> None:
+    """An eviction must not count as activity: the tenant would keep the rest for 120 s."""
     for i in range(4):
         book.add(f"conversation {i}", 100, tenant="chat")
     book.later(1000)
@@ -99,17 +99,17 @@ def test_who_is_not_there_any_more_loses_all_that_others_need(book: Book) -> Non
     assert book.usage(7) == (10, 1000)
 
 
-def test_a_tenant_alone_has_all(book: Book) -> None:
+def test_a_single_tenant_may_use_all_kv(book: Book) -> None:
     first = book.add("first", 600, tenant="chat")
     second = book.add("second", 600, tenant="chat")
     book.pin(second)
     assert book.evict_to_capacity(7, "chat")
-    assert not is_there(first, book)
+    assert not is_live(first, book)
     book.check_integrity({second.id: 1}, book.prefixes.check_integrity())
 
 
-def test_who_was_alone_keeps_its_part_from_the_second_tenant_on(book: Book) -> None:
-    """Nothing is ordered by tenant before there are two: then the first has all that it had."""
+def test_the_first_tenant_keeps_its_share_when_a_second_arrives(book: Book) -> None:
+    """Contexts are ordered by tenant only from the second tenant on."""
     first, second = [book.add(f"conversation {i}", 250, tenant="chat") for i in range(2)]
     book.later(60)
     for i in range(20):
@@ -117,8 +117,8 @@ def test_who_was_alone_keeps_its_part_from_the_second_tenant_on(book: Book) -> N
         book.pin(context)
         assert book.evict_to_capacity(7, "crowd")
         book.unpin(context)
-    assert is_there(first, book)
-    assert is_there(second, book)
+    assert is_live(first, book)
+    assert is_live(second, book)
     book.check_integrity({}, book.prefixes.check_integrity())
 
 
@@ -134,7 +134,7 @@ def test_who_was_alone_keeps_its_part_from_the_second_tenant_on(book: Book) -> N
         max_size=40,
     )
 )
-def test_contexts_go_as_a_simple_model_says(
+def test_evictions_match_a_simple_model(
     steps: list[tuple[str, int, bool, int]],
 ) -> None:
     """The model sorts all tenants with an idle context before each eviction."""
@@ -151,7 +151,7 @@ def test_contexts_go_as_a_simple_model_says(
     def used(tenant: str) -> int:
         return sum(context.length for context in there.values() if context.tenant == tenant)
 
-    def next_tenant(asking: str) -> str | None:
+    def next_tenant(requester: str) -> str | None:
         tenants = {context.tenant for context in there.values()}
         idle = {context.tenant for i, context in there.items() if i not in running}
         if not idle or len(tenants) < 2:
@@ -163,7 +163,7 @@ def test_contexts_go_as_a_simple_model_says(
         most = max(levels.values())
         if most > 1000 / sum(weights[tenant] for tenant in tenants):
             return next(tenant for tenant in losers if levels.get(tenant) == most)
-        return asking if asking in idle else None
+        return requester if requester in idle else None
 
     for number, (tenant, size, ends, seconds) in enumerate(steps):
         book.later(seconds)
@@ -173,7 +173,8 @@ def test_contexts_go_as_a_simple_model_says(
         running[context.id] = context
         book.evict_to_capacity(7, tenant)
         for context_id in book.take_frees().get(7, []):
-            losers = [there[context_id].tenant, *weights]  # of equal ones, the one that lost
+            # Of several tenants with equal keys, the model expects the one that lost.
+            losers = [there[context_id].tenant, *weights]
             assert sum(c.length for c in there.values()) > 1000
             lost = next_tenant(tenant)
             idle = [i for i, c in there.items() if c.tenant == lost and i not in running]

@@ -1,4 +1,4 @@
-"""How long sessions think before they go on: what is learnt from it, and what is predicted."""
+"""Think times of sessions: learning and prediction."""
 
 import random
 from itertools import pairwise
@@ -16,7 +16,7 @@ from tests.support.requests import made, semantic
 A, B = Source("acme", "a"), Source("acme", "b")
 
 
-def taught(source: Source, pauses_s: list[float], model: ThinkTimes | None = None) -> ThinkTimes:
+def trained(source: Source, pauses_s: list[float], model: ThinkTimes | None = None) -> ThinkTimes:
     model = model or ThinkTimes()
     for pause_s in pauses_s:
         model.ended(1, source)
@@ -24,39 +24,39 @@ def taught(source: Source, pauses_s: list[float], model: ThinkTimes | None = Non
     return model
 
 
-def test_the_rest_of_a_usual_pause_is_its_mean_less_what_has_passed() -> None:
+def test_the_predicted_rest_is_the_mean_pause_minus_the_elapsed_time() -> None:
     draw = random.Random(1)
-    model = taught(A, [draw.uniform(20, 30) for _ in range(200)])
+    model = trained(A, [draw.uniform(20, 30) for _ in range(200)])
     assert model.expected_s(A, 0.0) == pytest.approx(25, rel=0.1)
     assert model.expected_s(A, 15.0) == pytest.approx(10, rel=0.15)
     assert model.expected_s(A, 20.0) == pytest.approx(5, rel=0.3)
 
 
-def test_functions_are_told_apart() -> None:
-    model = taught(B, [25.0] * 40, taught(A, [2.0] * 40))
+def test_each_function_has_its_own_think_times() -> None:
+    model = trained(B, [25.0] * 40, trained(A, [2.0] * 40))
     assert model.expected_s(A, 0.0) < 4
     assert model.expected_s(B, 0.0) > 20
-    assert model.expected_s(A, 5.0) > model.expected_s(B, 24.0)  # longer than it ever took
+    assert model.expected_s(A, 5.0) > model.expected_s(B, 24.0)  # 5 s is longer than ever.
 
 
-def test_an_unknown_function_pauses_like_others_of_its_tenant() -> None:
-    model = taught(A, [3.0] * 50)
+def test_a_new_function_is_predicted_from_its_tenants_other_functions() -> None:
+    model = trained(A, [3.0] * 50)
     other = Source("acme", "never seen")
     assert model.expected_s(other, 0.0) < model.expected_s(Source("rival", "never seen"), 0.0)
     assert model.expected_s(other, 0.0) == pytest.approx(3, rel=0.7)
 
 
-def test_what_is_never_continued_is_expected_late() -> None:
+def test_a_call_that_is_rarely_continued_is_expected_late() -> None:
     model = ThinkTimes()
     for session_id in range(50):
         model.ended(session_id, A)
         model.session_ended(session_id)
-    taught(B, [3.0] * 50, model)
+    trained(B, [3.0] * 50, model)
     assert model.expected_s(A, 0.0) > 20 * model.expected_s(B, 0.0)
 
 
-def test_an_open_session_says_nothing_yet() -> None:
-    model = taught(A, [3.0] * 20)
+def test_live_sessions_do_not_count_as_abandoned() -> None:
+    model = trained(A, [3.0] * 20)
     before = model.expected_s(A, 0.0)
     for _ in range(100):
         model.ended(7, A)
@@ -65,9 +65,9 @@ def test_an_open_session_says_nothing_yet() -> None:
     assert model.expected_s(A, 0.0) > before
 
 
-def test_new_habits_replace_old_ones() -> None:
-    model = taught(A, [30.0] * 1000)
-    taught(A, [2.0] * 1000, model)
+def test_new_think_times_replace_old_ones() -> None:
+    model = trained(A, [30.0] * 1000)
+    trained(A, [2.0] * 1000, model)
     assert model.expected_s(A, 0.0) < 4
 
 
@@ -75,19 +75,19 @@ def test_new_habits_replace_old_ones() -> None:
     st.lists(st.floats(0, 1e5), max_size=60),
     st.lists(st.floats(0, 1e6), min_size=2, max_size=10),
 )
-def test_predictions_are_positive_and_the_time_of_the_next_use_never_comes_nearer(
+def test_predictions_are_positive_and_the_next_use_never_moves_earlier(
     pauses_s: list[float], ages_s: list[float]
 ) -> None:
-    """To have waited longer can only mean a later end."""
-    model = taught(A, pauses_s)
+    """A longer elapsed time can only move the predicted end to a later time."""
+    model = trained(A, pauses_s)
     ends = [age_s + model.expected_s(A, age_s) for age_s in sorted(ages_s)]
     assert all(end > age_s for end, age_s in zip(ends, sorted(ages_s), strict=True))
     for earlier, later in pairwise(ends):
-        assert later >= earlier * 0.9  # up to the width of a bucket
+        assert later >= earlier * 0.9  # 10% is the width of a bucket.
 
 
-def test_calls_without_a_name_are_of_one_function() -> None:
-    """Each has a name of its own, which would push out what is known of others."""
+def test_unnamed_calls_share_one_function() -> None:
+    """Each call would otherwise be a function of its own, and evict the histograms of others."""
     graph = make_graph()
     sources = set()
     for name in (None, None, "f"):

@@ -1,4 +1,4 @@
-"""Which calls are given up for the loss of engines that ran them."""
+"""A call fails after it has crashed several engines, but only if it may be the cause."""
 
 import pytest
 
@@ -9,10 +9,10 @@ from tests.support.fake_engine import Script, fake_engine
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-async def test_what_is_lost_since_servecore_stood_still_is_not_the_calls_fault(
+async def test_a_call_is_not_blamed_for_engines_lost_while_servecore_was_stalled(
     world: World, is_told: bool
 ) -> None:
-    """Engines end their work when they are not answered, and register again."""
+    """Engines stop their work when ServeCore does not answer, and register again."""
     engine = fake_engine("one", script=Script(text=lambda _: "ab", hang_after=0))
     for number in range(5):
         if number == 0 or not is_told:
@@ -21,7 +21,7 @@ async def test_what_is_lost_since_servecore_stood_still_is_not_the_calls_fault(
             completion = world.submit("Go")
         await world.settle()
         assert len(engine.requests) == number + 1
-        if is_told:  # the engine's request comes before the timer
+        if is_told:  # The engine's registration is handled before the timer.
             world.clock._now += 31.0
             await world.join(engine)
         else:
@@ -36,10 +36,10 @@ async def test_what_is_lost_since_servecore_stood_still_is_not_the_calls_fault(
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-async def test_an_engine_that_comes_back_alive_was_harmed_by_no_call(
+async def test_a_call_is_not_blamed_for_an_engine_that_registers_again(
     world: World, is_same: bool
 ) -> None:
-    """It had no answer for its lease: a link was cut. One that was started anew has died."""
+    """With the same incarnation, only its network was cut. With another one, its process died."""
     engine = fake_engine("one", script=Script(text=lambda _: "ab", hang_after=0))
     await world.join(engine)
     completion = world.submit("Go")
@@ -58,10 +58,10 @@ async def test_an_engine_that_comes_back_alive_was_harmed_by_no_call(
         assert isinstance(await error_of(completion), EngineFailed)
 
 
-async def test_a_call_is_not_blamed_for_engines_that_were_silent_when_it_came(
+async def test_a_call_is_not_blamed_for_engines_that_were_silent_before_it_started(
     world: World,
 ) -> None:
-    """A link is cut to all of them: each is taken for dead when its time has come."""
+    """The network to all engines fails, so each is lost when its lease expires."""
     names = ("one", "two", "three", "four")
     engines = [fake_engine(n, script=Script(text=lambda _: "ab", hang_after=0)) for n in names]
     for engine in engines:
@@ -76,7 +76,7 @@ async def test_a_call_is_not_blamed_for_engines_that_were_silent_when_it_came(
     assert await completion.output.wait() == "ab"
 
 
-async def test_a_completion_that_kills_engines_is_given_up(world: World) -> None:
+async def test_a_completion_that_crashes_engines_fails(world: World) -> None:
     killer = world.submit("kill")
     for i in range(3):
         gone = Unavailable("gone")
@@ -88,11 +88,9 @@ async def test_a_completion_that_kills_engines_is_given_up(world: World) -> None
 
 
 @pytest.mark.parametrize("is_reached", [True, False])
-async def test_a_call_is_not_blamed_for_engines_that_it_could_not_reach(
-    world: World, is_reached: bool
-) -> None:
-    """They died together, and look idle until somebody asks them. Of two calls at once, the one
-    whose connection is still being made is to blame for none of them either."""
+async def test_a_call_is_not_blamed_for_unreachable_engines(world: World, is_reached: bool) -> None:
+    """The engines died together. With two concurrent calls, the call whose connection is not yet
+    established is not blamed either."""
     gone = Unavailable("it broke") if is_reached else Unreachable("nobody listens")
     first, second = world.submit("a"), world.submit("b")
     for i in range(3 if is_reached else 5):

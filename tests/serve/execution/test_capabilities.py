@@ -1,4 +1,4 @@
-"""Calls go to engines that can do what they need, and fail by name where none can."""
+"""Calls go to engines with the features that they need. Else the error names the feature."""
 
 from parrot.protocol.engine_api import Capabilities
 from parrot.protocol.errors import ParrotError, UnsupportedField
@@ -30,11 +30,11 @@ def error_of(completion: Completion) -> ParrotError:
     return error
 
 
-async def test_a_call_goes_where_it_can_be_done(world: World) -> None:
+async def test_a_call_goes_to_an_engine_with_its_features(world: World) -> None:
     able, other = engine("able", "regex", max_seq_len=100), engine("other", "top_k")
     await world.join(other)
     await world.join(able)
-    for length in (20, 90):  # the longer one would not fit, if another engine could do it
+    for length in (20, 90):  # The longer output is cut: no capable engine is larger.
         done = await run(world, "m", regex="a", max_gen_length=length)
         assert done.state is CompletionState.DONE
     assert [len(e.requests) for e in (able, other)] == [2, 0]
@@ -43,7 +43,7 @@ async def test_a_call_goes_where_it_can_be_done(world: World) -> None:
     assert [len(e.requests) for e in (able, other)] == [2, 2]
 
 
-async def test_what_no_engine_can_do_is_refused_by_name(world: World) -> None:
+async def test_a_call_without_a_capable_engine_is_rejected_by_feature(world: World) -> None:
     await world.join(engine("a", "regex", "top_k"))
     await world.join(engine("b", "grammar"))
     await world.join(engine("c", "choices", model="n"))
@@ -58,7 +58,7 @@ async def test_what_no_engine_can_do_is_refused_by_name(world: World) -> None:
     assert both.state is CompletionState.DONE
 
 
-async def test_an_engine_that_does_not_say_may_do_it(world: World) -> None:
+async def test_an_engine_without_reported_features_may_get_the_call(world: World) -> None:
     await world.join(engine("a"))
     unknown = fake_engine("b", model="m")
     engine_id = await world.join(unknown)
@@ -80,8 +80,8 @@ async def test_without_any_engine_a_call_waits(world: World) -> None:
     assert waiting.state is CompletionState.DONE
 
 
-async def test_a_call_whose_only_engine_was_lost_is_refused_by_another(world: World) -> None:
-    """It does not wait for ever; the engine that gets it says why it cannot."""
+async def test_a_call_whose_only_capable_engine_was_lost_runs_on_another(world: World) -> None:
+    """The call does not wait. The other engine gets it, and may reject it."""
     await world.join(other := engine("other"))
     able_id = await world.join(able := engine("able", "regex"))
     able.script.hang_after = 0

@@ -9,7 +9,7 @@ from tests.serve.execution.world import TOKENIZER_ID, World, value
 from tests.support.fake_engine import Script, fake_engine
 
 
-async def test_runs_a_completion_and_fills_in_what_it_knows(world: World) -> None:
+async def test_a_completion_gets_its_output_and_statistics(world: World) -> None:
     engine = fake_engine()
     await world.join(engine)
     completion = world.submit("Say ", value("hi"), " now: ")
@@ -21,16 +21,16 @@ async def test_runs_a_completion_and_fills_in_what_it_knows(world: World) -> Non
     assert completion.stats.model == "tiny"
     assert completion.stats.attempts == 1
     assert completion.stats.output_tokens == 5
-    assert completion.stats.computed_tokens == 8  # after the constant beginning
+    assert completion.stats.computed_tokens == 8  # After the constant prefix.
     assert completion.times.started is not None
     assert completion.times.finished is not None
     tokenized = completion.output.tokenized
     assert tokenized is not None
     assert tokenized.tokenizer_id == TOKENIZER_ID
-    assert len(tokenized.ids) == 4  # without the stop token
+    assert len(tokenized.ids) == 4  # Without the stop token.
 
 
-async def test_books_are_done_before_the_output_is_set(world: World) -> None:
+async def test_the_state_is_consistent_before_the_output_is_set(world: World) -> None:
     await world.join(fake_engine())
     completion = world.completion("a")
     seen: list[CompletionState] = []
@@ -46,7 +46,7 @@ async def test_books_are_done_before_the_output_is_set(world: World) -> None:
     assert seen == [CompletionState.DONE, CompletionState.QUEUED]
 
 
-async def test_the_engine_hears_which_call_is_more_urgent(world: World) -> None:
+async def test_the_request_has_the_calls_priority(world: World) -> None:
     engine = fake_engine()
     await world.join(engine)
     patient = world.completion("Some time: ")

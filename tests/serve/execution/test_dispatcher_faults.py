@@ -1,7 +1,7 @@
-"""Random histories of programs and faults: every output ends as it must, and nothing is left.
+"""Random programs and faults: each output is settled correctly, and no state is left.
 
-A call may fail only for what its own history shows: the faults that engines answered its requests
-with, and the engines that were lost while it was there."""
+A call may fail only because of its own history: faults in the answers to its requests, and engines
+that were lost during its life."""
 
 import asyncio
 import random
@@ -58,7 +58,7 @@ FAULTS: list[ParrotError | None] = [
 
 
 def answer(prompt: str) -> str:
-    """What every engine says, so that a continued stream can be told from a broken one."""
+    """The output of all engines. It depends on the prompt, so a wrong continuation is noticed."""
     question, _, said = prompt.rpartition(">")
     assert prompt.endswith(said)
     full = f"[{len(question)}] and so on"
@@ -72,18 +72,17 @@ MAX_LOST, MAX_REFUSED = 3, 5
 
 @dataclass
 class Life:
-    """What befell a call from outside. `faults`: what engines answered it with, and `end` the
-    number of engines that had been lost, and of those that took calls, when its output was
-    settled."""
+    """The history of a call, as an observer sees it."""
 
-    num_lost_before: int
-    faults: list[ParrotError] = field(default_factory=list)
+    num_lost_before: int  # Number of engines lost before the call was submitted.
+    faults: list[ParrotError] = field(default_factory=list)  # The engines' errors for this call.
     is_cancelled: bool = False
+    # Numbers of lost engines and of available engines when the output was settled.
     end: tuple[int, int] | None = None
 
 
 class WatchedEngine(FakeEngine):
-    """Tells each fault with which it answers, and to whom."""
+    """Reports each error that it returns, with the id of the call."""
 
     on_fault: Callable[[int, ParrotError], None]
 
@@ -123,7 +122,7 @@ class History:
         engine = WatchedEngine(plain.info, plain.tokenizer_response, self.script())
         engine.on_fault = lambda task_id, error: self.lives[task_id].faults.append(error)
         if (old := self.engines.get(name)) is not None:
-            old.info = engine.info  # at the address, the new one answers now
+            old.info = engine.info  # The new process answers at this address now.
         self.engines[name] = engine
         await self.dispatcher.fleet.register(engine.info)
         self.num_joined += 1
@@ -217,7 +216,7 @@ class History:
         await self.finish()
 
     async def finish(self) -> None:
-        """No engine lives on: within the timeouts every read has ended."""
+        """Stop all heartbeats: all reads must end within the timeouts."""
         for _ in range(4):
             await self.clock.advance(31.0)
         for completion in self.completions:
@@ -245,7 +244,7 @@ class History:
         life = self.lives[completion.id]
         assert life.end is not None, completion
         num_lost, num_alive = life.end
-        identity = self.identity(completion)  # those that share it may have had one run
+        identity = self.identity(completion)  # Calls with the same identity may share a run.
         same = [self.lives[c.id] for c in self.completions if self.identity(c) == identity]
         faults = [fault for other in same for fault in other.faults]
         num_lost -= min(other.num_lost_before for other in same)
@@ -282,7 +281,7 @@ class History:
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
-def test_every_read_ends_and_nothing_is_left(seed: int) -> None:
+def test_every_read_ends_and_no_state_is_left(seed: int) -> None:
     async def story() -> None:
         await History(seed).run()
 

@@ -1,4 +1,4 @@
-"""Engines are told of text that an output may repeat: predictions, and outputs of its function."""
+"""Draft texts that are sent to engines: predictions, and earlier outputs of the function."""
 
 from typing import Any
 
@@ -17,17 +17,17 @@ CODEC = Tokenizer.from_str(byte_tokenizer().tokenizer_json)
 
 
 class DraftingEngine:
-    """A fake engine of the type that drafts. `came_to`: drafted and accepted tokens of a call."""
+    """A fake builtin engine. `draft_counts`: drafted and accepted tokens of each call."""
 
     def __init__(self, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.info = engine.info.model_copy(update={"engine_type": EngineType.BUILTIN})
         self.engine = engine
-        self.came_to = (0, 0)
+        self.draft_counts = (0, 0)
         generate = engine.generate
 
         async def drafting(request: GenerateRequest) -> GenerateResponse:
             response = await generate(request)
-            drafted, accepted = self.came_to
+            drafted, accepted = self.draft_counts
             update = {"drafted_tokens": drafted, "accepted_tokens": accepted}
             return response.model_copy(update={"usage": response.usage.model_copy(update=update)})
 
@@ -35,7 +35,7 @@ class DraftingEngine:
 
     @property
     def sources(self) -> DraftSources | None:
-        """Those of the last request."""
+        """The draft sources of the last request."""
         return self.engine.requests[-1].drafts
 
     @property
@@ -72,7 +72,7 @@ async def test_the_last_outputs_of_a_function_are_sent_those_of_the_session_firs
     assert engine.texts == ["text 0", "text 2"]
 
 
-async def test_other_tenants_and_other_functions_are_told_nothing(
+async def test_outputs_are_not_sent_for_other_tenants_or_functions(
     world: World, engine: DraftingEngine
 ) -> None:
     await call(world, "a")
@@ -90,8 +90,10 @@ async def test_a_prediction_is_sent_first(world: World, engine: DraftingEngine) 
     assert engine.texts == ["as before", "text 0"]
 
 
-async def test_what_drafts_came_to_is_counted(world: World, engine: DraftingEngine) -> None:
-    engine.came_to = (12, 7)
+async def test_drafted_and_accepted_tokens_are_counted(
+    world: World, engine: DraftingEngine
+) -> None:
+    engine.draft_counts = (12, 7)
     completion = await call(world, "a")
     assert completion.stats.drafted_tokens == 12
     assert completion.stats.accepted_tokens == 7
@@ -100,9 +102,9 @@ async def test_what_drafts_came_to_is_counted(world: World, engine: DraftingEngi
 async def test_a_function_whose_drafts_are_wrong_is_seldom_drafted(
     world: World, engine: DraftingEngine
 ) -> None:
-    engine.came_to = (300, 3)
+    engine.draft_counts = (300, 3)
     await call(world, "a")
-    engine.came_to = (0, 0)
+    engine.draft_counts = (0, 0)
     sources = []
     for number in range(32):
         await call(world, str(number))
@@ -112,7 +114,7 @@ async def test_a_function_whose_drafts_are_wrong_is_seldom_drafted(
     assert [i for i, found in enumerate(sources) if found != off] == [15, 31]
 
 
-async def test_engines_that_do_not_draft_are_told_nothing(world: World) -> None:
+async def test_engines_that_do_not_draft_get_no_texts(world: World) -> None:
     fake = fake_engine()
     await world.join(fake)
     await call(world, "a")
@@ -124,7 +126,7 @@ async def test_engines_that_do_not_draft_are_told_nothing(world: World) -> None:
     assert fake.requests[-1].drafts is None
 
 
-async def test_a_prompt_is_whole_if_what_the_engine_had_of_it_goes_while_drafts_are_sought(
+async def test_a_prompt_is_complete_if_its_context_is_evicted_while_drafts_are_encoded(
     world: World, engine: DraftingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await call(world, "one")

@@ -1,4 +1,4 @@
-"""Engines that are taken out of service: calls go on there, and others go elsewhere."""
+"""Draining and leaving engines: running calls finish there, and new calls go elsewhere."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from tests.serve.execution.world import World
 from tests.support.fake_engine import Script, fake_engine
 
 
-async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: World) -> None:
+async def test_a_draining_engine_finishes_its_calls_and_gets_no_new_ones(world: World) -> None:
     log = EventLog(world.clock)
     world.dispatcher.events.add(log.sink)
     slow = fake_engine("slow", script=Script(text=lambda _: "abc", hang_after=0))
@@ -23,7 +23,7 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
     other = fake_engine("other")
     await world.join(other)
     world.dispatcher.drains.drain(slow_id, is_draining=True)
-    world.dispatcher.drains.drain(slow_id, is_draining=True)  # again: nothing
+    world.dispatcher.drains.drain(slow_id, is_draining=True)  # No effect.
     after = [world.submit(f"Two {n}") for n in range(3)]
     await asyncio.gather(*(completion.output.wait() for completion in after))
     assert (len(slow.requests), len(other.requests)) == (1, 3)
@@ -50,7 +50,9 @@ async def test_an_engine_that_drains_ends_its_calls_and_gets_no_more(world: Worl
     world.dispatcher.check_integrity()
 
 
-async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world: World) -> None:
+async def test_calls_wait_for_the_only_engine_that_drains_until_their_grace_ends(
+    world: World,
+) -> None:
     engine = fake_engine(tasks_capacity=1)
     engine_id = await world.join(engine)
     world.dispatcher.drains.drain(engine_id, is_draining=True)
@@ -79,7 +81,7 @@ async def test_calls_wait_for_the_only_engine_that_drains_but_not_for_ever(world
         world.dispatcher.drains.drain(7, is_draining=True)
 
 
-async def test_an_engine_that_drains_gets_no_call_for_what_it_has() -> None:
+async def test_a_draining_engine_gets_no_call_for_its_cached_prefix() -> None:
     few = World()
     many = few.dispatcher = Dispatcher(CoreConfig(), few.clock, few.connect)
     engines = [fake_engine(f"e{n}") for n in range(7)]
@@ -94,7 +96,7 @@ async def test_an_engine_that_drains_gets_no_call_for_what_it_has() -> None:
 
 
 async def leaving(world: World, engine_id: int, timeout_s: float = 60.0) -> "asyncio.Task[int]":
-    """Settles with the number of calls that had not ended."""
+    """Returns a task with the number of unfinished calls."""
     core = world.dispatcher.fleet.identity.id
     request = LeaveRequest(engine_id=engine_id, core=core, timeout_s=timeout_s)
 
@@ -106,7 +108,7 @@ async def leaving(world: World, engine_id: int, timeout_s: float = 60.0) -> "asy
     return task
 
 
-async def test_an_engine_that_leaves_ends_its_calls_first(world: World) -> None:
+async def test_a_leaving_engine_finishes_its_calls_first(world: World) -> None:
     slow = fake_engine("slow", script=Script(text=lambda _: "abc", hang_after=0))
     slow_id = await world.join(slow)
     before = [world.submit(f"One {n}") for n in range(2)]
@@ -125,7 +127,9 @@ async def test_an_engine_that_leaves_ends_its_calls_first(world: World) -> None:
     world.dispatcher.check_integrity()
 
 
-async def test_what_an_engine_that_leaves_does_not_end_in_time_runs_elsewhere(world: World) -> None:
+async def test_calls_that_a_leaving_engine_does_not_finish_in_time_run_elsewhere(
+    world: World,
+) -> None:
     slow = fake_engine("slow", script=Script(hang_after=0))
     slow_id = await world.join(slow)
     call = world.submit("One")
@@ -140,8 +144,8 @@ async def test_what_an_engine_that_leaves_does_not_end_in_time_runs_elsewhere(wo
     world.dispatcher.check_integrity()
 
 
-async def test_no_call_is_blamed_for_engines_that_leave(world: World) -> None:
-    """A long one sees all engines restart, one after the other."""
+async def test_a_call_is_not_blamed_for_engines_that_leave(world: World) -> None:
+    """All engines restart one after the other while a long call runs."""
     engine_id = await world.join(fake_engine("0", script=Script(hang_after=0)))
     call = world.submit("One")
     await world.settle()
@@ -156,7 +160,7 @@ async def test_no_call_is_blamed_for_engines_that_leave(world: World) -> None:
     world.dispatcher.check_integrity()
 
 
-async def test_an_engine_without_calls_leaves_at_once_and_one_that_dies_is_not_waited_for(
+async def test_idle_and_lost_engines_leave_at_once(
     world: World,
 ) -> None:
     idle_id = await world.join(fake_engine("idle"))

@@ -1,4 +1,4 @@
-"""Errors of engines and of requests: which are retried, and which the reader gets."""
+"""Errors of engines and requests: some are retried, and others reach the reader."""
 
 import pytest
 
@@ -26,7 +26,7 @@ from tests.serve.execution.world import World, error_of, value
 from tests.support.fake_engine import Script, fake_engine
 
 
-async def test_a_defect_of_the_scheduler_reaches_those_who_wait(
+async def test_a_defect_of_the_scheduler_fails_the_queued_calls(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.join(fake_engine())
@@ -68,7 +68,9 @@ async def test_typed_errors_fail_at_once(world: World, error: ParrotError) -> No
     assert len(engine.requests) == 1
     engine.script = Script()
     await world.submit("a ", value("b")).output.wait()
-    assert engine.requests[1].fills[0].parent_context_id == -1  # nothing of the first is trusted
+    assert (
+        engine.requests[1].fills[0].parent_context_id == -1
+    )  # The first attempt's contexts are retired.
 
 
 async def test_a_prompt_that_cannot_fit_never_reaches_the_engine(world: World) -> None:
@@ -82,7 +84,7 @@ async def test_a_prompt_that_cannot_fit_never_reaches_the_engine(world: World) -
 
 
 async def test_a_prompt_that_an_engine_finds_too_long_runs_on_a_larger_one(world: World) -> None:
-    """The smaller one counts its tokens in another way than was told."""
+    """The smaller engine counts more tokens than its tokenizer says."""
     error = PromptTooLong("too long for this engine")
     small = fake_engine("small", max_seq_len=100, script=Script(error=error))
     await world.join(small)
@@ -96,9 +98,7 @@ async def test_a_prompt_that_an_engine_finds_too_long_runs_on_a_larger_one(world
 
 
 @pytest.mark.parametrize("error", [InternalError("bug"), Cancelled("aborted"), EngineFailed("x")])
-async def test_an_engines_own_trouble_is_retried_elsewhere(
-    world: World, error: ParrotError
-) -> None:
+async def test_an_engines_own_error_is_retried_elsewhere(world: World, error: ParrotError) -> None:
     bad, good = fake_engine("bad", script=Script(error=error)), fake_engine("good")
     await world.join(bad)
     await world.join(good)
@@ -109,14 +109,14 @@ async def test_an_engines_own_trouble_is_retried_elsewhere(
     assert completion.stats.attempts == 2
 
 
-async def test_a_lasting_trouble_ends_as_engine_failed(world: World) -> None:
+async def test_a_repeated_error_ends_as_engine_failed(world: World) -> None:
     engine = fake_engine(script=Script(error=InternalError("bug")))
     await world.join(engine)
     assert type(await error_of(world.submit("a"))) is EngineFailed
     assert len(engine.requests) == 3
 
 
-async def test_a_defect_of_ours_ends_as_an_error(world: World) -> None:
+async def test_a_defect_of_servecore_ends_as_an_error(world: World) -> None:
     def broken(_: str) -> str:
         raise ZeroDivisionError
 
@@ -157,7 +157,7 @@ async def test_contexts_that_the_engine_forgot_are_built_again(world: World) -> 
         SessionGone("?"),
     ],
 )
-async def test_what_an_engine_refuses_of_servecore_is_not_the_readers_fault(
+async def test_an_error_between_servecore_and_engine_is_not_the_readers_fault(
     world: World, error: ParrotError
 ) -> None:
     await world.join(fake_engine("one", script=Script(error=error)))
@@ -170,7 +170,7 @@ async def test_what_an_engine_refuses_of_servecore_is_not_the_readers_fault(
 @pytest.mark.parametrize(
     "error", [PromptTooLong("4097 tokens"), QuotaExceeded("the server behind this engine ...")]
 )
-async def test_what_is_about_the_request_reaches_the_reader_as_it_is(
+async def test_an_error_of_the_request_reaches_the_reader_unchanged(
     world: World, error: ParrotError
 ) -> None:
     await world.join(fake_engine("one", script=Script(error=error)))

@@ -35,7 +35,7 @@ async def test_ids_are_never_used_again(fleet: Fleet) -> None:
     await fleet.close()
 
 
-async def test_one_that_registers_again_replaces_itself(fleet: Fleet) -> None:
+async def test_an_engine_that_registers_again_replaces_itself(fleet: Fleet) -> None:
     await join(fleet, "a")
     again = await join(fleet, "a")
     assert [view.id for view in fleet.views()] == [again]
@@ -43,7 +43,7 @@ async def test_one_that_registers_again_replaces_itself(fleet: Fleet) -> None:
 
 
 async def test_quota(fleet: Fleet) -> None:
-    for name in ("a", "b", "a"):  # the last one replaces the first
+    for name in ("a", "b", "a"):  # The last one replaces the first.
         await join(fleet, name)
     with pytest.raises(QuotaExceeded):
         await join(fleet, "c")

@@ -1,4 +1,4 @@
-"""Programs on two servers of other makers, which keep only what they computed last."""
+"""Programs on two foreign servers with small prefix caches."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -48,7 +48,7 @@ TURNS = 6
 
 
 class CachingEngine(FakeEngine):
-    """It takes the time that its server needs, whose `cache` it is."""
+    """A fake engine that takes as long as a server with this `cache`."""
 
     def serve(self, cache: PrefixCache, slowness: float, num_slots: int) -> None:
         self.cache = cache
@@ -91,8 +91,8 @@ def caching_engine(
 
 
 class Programs:
-    """Each asks again and again, always with the same long beginning; `is_chat`: with all that it
-    asked before, too."""
+    """Programs that submit calls in a loop, each with its own long prefix. `is_chat`: the prompts
+    also contain the earlier turns of the program."""
 
     def __init__(self, clock: Clock, connect: Connect, *, is_chat: bool) -> None:
         config = CoreConfig(engine_heartbeat_timeout=1e6)
@@ -128,7 +128,7 @@ class Programs:
 
 
 def share_found(caches: Sequence[PrefixCache]) -> float:
-    """The part of all prompts that did not have to be computed."""
+    """The fraction of all prompt tokens that were cached."""
     return sum(cache.num_hit for cache in caches) / sum(cache.num_asked for cache in caches)
 
 
@@ -143,11 +143,11 @@ def share_found(caches: Sequence[PrefixCache]) -> float:
         (6, Capabilities(kept_prompts=3)),
     ],
 )
-def test_each_program_keeps_to_the_server_that_has_its_beginning(
+def test_each_program_stays_on_the_server_that_cached_its_prefix(
     num_programs: int, bound: Capabilities, slowness: float, is_chat: bool
 ) -> None:
-    """They fit on both servers together, not on one; they ask in turn, so that neither server is
-    ever busy, and one is slower."""
+    """The prefixes fit on both servers together, but not on one. The programs take turns, so no
+    server is ever busy. One server is slower."""
     max_chars = None if bound.kept_tokens is None else 4 * bound.kept_tokens
     caches = [PrefixCache(max_chars, bound.kept_prompts) for _ in range(2)]
 
@@ -217,7 +217,7 @@ def vllm_metrics(num_running: int = 0, num_waiting: int = 0) -> str:
 
 @pytest.mark.parametrize("owner", ["me", "vllm"])
 async def test_programs_on_two_servers_of_one_model(owner: str) -> None:
-    """The engines in front of them know what such servers keep."""
+    """The openai engines report the size of the servers' prefix caches."""
     max_prompts = 1 if owner == "me" else None
     caches = [PrefixCache(36_000, max_prompts) for _ in range(2)]
     told = {"/metrics": vllm_metrics()}
@@ -230,14 +230,14 @@ async def test_programs_on_two_servers_of_one_model(owner: str) -> None:
     assert share_found(caches) > 0.95 * (TURNS - 1) / TURNS
 
 
-async def test_a_server_that_is_busy_with_others_gets_fewer_calls() -> None:
+async def test_a_server_that_is_busy_with_other_clients_gets_fewer_calls() -> None:
     fakes = [FakeOpenAI(owned_by="vllm") for _ in range(2)]
     pair = Pair(fakes)
     next_program = count()
     async with pair as programs:
 
         async def calls_of_each(busy: int) -> list[int]:
-            """How many of eight new programs go to each, when one works for others."""
+            """How many of eight new programs go to each server while one serves other clients."""
             for number, (fake, service) in enumerate(zip(fakes, pair.services, strict=True)):
                 is_busy = number == busy
                 fake.told["/metrics"] = vllm_metrics(20 * is_busy, 20 * is_busy)
@@ -245,7 +245,7 @@ async def test_a_server_that_is_busy_with_others_gets_fewer_calls() -> None:
                 while load is None or (load.num_others > 0) != is_busy:
                     await asyncio.sleep(0.01)
                     load = service.runtime_info({}).server_load
-                # Without what it measured: this server answers at once.
+                # Without measured costs: this fake server answers at once.
                 runtime = service.runtime_info().model_copy(update={"costs": None})
                 beat = HeartbeatRequest(
                     engine_id=number, engine_name=f"e{number}", runtime_info=runtime

@@ -1,4 +1,4 @@
-"""Contexts are freed, evicted and expire, and engines are told."""
+"""Contexts are freed, evicted and expire, and their ids are sent to the engines."""
 
 from parrot.protocol.errors import Cancelled, InternalError, Unavailable
 from tests.serve.execution.world import World, value
@@ -23,7 +23,9 @@ async def test_runs_that_fork_an_unfinished_context_survive_its_cancellation(
     assert second.stats.attempts == 1
     third = world.submit("Shared beginning. ", value("three"), session=3)
     await third.output.wait()
-    assert engine.requests[2].fills[0].parent_context_id == -1  # it may never have been computed
+    assert (
+        engine.requests[2].fills[0].parent_context_id == -1
+    )  # The cancelled context may not be computed.
     list(world.dispatcher.release_session(2))
     await world.clock.advance(0.1)
     assert shared in engine.freed
@@ -42,12 +44,12 @@ async def test_releasing_a_session_frees_its_contexts_in_one_request(world: Worl
     assert engine.free_batches == 1
     list(world.dispatcher.release_session(2))
     await world.clock.advance(0.1)
-    assert len(engine.contexts) == 1  # the tenant's constant beginning
+    assert len(engine.contexts) == 1  # The tenant's constant prefix.
     await world.clock.advance(20)
     for _ in range(30):
         world.heartbeat(0)
         await world.clock.advance(20)
-    assert engine.contexts == {}  # it expired
+    assert engine.contexts == {}  # The constant prefix has expired.
 
 
 async def test_frees_are_sent_until_the_engine_acknowledges_them(world: World) -> None:
@@ -82,8 +84,8 @@ async def test_a_free_that_fails_is_sent_again(world: World) -> None:
     assert len(engine.freed) == 1
 
 
-async def test_constant_beginnings_expire_one_after_the_other(world: World) -> None:
-    """Nothing happens meanwhile but that time passes and the engine is alive."""
+async def test_constant_prefixes_expire_one_after_the_other(world: World) -> None:
+    """Only time passes, and the engine sends heartbeats."""
     engine = fake_engine()
     await world.join(engine)
 
@@ -105,7 +107,7 @@ async def test_constant_beginnings_expire_one_after_the_other(world: World) -> N
         assert shared[number] in engine.freed
 
 
-async def test_contexts_are_evicted_for_room(world: World) -> None:
+async def test_contexts_are_evicted_when_the_engine_is_full(world: World) -> None:
     engine = fake_engine(tokens_capacity=100)
     await world.join(engine)
     for i in range(10):

@@ -1,4 +1,4 @@
-"""Engines join, are lost, and come back; and calls that no engine serves."""
+"""Engines that register, are lost and return, and calls without an engine."""
 
 import pytest
 
@@ -77,7 +77,7 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     await world.clock.advance(11)
     assert not list(world.dispatcher.fleet)
     assert not completion.output.is_settled
-    await world.clock.advance(30)  # within which it may be back
+    await world.clock.advance(30)  # The grace period.
     assert isinstance(completion.output.error, NoEngine)
     assert world.heartbeat(engine_id) == "unknown"
     engine.script = Script()
@@ -85,11 +85,11 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     await world.submit("a").output.wait()
 
 
-async def test_an_engine_whose_steps_stand_still_under_work_is_lost(world: World) -> None:
+async def test_an_engine_with_work_but_without_steps_is_lost(world: World) -> None:
     stuck = fake_engine("stuck", script=Script(hang_after=0))
     stuck_id = await world.join(stuck)
     await world.clock.advance(1)
-    for _ in range(9):  # without work, nothing has to happen
+    for _ in range(9):  # An idle engine needs no progress.
         assert world.heartbeat(stuck_id, num_steps=7) == "ok"
         await world.clock.advance(10)
     completion = world.submit("a")
@@ -149,7 +149,7 @@ async def test_a_model_that_was_never_served_fails_at_once(world: World) -> None
     assert "`llama` or `opt` is not served; available: tiny" in error.message
 
 
-async def test_without_any_engine_every_model_may_come(world: World) -> None:
+async def test_without_any_engine_calls_for_any_model_wait(world: World) -> None:
     waiting = world.submit("a", options=CallOptions(func_name="f", models=("llama",)))
     await world.clock.advance(20)
     await world.join(fake_engine("one", model="tiny"))
@@ -162,7 +162,7 @@ async def test_without_any_engine_every_model_may_come(world: World) -> None:
 async def test_no_engine(world: World) -> None:
     other = CallOptions(func_name="f", models=("llama",))
     await world.join(fake_engine("llama", model="llama"))
-    await world.clock.advance(31)  # it is lost
+    await world.clock.advance(31)  # The engine is lost.
     await world.join(fake_engine(model="tiny"))
     waiting = world.submit("a", options=other)
     await world.clock.advance(29)
@@ -173,14 +173,14 @@ async def test_no_engine(world: World) -> None:
     error = await error_of(waiting)
     assert isinstance(error, NoEngine)
     assert "llama" in error.message
-    assert not late.output.is_settled  # has its own grace
+    assert not late.output.is_settled  # Its grace period starts later.
     llama = fake_engine("llama", model="llama")
     await world.join(llama)
     assert await late.output.wait() == "<1>"
 
 
 async def test_calls_wait_for_engines_that_are_lost_all_at_once(world: World) -> None:
-    """From their loss on, as for any other: a link that was cut is often back in seconds."""
+    """The grace period starts with the loss of the last engine, which may return in seconds."""
     engines = [fake_engine(name, script=Script(hang_after=0)) for name in ("one", "two")]
     for engine in engines:
         await world.join(engine)
@@ -195,7 +195,7 @@ async def test_calls_wait_for_engines_that_are_lost_all_at_once(world: World) ->
     await world.join(back)
     assert [await call.output.wait() for call in calls] == ["<1>"] * 3
 
-    await world.clock.advance(30.5)  # it is lost again, with a call that comes after
+    await world.clock.advance(30.5)  # The engine is lost again. A call is submitted afterwards.
     assert not list(world.dispatcher.fleet)
     last = world.submit("d", options=CallOptions(func_name="f"))
     await world.clock.advance(30)
@@ -224,7 +224,7 @@ async def test_too_many_engines(world: World) -> None:
     assert [model.model_name for model in world.dispatcher.fleet.models().models] == ["tiny"]
 
 
-async def test_an_engine_that_gives_no_tokenizer_does_not_join(world: World) -> None:
+async def test_an_engine_without_a_readable_tokenizer_does_not_join(world: World) -> None:
     engine = fake_engine()
 
     async def refuse() -> None:

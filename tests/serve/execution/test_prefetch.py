@@ -1,4 +1,4 @@
-"""Prompts are computed as far as they are known while their calls wait for the rest."""
+"""Prefetch: ready prefixes of waiting calls are filled ahead."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -23,7 +23,7 @@ from parrot.simulation import PATIENT, SimCluster, run_virtual
 COSTS = {"step_s": 0.01, "prefill_token_s": 1e-4, "sequence_s": 0.0, "context_token_s": 0.0}
 ENGINE = SimConfig.model_validate({"instance": COSTS, "scheduler": {"prefix_caching": False}})
 BLOCK = 16
-LONG = "a long story " * 100  # 1300 tokens: the sim engine's are bytes
+LONG = "a long story " * 100  # 1,300 tokens: a token of the sim engine is a byte.
 
 
 class Program:
@@ -43,7 +43,7 @@ class Program:
         await self.client.set_var(**self.scope, var_id=var_id, content=content)
 
     async def call(self, template: str, length: int = 5, **options: Any) -> str:
-        """Placeholders other than `out` are given as variable ids."""
+        """Placeholders except `out` are variable ids."""
         inputs = {
             name: options.pop(name) for name in list(options) if f"{{{{{name}}}}}" in template
         }
@@ -97,7 +97,7 @@ def simulate(
 
 
 async def ask_late(program: Program, content: str = LONG, **options: Any) -> tuple[str, int, int]:
-    """The answer to a question that comes after 2 s, and what was cached and computed for it."""
+    """The answer to a question that is set after 2 s, and its cached and computed tokens."""
     question = await program.var()
     template = "Read: {{story}} and say: {{question}} {{out}}"
     story = await program.var(content)
@@ -110,7 +110,7 @@ async def ask_late(program: Program, content: str = LONG, **options: Any) -> tup
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_prefix": False}])
-def test_only_what_came_late_is_computed_late(options):
+def test_only_the_late_part_is_computed_late(options):
     async def body(program: Program) -> tuple[str, int, int, PrefetchCounts]:
         return *await ask_late(program, **options), program.counts
 
@@ -122,9 +122,8 @@ def test_only_what_came_late_is_computed_late(options):
     assert (text, off_cached, off_counts.filled) == (off_text, 0, 0)
 
 
-def test_tokens_are_computed_ahead_beside_streams_and_the_answer_begins_sooner():
-    """A prompt this long would be held back for the sake of the streams, had all of it to be
-    computed at once."""
+def test_a_prefix_is_filled_next_to_streams_and_the_answer_starts_earlier():
+    """Without the fill, a prompt of this length would be delayed because of the streams."""
     costs = {"prefill_token_s": 1.6e-5, "sequence_s": 1e-5, "context_token_s": 4e-8}
     instance = ENGINE.instance.model_copy(update={"step_s": 0.0045, **costs})
 
@@ -157,9 +156,9 @@ def test_tokens_are_computed_ahead_beside_streams_and_the_answer_begins_sooner()
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_what_nobody_asks_for_yet_is_computed_where_its_session_has_the_most(is_asked):
-    """The next turn of a chat. In the background it would go elsewhere, as if others had come to
-    the chat's engine; but the program will read it once it has the result of its tool."""
+def test_a_call_without_a_reader_is_filled_where_its_session_has_the_most_kv(is_asked):
+    """The next turn of a chat. A background call would be placed on the other engine. But the
+    program will read the turn as soon as its tool has returned."""
 
     async def body(program: Program) -> int:
         story, result = await program.var(LONG), await program.var()
@@ -185,7 +184,7 @@ def test_what_nobody_asks_for_yet_is_computed_where_its_session_has_the_most(is_
 
 
 async def read_later(program: Program, story: str, **options: Any) -> tuple[int, int]:
-    """What was cached and computed for a call that nobody asks for until it is ready."""
+    """The cached and computed tokens of a call that has no reader until it is ready."""
     question = await program.var()
     template = "{{story}} {{question}} {{out}}"
     answer = await program.call(template, story=story, question=question, **options)
@@ -195,7 +194,7 @@ async def read_later(program: Program, story: str, **options: Any) -> tuple[int,
     return await program.usage()
 
 
-def test_what_nobody_asks_for_yet_is_not_computed_on_an_engine_that_drains():
+def test_a_call_without_a_reader_is_not_filled_on_a_draining_engine():
     async def body(program: Program) -> tuple[int, int]:
         story = await program.var(LONG)
         await program.reading(await program.call("{{story}}{{out}}", story=story))
@@ -210,8 +209,8 @@ def test_what_nobody_asks_for_yet_is_not_computed_on_an_engine_that_drains():
 
 
 @pytest.mark.parametrize("first_model", ["sim", "two"])
-def test_what_nobody_asks_for_yet_is_computed_on_an_engine_with_its_model(first_model):
-    """Though its session has the prompt on an engine with another one."""
+def test_a_call_without_a_reader_is_filled_on_an_engine_with_its_model(first_model):
+    """The session holds the prompt on an engine with another model."""
 
     async def body(program: Program) -> tuple[int, int]:
         await program.cluster.add_engine(model="two")
@@ -225,7 +224,7 @@ def test_what_nobody_asks_for_yet_is_computed_on_an_engine_with_its_model(first_
     assert computed < 2 * BLOCK
 
 
-def test_it_grows_piece_by_piece():
+def test_the_filled_prefix_grows_with_each_input():
     async def body(program: Program) -> tuple[int, int]:
         parts = [await program.var() for _ in range(4)]
         names = ["a", "b", "c", "d"]
@@ -243,7 +242,7 @@ def test_it_grows_piece_by_piece():
     assert computed <= len(LONG) + 3 + BLOCK
 
 
-def test_short_pieces_are_not_worth_an_exchange():
+def test_short_pieces_are_not_filled():
     async def body(program: Program) -> PrefetchCounts:
         question = await program.var()
         answer = await program.call("Say {{question}} {{out}}", question=question)
@@ -256,7 +255,7 @@ def test_short_pieces_are_not_worth_an_exchange():
     assert simulate(body) == PrefetchCounts()
 
 
-def test_what_is_withdrawn_is_freed():
+def test_fills_of_a_withdrawn_call_are_freed():
     async def body(program: Program) -> tuple[PrefetchCounts, int]:
         question, story = await program.var(), await program.var(LONG)
         template = "{{story}} {{question}} {{out}}"
@@ -273,7 +272,7 @@ def test_what_is_withdrawn_is_freed():
     assert num_tokens == 0
 
 
-def test_a_fill_under_way_is_ended_when_nobody_wants_it():
+def test_a_fill_in_flight_is_cancelled_with_its_call():
     async def body(program: Program) -> tuple[PrefetchCounts, int]:
         question, story = await program.var(), await program.var(LONG * 10)
         template = "{{story}} {{question}} {{out}}"
@@ -290,7 +289,7 @@ def test_a_fill_under_way_is_ended_when_nobody_wants_it():
     assert num_steps < len(LONG) * 10 / 512 / 2
 
 
-def test_a_completion_that_becomes_ready_continues_a_fill_under_way():
+def test_a_completion_that_becomes_ready_continues_a_fill_in_flight():
     async def body(program: Program) -> tuple[float, int]:
         question, story = await program.var(), await program.var(LONG * 4)
         template = "{{story}} {{question}} {{out}}"
@@ -308,8 +307,8 @@ def test_a_completion_that_becomes_ready_continues_a_fill_under_way():
     assert with_it < without - 0.1
 
 
-def test_a_call_that_becomes_ready_under_way_waits_for_no_fill_that_was_not_sent():
-    """Its constant beginning and the story are two contexts, and the first takes longest."""
+def test_a_call_that_becomes_ready_does_not_wait_for_an_unsent_fill():
+    """The constant prefix and the story are two contexts. The first one takes longer."""
 
     async def body(program: Program) -> tuple[float, int, int]:
         stream = await program.call("Hello {{out}}", length=400)
@@ -336,8 +335,8 @@ def test_a_call_that_becomes_ready_under_way_waits_for_no_fill_that_was_not_sent
     assert with_it <= simulate(body, eager_fill=False)[0]
 
 
-def test_beside_streams_the_first_token_comes_sooner_and_the_streams_hardly_slow_down():
-    """Whether the call would have to wait for those that stream is asked of its late part alone."""
+def test_fills_lower_ttft_and_hardly_slow_down_streams():
+    """Only the late part of the prompt decides whether the call waits for the streams."""
 
     async def body(program: Program) -> tuple[float, float, PrefetchCounts]:
         other = await Program(program.cluster, program.cluster.client()).begin()
@@ -368,8 +367,8 @@ def test_beside_streams_the_first_token_comes_sooner_and_the_streams_hardly_slow
     assert streams_s < 1.1 * alone_s
 
 
-def test_tenants_share_nothing_that_is_computed_ahead():
-    """Neither a context of ServeCore nor a block of the engine, which goes by the salt."""
+def test_tenants_do_not_share_fills():
+    """They share neither contexts in ServeCore nor blocks in the engine."""
     salts: list[str] = []
 
     async def body(program: Program) -> tuple[int, ...]:
@@ -398,7 +397,7 @@ def test_tenants_share_nothing_that_is_computed_ahead():
     assert len(set(salts)) == 2
 
 
-def test_lost_engines_take_their_fills_with_them():
+def test_fills_of_lost_engines_are_dropped():
     async def body(program: Program) -> tuple[str, PrefetchCounts]:
         question, story = await program.var(), await program.var(LONG)
         template = "{{story}} {{question}} {{out}}"
@@ -413,10 +412,10 @@ def test_lost_engines_take_their_fills_with_them():
 
     text, counts = simulate(body, num_engines=2)
     assert len(text) == 5
-    assert counts.used == counts.filled  # as far as anybody knew when it was placed
+    assert counts.used == counts.filled  # Counted when the call was placed.
 
 
-def test_an_engine_without_room_refuses_and_nothing_else_changes():
+def test_a_fill_that_the_engine_rejects_has_no_other_effect():
     async def body(program: Program) -> tuple[str, int, int]:
         for engine in program.cluster.engines.values():
 
@@ -430,7 +429,7 @@ def test_an_engine_without_room_refuses_and_nothing_else_changes():
     assert (len(text), cached) == (5, 0)
 
 
-def test_memory_that_somebody_wants_is_not_taken():
+def test_a_fill_evicts_no_context_with_an_expected_use():
     small = ENGINE.model_copy(
         update={"instance": ENGINE.instance.model_copy(update={"num_kv_cache_blocks": 160})}
     )
@@ -452,13 +451,13 @@ def test_memory_that_somebody_wants_is_not_taken():
         return filled, program.counts.wasted
 
     filled, wasted = simulate(body, engine=small)
-    assert len(LONG) < filled < 2 * len(LONG)  # the second has no room beside the first
+    assert len(LONG) < filled < 2 * len(LONG)  # Only one fill fits.
     assert wasted == 0
 
 
 async def share_of(program: Program, *, from_call: bool) -> float | None:
-    """The share that a fill may take whose completion waits for the program, or for a call. None:
-    nothing was filled."""
+    """The share of a fill whose completion waits for the program or for a call. None: no fill was
+    sent."""
     links = [engine.client for engine in program.cluster.engines.values()]
     fills = [link.fill for link in links]
     shares: list[float] = []
@@ -486,7 +485,7 @@ async def share_of(program: Program, *, from_call: bool) -> float | None:
     return shares[0] if shares else None
 
 
-def test_what_waits_for_calls_alone_may_take_more():
+def test_fills_of_calls_that_wait_only_for_calls_get_a_larger_share():
     async def body(program: Program) -> list[float]:
         return [await share_of(program, from_call=from_call) for from_call in (False, True)]
 
@@ -500,12 +499,12 @@ def test_a_fill_does_not_delay_the_calls_that_its_completion_waits_for():
     assert simulate(body) is None
 
 
-def test_what_is_used_lets_later_fills_take_more_and_what_is_withdrawn_less():
+def test_used_fills_raise_the_share_and_withdrawn_ones_lower_it():
     async def body(program: Program) -> list[float]:
         shares = []
         for i in range(12):
             await ask_late(program, f"{i} {LONG * 4}")
-        shares.append(await share_of(program, from_call=False))  # each is withdrawn under way
+        shares.append(await share_of(program, from_call=False))  # Each is withdrawn.
         for _ in range(4):
             shares.append(await share_of(program, from_call=False))
         return shares
@@ -516,7 +515,7 @@ def test_what_is_used_lets_later_fills_take_more_and_what_is_withdrawn_less():
     assert shares[-1] < 0.03
 
 
-def test_bystanders_hardly_notice():
+def test_fills_hardly_slow_down_other_calls():
     async def body(program: Program) -> float:
         other = await Program(program.cluster, program.cluster.client()).begin()
         stream = await other.call("Hello {{out}}", length=400)
@@ -546,8 +545,7 @@ def test_chat_markup_is_the_same_as_in_the_whole_prompt():
 
 
 class Chance:
-    """Random programs whose inputs come in any order, beside readers that leave and engines that
-    are lost."""
+    """Random programs: inputs in random order, readers that leave, and engines that are lost."""
 
     def __init__(self, program: Program, data: st.DataObject) -> None:
         self.program = program
@@ -596,11 +594,15 @@ class Chance:
         for var_id in self.missing:
             await self.program.set(var_id, "the end")
         answers = await asyncio.gather(*self.readings, return_exceptions=True)
-        errors = (asyncio.CancelledError, EngineFailed, PromptTooLong)  # many engines were lost
+        errors = (
+            asyncio.CancelledError,
+            EngineFailed,
+            PromptTooLong,
+        )  # Too many engines were lost.
         assert all(isinstance(answer, (str, *errors)) for answer in answers), answers
 
     async def abandon(self) -> None:
-        """Hypothesis ends an example that draws too much, and nobody would look at the readings."""
+        """Cancel all reads after Hypothesis has stopped an example that draws too much."""
         for reading in self.readings:
             reading.cancel()
         await asyncio.gather(*self.readings, return_exceptions=True)
@@ -611,7 +613,7 @@ class Chance:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(data=st.data())
-def test_random_programs_leave_nothing_behind(data: st.DataObject):
+def test_random_programs_leave_no_state(data: st.DataObject):
     blocks = data.draw(st.sampled_from([250, 400, 4000]))
     instance = ENGINE.instance.model_copy(update={"num_kv_cache_blocks": blocks})
 

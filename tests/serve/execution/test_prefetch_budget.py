@@ -1,4 +1,4 @@
-"""What may be spent ahead follows what was for nothing."""
+"""The budget of prefetches follows the fraction of wasted tokens."""
 
 import pytest
 from hypothesis import given
@@ -17,21 +17,21 @@ def shares(budget: Budget, outcomes: list[bool]) -> list[float]:
     return found
 
 
-def test_it_is_careful_until_something_was_used():
+def test_the_share_is_small_before_any_use():
     budget = Budget(prior=1.0)
     assert budget.share == pytest.approx(0.02)
     assert shares(budget, [False] * 20) == pytest.approx([0.02] * 20)
     assert Budget(prior=0.1).share == pytest.approx(0.2)
 
 
-def test_it_takes_ten_that_are_used_to_be_bold():
+def test_ten_used_fills_raise_the_share_to_its_limit():
     found = shares(Budget(prior=1.0), [True] * 20)
     assert found == sorted(found)
     assert found[3] < 0.1
     assert found[11] == 0.2
 
 
-def test_it_takes_few_that_are_wasted_to_be_careful_again():
+def test_a_few_wasted_fills_lower_the_share_again():
     budget = Budget(prior=1.0)
     shares(budget, [True] * 50)
     after = shares(budget, [False] * 16)
@@ -41,7 +41,7 @@ def test_it_takes_few_that_are_wasted_to_be_careful_again():
 
 
 @given(st.floats(0.05, 1.0), st.lists(st.tuples(st.integers(0, 10**6), st.booleans())))
-def test_it_stays_between_its_bounds(prior: float, outcomes: list[tuple[int, bool]]):
+def test_the_share_stays_within_its_limits(prior: float, outcomes: list[tuple[int, bool]]):
     budget = Budget(prior)
     for num_tokens, is_used in outcomes:
         budget.add(num_tokens, is_used=is_used)

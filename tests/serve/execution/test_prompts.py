@@ -1,4 +1,4 @@
-"""Prompts as engines get them: which contexts they fork, and what is filled."""
+"""Requests to engines: the forked contexts and the filled pieces of prompts."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ async def test_one_request_does_a_completion_with_a_tenants_prefix(world: World)
     assert len(first.fills) == 2
     assert first.fills[1].parent_context_id == first.fills[0].context_id
     assert first.fills[1].parent_len == 8
-    assert len(second.fills) == 1  # the other session forks the same constant context
+    assert len(second.fills) == 1  # The other session forks the same constant context.
     assert second.fills[0].parent_context_id == first.fills[0].context_id
     assert engine.prompts == ["System. one", "System. two"]
 
@@ -47,7 +47,7 @@ async def test_a_later_output_continues_the_context_with_the_generated_ids(world
     request = engine.requests[1]
     assert len(request.fills) == 1
     assert request.fills[0].parent_context_id == engine.requests[0].context_id
-    assert request.fills[0].parent_len == len("Q: why A: <10>")  # not the stop token
+    assert request.fills[0].parent_len == len("Q: why A: <10>")  # Without the stop token.
     assert second.stats.computed_tokens == len(" And? ")
 
 
@@ -140,7 +140,7 @@ async def test_a_long_text_does_not_block_the_loop(world: World) -> None:
     await asyncio.wait_for(again.output.wait(), 30)
     fill = engine.requests[1].fills[-1]
     assert fill.token_ids is not None
-    assert len(fill.token_ids) == 1  # it found the first one's context
+    assert len(fill.token_ids) == 1  # The prompt is in the first call's context.
 
 
 async def test_length_limited_output_keeps_all_ids(world: World) -> None:

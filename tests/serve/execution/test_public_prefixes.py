@@ -1,4 +1,4 @@
-"""Which tokens ServeCore tells engines are public: all of a public prefix, or none."""
+"""ServeCore marks tokens as public: a whole public prefix, or no tokens."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,11 +23,11 @@ from tests.serve.prompts.test_chat_prompts import TEMPLATES
 from tests.support.fake_engine import FakeEngine, fake_engine
 
 BLOCK = 4
-POLICY = "Be kind, be brief."  # 18 bytes, and a BOS token
+POLICY = "Be kind, be brief."  # 18 byte tokens after a BOS token.
 
 
 class PublicWorld(World):
-    """See `World`; `texts` are public."""
+    """A `World` with public `texts`."""
 
     def __init__(self, folder: Path, *texts: str) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ async def world(tmp_path: Path) -> AsyncIterator[PublicWorld]:
 
 
 def public_of(engine: FakeEngine) -> list[tuple[int, int]]:
-    """Of each piece that begins a context: its tokens, and how many of them are public."""
+    """The numbers of tokens and of public tokens of each piece without a parent."""
     fills = [fill for request in engine.requests for fill in request.fills]
     roots = [fill for fill in fills if fill.parent_context_id < 0]
     assert all(fill.public_len == 0 for fill in fills if fill.parent_context_id >= 0)
     return [(len(fill.token_ids or ()), fill.public_len) for fill in roots]
 
 
-async def test_a_prompt_that_begins_with_all_of_it_is_public_up_to_its_last_whole_block(
+async def test_a_prompt_with_a_public_prefix_is_public_in_whole_blocks(
     world: PublicWorld,
 ) -> None:
     engine = fake_engine()
@@ -73,7 +73,7 @@ async def test_a_prompt_that_begins_with_all_of_it_is_public_up_to_its_last_whol
     assert public_of(engine) == [(24, 16), (27, 24), (20, 0), (23, 0)]
 
 
-async def test_a_call_that_goes_on_where_another_ended_begins_nothing_new(
+async def test_a_continued_call_sends_no_public_prefix_again(
     world: PublicWorld,
 ) -> None:
     engine = fake_engine()
@@ -85,10 +85,10 @@ async def test_a_call_that_goes_on_where_another_ended_begins_nothing_new(
     assert len(engine.requests) == 2
 
 
-async def test_what_begins_with_a_part_of_it_does_not_keep_it_from_being_shared(
+async def test_a_prompt_with_a_part_of_a_public_prefix_does_not_stop_its_sharing(
     world: PublicWorld,
 ) -> None:
-    """The second call finds the first one's context, which is its tenant's alone."""
+    """The first call's context belongs to its tenant, so the second call must not fork it."""
     engine = fake_engine()
     await world.join_with_blocks(engine)
     world.submit("Be kind, ", value("be wise."))
@@ -172,13 +172,13 @@ def test_a_folder_is_no_text(tmp_path: Path) -> None:
         read_texts([str(tmp_path)])
 
 
-def test_servecore_does_not_start_without_a_text_that_it_is_to_share(tmp_path: Path) -> None:
+def test_servecore_does_not_start_without_its_file_of_public_prefixes(tmp_path: Path) -> None:
     config = CoreConfig(public_prefixes=(str(tmp_path / "policy.txt"),))
     with pytest.raises(ConfigError, match=r"policy\.txt: is no file"):
         ServeCore(config)
 
 
 @pytest.mark.parametrize("paths", [["a.txt"] * 17, [""], "a.txt", [1]])
-def test_what_are_no_paths_is_refused(paths: object) -> None:
+def test_invalid_paths_are_rejected(paths: object) -> None:
     with pytest.raises(ValidationError, match="public_prefixes"):
         CoreConfig.model_validate({"public_prefixes": paths})

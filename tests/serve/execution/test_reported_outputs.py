@@ -1,4 +1,4 @@
-"""Outputs that nobody gets as they come go on behind what heartbeats have told of them."""
+"""Unstreamed outputs continue after the tokens that heartbeats have reported."""
 
 from typing import Any
 
@@ -22,19 +22,19 @@ from tests.support.fake_engine import FakeEngine, Script, fake_engine
 STUCK = Script(text=lambda _: "abcdef", hang_after=0)
 
 
-def tell(world: World, engine: FakeEngine, text: str, start: int = 0, engine_id: int = 0) -> None:
-    """Of the engine's last request, from token `start` on."""
-    tell_ids(world, engine, engine._encode(text), start, engine_id)
+def report(world: World, engine: FakeEngine, text: str, start: int = 0, engine_id: int = 0) -> None:
+    """Report output of the engine's last request, from token `start` on."""
+    report_ids(world, engine, engine._encode(text), start, engine_id)
 
 
-def tell_ids(
+def report_ids(
     world: World, engine: FakeEngine, ids: list[int], start: int = 0, engine_id: int = 0
 ) -> None:
     part = OutputPart.of(engine.requests[-1].context_id, start, ids)
     assert world.heartbeat(engine_id, outputs=[part.model_dump(mode="json")]) == "ok"
 
 
-async def begun(world: World, **options: Any) -> tuple[Completion, FakeEngine]:
+async def stuck_call(world: World, **options: Any) -> tuple[Completion, FakeEngine]:
     """A call whose engine is stuck, and that engine."""
     engine = fake_engine("one", script=STUCK)
     await world.join(engine)
@@ -43,8 +43,10 @@ async def begun(world: World, **options: Any) -> tuple[Completion, FakeEngine]:
     return completion, engine
 
 
-async def goes_on(world: World, completion: Completion, rest: str, **options: Any) -> FakeEngine:
-    """The engine is lost; wait for the output that another one ends, with this `rest`."""
+async def finish_elsewhere(
+    world: World, completion: Completion, rest: str, **options: Any
+) -> FakeEngine:
+    """Lose the engine, and wait for the output that another engine finishes with `rest`."""
     second = fake_engine("two", script=Script(text=lambda _: rest), **options)
     await world.join(second)
     world.lose(0)
@@ -52,30 +54,30 @@ async def goes_on(world: World, completion: Completion, rest: str, **options: An
     return second
 
 
-async def test_a_whole_output_goes_on_elsewhere(world: World) -> None:
-    completion, first = await begun(world)
-    tell(world, first, "ab")
-    tell(world, first, "bc", start=1)  # the answer to the first was lost
-    tell(world, first, "xy", start=7)  # something is missing before
-    tell(world, first, "x", start=1)  # it came late
+async def test_an_unstreamed_output_continues_on_another_engine(world: World) -> None:
+    completion, first = await stuck_call(world)
+    report(world, first, "ab")
+    report(world, first, "bc", start=1)  # The answer to the first heartbeat was lost.
+    report(world, first, "xy", start=7)  # A report is missing before this one.
+    report(world, first, "x", start=1)  # An old report arrives late.
     assert completion.output.partial_text == ""
-    second = await goes_on(world, completion, "def")
+    second = await finish_elsewhere(world, completion, "def")
     assert second.prompts == ["Goabc"]
     assert second.requests[0].resumed_ids == first._encode("abc")
     assert second.requests[0].sampling_config.max_gen_length == 20 - 3
-    assert completion.stats.output_tokens == 7  # with the one that ends it
+    assert completion.stats.output_tokens == 7  # Includes the stop token.
     assert completion.output.tokenized is not None
     assert list(completion.output.tokenized.ids) == first._encode("abcdef")
 
 
-async def test_it_goes_on_again_and_when_only_its_connection_broke(world: World) -> None:
-    completion, first = await begun(world)
-    tell(world, first, "ab")
+async def test_an_output_continues_twice_and_after_a_broken_connection(world: World) -> None:
+    completion, first = await stuck_call(world)
+    report(world, first, "ab")
     second = fake_engine("two", script=STUCK)
     await world.join(second)
     world.lose(0)
     await world.settle()
-    tell(world, second, "c", engine_id=1)
+    report(world, second, "c", engine_id=1)
     second.script = Script(error=Unavailable("connection reset"))
     third = fake_engine("three", script=Script(text=lambda _: "def"))
     await world.join(third)
@@ -84,9 +86,9 @@ async def test_it_goes_on_again_and_when_only_its_connection_broke(world: World)
     assert third.prompts == ["Goabc"]
 
 
-async def test_who_streams_it_later_gets_what_was_heard(world: World) -> None:
-    completion, first = await begun(world)
-    tell(world, first, "abc")
+async def test_a_later_stream_contains_the_reported_tokens(world: World) -> None:
+    completion, first = await stuck_call(world)
+    report(world, first, "abc")
     second = fake_engine("two", script=STUCK)
     await world.join(second)
     world.lose(0)
@@ -106,45 +108,45 @@ async def test_who_streams_it_later_gets_what_was_heard(world: World) -> None:
         ("ab<", {"stop_str": "<end>"}, "Goab"),
         ("abc", {"json_schema": {"type": "object"}}, "Goabc"),
         ("abc", {"logprobs": 1}, "Go"),
-        ("abc", {"stop_token_ids": [66]}, "Go"),  # c: it has ended
+        ("abc", {"stop_token_ids": [66]}, "Go"),  # "c" is the stop token.
     ],
 )
-async def test_only_what_is_certain_is_kept(
+async def test_only_stable_text_is_kept(
     world: World, told: str, sampling: dict[str, Any], prompt: str
 ) -> None:
-    completion, first = await begun(world, sampling=ResolvedSampling(**sampling))
-    tell(world, first, told)
-    second = await goes_on(world, completion, "abcdef"[len(prompt) - 2 :])
+    completion, first = await stuck_call(world, sampling=ResolvedSampling(**sampling))
+    report(world, first, told)
+    second = await finish_elsewhere(world, completion, "abcdef"[len(prompt) - 2 :])
     assert second.prompts == [prompt]
 
 
-async def test_what_ends_inside_of_a_character_is_kept_up_to_that(world: World) -> None:
-    completion, first = await begun(world)
-    tell_ids(world, first, first._encode("abé")[:-1])
-    second = await goes_on(world, completion, "cdef")
+async def test_text_is_kept_up_to_an_incomplete_character(world: World) -> None:
+    completion, first = await stuck_call(world)
+    report_ids(world, first, first._encode("abé")[:-1])
+    second = await finish_elsewhere(world, completion, "cdef")
     assert second.prompts == ["Goab"]
 
 
-async def test_markup_begins_anew(world: World) -> None:
-    completion, first = await begun(world)
-    tell(world, first, "ab<|im_start|>")
-    second = await goes_on(world, completion, "abcdef")
+async def test_an_output_with_special_tokens_starts_again(world: World) -> None:
+    completion, first = await stuck_call(world)
+    report(world, first, "ab<|im_start|>")
+    second = await finish_elsewhere(world, completion, "abcdef")
     assert second.prompts == ["Go"]
 
 
-async def test_an_engine_of_text_goes_on_behind_the_text(world: World) -> None:
-    completion, first = await begun(world)
-    tell(world, first, "abc")
-    second = await goes_on(world, completion, "def", text=True)
+async def test_an_engine_that_takes_text_continues_after_the_text(world: World) -> None:
+    completion, first = await stuck_call(world)
+    report(world, first, "abc")
+    second = await finish_elsewhere(world, completion, "def", text=True)
     assert second.prompts == ["Goabc"]
 
 
-async def test_another_engine_s_word_counts_for_nothing(world: World) -> None:
-    completion, first = await begun(world)
+async def test_reports_of_other_engines_are_ignored(world: World) -> None:
+    completion, first = await stuck_call(world)
     liar = fake_engine("liar")
     await world.join(liar)
     liar.requests = first.requests
-    tell(world, liar, "xyz", engine_id=1)
+    report(world, liar, "xyz", engine_id=1)
     world.lose(1)
     second = fake_engine("two", script=Script(text=lambda _: "abcdef"))
     await world.join(second)
@@ -154,8 +156,8 @@ async def test_another_engine_s_word_counts_for_nothing(world: World) -> None:
 
 
 @pytest.mark.parametrize(("num_outputs", "num_tokens"), [(12_000, 1), (300, 150), (20, 50_000)])
-async def test_the_largest_heartbeats_are_taken(num_outputs: int, num_tokens: int) -> None:
-    """One that is refused would cost the engine its lease."""
+async def test_the_largest_heartbeats_are_accepted(num_outputs: int, num_tokens: int) -> None:
+    """The engine would lose its lease if a heartbeat were rejected."""
     language = Language.of(byte_tokenizer_response())
     outputs = []
     for number in range(num_outputs):

@@ -1,4 +1,4 @@
-"""Identical deterministic calls: who shares whose run, who does not, and what becomes of them."""
+"""Identical deterministic calls: shared runs and cached results."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -122,15 +122,15 @@ async def test_in_flight_one_run_has_many_readers(world: World) -> None:
     assert b"parrot_calls_reused_total 5.0" in b"".join(world.core.metrics())
 
 
-async def test_a_run_has_so_many_readers_and_further_ones_another(world: World) -> None:
-    """All of them hear of its end in one turn of the event loop."""
+async def test_a_run_has_at_most_64_waiters(world: World) -> None:
+    """All waiters of a run are settled in one turn of the event loop."""
     engine = await world.join(script=Script(hang_after=0))
     program = world.program()
     calls = [program.call() for _ in range(130)]
     reads = [program.read(call) for call in calls]
     await world.settle()
     assert len(engine.requests) == 3
-    reads[0].cancel()  # the first has room again
+    reads[0].cancel()  # The first run has a free place again.
     await world.settle()
     reads.append(program.read(program.call()))
     await world.settle()
@@ -139,7 +139,7 @@ async def test_a_run_has_so_many_readers_and_further_ones_another(world: World) 
     assert len(set(await asyncio.gather(*reads[1:]))) == 1
 
 
-async def test_a_result_that_is_there_is_taken_at_once(world: World) -> None:
+async def test_a_cached_result_is_used_at_once(world: World) -> None:
     engine = await world.join()
     first, second = world.program(), world.program()
     value = await first.read(first.call())
@@ -155,11 +155,11 @@ async def test_a_result_that_is_there_is_taken_at_once(world: World) -> None:
     assert used.output_tokens == first_tokens > 0
     assert not own.reused
     node = world.core.sessions.find(1).graph.variable(again)  # type: ignore[union-attr]
-    assert node.tokenized is not None  # so a consumer chains its ids
+    assert node.tokenized is not None  # So consumers use its token ids.
     assert await second.stream(second.call()) == [value]
 
 
-async def test_a_changed_input_recomputes_what_depends_on_it(world: World) -> None:
+async def test_a_changed_input_recomputes_its_dependent_calls(world: World) -> None:
     engine = await world.join()
 
     async def run(chunks: list[str]) -> str:
@@ -189,7 +189,7 @@ async def test_a_changed_input_recomputes_what_depends_on_it(world: World) -> No
         {"api_key": "other"},
     ],
 )
-async def test_what_differs_runs_itself(world: World, other: dict[str, Any]) -> None:
+async def test_calls_that_differ_run_separately(world: World, other: dict[str, Any]) -> None:
     engine = await world.join()
     first, second = world.program("key"), world.program(other.pop("api_key", "key"))
     await first.read(first.call())
@@ -206,7 +206,7 @@ async def test_seeded_calls_are_shared_and_random_ones_are_not(world: World) -> 
     assert len(engine.requests) == 3
 
 
-async def test_a_call_that_is_not_to_be_shared_gives_nothing_away(world: World) -> None:
+async def test_a_call_without_reuse_does_not_share_its_result(world: World) -> None:
     engine = await world.join()
     program = world.program()
     await program.read(program.call(reuse=False))
@@ -254,7 +254,7 @@ async def test_a_follower_that_wants_a_stream_makes_a_queued_run_stream() -> Non
     await world.core.close()
 
 
-async def test_a_leader_that_leaves_hands_its_run_over(world: World) -> None:
+async def test_a_run_continues_when_its_first_waiter_is_cancelled(world: World) -> None:
     engine = await world.join(script=Script(text=lambda _: "abcdefghi", hang_after=1))
     programs = [world.program() for _ in range(4)]
     ids = [program.call() for program in programs]
@@ -277,10 +277,10 @@ async def test_a_leader_that_leaves_hands_its_run_over(world: World) -> None:
             await read
     states = [info.state for p in (*programs[:2], programs[3]) for info in p.infos()]
     assert states == ["done", "cancelled", "done"]
-    assert not programs[3].infos()[0].reused  # the run is its own now
+    assert not programs[3].infos()[0].reused  # It is the only waiter now.
 
 
-async def test_a_queued_leader_hands_its_place_over() -> None:
+async def test_a_queued_run_keeps_its_place_when_its_first_waiter_is_cancelled() -> None:
     world = World(tasks=1)
     engine = await world.join(script=Script(hang_after=0))
     busy, first, second = (world.program() for _ in range(3))
@@ -298,8 +298,8 @@ async def test_a_queued_leader_hands_its_place_over() -> None:
     await world.core.close()
 
 
-async def test_calls_are_awaited_by_the_sessions_that_have_their_results(world: World) -> None:
-    """What is learnt of think times is counted where the result is, whoever asked for it first."""
+async def test_each_session_with_a_shared_result_learns_think_times(world: World) -> None:
+    """It does not matter which session submitted the call first."""
     engine = await world.join(script=Script(hang_after=0))
     first, second = world.program(), world.program()
     reads = [program.read(program.call()) for program in (first, second)]
@@ -315,7 +315,7 @@ async def test_calls_are_awaited_by_the_sessions_that_have_their_results(world: 
     assert think_times.num_open == 0
 
 
-async def test_a_shared_result_is_continued_where_it_is_by_any_session(world: World) -> None:
+async def test_any_session_continues_a_shared_result_on_its_engine(world: World) -> None:
     engine = await world.join(script=Script(hang_after=0))
     first, second = world.program(), world.program()
     reads = [program.read(program.call()) for program in (first, second)]
@@ -334,7 +334,7 @@ async def test_a_shared_result_is_continued_where_it_is_by_any_session(world: Wo
     assert fill.parent_context_id == engine.requests[0].context_id
 
 
-async def test_followers_come_and_go_and_the_last_takes_the_run_along(world: World) -> None:
+async def test_a_run_stops_with_its_last_waiter(world: World) -> None:
     engine = await world.join(script=Script(hang_after=0))
     programs = [world.program() for _ in range(3)]
     reads = [program.read(program.call()) for program in programs]
@@ -346,7 +346,7 @@ async def test_followers_come_and_go_and_the_last_takes_the_run_along(world: Wor
     assert engine.num_aborted == 1
 
 
-async def test_a_failure_is_everybodys_and_is_not_kept(world: World) -> None:
+async def test_a_failure_reaches_all_waiters_and_is_not_cached(world: World) -> None:
     engine = await world.join(script=Script(error=ModelNumerics("NaN")))
     programs = [world.program() for _ in range(3)]
     reads = [program.read(program.call()) for program in programs]
@@ -367,7 +367,7 @@ async def test_a_lost_engine_reruns_a_shared_call_once_elsewhere(world: World) -
     lost.script, lost.ping_error = Script(error=Unavailable("gone")), Unavailable("gone")
     trigger = follower.read(follower.call("something else"))
     world.core.dispatcher.fleet.lose(next(iter(world.core.dispatcher.fleet)), "gone")
-    assert "".join(await reads[1]) == "abcdefghi"  # what was streamed is continued, not repeated
+    assert "".join(await reads[1]) == "abcdefghi"  # The streamed text is continued.
     await trigger
     assert (len(lost.requests), len(other.requests)) == (1, 2)
 
@@ -398,7 +398,7 @@ async def test_closing_fails_leaders_and_followers(world: World) -> None:
     assert [type(result) for result in results] == [Unavailable] * 3
 
 
-async def test_a_failing_call_of_a_follower_stops_what_it_feeds_only(world: World) -> None:
+async def test_a_waiter_may_be_withdrawn_while_a_failure_is_delivered(world: World) -> None:
     """The follower is withdrawn while the leader's failure is being told."""
     engine = await world.join(script=Script(error=EngineFailed("broken")))
     engine.scripts = [Script(error=ModelNumerics("NaN"))]
@@ -453,15 +453,15 @@ def key_of(**sampling: Any) -> bytes:
     return small_cache(2000, ManualClock()).key(completion, [b"prompt"])
 
 
-def test_every_field_of_sampling_is_part_of_the_key():
+def test_each_sampling_field_is_part_of_the_key():
     assert set(OTHER_VALUES) == set(SamplingConfig.model_fields)
     keys = [key_of(), *[key_of(**{name: value}) for name, value in OTHER_VALUES.items()]]
     assert len(set(keys)) == len(keys)
 
 
-def test_defaults_that_are_given_make_no_other_key():
+def test_explicit_defaults_do_not_change_the_key():
     assert key_of(presence_penalty=0.0, stop_str=None) == key_of()
-    assert key_of(top_p=1.0) != key_of()  # unset: the default of the model
+    assert key_of(top_p=1.0) != key_of()  # An unset value is the model's default.
     assert key_of(logit_bias={5: 1.0}) != key_of(logit_bias={5: 2.0})
     assert key_of(stop_str=("a", "b")) != key_of(stop_str=("ab",))
 
@@ -481,7 +481,7 @@ def put(cache: ResultCache, tenant: str, key: bytes, text: str = "x" * 100) -> N
     cache.check_integrity()
 
 
-def test_the_least_recently_used_of_the_largest_tenant_goes() -> None:
+def test_the_least_recently_used_result_of_the_largest_tenant_is_evicted() -> None:
     cache = small_cache(561 * 6, ManualClock())
     put(cache, "small", b"s")
     for number in range(5):
@@ -498,7 +498,7 @@ def test_the_least_recently_used_of_the_largest_tenant_goes() -> None:
     assert (kept.text, kept.tokenized) == ("x" * 100, TokenizedText("t", (1, 2, 3)))
 
 
-def test_tenants_see_nothing_of_each_other_and_giants_are_not_kept() -> None:
+def test_tenants_share_no_results_and_huge_results_are_not_cached() -> None:
     cache = small_cache(2000, ManualClock())
     put(cache, "a", b"key")
     assert cache.get("b", b"key") is None
@@ -507,7 +507,7 @@ def test_tenants_see_nothing_of_each_other_and_giants_are_not_kept() -> None:
     assert cache.get("a", b"key") is not None
 
 
-async def test_results_grow_old() -> None:
+async def test_results_expire() -> None:
     clock = ManualClock()
     cache = small_cache(2000, clock)
     put(cache, "a", b"key")

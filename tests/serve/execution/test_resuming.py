@@ -1,4 +1,4 @@
-"""A partial output is continued on another engine, or when it is wanted again."""
+"""A partial output is continued on another engine, or when its call is submitted again."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.support.byte_tokenizer import plain_byte_tokenizer, tokenizer_id_of
 from tests.support.fake_engine import Script, fake_engine
 
 
-async def test_a_stream_goes_on_elsewhere_without_repeating(world: World) -> None:
+async def test_a_stream_continues_on_another_engine_without_repeating(world: World) -> None:
     first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
     await world.join(first)
     completion = world.submit("Go", stream=True)
@@ -33,7 +33,7 @@ async def test_a_stream_goes_on_elsewhere_without_repeating(world: World) -> Non
     assert second.requests[1].fills[0].parent_len == len("Goabcdef")
 
 
-async def test_a_stream_goes_on_with_another_tokenizer(world: World) -> None:
+async def test_a_stream_continues_with_another_tokenizer(world: World) -> None:
     first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
     await world.join(first)
     completion = world.submit("Go", stream=True)
@@ -50,10 +50,10 @@ async def test_a_stream_goes_on_with_another_tokenizer(world: World) -> None:
 
 
 @pytest.mark.parametrize("constraint", [{"json_schema": {"type": "object"}}, {"regex": "a.*"}])
-async def test_a_constrained_stream_goes_on_behind_what_was_delivered(
+async def test_a_constrained_stream_continues_after_the_delivered_text(
     world: World, constraint: dict[str, Any]
 ) -> None:
-    """The other engine is told how far the grammar has come."""
+    """The other engine gets the delivered tokens, so it can restore the grammar's state."""
     script = Script(text=lambda _: "abcd", steps=2, hang_after=1)
     await world.join(fake_engine("one", script=script))
     completion = world.submit("Go", stream=True, sampling=SamplingConfig(**constraint))
@@ -80,7 +80,7 @@ async def test_a_constrained_stream_is_not_continued_by_an_engine_that_takes_tex
 
 
 @pytest.mark.parametrize("constraint", [{"json_schema": {"type": "object"}}, {"regex": "a.*"}])
-async def test_a_constrained_stream_that_was_withdrawn_begins_anew(
+async def test_a_withdrawn_constrained_stream_starts_again(
     world: World, constraint: dict[str, Any]
 ) -> None:
     engine = fake_engine(script=Script(text=lambda _: "abcdef", hang_after=2))
@@ -95,7 +95,7 @@ async def test_a_constrained_stream_that_was_withdrawn_begins_anew(
     assert engine.prompts == ["Go", "Go"]
 
 
-async def test_a_text_engine_generates_only_what_is_left(world: World) -> None:
+async def test_an_engine_that_takes_text_generates_only_the_rest(world: World) -> None:
     script = Script(text=lambda _: "abcdef", steps=6, hang_after=4)
     await world.join(fake_engine("one", text=True, script=script))
     completion = world.submit("Go", stream=True, sampling=SamplingConfig(max_gen_length=6))
@@ -110,7 +110,7 @@ async def test_a_text_engine_generates_only_what_is_left(world: World) -> None:
     assert (completion.stats.prompt_tokens, completion.stats.output_tokens) == (2, 6)
 
 
-async def test_a_withdrawn_call_streams_nothing_more_and_goes_on_where_it_was(
+async def test_a_withdrawn_call_stops_streaming_and_continues_later(
     world: World,
 ) -> None:
     engine = fake_engine(script=Script(text=lambda _: "abcdef", hang_after=2))
@@ -129,13 +129,13 @@ async def test_a_withdrawn_call_streams_nothing_more_and_goes_on_where_it_was(
     assert engine.prompts == ["Go", "Goabcd"]
     (fill,) = engine.requests[1].fills
     assert fill.parent_context_id == engine.requests[0].context_id
-    assert fill.parent_len == len("Goabcd") - 1  # an engine generates behind a token of its own
+    assert fill.parent_len == len("Goabcd") - 1  # The last token is filled again.
     assert completion.stats.attempts == 2
     await world.submit("!", previous=completion).output.wait()
     assert engine.requests[2].fills[0].parent_len == len("Goabcdef")
 
 
-async def test_a_withdrawn_call_goes_on_elsewhere_if_its_engine_is_lost(world: World) -> None:
+async def test_a_withdrawn_call_continues_elsewhere_if_its_engine_is_lost(world: World) -> None:
     await world.join(fake_engine("one", script=Script(text=lambda _: "abcdef", hang_after=2)))
     completion = world.submit("Go", stream=True)
     await world.settle()
@@ -148,7 +148,7 @@ async def test_a_withdrawn_call_goes_on_elsewhere_if_its_engine_is_lost(world: W
     assert second.prompts == ["Goabcd"]
 
 
-async def test_what_a_session_has_withdrawn_goes_with_it(world: World) -> None:
+async def test_withdrawn_runs_end_with_their_session(world: World) -> None:
     engine = fake_engine(script=Script(text=lambda _: "abcdef", hang_after=2))
     await world.join(engine)
     completion = world.submit("Go", stream=True)

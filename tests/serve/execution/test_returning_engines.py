@@ -1,4 +1,4 @@
-"""Engines that come back have what they had computed as cache, and calls are placed there."""
+"""Returned engines still cache their prefixes, and calls are placed there."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.fake_engine import Script, fake_engine
 
 
 def ran_before(world: World, text: str, engine_name: str) -> Completion:
-    """A call that ServeCore had placed there before it was started again."""
+    """A call that was placed on this engine before ServeCore's restart."""
     completion = world.completion(text)
     completion.stats.attempts, completion.stats.engine_name = 1, engine_name
     world.dispatcher.submit(completion)
@@ -33,7 +33,7 @@ async def test_calls_wait_for_the_engines_that_they_ran_on(world: World) -> None
     await world.join(engines[1])
     await world.settle()
     assert placed(*calls) == ["one", "two", "two"]
-    late = ran_before(world, "d" * 400, "three")  # it is read from the journal later
+    late = ran_before(world, "d" * 400, "three")  # It is restored later.
     await world.settle()
     assert placed(late) == [None]
     for engine in engines:
@@ -42,8 +42,8 @@ async def test_calls_wait_for_the_engines_that_they_ran_on(world: World) -> None
     await late.output.wait()
 
 
-async def test_what_goes_on_from_a_call_before_the_restart_goes_to_its_engine(world: World) -> None:
-    """An agent's next turn, which it has thought about meanwhile."""
+async def test_a_call_goes_to_the_engine_of_the_call_that_it_continues(world: World) -> None:
+    """It is an agent's next turn, submitted after the restart."""
     engines = [fake_engine(name) for name in ("one", "two")]
     world.dispatcher.restored()
     await world.clock.advance(5.0)
@@ -63,7 +63,7 @@ async def test_what_goes_on_from_a_call_before_the_restart_goes_to_its_engine(wo
         assert world.dispatcher._ledger.index.likely_holders(key) == {number}
         assert await after.output.wait()
         assert after.stats.engine_name == name
-    ours = world.completion("three" * 400)  # of this process, whose ledger knows where it was
+    ours = world.completion("three" * 400)  # It continues a call after the restart.
     ours.inputs = (after.output,)
     after.output.producer = after
     world.dispatcher.submit(ours)
@@ -72,7 +72,7 @@ async def test_what_goes_on_from_a_call_before_the_restart_goes_to_its_engine(wo
     assert await ours.output.wait()
 
 
-async def test_they_do_not_wait_for_long(world: World) -> None:
+async def test_calls_wait_at_most_three_seconds(world: World) -> None:
     lost = ran_before(world, "a" * 400, "gone")
     await world.clock.advance(20.0)
     await world.join(fake_engine("one"))
@@ -84,14 +84,14 @@ async def test_they_do_not_wait_for_long(world: World) -> None:
     assert await again.output.wait()
 
 
-async def test_nobody_waits_where_nothing_was_lost(world: World) -> None:
+async def test_calls_without_an_earlier_engine_do_not_wait(world: World) -> None:
     fresh = world.submit("a")
     await world.join(fake_engine("one"))
     assert await fresh.output.wait()
 
 
 @pytest.mark.parametrize("is_same", [True, False])
-async def test_what_an_engine_had_is_expected_where_it_registers_again(
+async def test_the_prefixes_of_a_returned_engine_count_as_cached(
     world: World, is_same: bool
 ) -> None:
     engines = [fake_engine(name) for name in ("one", "two")]
@@ -116,8 +116,8 @@ async def test_what_an_engine_had_is_expected_where_it_registers_again(
         assert not len(world.dispatcher._ledger.index._cached)
 
 
-def test_a_silent_engine_that_comes_back_has_its_prompts() -> None:
-    """ServeCore takes it for dead, and it goes on: its cache is found, and by its tenant only."""
+def test_a_silent_engine_that_returns_has_its_prefix_cache() -> None:
+    """The lost engine's process lives on. Only calls of the same tenant find its cache."""
 
     async def main() -> None:
         async with SimCluster(2) as cluster:
@@ -145,8 +145,8 @@ def test_a_silent_engine_that_comes_back_has_its_prompts() -> None:
     run_virtual(main())
 
 
-async def test_an_engine_that_comes_and_goes_is_remembered_once(world: World) -> None:
-    """Else those that it was would take the looks of a placement from the one that it is."""
+async def test_only_the_last_id_of_a_returning_engine_is_remembered(world: World) -> None:
+    """Otherwise placements would check the engine's old ids instead of live engines."""
     engine = fake_engine("one")
     await world.join(engine)
     call = world.submit("s" * 400)

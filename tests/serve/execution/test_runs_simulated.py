@@ -1,4 +1,4 @@
-"""Runs on simulated engines in virtual time: what one call does to others."""
+"""Runs on simulated engines in virtual time: effects of one call on others."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -40,13 +40,13 @@ class User:
         return asyncio.create_task(self.client.get_var(**self.scope, var_id=var_id))
 
     async def finished(self) -> list[tuple[int, float | None]]:
-        """Each call's attempts, and when it ended."""
+        """The number of attempts and the end time of each call."""
         info = await self.client.session_info(**self.scope)
         return [(call.attempts, call.finished_s) for call in info.calls]
 
 
 def ends(*, cancelled: bool) -> list[tuple[int, float | None]]:
-    """Six calls fork the context of a call that runs, which then is given up or is not."""
+    """Six calls fork the context of a running call, which is then cancelled or not."""
 
     async def main() -> list[tuple[int, float | None]]:
         async with SimCluster(1) as cluster:
@@ -67,7 +67,7 @@ def ends(*, cancelled: bool) -> list[tuple[int, float | None]]:
     return run_virtual(main())
 
 
-def test_giving_up_a_call_leaves_those_alone_that_forked_its_context():
+def test_cancelling_a_call_does_not_affect_forks_of_its_context():
     alone, disturbed = ends(cancelled=False), ends(cancelled=True)
     assert [attempts for attempts, _ in disturbed] == [1] * 6
     for (_, before), (_, after) in zip(alone, disturbed, strict=True):
@@ -77,8 +77,8 @@ def test_giving_up_a_call_leaves_those_alone_that_forked_its_context():
 
 
 async def read_in_turns(cluster: SimCluster) -> tuple[float, int]:
-    """Read whichever of six answers is there first until all are. Returns seconds, and the tokens
-    that the engine generated."""
+    """Race reads of six answers until all have finished. Returns the seconds, and the number of
+    generated tokens."""
     user = await User.of(cluster)
     left = [await user.ask(str(i), 100 * i) for i in range(1, 7)]
     began = cluster.clock.now()
@@ -98,7 +98,7 @@ async def read_at_once(cluster: SimCluster) -> tuple[float, int]:
     return cluster.clock.now() - began, engine.service.runtime_info().num_steps
 
 
-def test_what_loses_a_race_goes_on_where_it_was_when_it_is_wanted_again():
+def test_a_race_candidate_that_lost_continues_when_it_is_read_again():
     async def simulate(read: Callable[[SimCluster], Awaitable[tuple[float, int]]]) -> Any:
         async with SimCluster(1) as cluster:
             return await read(cluster)

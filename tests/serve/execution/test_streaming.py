@@ -1,4 +1,4 @@
-"""How an output reaches those who read it as it comes."""
+"""Streaming of outputs to readers."""
 
 from collections.abc import AsyncGenerator
 
@@ -21,7 +21,7 @@ async def test_streams_when_asked(world: World) -> None:
 
 
 @pytest.mark.parametrize("looks", ["reads", "follows"])
-async def test_a_running_call_is_streamed_from_its_beginning_once_somebody_looks(
+async def test_a_running_call_is_streamed_from_its_first_token_once_it_has_a_reader(
     world: World, looks: str
 ) -> None:
     engine = fake_engine(script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
@@ -29,7 +29,7 @@ async def test_a_running_call_is_streamed_from_its_beginning_once_somebody_looks
     completion = world.submit("Go")
     await world.settle()
     assert (completion.output.partial_text, engine.num_followed) == ("", 0)
-    for _ in range(2):  # one that looks again costs nothing
+    for _ in range(2):  # The second reader shares the stream.
         if looks == "reads":
             completion.wants_stream = True
             world.dispatcher.reprioritise(completion)
@@ -44,14 +44,14 @@ async def test_a_running_call_is_streamed_from_its_beginning_once_somebody_looks
     assert completion.stats.comes_whole == ""
 
 
-async def test_what_was_followed_goes_on_elsewhere_or_when_it_is_wanted_again(world: World) -> None:
+async def test_a_followed_output_continues_elsewhere_and_after_a_withdrawal(world: World) -> None:
     first = fake_engine("one", script=Script(text=lambda _: "abcdef", steps=3, hang_after=2))
     await world.join(first)
     completion = world.submit("Go")
     await world.settle()
     world.dispatcher.follow(completion)
     await world.settle()
-    # Too late, in the same turn of the loop: the engine's text is not heard any more.
+    # The chunk arrives in the turn of the loop in which the call is withdrawn: it is dropped.
     (context_id,) = first.chunks
     first.chunks[context_id].put_nowait(StreamChunk(ids=[120], text="x"))
     world.withdraw(completion)

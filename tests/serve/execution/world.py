@@ -29,12 +29,12 @@ TOKENIZER_ID = tokenizer_id_of(byte_tokenizer())
 
 
 class World:
-    """A dispatcher on virtual time, with what a core would give it."""
+    """A dispatcher on virtual time, with the inputs that ServeCore would pass to it."""
 
     def __init__(self, **scheduler: object) -> None:
         self.clock = ManualClock(1000.0)
         self.engines: dict[str, FakeEngine] = {}
-        self._names: dict[int, str] = {}  # also of engines that are lost
+        self._names: dict[int, str] = {}  # Includes lost engines.
         self._ids = count()
         config = CoreConfig(
             global_scheduler=GlobalSchedulerConfig.model_validate(scheduler),
@@ -86,7 +86,7 @@ class World:
         return completion
 
     def withdraw(self, completion: Completion) -> None:
-        """As the graph does when nobody reads it any more."""
+        """Withdraw a completion, as the graph does when its last reader leaves."""
         self.dispatcher.withdraw(completion)
         completion.output.reset_partial_text()
 
@@ -96,7 +96,7 @@ class World:
         self.dispatcher.fleet.lose(engine, "test")
 
     def heartbeat(self, engine_id: int, *, core: str = "", **runtime: object) -> str:
-        """Report as an engine does. Returns the state in the answer."""
+        """Send a heartbeat, and return the state in the answer."""
         request = HeartbeatRequest(
             engine_id=engine_id,
             engine_name=self._names[engine_id],
