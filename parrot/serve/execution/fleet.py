@@ -92,20 +92,19 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
-    """The state of an engine for the API and the page. For contexts of text, `num_tokens` counts
-    characters."""
+    """The state of an engine, for the API and the page."""
 
     id: int
     info: EngineInfo
     runtime: RuntimeInfo | None
     num_running: int
     num_contexts: int
-    num_tokens: int
+    num_tokens: int  # KV of these contexts, in tokens; in characters for contexts of text.
     silent_s: float  # Seconds since the last heartbeat.
     kv: KvCounts
     is_draining: bool = False
-    needed_tokens: int = 0
-    num_queued: int = 0
+    needed_tokens: int = 0  # Predicted KV of the placed runs, in tokens.
+    num_queued: int = 0  # Queued runs that may be placed on the engine's model.
 
 
 def _address(info: EngineInfo) -> Address:
@@ -211,7 +210,7 @@ class Fleet:
         return iter(tuple(self.engines.values()))
 
     async def register(self, info: EngineInfo, client: EngineClient | None = None) -> int:
-        """Add an engine and return its id. An engine with the same name and address is lost.
+        """Add an engine and return its id. It replaces an engine with the same name and address.
         `client`: for an engine in this process.
 
         Raises `QuotaExceeded` above `max_engines_num`, `Conflict` if another live process has this

@@ -120,7 +120,7 @@ class Prefetcher:
         self._fleet = fleet
         self._estimates = estimates
         self._wake = wake
-        self._pending: dict[Completion, ReadyPrefix] = {}
+        self._pending: dict[Completion, ReadyPrefix] = {}  # Prefixes that grew since `pump`.
         self._jobs: dict[Completion, _PrefetchJob] = {}
         # By the engine's id and the last prefix key of the fill.
         self._in_flight: dict[tuple[int, bytes], _PrefetchJob] = {}
