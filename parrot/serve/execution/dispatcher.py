@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 _SCHEDULER_ERROR = InternalError("internal error of the scheduler")
 # After a restart and the first engine's return, queued calls wait this long, in seconds, for the
-# other engines. It is about one heartbeat, after which all live engines have registered.
+# other engines. It is the default interval between heartbeats, in which live engines register.
 _REJOIN_WAIT_S = 3.0
 # Number of prefix keys remembered per lost engine. Larger values make its return slower: a few
 # milliseconds for this number.
