@@ -2,10 +2,10 @@
 
 import os
 
-# OpenMP's threads wait for each other hundreds of times a step. By default they spin for
-# milliseconds, so that on a machine with other work one step takes many time slices: measured, 1.4
-# tokens/s instead of 17 with two busy neighbours on two cores. Never spinning costs a third of the
-# speed on a machine without; a few microseconds of it (GNU's runtime, other ones only know the
-# policy) keep both. Read when torch is loaded, hence so early.
+# OpenMP threads wait for each other hundreds of times per step. By default they spin for
+# milliseconds. Next to other busy programs, one step then takes many time slices: 1.4 instead of 17
+# tokens/s with two busy programs on two cores. Without any spinning, an idle machine loses a third
+# of its speed. Spinning for a few microseconds avoids both. Only GNU's runtime reads the spin
+# count. torch reads both variables when it is loaded, so they are set here.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -1,5 +1,7 @@
-"""The HTTP face of an engine of any type: whom it obeys, in which order it hands requests on, the
-routes, and the channels on which pieces of outputs come."""
+"""The HTTP API of an engine of any type.
+
+It rejects requests of ServeCores that the engine no longer serves, restores the order of requests,
+and sends chunks of outputs on channels."""
 
 import asyncio
 from collections import OrderedDict
@@ -60,47 +62,46 @@ from parrot.utils.ids import new_token
 if TYPE_CHECKING:
     from parrot.engine.traces import EngineTracer
 
-_MAX_CALLS = 65_536  # that were tried again, whose attempts are known
+_MAX_CALLS = 65_536  # The fence keeps the latest attempts of at most this number of retried calls.
 
 
-GRACE_S = 5.0  # that a request waits for the one that names its parent
+# A request waits at most this long, in seconds, for the request that creates its parent context.
+GRACE_S = 5.0
 _Wanted = Sequence[FillPiece | GenerateRequest]
 
 
-MAX_BODY_SIZE = 64 * 2**20  # prompts of millions of token ids
+MAX_BODY_SIZE = 64 * 2**20  # Largest request body, in bytes: prompts of millions of token ids.
 _ERRORS = (401, 404, 409, 413, 429, 499, 502, 503)
 _DESCRIBED = Described(_ERRORS)
 _EVENTS = Described(_ERRORS, media_type="text/event-stream")
 
 
 class Fence:
-    """Knows whom the engine obeys: the ServeCore that it registered with last. While it registers,
-    the next one may be sooner with a request than with its answer, so a later one is let in, too.
-    What was sent under an earlier registration is refused, since nobody frees what it would make.
-    Requests that name no ServeCore and no registration are let in always.
+    """Rejects requests of ServeCores other than the one that the engine is registered with.
 
-    `era`: what comes in one and is handed in after it is refused, too. `registration`: the name of
-    the one that has begun; empty: none. `answer`: there while it has not been answered, and set
-    then."""
+    During a registration a ServeCore with a later epoch is accepted, because its first request may
+    arrive before its answer. Requests that name no ServeCore are always accepted."""
+
+    # Requests of an earlier registration are rejected, because no ServeCore would free the contexts
+    # that they create.
 
     def __init__(self) -> None:
-        self.era = 0
-        self._attempts: OrderedDict[tuple[int, int], int] = (
-            OrderedDict()
-        )  # the latest, if not the first
+        self.era = 0  # A request that arrives in one era must not be submitted in a later era.
+        # (session id, task id) -> the latest attempt, if it is not the first.
+        self._attempts: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._owner: CoreIdentity | None = None
         self._is_registered = False
-        self.registration = ""
-        self.answer: asyncio.Event | None = None
+        self.registration = ""  # Name of the current or pending registration; empty for none.
+        self.answer: asyncio.Event | None = None  # Set once the pending registration is answered.
 
     def registering(self) -> str:
-        """Name the registration that begins now. `answered` must follow."""
+        """Start a registration and return its name. Call `answered` afterwards."""
         self.registration = new_token()
         self.answer = asyncio.Event()
         return self.registration
 
     def answered(self) -> None:
-        """It was taken, or not: those who wait for that go on."""
+        """The registration was accepted or rejected. Requests that wait for it continue."""
         if self.answer is not None:
             self.answer.set()
             self.answer = None
@@ -109,24 +110,24 @@ class Fence:
         self._owner, self._is_registered = owner, True
 
     def released(self) -> None:
-        """Nobody is obeyed that was."""
+        """Reject requests of all previously registered ServeCores."""
         self._is_registered, self.registration = False, ""
         self.begin_era()
 
     def begin_era(self) -> None:
-        """All that the engine did has ended."""
+        """Reject requests that arrived before this call and are not submitted yet."""
         self.era += 1
         self._attempts.clear()
 
     def check(self, request: Request) -> None:
-        """Raise `StaleCore` if it comes from a ServeCore that is not obeyed, or any more."""
+        """Raise `StaleCore` if the request's ServeCore or registration is not the current one."""
         if named := request.headers.get(CORE_HEADER):
             self.admit(CoreIdentity.parse(named))
         if request.headers.get(REGISTRATION_HEADER, self.registration) != self.registration:
             raise StaleCore("this engine has registered again, or is about to")
 
     def admit(self, asking: CoreIdentity) -> None:
-        """Raise `StaleCore` if it is not obeyed."""
+        """Raise `StaleCore` if the engine does not serve this ServeCore."""
         owner = self._owner
         if owner is None or asking == owner:
             return
@@ -134,8 +135,10 @@ class Fence:
             raise StaleCore("this engine belongs to another ServeCore, or a later start of it")
 
     def hand_in(self, request: JobRequest, era: int) -> None:
-        """Raise `StaleCore` if the engine has begun to register again since that `era`, and
-        `Cancelled` if a later attempt of the call has come."""
+        """Check a request that arrived in `era`, right before it is submitted.
+
+        Raises `StaleCore` if a new era has begun, and `Cancelled` if a later attempt of the call
+        has arrived."""
         if era != self.era:
             raise StaleCore("this engine has registered again since the request arrived")
         if not request.attempt:
@@ -145,7 +148,7 @@ class Fence:
         if request.attempt < latest:
             raise Cancelled(f"attempt {request.attempt} comes after attempt {latest} of the call")
         if request.attempt == 1:
-            return  # no earlier one can come
+            return  # No attempt is earlier, so there is nothing to record.
         self._attempts[call] = request.attempt
         self._attempts.move_to_end(call)
         if len(self._attempts) > _MAX_CALLS:
@@ -153,13 +156,12 @@ class Fence:
 
 
 class ReorderBuffer:
-    """Puts requests back in the order in which they were sent, as far as it matters. Requests on
-    different connections overtake each other, and in two cases that would do harm: a fork that
-    comes before the request that creates its parent would be refused, and a free that comes before
-    the request that creates what it frees would leave a context that nobody frees again.
+    """Restores the order of requests that overtake each other on different connections.
 
-    It knows which contexts requests have named so far. Only a hint: what a context really is, the
-    engine knows."""
+    Two cases need it. A fork may arrive before the request that creates its parent. A free may
+    arrive before the request that creates the context, which would then never be freed."""
+
+    # `_known` has the ids that requests have named so far. The engine core owns the real contexts.
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -168,9 +170,10 @@ class ReorderBuffer:
         self._freed_early: OrderedDict[int, float] = OrderedDict()
 
     async def enter(self, wanted: _Wanted) -> None:
-        """Return when the parents have been named, at once if they have, or after `GRACE_S`. The
-        caller must hand its request to the engine before it awaits anything else. Raises
-        `Cancelled` for a context that was freed before it was named."""
+        """Return once earlier requests have named all parents, or after `GRACE_S`.
+
+        The caller must submit its request before it awaits anything else. Raises `Cancelled` for a
+        context that was freed before this request arrived."""
         own = {piece.context_id for piece in wanted}
         for piece in wanted:
             parent = piece.parent_context_id
@@ -197,8 +200,9 @@ class ReorderBuffer:
         self._forget_old()
 
     def reset(self) -> None:
-        """The next sender's ids have nothing to do with the last one's, whose requests wait no
-        more."""
+        """Forget all ids, because the next ServeCore uses the same ids for other contexts.
+
+        Requests that wait for a parent continue."""
         self._known.clear()
         self._freed_early.clear()
         for waiters in self._awaited.values():
@@ -228,15 +232,16 @@ class ReorderBuffer:
 
 
 class _Gate:
-    """Refuses requests of those whom the engine does not obey. Those of the ServeCore that takes it
-    just now wait until it knows, and has ended what it did for others."""
+    """Rejects requests of other ServeCores. During a registration, requests of the new ServeCore
+    wait until the engine knows the answer and has cancelled the work for the previous one."""
 
     def __init__(self, app: ASGIApp, fence: Fence) -> None:
         self._app = app
         self._fence = fence
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Whom the engine registers with asks for the tokenizer first, and may have started earlier.
+        # ServeCore requests the tokenizer before it answers a registration. It may have an earlier
+        # epoch than the previous ServeCore, so the fence would reject it.
         if scope["type"] == "http" and scope["path"] != "/tokenizer":
             request = Request(scope)
             try:
@@ -252,8 +257,8 @@ class _Gate:
 
 
 class EngineFront:
-    """The parts of an engine's HTTP face besides its service. Whoever registers the engine tells
-    the fence, and whoever shuts it down closes the channels."""
+    """The state of an engine's HTTP API. The heartbeat updates the fence, and a shutdown closes the
+    channels."""
 
     def __init__(self, service: EngineService, reorder: ReorderBuffer) -> None:
         self.service = service
@@ -269,8 +274,9 @@ def _fenced(
     summary: str,
     described: Described = _DESCRIBED,
 ) -> Endpoint:
-    """Refuses who is not obeyed also when the body is there: until then the engine may have
-    registered again."""
+    """An endpoint that checks the fence again after the body was read.
+
+    The engine may have registered again meanwhile."""
 
     def check(request: Request, arguments: dict[str, Any]) -> None:
         front.fence.check(request)
@@ -293,12 +299,13 @@ def create_app(
     incarnation: str = "",
     tracer: "EngineTracer | None" = None,
 ) -> FastAPI:
-    """`incarnation`: what this start of the engine registers with; `tracer`: instead of the
-    config's, which ends with the app. Its state has the `front`. Raises `ConfigError` if the config
-    asks for traces and the extra `otel` is not installed."""
+    """Build the app. `app.state.front` is its `EngineFront`.
+
+    `incarnation`: identifies this start of the engine. `tracer`: replaces the config's tracer.
+    Raises `ConfigError` if traces are configured and the extra `otel` is not installed."""
     own = None
     if config.otlp_endpoint is not None:
-        from parrot.engine.traces import EngineTracer  # needs the extra `otel`
+        from parrot.engine.traces import EngineTracer  # Needs the extra `otel`.
 
         own = EngineTracer.to(config.otlp_endpoint, config)
 
@@ -338,7 +345,9 @@ def create_app(
 
 
 def _verbs(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -> list[Endpoint]:
-    """A client that disconnects aborts its request. `listeners` are told of those that generate."""
+    """Fill, generate and free. A client that disconnects aborts its request.
+
+    `listeners` receive an `Ended` for each request that generates."""
 
     async def fill(request: FillRequest) -> FillResponse:
         era = front.fence.era
@@ -378,8 +387,8 @@ def _streams(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -
     async def generated(
         request: GenerateRequest, era: int
     ) -> AsyncGenerator[tuple[str, BaseModel]]:
-        # The stream opens at once, so that keep-alives flow while the request waits its turn; a
-        # refusal is its `error` event.
+        # The stream opens at once, so that keep-alives are sent while the request waits. A
+        # rejection is an `error` event.
         with told(request, listeners) as answered:
             await front.service.prepare(request)
             await front.reorder.enter((*request.fills, request))
@@ -442,7 +451,7 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
             raise Unavailable("the engine is loading its model, shutting down, or lost its device")
 
     def health() -> None:
-        """It answers."""
+        """Answer with status 200."""
 
     def metrics() -> bytes:
         return counts.render(service.runtime_info())
@@ -476,14 +485,15 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
 
 
 class Channels:
-    """The channels that are open, by name."""
+    """The open channels, by name."""
 
     def __init__(self) -> None:
         self._open: dict[str, _Channel] = {}
 
     async def follow(self, name: str) -> AsyncGenerator[tuple[str, dict[str, Any]]]:
-        """The events of a channel, which is open until this is closed, or `close` is called. Raises
-        `Conflict` if it is open already."""
+        """Open a channel and yield its events, until the generator or the channel is closed.
+
+        Raises `Conflict` if the channel is open already."""
         if name in self._open:
             raise Conflict(f"channel `{name}` is open already", param="channel")
         channel = self._open[name] = _Channel()
@@ -497,18 +507,18 @@ class Channels:
             channel.close()
 
     def close(self) -> None:
-        """End all that are open."""
+        """Close all channels."""
         for channel in self._open.values():
             channel.close()
 
     def sink(self, request: GenerateRequest) -> Callable[[StreamChunk], None] | None:
-        """Where the pieces of its output go; None if its channel is not open."""
+        """The callback for chunks of the request's output; None if its channel is not open."""
         channel = self._open.get(request.channel)
         return None if channel is None else partial(channel.put, request.context_id)
 
 
 class _Channel:
-    """Keeps what is put until somebody takes it, so that a reader that lags gets more at once."""
+    """Buffers chunks until the reader takes them. A slow reader gets several steps at once."""
 
     def __init__(self) -> None:
         self._chunks: list[dict[str, Any]] = []
@@ -518,15 +528,14 @@ class _Channel:
     def put(self, context_id: int, chunk: StreamChunk) -> None:
         if self._is_closed:
             return
-        # Most have no log probabilities, and then this is ten times faster than `model_dump`.
+        # Without log probabilities, which is the common case, this is 10 times faster.
         is_plain = chunk.logprobs is None
         fields = {"ids": chunk.ids, "text": chunk.text} if is_plain else chunk.model_dump()
         self._chunks.append({"context_id": context_id} | fields)
         self._filled.set()
 
     async def take(self) -> list[dict[str, Any]]:
-        """Everything that was put since the last time, when there is something; nothing once it is
-        closed."""
+        """Wait for chunks and return all of them; an empty list once the channel is closed."""
         await self._filled.wait()
         self._filled.clear()
         chunks, self._chunks = self._chunks, []

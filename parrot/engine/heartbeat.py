@@ -1,4 +1,6 @@
-"""Registering with ServeCore, and staying registered: the only calls an engine makes by itself."""
+"""Registers an engine with ServeCore and sends its heartbeats.
+
+An engine makes no other calls on its own."""
 
 import asyncio
 import logging
@@ -26,30 +28,31 @@ from parrot.utils.clock import Clock, MonotonicClock
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-FIRST_RETRY_S = 0.25
-MAX_RETRY_S = 5.0
+FIRST_RETRY_S = 0.25  # Delay before the first retry, in seconds. Each further delay is doubled.
+MAX_RETRY_S = 5.0  # Longest delay before a retry, in seconds.
+# An engine that binds to one of these hosts reports the address of an interface instead.
 _WILDCARD_HOSTS = frozenset({"", "0.0.0.0", "::"})
 
 
 class Registered(NamedTuple):
-    """`cores`: hosts and ports of ServeCore and its standbys, as seen from here. `incarnation`:
-    what this start of the engine registers with."""
+    """Where and how an engine registers."""
 
-    interval_s: float
-    cores: Sequence[tuple[str, int]]
-    incarnation: str = ""
+    interval_s: float  # Seconds between two heartbeats.
+    cores: Sequence[tuple[str, int]]  # Host and port of ServeCore and of its standbys.
+    incarnation: str = ""  # Identifies this start of the engine.
 
 
 class Heartbeat:
-    """Keeps one engine registered, until its task is cancelled.
+    """Keeps one engine registered until its task is cancelled.
 
-    ServeCore may start later than the engine, restart, or give the engine up after a silence; each
-    time the engine registers again, under the same name. Contexts belong to the ServeCore that
-    made them and their ids begin anew with the next one, so all are freed between the two: as soon
-    as a ServeCore says that it does not know the engine, or has not answered for its lease, or may
-    have taken a registration that it did not answer. Those who ask the engine itself lose theirs
-    once a ServeCore has taken it, never to one that is not there or refuses it. What is in the
-    blocks is still found by what it is, so calls that run again need not compute it."""
+    ServeCore may start later than the engine, restart, or give the engine up. The engine then
+    registers again under the same name, and all its contexts are freed."""
+
+    # Contexts belong to the ServeCore that created them, and the next ServeCore uses the same ids.
+    # So all contexts are freed in three cases: ServeCore does not know the engine, it has not
+    # answered for its lease, or it may have accepted a registration without answering. The contexts
+    # of direct callers are freed only when a ServeCore has accepted the engine. Cached blocks stay,
+    # so calls that run again find their prefixes.
 
     def __init__(
         self,
@@ -66,12 +69,13 @@ class Heartbeat:
         self._reorder = reorder
         self._fence = fence
         self._clock = clock
-        self._terms: RegisterResponse | None = None  # while it is registered
+        self._terms: RegisterResponse | None = None  # None while the engine is not registered.
         self._is_leaving = False
 
     async def run(self) -> None:
-        """Returns when ServeCore does not know an engine any more that leaves or shuts down. Raises
-        `DeviceLost`."""
+        """Register and send heartbeats until the engine has left or shuts down.
+
+        Raises `DeviceLost`."""
         while not self._is_leaving:
             self._terms = None
             if self._is_ending():
@@ -85,8 +89,8 @@ class Heartbeat:
                 await self._end_work()
 
     def _is_ending(self) -> bool:
-        """Whether the engine shuts down: nobody may send it calls any more, each of which would be
-        blamed for an engine that is lost. Raises `DeviceLost`, for the same reason."""
+        """Whether the engine shuts down. Raises `DeviceLost` if its device is lost."""
+        # Such an engine must not register again: each call that it gets would count as a loss.
         state = self._service.state()
         if state is ServiceState.LOST:
             name = self._service.engine_info().engine_name
@@ -97,8 +101,10 @@ class Heartbeat:
         await self._client.close()
 
     async def leave(self, timeout_s: float) -> None:
-        """Get no more calls from ServeCore, and return when those that are here have ended, at the
-        latest after the timeout. At once if nobody is there to tell. It does not register again."""
+        """Ask ServeCore for no further calls, and wait until the running calls have finished.
+
+        Returns after `timeout_s` at the latest, or at once if the engine is not registered. The
+        engine does not register again."""
         self._is_leaving = True
         if self._terms is None:
             return
@@ -113,9 +119,10 @@ class Heartbeat:
                 logger.warning("%d calls have not ended, and run elsewhere", answer.num_calls)
 
     async def _register(self) -> RegisterResponse:
-        """Ask ServeCore to take the engine. Its first requests wait until the work for others has
-        ended (`Fence.answer`). If it may have taken the engine and not said so, there may be work
-        of its own: that ends, too."""
+        """Register, and cancel the work for the previous ServeCore.
+
+        The new ServeCore's first requests wait for that (`Fence.answer`). If the registration may
+        have been accepted without an answer, the work is cancelled as well."""
         info = await reachable(self._service.engine_info(), self._where.cores)
         names = {
             "incarnation": self._where.incarnation,
@@ -136,21 +143,23 @@ class Heartbeat:
             self._fence.answered()
 
     async def _end_work(self) -> None:
-        """A new era of the fence has begun."""
+        """Cancel all jobs and free all contexts. The fence must have begun a new era."""
         self._reorder.reset()
         await self._service.reset()
 
     async def _beat_while_known(self, terms: RegisterResponse, name: str) -> None:
-        """Heartbeats until ServeCore says that it does not know this engine, or says nothing for
-        the lease. Raises `DeviceLost`."""
+        """Send heartbeats until ServeCore does not know this engine, or the lease has expired.
+
+        Raises `DeviceLost`."""
         engine_id = terms.engine_id
         asked = self._clock.now()
-        told: dict[int, int] = {}
-        has_failed = False  # then it goes without outputs: a busy server may refuse what is large
+        told: dict[int, int] = {}  # Number of output tokens reported so far, by context.
+        # After a failure the next heartbeat has no outputs: a busy server may reject large bodies.
+        has_failed = False
 
         async def beat() -> HeartbeatResponse:
             nonlocal asked, told, has_failed
-            asked = self._clock.now()  # each attempt: the lease counts from the one that succeeds
+            asked = self._clock.now()  # The lease starts at the attempt that succeeds.
             runtime = self._service.runtime_info(None if has_failed else told)
             reached = {part.context_id: part.end for part in runtime.outputs}
             new = {"outputs": [part for part in runtime.outputs if part.ids]}
@@ -174,7 +183,9 @@ class Heartbeat:
                 return
 
     async def _before(self, when: float | None, work: Coroutine[Any, Any, T]) -> T | None:
-        """None if the work has not ended at this time: then it is cancelled."""
+        """The result of `work`; None if it has not finished at time `when`. It is then cancelled.
+
+        `when` None waits without a limit."""
         if when is None:
             return await work
         working = asyncio.ensure_future(work)
@@ -188,14 +199,14 @@ class Heartbeat:
             await asyncio.gather(working, waiting, return_exceptions=True)
 
     async def _until_answered(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Try again, less and less often, as long as there is no good answer."""
+        """Retry `call` with exponential backoff until it succeeds."""
         delay_s = FIRST_RETRY_S
         reason: type[ParrotError] | None = None
         while True:
             try:
                 return await call()
             except ParrotError as error:
-                if type(error) is not reason:  # not at each attempt
+                if type(error) is not reason:  # Log a reason once, and not at each attempt.
                     logger.warning("ServeCore: %s; trying on", error.message)
                 reason = type(error)
             await self._clock.sleep(delay_s)
@@ -203,14 +214,15 @@ class Heartbeat:
 
 
 def _is_refusal(error: ParrotError) -> bool:
-    """Whether no ServeCore has taken what failed so."""
+    """Whether a failed registration was certainly not accepted by any ServeCore."""
     return isinstance(error, Unreachable | Standby) or error.status < InternalError.status
 
 
 async def reachable(info: EngineInfo, cores: Sequence[tuple[str, int]]) -> EngineInfo:
-    """`info` with a host that ServeCore can call: an engine bound to every interface tells the
-    address of the one that leads to the first of `cores` that has a way. Raises `Unavailable` while
-    none has."""
+    """`info` with a host that ServeCore can call.
+
+    An engine that is bound to all interfaces reports the address of the interface with a route to
+    the first reachable of `cores`. Raises `Unavailable` if none is reachable."""
     if info.host not in _WILDCARD_HOSTS:
         return info
     host = await asyncio.to_thread(_own_address, cores)
@@ -229,7 +241,7 @@ def _own_address_towards(host: str, port: int) -> str:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # a datagram socket: chooses a route, sends nothing
+            probe.connect(address)  # A datagram socket only chooses a route and sends nothing.
             own: str = probe.getsockname()[0]
             return own
     except OSError as error:
@@ -237,7 +249,7 @@ def _own_address_towards(host: str, port: int) -> str:
 
 
 def registration(config: EngineConfig, front: EngineFront, incarnation: str = "") -> Heartbeat:
-    """Prepare to keep the engine registered with the config's ServeCore."""
+    """The heartbeat of an engine, for the ServeCore and the standbys of its config."""
     cores = [(core.host, core.port) for core in (config.serve_core, *config.standby_cores)]
     urls = [f"http://{host}:{port}" for host, port in cores]
     return Heartbeat(

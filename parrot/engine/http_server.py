@@ -1,4 +1,4 @@
-"""An engine's process: its service, its app, its heartbeat, and the command that serves them.
+"""The process of an engine: its service, its HTTP app, its heartbeat and its command.
 
 `python3 -m parrot.engine.http_server --config_path engine.json`
 """
@@ -25,20 +25,21 @@ from parrot.utils.ids import new_token
 
 logger = logging.getLogger(__name__)
 
-# How long the thread that makes steps waits for the interpreter while the event loop is busy with
-# streams. Python's own 5 ms, each time that an operation on the device returns, is a step's length.
+# Time, in seconds, after which the core thread gets the GIL from a busy event loop. It waits for
+# the GIL after each GPU operation. Python's default of 5 ms is as long as a step.
 _SWITCH_INTERVAL_S = 2e-4
 
-# Objects that are made before Python looks for garbage among them, collections before it looks at
-# older ones, and at the oldest. A step of 256 sequences makes thousands that go with it: with the
-# interpreter's own 700, 10, 10 it looked at them every other step, a tenth of the host's time.
+# Thresholds of Python's garbage collector for its three generations. A step of 256 sequences
+# creates thousands of objects that live for one step. The default (700, 10, 10) collected every
+# other step, which took a tenth of the CPU time.
 _COLLECTED_EVERY = (10_000, 4, 2)
 
 
 async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
-    """Serve until SIGTERM or SIGINT. The port answers at once, /ready when the model is loaded;
-    only then does the engine register. Raises what loading raises, and `ConfigError` if a cluster
-    token is needed and missing."""
+    """Serve until SIGTERM or SIGINT.
+
+    The port is open at once. The engine becomes ready and registers when the model is loaded.
+    Raises the errors of loading, and `ConfigError` if a required cluster token is missing."""
     token = settled_token(
         config.host,
         config.cluster_token,
@@ -76,8 +77,10 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
 async def run_engine(
     config: AnyEngineConfig, service: EngineService, heartbeat: Heartbeat | None
 ) -> None:
-    """Load, then stay registered, until the engine has left, or alone. Else it ends only by an
-    error: another process may have more luck with the device that this one has lost."""
+    """Load the model and keep the engine registered until it has left. Without a heartbeat, serve
+    until cancelled.
+
+    Raises `DeviceLost`, so that the process exits and a new process can use the device."""
     await service.start()
     logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
     if heartbeat is None:
@@ -108,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ConfigError, DeviceLost) as error:
         sys.exit(f"error: {error}")
     if core_thread_is_alive():
-        # Native code that still loads weights would abort the process in Python's own shutdown.
+        # Native code that is still loading weights would crash during the interpreter's shutdown.
         logging.shutdown()
         os._exit(0)
 

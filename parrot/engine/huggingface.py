@@ -1,8 +1,8 @@
-"""Runs the steps of the huggingface engine: transformers computes, our pool keeps the KV.
+"""Runs the steps of the huggingface engine: transformers computes, and Parrot's pool holds the KV.
 
-A model asks its cache, layer by layer, to add the new keys and values and to give back all there
-are. Here they are added to a pool of slots, and what comes back is gathered from it. Sequences of
-one forward pass have equally many new tokens and are padded on the left:
+In each layer a transformers model passes new keys and values to its cache and gets all keys and
+values back. Parrot's cache writes the new ones to a pool of slots and gathers the result from it.
+The sequences of one forward pass have equal numbers of new tokens and are padded on the left:
 
     row 0    _ _ _ x x x n          _  the zero slot, hidden by the attention mask
     row 1    x x x x x x n          x  computed before      n  new
@@ -51,19 +51,18 @@ from parrot.protocol.sampling import Logprobs
 from parrot.utils.config import ConfigError
 
 _MIB = 2**20
-_MAX_ROWS = 64
-_PROBE_TOKENS = 12
-_SCORED_TOKENS = 64  # of one forward pass, which has all of their logits
+_MAX_ROWS = 64  # Most sequences in one forward pass.
+_PROBE_TOKENS = 12  # Prompt length of the check whether a model can be served.
+_SCORED_TOKENS = 64  # Most scored tokens in one forward pass, which holds all of their logits.
 
 
 class HuggingFaceRunner:
-    """`Runner` over any model that takes its past as keys and values of all layers.
+    """`Runner` over any transformers model whose only state is the KV of its layers.
 
-    Sequences with equally many new tokens, which is all that decode, run in one forward pass;
-    others one after the other."""
+    Sequences with equal numbers of new tokens share a forward pass. These include all decodes."""
 
     def __init__(self, model: Any, *, num_blocks: int, block_size: int, max_seq_len: int) -> None:
-        """Raises `ConfigError` for a model that has state outside its KV."""
+        """Raises `ConfigError` for a model with state outside its KV."""
         config = model.config.get_text_config(decoder=True)
         self._model = model
         self._device = next(model.parameters()).device
@@ -118,13 +117,15 @@ class HuggingFaceRunner:
         return StepResult(tokens, errors, scores=scores, read=read)
 
     def _score(self, sequence: SequenceStep, spec: ScoreSpec) -> Logprobs:
-        """In several passes, since only the model knows how it makes logits of its states."""
+        """Score a prompt in passes of `_SCORED_TOKENS` tokens."""
+        # Models compute logits from hidden states differently, so each pass computes the logits of
+        # all its tokens.
         found = Logprobs(1 + spec.num_top)
         for first in range(0, len(sequence.token_ids), _SCORED_TOKENS):
             part = sequence.token_ids[first : first + _SCORED_TOKENS]
             one = sequence._replace(token_ids=part, start=sequence.start + first, read=None)
             logits = self._forward([one], num_kept=len(part))[0, -len(part) :]
-            begin = max(first, spec.start)  # what is before it was computed earlier, too
+            begin = max(first, spec.start)  # Tokens before `spec.start` have no targets.
             targets = spec.targets[begin - spec.start : first + len(part) - spec.start]
             if not targets:
                 continue
@@ -137,7 +138,7 @@ class HuggingFaceRunner:
     def _forward(
         self, batch: Sequence[SequenceStep], reads: StepReads | None = None, num_kept: int = 1
     ) -> torch.Tensor:
-        """Logits [rows, tokens, vocab], at least after the last `num_kept` tokens of each."""
+        """Logits [rows, tokens, vocab], at least of the last `num_kept` tokens of each row."""
         num_new = len(batch[0].token_ids)
         table, mask = self._slots(batch)
         self._cache.place(Slots(self._tensor(table), num_new))
@@ -183,8 +184,9 @@ class HuggingFaceRunner:
 
     @torch.inference_mode()
     def _probe(self, num_blocks: int, vocab_size: int) -> int:
-        """Compare a prompt computed in three parts with the same prompt without a cache; also
-        makes the pools. Returns the width of the logits."""
+        """Compute a prompt in three parts, and compare its logits with a run without a cache.
+
+        Also creates the pools. Returns the number of columns of the logits."""
         num_tokens = min(_PROBE_TOKENS, num_blocks * self._block_size)
         token_ids = [(7 * i + 1) % vocab_size for i in range(num_tokens)]
         blocks = range(-(-num_tokens // self._block_size))
@@ -213,7 +215,7 @@ class HuggingFaceRunner:
 
 
 def _batches(sequences: Iterable[SequenceStep]) -> Iterator[list[SequenceStep]]:
-    """Equally many new tokens in a batch, and at most half of it padding."""
+    """Batches of sequences with equal numbers of new tokens, of which at most half is padding."""
 
     def size(sequence: SequenceStep) -> tuple[int, int]:
         return len(sequence.token_ids), sequence.end
@@ -232,11 +234,10 @@ def _batches(sequences: Iterable[SequenceStep]) -> Iterator[list[SequenceStep]]:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where the tokens of one forward pass lie in the pools: int64 [rows, columns], the last
-    `num_new` columns being the new tokens."""
+    """The slots of one forward pass in the pools."""
 
-    table: torch.Tensor
-    num_new: int
+    table: torch.Tensor  # int64 [rows, columns].
+    num_new: int  # The last `num_new` columns are the new tokens.
 
     @property
     def num_past(self) -> int:
@@ -244,8 +245,9 @@ class Slots:
 
 
 class PagedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer as [slots, heads, dim], made when the first ones show their
-    shape. The last slot is always zero."""
+    """The keys and values of one layer as pools [slots, heads, dim]. The last slot is always zero.
+
+    The pools are created at the first update, which shows their shape."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()
@@ -256,7 +258,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both [rows, heads, new tokens, dim]; returns them with the past before them."""
+        """Write new states [rows, heads, new tokens, dim]. Returns them after the past states."""
         slots = self.slots
         assert slots is not None, "a forward pass without slots"
         states = (key_states, value_states)
@@ -269,7 +271,7 @@ class PagedLayer(DynamicLayer):  # type: ignore[misc]
         return keys, values
 
     def _make_pool(self, state: torch.Tensor) -> torch.Tensor:
-        """Not filled: slots are written before they are read, and memory is not taken early."""
+        # Slots are written before they are read. Without filling, memory is allocated at first use.
         pool = state.new_empty((self._num_slots + 1, state.shape[1], state.shape[3]))
         pool[-1] = 0
         return pool
@@ -286,12 +288,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[PagedLayer(num_slots) for _ in range(num_layers)])
 
     def place(self, slots: Slots) -> None:
-        """The next forward pass computes these tokens."""
+        """Set the slots of the next forward pass."""
         for layer in self.layers:
             layer.slots = slots
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Slots to slots, in every layer."""
+        """Copy slots to other slots in every layer."""
         for layer in self.layers:
             for pool in layer.pools:
                 pool[target] = pool[source]
@@ -303,13 +305,14 @@ class PagedCache(Cache):  # type: ignore[misc]
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_SIZE = 16
-_UNKNOWN_MAX_LEN = 2048
+_BLOCK_SIZE = 16  # Tokens per block.
+_UNKNOWN_MAX_LEN = 2048  # Longest context, in tokens, of a model whose config has no limit.
 
 
 def load_runner(config: HuggingFaceConfig) -> LoadedModel[HuggingFaceRunner]:
-    """Load what the config names; takes seconds to minutes. Raises `ConfigError` for a model that
-    is not there or that cannot be served. No code of a model's repository is ever run."""
+    """Load the configured model, which takes seconds to minutes. Runs no code of its repository.
+
+    Raises `ConfigError` for a model that is missing or cannot be served."""
     device = resolve_device(config.device)
     if device.type == "cpu":
         torch.set_num_threads(os.cpu_count() or 1)
@@ -349,8 +352,8 @@ def _from_pretrained(name: str, dtype: torch.dtype) -> Any:
 
 
 def _from_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
-    """With the builtin engine's reader: transformers' own takes 13 s for 135M parameters and needs
-    another package."""
+    """Load a GGUF file with the builtin engine's reader."""
+    # The reader of transformers needs another package and takes 13 s for 135M parameters.
     import transformers
 
     given = dict(checkpoint.config)

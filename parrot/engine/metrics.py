@@ -1,4 +1,4 @@
-"""An engine's metrics, of its state and of its requests, under the field's names."""
+"""Prometheus metrics of an engine's state and of its requests, with vLLM's metric names."""
 
 import logging
 import time
@@ -57,17 +57,17 @@ _REASONS: Counters = {"request_success": ("Requests that ended, by the reason.",
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A request that has its response, or has failed. `began`: in Unix time."""
+    """A request that has finished, failed or been aborted."""
 
     request: GenerateRequest
-    began: float
+    began: float  # Unix time.
     seconds: float
     response: GenerateResponse | None
     error: BaseException | None
 
     @property
     def parent(self) -> TraceParent | None:
-        """The span above it."""
+        """The parent span."""
         return TraceParent.parse(self.request.traceparent)
 
     @property
@@ -77,9 +77,10 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Why it ended, in vLLM's words. Leaving clients cancel it, which is no `Exception`."""
+        """The finish reason, in vLLM's terms."""
         if isinstance(self.error, Exception):
             return "error"
+        # A client that disconnects cancels the request. `CancelledError` is no `Exception`.
         return "abort" if self.response is None else self.response.finish_reason.value
 
 
@@ -87,8 +88,9 @@ class Ended:
 def told(
     request: GenerateRequest, listeners: Sequence[Callable[[Ended], None]]
 ) -> Iterator[Callable[[GenerateResponse], None]]:
-    """Tell the listeners how the request ends that is served in the block, which gives its response
-    to the function that is yielded, or raises."""
+    """Context that serves a request and then passes its `Ended` to the listeners.
+
+    The block calls the yielded function with the response, or raises."""
     began_at, began = time.time(), time.perf_counter()
     response: GenerateResponse | None = None
     ended_at = failure = None
@@ -110,7 +112,7 @@ def told(
 
 
 def log_ended(ended: Ended) -> None:
-    """Log the request, if calls are logged."""
+    """Log the request if call logging is enabled."""
     if not CALLS.isEnabledFor(logging.INFO):
         return
     parent, facts = ended.parent, {}
@@ -134,7 +136,7 @@ def log_ended(ended: Ended) -> None:
 
 
 class EngineMetrics:
-    """Counts of the requests that generate."""
+    """Metrics of the requests that generate, and of the engine's state."""
 
     content_type = CONTENT_TYPE
 

@@ -1,11 +1,9 @@
-"""Engine services: the interface of engines of any type, and the service of those that have a
-`Runner`, on top of an engine core that a driver runs.
+"""Engine services: the interface of all engine types, and the service of types with a runner.
 
-For real models a driver is a thread. (Simulated ones have `parrot.engine.sim`.) All drivers keep
-the rule that makes the core simple: verbs (submit, abort, free) wait in an inbox and are applied
-before a step is planned, so they take effect within one step and never meet a step half planned. A
-step that was launched before goes on as it is. A verb that fails costs nobody else anything.
-Outcomes are delivered on the event loop, all those of a step at once."""
+A driver runs the engine core: a thread for real models, `parrot.engine.sim` for simulated ones.
+Verbs (submit, abort, free) wait in an inbox and are applied before a step is planned. So a verb
+takes effect within one step and never changes a step that is planned or launched. A verb that fails
+affects no other request. The outcomes of a step are delivered together on the event loop."""
 
 import asyncio
 import logging
@@ -63,8 +61,10 @@ from parrot.utils.ids import IdCounter
 logger = logging.getLogger(__name__)
 
 _THREAD_NAME = "engine-core"
-_WARM_UP_CONTEXT = -1  # no request can name it, nor any below
-_WARM_UP_TOKENS = 16
+# Context of the warm-up request. Requests cannot name negative ids. Lower ids are used for
+# embeddings and scores.
+_WARM_UP_CONTEXT = -1
+_WARM_UP_TOKENS = 16  # Prompt tokens of the warm-up request.
 
 R = TypeVar("R")
 Verb = Callable[[EngineCore], None]
@@ -74,24 +74,25 @@ class ServiceState(StrEnum):
     LOADING = "loading its model"
     READY = "ready"
     CLOSED = "shutting down"
-    LOST = "lost"  # no request can ever be served again: the process should end
+    LOST = "lost"  # The device is unusable, so the process should exit.
 
 
 class EngineService(Protocol):
-    """Used from one event loop. Every refusal or failure of a request is a `ParrotError`.
+    """An engine of any type, used from one event loop. Requests fail with a `ParrotError`.
 
     Cancelling a verb, or closing the iterator of `generate_stream`, aborts the job within one
-    engine step and leaves its context as far as it got."""
+    step. Its context keeps the tokens computed so far."""
 
     async def start(self) -> None:
-        """Load the model and warm up. Called once, before anything else; may take minutes."""
+        """Load the model and warm up, which may take minutes. Call it once, before all else."""
         ...
 
     def state(self) -> ServiceState: ...
 
     async def prepare(self, request: GenerateRequest) -> None:
-        """Do what takes a while and need not wait for the request's turn, so that `generate` can
-        take it at once. Raises what `generate` would."""
+        """Validate a request and compile its grammar, so that `generate` does not wait for that.
+
+        Raises the same errors as `generate`."""
         ...
 
     async def fill(self, request: FillRequest) -> FillResponse: ...
@@ -99,71 +100,80 @@ class EngineService(Protocol):
     async def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
-        """`on_chunk` is given the pieces of the output as they are generated, on the event loop."""
+        """Generate an output. `on_chunk` receives its chunks on the event loop."""
         ...
 
     def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
-        """Chunks as they are generated; the last item, always, is the whole response. The request
-        is checked when iteration begins."""
+        """Yield chunks as they are generated, then the response.
+
+        The request is validated when iteration begins."""
         ...
 
     def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
-        """The output that `generate` makes on a context, from its first token on, until it ends.
-        If it has not begun yet it is waited for. Raises `UnsupportedField` if this engine gets its
-        outputs whole."""
+        """Yield the output that `generate` produces on a context, from its first token on.
+
+        Waits if the output has not begun. Raises `UnsupportedField` if this engine does not
+        stream."""
         ...
 
     async def read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
-        """Embed texts; or score them, for a `ScoreRequest`. Raises `UnsupportedField` if this
-        engine does not."""
+        """Embed texts, or score them for a `ScoreRequest`.
+
+        Raises `UnsupportedField` if this engine does not support it."""
         ...
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
-        """Abort the jobs of these contexts and forget them; returns the tokens they held. Unknown
-        ids count 0."""
+        """Free contexts and abort their jobs. Returns the number of tokens that they held.
+
+        Unknown ids are ignored."""
         ...
 
     async def reset(self) -> None:
-        """Abort every job and free every context: the ServeCore that owned them is gone, and the
-        next one hands out the same ids again. Cached KV stays."""
+        """Abort all jobs and free all contexts. Cached KV stays.
+
+        Called when the ServeCore that owned the contexts is lost: the next one uses the same ids.
+        """
         ...
 
     def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
-        """With the `outputs` under way in these contexts that nobody takes as they come, behind the
-        tokens that were `told`: how many, by contexts. The newest may be left out. None of them if
-        that is None, nor of an engine of text."""
+        """The engine's state and load.
+
+        `told` has the number of output tokens reported so far, by context. The `outputs` of the
+        result are the later tokens of running generations that have no stream. The newest tokens
+        may be missing. There are no `outputs` if `told` is None or contexts are text."""
         ...
 
     def engine_info(self) -> EngineInfo:
-        """Return the facts to register with; valid after `start`."""
+        """The data for the registration. Call it after `start`."""
         ...
 
     def tokenizer(self) -> TokenizerResponse | None:
-        """None when the engine's contexts are text."""
+        """The model's tokenizer; None if contexts are text."""
         ...
 
     def check_integrity(self) -> None:
-        """Recount blocks, contexts and jobs; an AssertionError tells what does not add up. Call
-        it only between steps."""
+        """Recount blocks, contexts and jobs, and raise `AssertionError` for a wrong count.
+
+        Call it only between steps."""
         ...
 
     async def close(self) -> None:
-        """Fail what is unfinished with `Unavailable` and stop. May be called twice."""
+        """Fail unfinished requests with `Unavailable` and stop. Idempotent."""
         ...
 
 
 class Driver(Protocol):
-    """Used from one event loop."""
+    """Runs an engine core. Used from one event loop."""
 
     @property
     def is_lost(self) -> bool:
-        """Whether no step will ever run again."""
+        """Whether the device is unusable, so that no further step can run."""
         ...
 
     async def start(self) -> EngineCore:
-        """Make the core and begin to run it. The core may be read, but only verbs change it."""
+        """Create the core and start to run it. The caller may read it; only verbs may change it."""
         ...
 
     def post(self, verb: Verb) -> None:
@@ -171,18 +181,18 @@ class Driver(Protocol):
         ...
 
     async def close(self) -> None:
-        """Fail what is unfinished with `Unavailable` and stop. May be called twice."""
+        """Fail unfinished requests with `Unavailable` and stop. Idempotent."""
         ...
 
 
 async def ask(driver: Driver, question: Callable[[EngineCore], R]) -> R:
-    """Post a verb and wait for what it returns."""
+    """Post a verb and wait for its result."""
     answer: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
     def verb(core: EngineCore) -> None:
         try:
             outcome: R | Exception = question(core)
-        except Exception as error:  # noqa: BLE001 - it is raised where the question was asked
+        except Exception as error:  # noqa: BLE001 - the caller of `ask` gets the error
             outcome = error
         core.requests.outbox.add(partial(settle, answer), outcome)
 
@@ -191,7 +201,7 @@ async def ask(driver: Driver, question: Callable[[EngineCore], R]) -> R:
 
 
 def apply_verbs(inbox: deque[Verb], core: EngineCore) -> None:
-    """Apply the verbs that have come until now."""
+    """Apply the verbs that are in the inbox at the time of the call."""
     for _ in range(len(inbox)):
         verb = inbox.popleft()
         try:
@@ -201,7 +211,7 @@ def apply_verbs(inbox: deque[Verb], core: EngineCore) -> None:
 
 
 def deliver(outcomes: list[Delivery]) -> None:
-    """Make the calls; one sink's defect must not cost the others their answers."""
+    """Call all sinks. An exception in one sink must not affect the others."""
     for call, argument in outcomes:
         try:
             call(argument)
@@ -210,10 +220,10 @@ def deliver(outcomes: list[Delivery]) -> None:
 
 
 class ThreadDriver:
-    """Runs the core in a thread of its own, in which the model is also loaded. Idle, the thread
-    sleeps on a condition. `close` gives a step that is under way `patience_s` to end."""
+    """Loads the model and runs the core in a thread. Without work the thread sleeps."""
 
     def __init__(self, load: Callable[[], EngineCore], *, patience_s: float = 10.0) -> None:
+        """`close` waits up to `patience_s` for the running step."""
         self._load = load
         self._patience_s = patience_s
         self._inbox: deque[Verb] = deque()
@@ -241,18 +251,18 @@ class ThreadDriver:
             self._wake.notify()
 
     def lose(self) -> None:
-        """Say, from any thread, that no step can be run any more."""
+        """Report that the device is unusable. Callable from any thread."""
         self.is_lost = True
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Call in the core's thread when it ends. For `load` to use."""
+        """Call `call` in the core's thread when the thread ends. For `load`."""
         self._at_end.append(call)
 
     async def close(self) -> None:
         with self._wake:
             self._is_closing = True
             self._wake.notify()
-        if self._thread is not None and self._is_loaded:  # loading cannot be interrupted
+        if self._thread is not None and self._is_loaded:  # Loading cannot be interrupted.
             await asyncio.to_thread(self._thread.join, self._patience_s)
             if self._thread.is_alive():
                 logger.error("a step has not ended for %g s; it is given up", self._patience_s)
@@ -260,7 +270,7 @@ class ThreadDriver:
     def _run(self, loop: asyncio.AbstractEventLoop, loaded: "asyncio.Future[EngineCore]") -> None:
         try:
             core = self._load()
-        except Exception as error:  # noqa: BLE001 - whatever it is, `start` raises it
+        except Exception as error:  # noqa: BLE001 - `start` raises it
             _tell(loop, settle, loaded, error)
             return
         _tell(loop, settle, loaded, core)
@@ -284,7 +294,7 @@ class ThreadDriver:
             self._deliver(core, loop)
 
     def _step_or_fail(self, core: EngineCore) -> bool:
-        """Apply the inbox and run a step. A defect fails the requests at hand, not the engine."""
+        """Apply the inbox and run a step. An exception fails all requests, but not the engine."""
         try:
             core.wait_until_due()
             apply_verbs(self._inbox, core)
@@ -306,19 +316,21 @@ class ThreadDriver:
 
 
 def core_thread_is_alive() -> bool:
-    """Whether after `close` the thread still loads a model or waits for a stuck device, neither of
-    which can be interrupted."""
+    """Whether the core's thread still runs.
+
+    After `close` it may still load a model or wait for a hanging GPU. Both cannot be interrupted.
+    """
     return any(thread.name == _THREAD_NAME for thread in threading.enumerate())
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
-    """Call from another thread; nobody is left to be told once the loop has closed."""
-    with suppress(RuntimeError):
+    """Call a function on the event loop from another thread."""
+    with suppress(RuntimeError):  # The loop may be closed already.
         loop.call_soon_threadsafe(call, *args)
 
 
 def settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
-    """Give the future its result, or the error that it is to raise, unless it was cancelled."""
+    """Set the future's result or exception, unless the future was cancelled."""
     if future.done():
         return
     if isinstance(outcome, Exception):
@@ -328,9 +340,7 @@ def settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
 
 
 class RunnerService:
-    """See `EngineService`. The model may be loaded while the driver starts; `warm_up` then runs a
-    few tokens through it, so that the first request is not slower than the rest. `pooling`: how it
-    makes embeddings; None if there is no model for them, nor for scores."""
+    """The `EngineService` of engine types with a runner and an engine core."""
 
     def __init__(
         self,
@@ -340,6 +350,9 @@ class RunnerService:
         warm_up: bool,
         pooling: PoolingKind | None = None,
     ) -> None:
+        """`warm_up`: run a short request first, so that the first client does not wait for one-time
+        work. `pooling`: the kind of embeddings; None if the engine has neither embeddings nor
+        scores."""
         self._config = config
         self._driver = driver
         self._warms_up = warm_up
@@ -391,7 +404,7 @@ class RunnerService:
         return response
 
     def _inputs(self, inputs: Sequence[list[int] | str]) -> tuple[Piece, ...]:
-        """A piece on a temporary context for each."""
+        """One piece per input, each on a temporary context."""
         pieces = []
         for index, given in enumerate(inputs):
             fill = FillPiece.model_construct(
@@ -427,7 +440,8 @@ class RunnerService:
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         wanted = await self._generation(request, stream=True)
-        events: asyncio.Queue[Outcome] = asyncio.Queue()  # bounded by the tokens generated
+        # The queue holds at most one event per generated token.
+        events: asyncio.Queue[Outcome] = asyncio.Queue()
         self._driver.post(lambda core: core.requests.submit(wanted, events.put_nowait))
         has_ended = False
         try:
@@ -444,7 +458,7 @@ class RunnerService:
 
     async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
         self._require_ready()
-        chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()  # bounded as above
+        chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         follower = chunks.put_nowait
         self._driver.post(lambda core: core.requests.followers.add(context_id, follower))
         try:
@@ -468,7 +482,7 @@ class RunnerService:
         )
 
     async def _constraint(self, request: GenerateRequest) -> Constraint | None:
-        """Waits for nothing if `prepare` has."""
+        """The request's grammar. Does not wait if `prepare` was called."""
         sampling, grammars = request.sampling_config, self._require_core().language.grammars
         sampling.require_support(self._sampling, f"the {self._config.engine_type} engine")
         return (
@@ -477,7 +491,7 @@ class RunnerService:
 
     @property
     def _sampling(self) -> frozenset[str]:
-        """The fields of a sampling config that are carried out."""
+        """The sampling fields that this engine supports."""
         grammars = self._require_core().language.grammars
         return SUPPORTED_SAMPLING.union(() if grammars is None else CONSTRAINTS)
 
@@ -499,7 +513,7 @@ class RunnerService:
         )
 
     async def _answer(self, wanted: EngineRequest, on_chunk: OnChunk | None = None) -> Response:
-        """Submit a request and wait for its end; abort it if this is cancelled."""
+        """Submit a request and wait for its response. Aborts the request if cancelled."""
         answer: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
         def sink(outcome: Outcome) -> None:
@@ -516,7 +530,7 @@ class RunnerService:
                 self._driver.post(lambda core: core.requests.abort(wanted.request_id))
 
     def _pieces(self, request: GenerateRequest) -> tuple[Piece, ...]:
-        """The request's fills and its own context, with neighbours on one context made one."""
+        """The request's fills and its own context. Consecutive fills of one context are merged."""
         pieces = [self._piece(fill) for fill in request.fills]
         pieces.append(
             Piece(request.context_id, array("i"), request.parent_context_id, request.parent_len)
@@ -554,9 +568,7 @@ class RunnerService:
         return await ask(self._driver, lambda core: core.requests.free(context_ids))
 
     async def reset(self) -> None:
-        if (
-            self._state is ServiceState.READY
-        ):  # otherwise there is nothing to forget, or soon will be
+        if self._state is ServiceState.READY:  # In other states no context exists or survives.
             await ask(self._driver, lambda core: core.requests.reset())
 
     def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:

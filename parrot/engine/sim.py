@@ -1,6 +1,7 @@
-"""The sim engine: the real core over a runner that computes nothing and takes the time of a model.
-Every step costs time, and every token depends on all before it. Its driver skips many equal steps,
-in real or in virtual time."""
+"""The sim engine: the real engine core over a runner that simulates the time of each step.
+
+Each token is a function of all tokens before it. The driver can run several steps as one leap, in
+real or in virtual time."""
 
 import asyncio
 import logging
@@ -36,18 +37,20 @@ from parrot.protocol.sampling import NEUTRAL_SAMPLING
 from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.clock import Clock, MonotonicClock
 
-_ROUNDING_S = 1e-9  # of a clock that was told to sleep until then
+# A transfer counts as finished up to this time, in seconds, before its end: the clock may round.
+_ROUNDING_S = 1e-9
 
 
-VOCAB_SIZE = 259
+VOCAB_SIZE = 259  # 256 bytes and three special tokens.
 _CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-_LEAST_STEP_S = 1e-6  # reported of steps that cost nothing
-_TYPICAL_DEPTH = 1000  # tokens before a prompt token, for engines whose prompts are quadratic
-_TOKEN_BYTES = 128 << 10  # of KV, as in an 8B model
-_LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "
+_LEAST_STEP_S = 1e-6  # Smallest step time, in seconds, that the engine reports as its cost.
+# The reported cost of a prompt token assumes this number of tokens before the token.
+_TYPICAL_DEPTH = 1000
+_TOKEN_BYTES = 128 << 10  # Reported bytes of KV per token, as in an 8B model.
+_LETTERS = b"etaoin shrdlu cmfwyp vbgkqjxz etaoin "  # All tokens that the engine samples.
 LETTER_IDS = frozenset(_LETTERS)
 _LOGPROBS = {
     letter: math.log(count / len(_LETTERS)) for letter, count in Counter(_LETTERS).most_common()
@@ -56,23 +59,25 @@ _AS_BYTES = {letter: array("i", [letter]).tobytes() for letter in LETTER_IDS}
 
 
 logger = logging.getLogger(__name__)
+# If the process oversleeps, later steps are shortened by at most this time, in seconds.
 _MAX_CATCH_UP_S = 0.02
 
 
 def token_after(checksum: int) -> int:
-    """The id that follows a context whose ids, as 32-bit numbers, have this CRC-32."""
+    """The next token of a context. `checksum`: the CRC-32 of its ids as 32-bit numbers."""
     return _LETTERS[checksum % len(_LETTERS)]
 
 
 def _scores(token: int, num_top: int) -> TokenScores:
-    """The token's frequency among all samples, and the most frequent ones."""
+    """The log frequency of `token` in `_LETTERS`, and of the `num_top` most frequent letters."""
     ids = [token, *list(_LOGPROBS)[:num_top]]
     return TokenScores(ids, [_LOGPROBS[i] for i in ids])
 
 
 class SimRunner:
-    """Samples letters and spaces, chosen by a checksum of the context: the same context gives the
-    same text, whatever else is in the batch. It never ends a text by itself."""
+    """Samples letters and spaces by a checksum of the context, and never an end-of-text token.
+
+    Equal contexts get equal outputs in every batch."""
 
     def __init__(self, instance: SimInstance, clock: Clock) -> None:
         self._instance = instance
@@ -80,7 +85,8 @@ class SimRunner:
         if instance.num_host_kv_blocks:
             self._transfers = SimTransfers(instance.block_size * instance.host_token_s, clock)
         self._unique_kv = UniqueKv(instance.block_size)
-        self._checksums: dict[int, tuple[int, int]] = {}  # of the last step's jobs: tokens, sum
+        # Jobs of the last step: number of tokens and their checksum.
+        self._checksums: dict[int, tuple[int, int]] = {}
         self._info = RunnerInfo(
             num_blocks=instance.num_kv_cache_blocks,
             block_size=instance.block_size,
@@ -107,12 +113,12 @@ class SimRunner:
         self._transfers.begin(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
-        """A caller that waits must let time pass until `next_landing`."""
+        """Ignores `wait`: a caller that waits must sleep until `next_landing`."""
         return [] if self._transfers is None else self._transfers.landed()
 
     @property
     def next_landing(self) -> float | None:
-        """When a transfer lands next, by the clock; None if none is under way."""
+        """The time at which the next transfer finishes; None if no transfer is in flight."""
         return None if self._transfers is None else self._transfers.next_landing
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -131,19 +137,20 @@ class SimRunner:
         return StepResult(tokens, {}, scores=scores)
 
     def run_on(self, plan: StepPlan, num_steps: int) -> dict[int, list[int]]:
-        """The tokens of each job in `num_steps` steps, of which `plan` is the first. All sequences
-        of it sample."""
+        """The tokens of each job in `num_steps` steps that start with `plan`.
+
+        All sequences of `plan` must sample."""
         tokens = {job_id: [token] for job_id, token in self.run(plan).tokens.items()}
         for job_id, made in tokens.items():
             length, checksum = self._checksums[job_id]
             for _ in range(num_steps - 1):
                 checksum = zlib.crc32(_AS_BYTES[made[-1]], checksum)
-                made.append(_LETTERS[checksum % len(_LETTERS)])  # as `token_after`
+                made.append(_LETTERS[checksum % len(_LETTERS)])  # `token_after`, inlined.
             self._checksums[job_id] = (length + num_steps - 1, checksum)
         return tokens
 
     def cost(self, plan: StepPlan) -> float:
-        """Seconds the step takes: see `SimInstance`. Generated tokens count as sequences."""
+        """The time of a step, in seconds (see `SimInstance`)."""
         costs, sequences = self._instance, plan.sequences
         prompts = [s for s in sequences if len(s.token_ids) > 1]
         (decode_s,) = self.costs(plan, 1)
@@ -156,8 +163,7 @@ class SimRunner:
         )
 
     def costs(self, plan: StepPlan, num_steps: int) -> list[float]:
-        """Seconds of each of `num_steps` steps, of which `plan` is the first. All its sequences
-        have one token."""
+        """The times, in seconds, of `num_steps` decode steps that start with `plan`."""
         count, num_read = len(plan.sequences), self._num_read(plan.sequences)
         first_s = self._instance.step_s + self._instance.sequence_s * count
         token_s = self._instance.context_token_s
@@ -170,8 +176,10 @@ class SimRunner:
 
 
 class SimService(RunnerService):
-    """Many on one virtual clock simulate a cluster in one process, faster than real time (see
-    `parrot.simulation`). Make it where an event loop runs. See `SimDriver` for `leaps`."""
+    """The service of a sim engine. Create it while an event loop runs.
+
+    Several services on one virtual clock simulate a cluster in one process, faster than real time
+    (`parrot.simulation`). `leaps`: see `SimDriver`."""
 
     def __init__(
         self, config: SimConfig, clock: Clock | None = None, *, leaps: bool = False
@@ -185,14 +193,14 @@ class SimService(RunnerService):
         super().__init__(config, self._sim_driver, warm_up=False)
 
     def slow_down(self, factor: float) -> None:
-        """From its next step on, every step takes `factor` times what it costs."""
+        """Multiply the time of each step by `factor`, from the next step on."""
         self._sim_driver.slow_down(factor)
 
     def runtime_info(self, told: Mapping[int, int] | None = None) -> RuntimeInfo:
-        """Steps that run together are interrupted, so that the next look sees those that ended."""
+        """Also interrupts a leap, so that the next call sees the steps that have finished."""
         self._sim_driver.interrupt()
         info = super().runtime_info(told)
-        if info.costs is None:  # not started yet
+        if info.costs is None:  # The service has not started yet.
             return info
         slowdown = self._sim_driver.slowdown
         costs = {name: slowdown * cost for name, cost in info.costs.model_dump().items()}
@@ -200,9 +208,10 @@ class SimService(RunnerService):
 
 
 class SimDriver:
-    """Steps take what `runner` says, times `slowdown`. With `leaps`, for which the loop's time must
-    be the clock's, steps that are sure are run together; every request is answered at the same
-    time, with the same tokens, as without. What can be seen meanwhile (`runtime_info`) is older."""
+    """Runs the core on the event loop. A step takes the runner's cost times `slowdown`.
+
+    With `leaps`, steps whose result is certain run as one leap. Answers have the same times and
+    tokens; only `runtime_info` may be older. The clock must be the event loop's time."""
 
     is_lost = False
 
@@ -240,12 +249,12 @@ class SimDriver:
         deliver(self._core.requests.outbox.take())
 
     def slow_down(self, factor: float) -> None:
-        """From the next step on."""
+        """Multiply the time of each step by `factor`, from the next step on."""
         self.slowdown = factor
         self.interrupt()
 
     def interrupt(self) -> None:
-        """End a leap with the step under way."""
+        """End a leap after its current step."""
         self._interrupted.set()
 
     async def _run(self) -> None:
@@ -276,7 +285,7 @@ class SimDriver:
             self._busy_until = self._clock.now()
 
     async def _rest(self) -> None:
-        """Wait for a verb, or until a copy between the tiers has landed."""
+        """Wait for a verb, or until a transfer between the tiers finishes."""
         landing = self._runner.next_landing
         if landing is None:
             await self._wake.wait()
@@ -290,7 +299,7 @@ class SimDriver:
                 wait.cancel()
 
     async def _spend(self, seconds: float) -> None:
-        """Let the step's time pass. Sleeping too long is made up for in the next step."""
+        """Sleep for the time of a step. The next steps make up for an overlong sleep."""
         now = self._clock.now()
         self._busy_until = max(self._busy_until, now - _MAX_CATCH_UP_S) + seconds
         if (delay := self._busy_until - now) > 0:
@@ -304,8 +313,9 @@ class SimDriver:
         self._core.deliver_multi_step(step, self._runner.run_on(step.plan, len(done)), done)
 
     async def _spend_until_called(self, seconds: Sequence[float]) -> int:
-        """Let the steps' time pass, until the end of that in which a verb comes. Returns how many
-        have ended."""
+        """Sleep for the time of several steps, or until the end of a step that is interrupted.
+
+        Returns the number of steps that have finished."""
         first = max(self._busy_until, self._clock.now())
         ends = list(accumulate(seconds, initial=first))[1:]
         await self._nap(ends[-1])
@@ -325,7 +335,9 @@ class SimDriver:
 
 
 class SimTransfers:
-    """Each direction takes one transfer after the other, `block_s` for each of its blocks."""
+    """Simulated transfers. Each direction runs one transfer at a time.
+
+    A transfer takes `block_s` seconds per block."""
 
     def __init__(self, block_s: float, clock: Clock) -> None:
         self._block_s = block_s
@@ -342,11 +354,11 @@ class SimTransfers:
 
     @property
     def next_landing(self) -> float | None:
-        """When the next one lands, by the clock; None if none is under way."""
+        """The time at which the next transfer finishes; None if no transfer is in flight."""
         return min((lane[0][0] for lane in self._lanes.values() if lane), default=None)
 
     def landed(self) -> list[Landed]:
-        """The copies that have landed by now and were not reported yet."""
+        """The transfers that have finished and were not returned before."""
         now, landed = self._clock.now(), []
         for lane in self._lanes.values():
             while lane and lane[0][0] <= now + _ROUNDING_S:

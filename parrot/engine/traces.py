@@ -1,4 +1,4 @@
-"""An engine's part of a trace: a span for each request that generates."""
+"""Exports an engine's part of a trace: one span per request that generates."""
 
 import os
 import time
@@ -11,7 +11,7 @@ from parrot.utils.traceparent import TraceParent, span_id_of
 
 
 class EngineTracer:
-    """Exports a span for each request that says whose it is. Spans hold nothing of texts."""
+    """Exports a span for each request with a `traceparent`. Spans contain no prompts or outputs."""
 
     def __init__(
         self, export: SpanExport, engine_name: str, model: str, sampler: TraceSampler
@@ -32,7 +32,7 @@ class EngineTracer:
         self._export.close()
 
     def ended(self, ended: Ended) -> None:
-        """Export the span of a request that has one above it, if it is sampled."""
+        """Export the span of a request that has a parent span, if the trace is sampled."""
         parent = ended.parent
         if parent is None or not self._sampler.takes(parent.trace_id, parent):
             return
