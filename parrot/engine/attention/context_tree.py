@@ -1,20 +1,20 @@
-"""The context tree of one step, read off flat block tables, and which nodes are worth sharing.
+"""The context tree of one step, and the decision which of its nodes are shared.
 
-Equal leading block ids mean shared KV, so the tree needs no bookkeeping: rows of the block table
-are sorted, and neighbours' common prefixes give the nodes. A node is a run of sorted requests and
-a half-open range of pages that all of them begin with:
+Equal leading block ids mean shared KV, so the tree is computed from the block tables alone. The
+rows of the tables are sorted, and the common prefixes of neighbours are the nodes. A node is a run
+of sorted requests and a half-open range of pages in all of their tables:
 
     request  table          sorted      nodes (lo, hi, first_page, end_page)
-    0        [3 9 4]        2  [3 9 6]  (0, 2, 2, 3)   requests 2 and 1 share page 6 too
-    1        [3 9 6 1]      1  [3 9 6]  (0, 3, 0, 2)   all of root 3 share pages 3, 9
+    0        [3 9 4]        2  [3 9 6]  (0, 2, 2, 3)   requests 2 and 1 also share page 6
+    1        [3 9 6 1]      1  [3 9 6]  (0, 3, 0, 2)   all requests of root 3 share pages 3, 9
     2        [3 9 6 8]      0  [3 9 4]
-    3        [5 7]          3  [5 7]                   no node: nobody shares 5
+    3        [5 7]          3  [5 7]                   no node: no other request has page 5
 
-To share a node is to read its KV once per tile of query rows of all its requests; the price is
-one more partial result per request, written and read again, and the launches that merge them. A
-node that is not shared is merged down: each of its children reads its pages too.
+The KV of a shared node is read once per tile of query rows of all its requests. Sharing costs one
+more partial result per request, and the launches that merge partial results. A node that is not
+shared is merged into its children: each child reads its pages as well.
 
-Everything here is numpy on the host; nothing imports torch.
+The module uses numpy only and does not import torch.
 """
 
 from dataclasses import dataclass
@@ -39,24 +39,23 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """`order[i]` is the request (row of the block table) at sorted place i. `nodes` holds
-    children before their parents; their ranges [lo, hi) are nested or disjoint."""
+    """Requests in sorted order, and the nodes. Ranges of nodes are nested or disjoint."""
 
-    order: IntArray
-    nodes: tuple[TreeNode, ...]
+    order: IntArray  # `order[i]` is the request (row of the block table) at sorted place i.
+    nodes: tuple[TreeNode, ...]  # Children come before their parents.
 
 
 def build_tree(tables: IntArray, num_shareable: IntArray) -> PrefixTree:
-    """Find every run of two or more requests whose tables begin alike.
+    """Find all runs of two or more requests whose tables have a common prefix.
 
-    `tables` is int32 [requests, pages]; of row r only the first `num_shareable[r]` ids count
-    (full pages whose KV is already there). O(requests * pages), plus one sort."""
+    `tables` is int32 [requests, pages]. Only the first `num_shareable[r]` pages of row r count:
+    full pages whose KV is already computed. The cost is O(requests * pages) and one sort."""
     num_requests = len(tables)
     width = int(num_shareable.max(initial=0))
     identity = np.arange(num_requests, dtype=np.int32)
     if num_requests < 2 or width == 0 or _all_differ(tables, num_shareable):
         return PrefixTree(identity, ())
-    # Ids that do not count become unique to their row; the extra column ends every prefix.
+    # Pages that do not count get ids unique to their row. The additional column ends every prefix.
     keys = np.empty((num_requests, width + 1), dtype=np.int32)
     keys[:, :width] = tables[:, :width]
     keys[:, width] = -1 - identity
@@ -69,21 +68,21 @@ def build_tree(tables: IntArray, num_shareable: IntArray) -> PrefixTree:
 
 
 def _all_differ(tables: IntArray, num_shareable: IntArray) -> bool:
-    """The common case of nothing to share, told by the first page alone."""
+    """Whether all first pages differ: the common case, in which no page can be shared."""
     roots = np.sort(tables[num_shareable > 0, 0])
     return not bool((roots[1:] == roots[:-1]).any())
 
 
 def _sort_rows(keys: IntArray) -> IntArray:
-    """Some order in which rows with a common prefix are neighbours: that of their bytes."""
+    """Sort rows by their bytes, which makes rows with a common prefix neighbours."""
     rows = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.itemsize * keys.shape[1])))
     return rows.ravel().argsort(kind="stable").astype(np.int32)
 
 
 def _nodes_of(common: list[int]) -> tuple[TreeNode, ...]:
-    """The tree of intervals over neighbours' common prefix lengths (in pages)."""
+    """The nodes for the common prefix lengths of neighbours, in pages."""
     nodes: list[TreeNode] = []
-    open_runs: list[tuple[int, int]] = []  # (lo, pages in common), deepest last
+    open_runs: list[tuple[int, int]] = []  # (lo, number of common pages), deepest last.
     for place, length in enumerate([*common, 0]):
         lo = place
         while open_runs and open_runs[-1][1] > length:
@@ -97,38 +96,35 @@ def _nodes_of(common: list[int]) -> tuple[TreeNode, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GateConfig:
-    """Fitted to measurements (docs/internals/kernels.md). Rates in bytes/s, times in seconds.
+    """The cost model of sharing, fitted to measurements (docs/internals/kernels.md)."""
 
-    `l2_bytes`: a node whose KV of one layer is smaller is re-read from the L2 cache when it is
-    not shared, at `l2_rate`. `row_tile`: query rows that read a tile of KV together.
-    `partial_rate`: far below what memory does, because it stands for all that more partial
-    results bring with them: stores, merging, and launches that get in each other's way.
-    `launch_s`: what any sharing adds to a layer. `node_s`: what each shared node adds, where nodes
-    are launches of their own."""
-
-    memory_rate: float = 4.3e12
-    l2_rate: float = 8.0e12
+    memory_rate: float = 4.3e12  # Bytes/s from GPU memory.
+    l2_rate: float = 8.0e12  # Bytes/s from the L2 cache.
+    # A node whose KV of one layer is smaller than this is read again at `l2_rate`, in bytes.
     l2_bytes: int = 40 << 20
-    row_tile: int = 64
+    row_tile: int = 64  # Query rows that read a tile of KV together.
+    # Bytes/s of partial results. It is far below the rate of memory, because it includes all costs
+    # of partial results: stores, merging, and launches that delay each other.
     partial_rate: float = 0.25e12
-    launch_s: float = 2e-6
-    node_s: float = 0.0
+    launch_s: float = 2e-6  # Seconds that any sharing adds to a layer.
+    node_s: float = 0.0  # Seconds that each shared node adds, if a node is a launch of its own.
 
 
 def choose_shared(
     tree: PrefixTree, q_lens: IntArray, shape: AttentionShape, gate: GateConfig
 ) -> tuple[TreeNode, ...]:
-    """The nodes to share, children before parents, their spans extended over those merged down.
+    """The nodes to share, children before parents. Their spans include merged ancestors.
 
-    `q_lens[r]` is the number of query tokens of request r. Sharing more tokens or more requests
-    never turns a kept node into one that is merged down."""
+    `q_lens[r]` is the number of query tokens of request r. A node with more tokens or more requests
+    is never less likely to be shared."""
     if not tree.nodes:
         return ()
     tokens = np.concatenate(([0], np.cumsum(q_lens[tree.order], dtype=np.int64))).tolist()
     leaf_tiles = -(-(q_lens[tree.order].astype(np.int64) * shape.group) // gate.row_tile)
     tiles_before = np.concatenate(([0], np.cumsum(leaf_tiles))).tolist()
     kept: list[tuple[TreeNode, float]] = []
-    done: list[tuple[TreeNode, int]] = []  # siblings so far, with the tiles that read them
+    # Siblings visited so far, with the number of tiles that read their subtrees.
+    done: list[tuple[TreeNode, int]] = []
     for node in tree.nodes:
         unshared = tiles_before[node.hi] - tiles_before[node.lo]
         while done and done[-1][0].lo >= node.lo:
@@ -155,10 +151,10 @@ def _saved_seconds(
 
 
 def _extend_over_merged(nodes: list[TreeNode]) -> tuple[TreeNode, ...]:
-    """Let each node begin where its nearest kept ancestor ends."""
+    """Make each node start where its nearest shared ancestor ends."""
     extended: list[TreeNode] = []
     ancestors: list[TreeNode] = []
-    for node in reversed(nodes):  # parents first
+    for node in reversed(nodes):  # Parents first.
         while ancestors and not (ancestors[-1].lo <= node.lo and node.hi <= ancestors[-1].hi):
             ancestors.pop()
         first = ancestors[-1].end_page if ancestors else 0

@@ -1,25 +1,25 @@
-"""KV in e4m3: a byte for each number, and a power of two for each token and head.
+"""KV in e4m3: one byte per number, and a power of two per token and head.
 
-A row of numbers (one token's key or value of one head) is divided by the least power of two that
-brings its largest number to 448 or below, and rounded to e4m3. Since e4m3 has exponents of its own,
-a power of two serves as well as an exact maximum would: what it costs is at the small end only,
-where numbers below a 28,672nd of the largest lose bits. In return nothing else is ever rounded: the
-exponent is one byte, numbers come back exactly in float32 and bfloat16, and every backend gets the
-same bits. Nothing has to be calibrated.
+A row is one token's key or value of one head. It is divided by the smallest power of two that
+brings its largest number to 448 or below, and rounded to e4m3. A power of two loses hardly more
+than an exact maximum, because e4m3 has exponents of its own. Only numbers smaller than 1/28,672 of
+the row's largest lose bits. The exponent takes one byte, stored numbers are exact in float32 and
+bfloat16, all backends get the same bits, and no calibration is necessary.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-_INFINITY = 0x7F800000
-_LEAST_EXPONENT = 87
-_NOT_FINITE = 255
+_INFINITY = 0x7F800000  # The bits of infinity in float32.
+_LEAST_EXPONENT = 87  # Smallest exponent of a row, plus 127.
+_NOT_FINITE = 255  # Exponent of a row with a number that is not finite.
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., size] -> uint8 codes [..., size], and uint8 exponents plus 127 [...]; a row with a
-    number that is not finite has exponent 255."""
+    """x [..., size] -> uint8 codes [..., size], and exponents plus 127, uint8 [...].
+
+    A row with a number that is not finite gets exponent 255."""
     wide = x.float()
     largest = wide.view(torch.int32).bitwise_and(0x7FFFFFFF).amax(-1)
     exponents = (((largest + 0x1FFFFF) >> 23) - 8).clamp_(min=_LEAST_EXPONENT)
@@ -30,19 +30,18 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(codes: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers that `quantise` left; not finite in rows that were not."""
+    """The numbers of codes and exponents from `quantise`. Rows with exponent 255 are not finite."""
     power = (exponents.to(torch.int32) << 23).view(torch.float32)
     return codes.view(torch.float8_e4m3fn).float().mul_(power.unsqueeze(-1)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class PooledKV:
-    """A pool of KV: `numbers` [..., block_size, head_dim], of type `dtype`; or codes, with
-    `exponents` [..., block_size]. Attention gets `dtype` in any case."""
+    """A KV pool, plain or quantised."""
 
-    numbers: torch.Tensor
-    exponents: torch.Tensor | None
-    dtype: torch.dtype
+    numbers: torch.Tensor  # [..., block_size, head_dim]: numbers of type `dtype`, or codes.
+    exponents: torch.Tensor | None  # uint8 [..., block_size] of a quantised pool.
+    dtype: torch.dtype  # The type in which attention gets the numbers.
 
     @classmethod
     def plain(cls, numbers: torch.Tensor) -> "PooledKV":

@@ -1,7 +1,7 @@
-"""Run a work list in plain torch: on any device, fast enough on a CPU, the kernels' reference.
+"""Runs a work list in plain torch, on any device. It is the reference of the kernels in tests.
 
-Items of about the same size are padded to one call. What the kernels do with slots is done by place
-here: the partial results of all calls are one list, and each row merges those that are its own.
+Items of similar size are padded to one call. The partial results of all calls form one list, and
+each row merges its own partial results by their indices instead of slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,27 +29,22 @@ from parrot.engine.attention.work_list import (
 )
 from parrot.engine.kernels.attention_shape import AttentionShape
 
-# Scores that are there at once, so that they stay in a core's cache; but at least so many rows are
-# multiplied at a time.
-SCORES = 1 << 20
-LEAST_ROWS = 64
-# And never more than these: of so many rows and 128k tokens, one head's.
+SCORES = 1 << 20  # Target number of scores computed at once. They fit in a core's cache.
+LEAST_ROWS = 64  # Fewest rows that are multiplied at once, even if this exceeds `SCORES`.
+# Most scores computed at once: `LEAST_ROWS` rows of one head with 128k tokens.
 _MOST_SCORES = LEAST_ROWS << 17
 
 Partial = tuple[torch.Tensor, torch.Tensor | None]
-"""Outputs [rows, heads, head_dim], and the natural log of the sum of exponentials [rows, heads],
-which is only there to be merged by."""
+"""Outputs [rows, heads, head_dim], and the log-sum-exp [rows, heads] if parts are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Causal:
-    """The last of `num_keys` keys is that of the last token; `group` rows each.
-
-    `mask` [rows of a block, its tokens] is added to a block's last scores."""
+    """The causal mask of a prompt's last tokens. The last token has the last of `num_keys` keys."""
 
     num_keys: int
-    group: int
-    mask: torch.Tensor
+    group: int  # Rows per token.
+    mask: torch.Tensor  # [rows of a block, tokens of a block], added to a block's last scores.
 
 
 def attend(
@@ -60,11 +55,11 @@ def attend(
     mask: torch.Tensor | None = None,
     with_lse: bool = False,
 ) -> Partial:
-    """Attention over a part of a context, `with_lse` with what lets parts be merged.
+    """Attention over a part of a context.
 
-    q [batch, rows, d], k and v [batch, keys, d] -> out like q, and the natural log of the sum of
-    the exponentials of the scores, float32 [batch, rows]. `mask` [batch or 1, rows or 1, keys] is
-    added to the scores."""
+    q [batch, rows, d], k and v [batch, keys, d] -> out like q, and `with_lse` the natural log of
+    the sum of exponentials of the scores, float32 [batch, rows], for `merge`. `mask`
+    [batch or 1, rows or 1, keys] is added to the scores."""
     (batch, num_rows, _), num_keys = q.shape, k.shape[1]
     step = min(num_rows, max(SCORES // (batch * num_keys), LEAST_ROWS))
     most = max(1, _MOST_SCORES // (step * num_keys))
@@ -105,10 +100,10 @@ def _joined(partials: Sequence[Partial], dim: int) -> Partial:
 def attend_causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, *, with_lse: bool = False
 ) -> Partial:
-    """`attend` for the last tokens of a context, each of which sees the keys up to its own.
+    """`attend` for the last tokens of a context, with a causal mask.
 
-    Skips the keys that a block of rows does not see. One head after the other: matrices of which
-    only the beginning is used are not copied, batches of them are."""
+    Each block of rows skips the keys after its last token."""
+    # Heads are computed one by one. torch would copy a batch of partial matrices.
     batch, num_rows, _ = q.shape
     block, group = len(causal.mask), causal.group
     out, lse = torch.empty_like(q), q.new_empty((batch, num_rows), dtype=torch.float32)
@@ -131,10 +126,10 @@ def _attend(
     mask: torch.Tensor | None,
     with_lse: bool,
 ) -> Partial:
-    """`attend` for some rows of one head, without a batch, or of several. A mask of fewer keys is
-    for the last ones.
+    """`attend` for rows of one head (without a batch dimension) or of several heads.
 
-    Scores are rounded to the type of q: so their products in bfloat16 take a third of the time."""
+    A mask with fewer keys applies to the last keys."""
+    # Scores are rounded to the type of q. In bfloat16 the products then take a third of the time.
     scale = q.shape[-1] ** -0.5
     if mask is not None and mask.shape[-1] == k.shape[-2]:
         scores = add_product(mask, q, k.mT, alpha=scale)
@@ -152,35 +147,37 @@ def _attend(
 def merge(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
     """outs [rows, parts, heads, d], lses [rows, parts, heads] -> [rows, heads, d].
 
-    softmax over a union of keys is the mean of the softmaxes over the parts, weighted by exp(lse).
-    An absent part has an lse of -inf."""
+    The softmax over all keys is the mean of the parts' softmaxes, weighted by exp(lse). A missing
+    part has an lse of -inf."""
     weights = lses.softmax(dim=1).to(outs.dtype)
     return (outs * weights.unsqueeze(-1)).sum(dim=1)
 
 
+# Spans are not split, because `attend` chooses the number of rows itself.
 WHOLE_SPANS = SplitConfig(num_sms=1, min_span=(1 << 30,) * 3, tile_rows=1 << 30)
-"""Nothing is split: `attend` takes as many rows at a time as it should."""
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 
-# What one more call in each layer costs: about as much as reading 1.2 MB of KV.
-_MEMORY_RATE = 10e9
-_CALL_S = 120e-6
+# Costs of sharing on a CPU. An additional call per layer costs as much as reading 1.2 MB of KV.
+_MEMORY_RATE = 10e9  # Bytes/s at which a CPU reads KV.
+_CALL_S = 120e-6  # Seconds of an additional call.
 
-# Padding is free up to here, in row-tokens: about what one more call costs.
+# An item joins a call if the padding is at most this number of row-key pairs, or at most this ratio
+# of the real pairs. 1,024 pairs take about as long as another call.
 _FREE_PADDING = 1024
 _MAX_PADDING_RATIO = 0.25
-# Fills of so many row-tokens are calls of their own, which skip the keys that they cannot see.
+# Prompt chunks with this number of row-key pairs get a call of their own, which skips hidden keys.
 _ALONE = 1 << 14
 
-_MOST_TOKENS = 128  # of a causal block, whose scores are computed whole
-# So few products are faster in float32, converted, than as oneDNN prepares them in bfloat16.
+_MOST_TOKENS = 128  # Most tokens in a causal block. A block also computes its hidden scores.
+# Up to this number of multiplications, float32 is faster than oneDNN's bfloat16, which has a
+# constant cost per product.
 _FEW_PRODUCTS = 3 << 16
 
 
 def cpu_gate(dtype: torch.dtype) -> GateConfig:
-    """Sharing costs a call of its own, and then any number of rows reads the KV once."""
-    call_s = _CALL_S * 2 / dtype.itemsize  # shapes count numbers of two bytes
+    """The cost model of sharing on a CPU: a shared node is one more call."""
+    call_s = _CALL_S * 2 / dtype.itemsize  # `AttentionShape` assumes numbers of two bytes.
     return GateConfig(
         memory_rate=_MEMORY_RATE,
         l2_bytes=0,
@@ -193,58 +190,57 @@ def cpu_gate(dtype: torch.dtype) -> GateConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """`num_items` items, each padded to `num_rows` rows and some `blocks` [items * blocks each],
-    which are copied to `gathered` [2 * kv_heads, all blocks, numbers of a block].
+    """Items of similar size, padded to equal numbers of rows and blocks."""
 
-    `rows` None: all rows of the step, in order. `mask` and `causal` are for `attend` and
-    `attend_causal`. Products are computed in `dtype`."""
-
-    rows: torch.Tensor | None
-    blocks: torch.Tensor
-    gathered: torch.Tensor
-    mask: torch.Tensor | None
-    causal: Causal | None
+    rows: torch.Tensor | None  # Rows of q; None for all rows of the step, in order.
+    blocks: torch.Tensor  # [items * blocks of an item].
+    gathered: torch.Tensor  # Buffer for the blocks [2 * kv_heads, all blocks, numbers of a block].
+    mask: torch.Tensor | None  # For `attend`.
+    causal: Causal | None  # For `attend_causal`.
     num_items: int
-    num_rows: int
-    dtype: torch.dtype
+    num_rows: int  # Rows of an item.
+    dtype: torch.dtype  # Type of the products.
 
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """Row r takes partial `first[r]`; the rows `rows` take the merge of their `parts`
-    [len(rows), most parts], where the index past the last partial means that there is none."""
+    """How partial results become the result of a step."""
 
-    first: torch.Tensor
-    rows: torch.Tensor | None
+    first: torch.Tensor  # The result of row r is partial `first[r]`, unless r is in `rows`.
+    rows: torch.Tensor | None  # Rows with several partial results.
+    # [rows, most partials of a row]: their partial results. Missing ones have the index after the
+    # last partial result.
     parts: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
-    """`slots`: where each row's KV goes, block * block_size + offset. `merge` None: the only call's
-    result is that of the step."""
+    """The attention plan of a step."""
 
-    slots: torch.Tensor
+    slots: torch.Tensor  # The slot of each row's KV: block * block_size + offset.
     calls: tuple[_Call, ...]
-    merge: _Merge | None
+    merge: _Merge | None  # None if the result of the only call is the result of the step.
 
 
 class PromptKernel(Protocol):
-    """Computes the attention of a prompt's last tokens faster than products of whole matrices. It
-    is a protocol because its implementation, `cpu.attention.PromptAttention`, stands above."""
+    """A faster kernel for the attention of a prompt's last tokens.
+
+    A protocol, because this package may not import its implementation
+    (`cpu.attention.PromptAttention`)."""
 
     def takes(self, q: torch.Tensor, num_keys: int) -> bool:
-        """Whether it can for q [tokens, heads, head_dim]."""
+        """Whether the kernel supports q [tokens, heads, head_dim]."""
 
     def run(
         self, q: torch.Tensor, kv: torch.Tensor, num_keys: int, *, with_lse: bool = False
     ) -> Partial:
-        """Each of the tokens sees the keys up to its own, which is among the last of `num_keys`."""
+        """Causal attention. The keys of the tokens are the last of `num_keys` keys."""
 
 
 class TorchAttention:
-    """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim]. `prompts` computes
-    what it takes, once it is there."""
+    """Attention over a pool [layers, 2, kv_heads, blocks, block_size, head_dim].
+
+    `prompts` is set once its kernel is compiled."""
 
     def __init__(self, pool: PooledKV, num_heads: int) -> None:
         _, _, num_kv_heads, _, block_size, head_dim = pool.numbers.shape
@@ -290,7 +286,7 @@ class TorchAttention:
     def _call(
         self, items: LongArray, work: WorkList, step: StepRows, positions: LongArray
     ) -> tuple[_Call, LongArray]:
-        """The call for some items, and the row that each of its partials is for; -1: none."""
+        """The call for `items`, and the row of each of its partial results; -1 for padding."""
         items = items[np.argsort(items[:, Q_FIRST], kind="stable")]
         size = self.shape.page_size
         counts = items[:, Q_COUNT, None]
@@ -320,7 +316,7 @@ class TorchAttention:
         return call, owners.ravel()
 
     def _product_type(self, num_pairs: int) -> torch.dtype:
-        """The type in which the products of so many pairs of a row and a key are computed."""
+        """The type of the products of a call with `num_pairs` pairs of a row and a key."""
         dtype = self._pool.dtype
         if dtype is torch.bfloat16 and self._device.type == "cpu":
             num_products = num_pairs * self.shape.num_heads * self.shape.head_dim
@@ -329,14 +325,14 @@ class TorchAttention:
         return torch.float32 if dtype.itemsize < 4 else dtype
 
     def _room(self, num_blocks: int) -> torch.Tensor:
-        """Where blocks are gathered, those of one call at a time."""
+        """The buffer for the gathered blocks of one call. Calls reuse the same memory."""
         heads, _, size = self._blocks[0].shape
         if self._gathered.numel() < heads * num_blocks * size:
             self._gathered = self._gathered.new_empty(heads * num_blocks * size * 5 // 4)
         return self._gathered[: heads * num_blocks * size].view(heads, num_blocks, size)
 
     def _mask(self, visible: LongArray, num_keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """The mask that hides all but the first `visible` [items, rows] keys, for each KV head."""
+        """A mask per KV head that hides all keys except the first `visible` [items, rows]."""
         if (visible == num_keys).all():
             return None
         if (visible == visible[:, :1]).all():
@@ -347,7 +343,7 @@ class TorchAttention:
         return mask if len(mask) == 1 else mask.repeat(self.shape.num_kv_heads, 1, 1)
 
     def _causal(self, visible: LongArray, dtype: torch.dtype) -> Causal | None:
-        """None if it is not one large item of which each token sees a key more."""
+        """The causal mask, if the call is one large item whose tokens are consecutive."""
         num_items, count = visible.shape
         last = int(visible[0, -1])
         is_large = num_items == 1 and count > 1 and count * last >= _ALONE
@@ -363,7 +359,7 @@ class TorchAttention:
         return mask.masked_fill_(torch.from_numpy(where), float("-inf")).to(self._device)
 
     def _merge(self, owners: Sequence[LongArray], num_rows: int) -> _Merge | None:
-        """Each row's partials, where the calls leave them."""
+        """The merge of the partial results. `owners`: the row of each partial result, by call."""
         owner = np.concatenate(owners)
         place = np.flatnonzero(owner >= 0)
         place = place[np.argsort(owner[place], kind="stable")]
@@ -392,7 +388,7 @@ class TorchAttention:
         picked = picked.view(n, rows, kv_heads, group, d).permute(2, 0, 1, 3, 4)
         picked = picked.reshape(kv_heads * n, rows * group, d).to(call.dtype)
         kv = self._read(call, layer).view(2, kv_heads * n, -1, d).to(call.dtype)
-        k, v = kv.unbind()  # not by iterating, which is slower
+        k, v = kv.unbind()  # Unpacking the tensor itself is slower.
         if call.causal is None:
             out, lse = attend(picked, k, v, mask=call.mask, with_lse=with_lse)
         else:
@@ -403,7 +399,7 @@ class TorchAttention:
         return out.reshape(n * rows, heads, d).to(q.dtype), lse
 
     def _read(self, call: _Call, layer: int) -> torch.Tensor:
-        """The KV of a call as it is in `gathered`, until the next read."""
+        """Gather the KV of a call. The result is valid until the next call of this method."""
         torch.index_select(self._blocks[layer], 1, call.blocks, out=call.gathered)
         if self._pool.exponents is None:
             return call.gathered
@@ -413,13 +409,13 @@ class TorchAttention:
 
 
 def _store(slots: Tensors, plan: TorchPlan, new: Tensors) -> None:
-    """Write `new` [rows, kv_heads, ...], k and v, to slots [kv_heads, slots, ...] of a layer."""
+    """Write new k and v [rows, kv_heads, ...] to the slots [kv_heads, slots, ...] of a layer."""
     for place, rows in zip(slots, new, strict=True):
         place.index_copy_(1, plan.slots, rows.transpose(0, 1))
 
 
 def _rows(items: LongArray, work: WorkList, members: LongArray) -> LongArray:
-    """Rows of q: for item i its tokens `members[i]`."""
+    """The rows of q of tokens `members[i]` of each item i."""
     places = items[:, Q_FIRST, None] + members
     own = items[:, OWN, None] != 0
     ordered = work.token_order[np.where(own, 0, places)]
@@ -427,7 +423,9 @@ def _rows(items: LongArray, work: WorkList, members: LongArray) -> LongArray:
 
 
 def _num_visible(items: LongArray, positions: LongArray) -> LongArray:
-    """Keys that queries at `positions` [items, queries] see; none of an item behind them."""
+    """The number of an item's keys that are visible at `positions` [items, queries].
+
+    0 or less if all its keys come later."""
     ends = items[:, KV_END, None]
     ends = np.where(items[:, OWN, None] != 0, np.minimum(ends, positions + 1), ends)
     return ends - items[:, KV_FIRST, None]
@@ -439,8 +437,9 @@ def _num_keys(items: LongArray, work: WorkList, positions: LongArray) -> LongArr
 
 
 def _group(num_rows: LongArray, num_keys: LongArray) -> list[list[int]]:
-    """Groups of items, largest first. An item joins while the padding of its group stays free or
-    a small part of the real work; the number of groups grows only with the spread of sizes."""
+    """Group items of similar size, largest first.
+
+    An item joins a group while the padding is cheap (`_FREE_PADDING`, `_MAX_PADDING_RATIO`)."""
     groups: list[list[int]] = []
     tallest = longest = real = 0
     sizes = list(zip(num_rows.tolist(), num_keys.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Launch tree attention on a planned work list."""
+"""Launches the tree attention kernels for a work list."""
 
 import contextlib
 import math
@@ -24,23 +24,25 @@ from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_ear
 from parrot.engine.kernels.quantised_kernels import attend_quantised_items, convert_pages_kernel
 from parrot.engine.kernels.tile_kernels import attend_tiles
 
-_MAX_BYTES = 512 << 20
-_SHARE_OF_POOL = 4
-_BLOCK_ROWS = 32
+_MAX_BYTES = 512 << 20  # Largest size of the buffer of converted pages, in bytes.
+_SHARE_OF_POOL = 4  # The buffer has at most 1/4 of the pool's pages.
+_BLOCK_ROWS = 32  # Rows (one token of one head) that a program of the conversion processes.
 
 
 class ConvertedPages:
-    """Owns room for `num_pages` converted pages of one layer, which all layers use in turn."""
+    """Owns the buffer for `num_pages` converted pages of one layer. All layers reuse it."""
 
     def __init__(self, num_pages: int, page: torch.Size, like: torch.Tensor) -> None:
         """`page`: [kv_heads, page_size, head_dim]; `like`: of the type and device of q."""
         self.k, self.v = (like.new_empty((num_pages, *page)) for _ in "kv")
-        # Row r of this table has the pages from r on. The last entry is read ahead, never used.
+        # Row r of this table starts with page r. Kernels prefetch the last entry and never use it.
         self._table = torch.arange(num_pages + 1, dtype=torch.int32, device=like.device)[:, None]
 
     @classmethod
     def of(cls, codes: torch.Tensor, dtype: torch.dtype) -> "ConvertedPages":
-        """Room that is small beside a pool [layers, 2, pages, kv_heads, page_size, head_dim]."""
+        """A buffer for a pool of codes [layers, 2, pages, kv_heads, page_size, head_dim].
+
+        It is small in comparison with the pool."""
         _, _, num_pages, *page = codes.shape
         like = torch.empty(0, dtype=dtype, device=codes.device)
         page_bytes = 2 * torch.Size(page).numel() * like.element_size()
@@ -51,8 +53,9 @@ class ConvertedPages:
         return len(self.k)
 
     def convert(self, kv: KVView, pages: torch.Tensor) -> KVView:
-        """Convert these pages of a quantised layer (int32; -1: none), in order. Row r of the
-        result's block table begins with the r-th of them."""
+        """Convert `pages` of a quantised layer, in order (int32; -1 for padding).
+
+        Row r of the result's block table starts with the r-th of them."""
         assert len(pages) <= len(self), (len(pages), len(self))
         num_rows = self.k[0, ..., 0].numel()
         convert_pages_kernel[(len(pages), triton.cdiv(num_rows, _BLOCK_ROWS))](
@@ -73,8 +76,10 @@ class ConvertedPages:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Room for a plan in fixed buffers; a captured graph always launches all of it. It has tiles
-    for narrow items that are even or not, and holds both."""
+    """The size of the largest plan that fixed buffers hold.
+
+    A captured graph launches programs for the whole capacity. `is_even` selects the tiles of narrow
+    items; both kinds of plans run with either."""
 
     num_tokens: int
     narrow: int
@@ -112,18 +117,18 @@ class Capacity:
 
 
 class PlanBuffers:
-    """`work` on the device, at fixed addresses: one int32 buffer, one copy per plan.
+    """A work list in GPU memory at fixed addresses: one int32 buffer, one copy per plan.
 
         [ narrow | shared | fills | converted_fills | token_order | slot_indptr | slot_of |
           converted_pages ]
 
-    A smaller plan leaves zeros behind: items without tokens, tokens without slots; and pages -1.
-    TABLE_ROW of converted fills is CONVERTED_FIRST here: a row of a table of converted pages."""
+    The unused entries of a smaller plan are zero (items without tokens, tokens without slots), and
+    -1 for pages. In converted fills TABLE_ROW is CONVERTED_FIRST, a row of the converted table."""
 
     def __init__(
         self, work: WorkList, device: torch.device, capacity: Capacity | None = None
     ) -> None:
-        """`capacity`: by default just enough for this plan."""
+        """`capacity`: by default the size of `work`."""
         capacity = capacity or Capacity.of(work)
         sizes = (
             capacity.narrow * ITEM_FIELDS,
@@ -135,7 +140,7 @@ class PlanBuffers:
             capacity.slots,
             capacity.converted_pages,
         )
-        # Items are read as 32-byte rows: keep every part aligned.
+        # Kernels read items as 32-byte rows, so every part must be aligned.
         starts = np.cumsum([0, *(-(-size // 32) * 32 for size in sizes)]).tolist()
         self.capacity = capacity
         pinned = device.type == "cuda"
@@ -149,7 +154,7 @@ class PlanBuffers:
         self.upload(work)
 
     def upload(self, work: WorkList) -> None:
-        """Replace the plan, on the current stream. The previous copy must have been done."""
+        """Replace the plan, on the current stream. The copy of the last plan must have finished."""
         assert self.capacity.holds(work), (self.capacity, Capacity.of(work))
         converted_fills = work.converted_fills.copy()
         converted_fills[:, TABLE_ROW] = converted_fills[:, CONVERTED_FIRST]
@@ -165,38 +170,35 @@ class PlanBuffers:
         self.work = work
 
 
-_HOPPER = 9
-_DENSE_TOKENS = 1024
-_MERGE_SLOTS = 8
+_HOPPER = 9  # Major compute capability of Hopper.
+_DENSE_TOKENS = 1024  # The length of a dense span is a multiple of this number of tokens.
+_MERGE_SLOTS = 8  # Partial results that a program of the merge loads at once.
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """The compilation of one kernel. `block_keys` must divide the page size for tiles, and should
-    for items: a tile of keys that spans pages gathers its rows. `max_registers` of a thread; None:
-    as many as it takes."""
+    """Compile-time parameters of an attention kernel."""
 
+    # Keys in a tile. `attend_tiles` needs a divisor of the page size. `attend_items` is faster with
+    # a divisor, because it gathers the rows of a tile that spans pages.
     block_keys: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None
+    max_registers: int | None = None  # Per thread; None for no limit.
 
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """Chosen on an H200 (docs/internals/kernels.md).
+    """The tiles of all classes of items, chosen on an H200 (docs/internals/kernels.md)."""
 
-    `deep` and `light`: tiles of narrow items. `deep` reads
-    fastest, but its programs are few per multiprocessor (`deep_resident` on the whole device), so
-    that a count of equal programs just past a full round leaves most of the device idle in the
-    second; up to `deep_rounds` rounds of these `light` wins. `wide`: of shared items and
-    fills."""
-
+    # Tiles of narrow items. `deep` reads fastest, but only `deep_resident` of its programs run at
+    # the same time. If equal programs need slightly more than a full round, the last round leaves
+    # most of the GPU idle. So `light` is used up to `deep_rounds` rounds.
     deep: TileConfig = TileConfig(64, 4, 3)
     light: TileConfig = TileConfig(32, 2, 4)
     deep_resident: int = 396
     deep_rounds: int = 4
-    wide: TileConfig = TileConfig(64, 4, 3)
+    wide: TileConfig = TileConfig(64, 4, 3)  # Tiles of shared items and fills.
 
     def narrow(self, programs: int, *, is_even: bool) -> TileConfig:
         return self.light if is_even and self.evenness_counts(programs) else self.deep
@@ -206,20 +208,20 @@ class KernelConfig:
 
 
 _QUANTISED_TILE = TileConfig(64, 4, 3, max_registers=128)
-# Four programs of a multiprocessor, and no lighter ones: they were slower for any count.
+# Four programs run per multiprocessor. Light tiles were slower for any number of programs.
 _FOR_QUANTISED = KernelConfig(
     deep=_QUANTISED_TILE, light=_QUANTISED_TILE, deep_resident=528, deep_rounds=0
 )
 
 
 def config_for(shape: AttentionShape) -> KernelConfig:
-    """The tiles that suit the numbers of a pool."""
+    """The tiles for the number type of a pool."""
     return _FOR_QUANTISED if shape.number_bytes == 1 else KernelConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The arguments that all launches of one `run` share."""
+    """The arguments that all launches of one `run` have in common."""
 
     q: torch.Tensor
     kv: KVView
@@ -229,11 +231,7 @@ class _Step:
 
 
 class TreeAttention:
-    """Attention of one layer shape. Owns the buffers of partial results.
-
-    `max_slots` bounds the partial results of a plan: float32 [max_slots, heads, head_dim].
-    `converted`: room for the pages that plans want converted. `upcast` computes in float32 (the
-    interpreter cannot compute in bfloat16)."""
+    """Attention for layers of one shape. Owns the buffers of partial results."""
 
     def __init__(
         self,
@@ -245,6 +243,10 @@ class TreeAttention:
         converted: ConvertedPages | None = None,
         upcast: bool = False,
     ) -> None:
+        """`max_slots`: the most partial results of a plan, float32 [max_slots, heads, head_dim].
+
+        `converted`: the buffer for converted pages. `upcast`: compute in float32, for Triton's
+        interpreter, which does not support bfloat16."""
         self.shape = shape
         self.config = config or config_for(shape)
         self.upcast = upcast
@@ -266,12 +268,12 @@ class TreeAttention:
         *,
         only_last: bool = False,
     ) -> torch.Tensor:
-        """Attend each token of `q` to the KV at positions up to its own; returns `out`.
+        """Compute the attention of each token to the KV up to its own position. Returns `out`.
 
-        q      [tokens, heads, head_dim]; heads contiguous, tokens at any stride
-        out    [tokens, heads, head_dim], contiguous
-        new    needed where the plan has dense spans
-        only_last  of a request's tokens, none but the last one's output is wanted"""
+        q          [tokens, heads, head_dim]; heads contiguous, tokens at any stride
+        out        [tokens, heads, head_dim], contiguous
+        new        required if the plan has dense spans
+        only_last  compute at least the output of each request's last token"""
         num_wide = len(plan.shared) + len(plan.fills) + len(plan.converted_fills)
         side = self._side if len(plan.narrow) and num_wide else None
         early = side is None and starts_early(q.device)
@@ -324,7 +326,7 @@ class TreeAttention:
             self._tiles(step, items, rows, tile, own=own)
 
     def _arguments(self, step: _Step, items: torch.Tensor) -> tuple[object, ...]:
-        """The arguments from the block tables to the stride of q, which all items' kernels take."""
+        """The arguments from the block tables to the stride of q, common to all item kernels."""
         return (
             step.kv.tables,
             step.kv.positions,
@@ -390,7 +392,7 @@ class TreeAttention:
         )
 
     def _constants(self, rows: int, tile: TileConfig) -> dict[str, int | None]:
-        gathers = self.shape.page_size % tile.block_keys > 0  # which takes registers
+        gathers = self.shape.page_size % tile.block_keys > 0  # Gathering takes more registers.
         limited = tile.max_registers is not None and not gathers
         return {
             "G": self.shape.group,
@@ -422,7 +424,9 @@ class TreeAttention:
 def split_for(
     shape: AttentionShape, dtype: torch.dtype, device: torch.device, *, converted_pages: int = 0
 ) -> SplitConfig:
-    """The cuts that suit a device and the numbers of a pool. `converted_pages`: room for them."""
+    """The split rules for a device and the number type of a pool.
+
+    `converted_pages`: the size of the buffer of converted pages."""
     split = SplitConfig(converted_pages=converted_pages)
     if shape.number_bytes == 1:
         split = replace(split, waves=(4.0, 1.0, 1.0), min_span=(256, 256, 256), uneven=1.0)
@@ -436,7 +440,7 @@ def split_for(
 
 
 def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether cuDNN has `dense_attention` for these heads, where that was measured to be faster."""
+    """Whether cuDNN supports these heads, on a GPU on which `dense_attention` is faster."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
         return False
     sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
@@ -446,11 +450,12 @@ def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of tokens to themselves and those before: q [tokens, heads, head_dim], k and v
-    [tokens, kv_heads, head_dim]; or only that of the last token, if q has only one.
+    """Causal attention of tokens to each other, or of the last token if q has one token.
 
-    cuDNN's kernel for just this case needs less energy than ours, and energy is what bounds a long
-    prompt. It prepares itself for every number of tokens, which takes some 30 ms."""
+    q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
+    """
+    # cuDNN's kernel uses less energy than Parrot's, and the power limit bounds long prompts. Its
+    # preparation takes about 30 ms for each new number of tokens.
     is_causal = len(q) > 1
     backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda and is_causal else SDPBackend.MATH
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Attention through the Triton kernels: a paged pool, work lists over the context tree."""
+"""Attention over a paged pool with the Triton kernels."""
 
 from dataclasses import dataclass
 
@@ -19,21 +19,20 @@ from parrot.engine.kernels.launch import KVView, NewKV
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """The arrays that all layers of a step share, on the device. `table_rows` int32 [rows]: each
-    row's row of `tables`; negative for padding, whose KV goes nowhere and whose result is not
-    defined."""
+    """The arrays in GPU memory that all layers of a step use."""
 
     buffers: PlanBuffers
     tables: torch.Tensor
     positions: torch.Tensor
+    # int32 [rows]: each row's row of `tables`. It is negative for padding, whose KV is stored in no
+    # context and whose result is undefined.
     table_rows: torch.Tensor
 
 
 class TritonAttention:
-    """Attention over a pool [layers, 2, blocks, kv_heads, block_size, head_dim]. `converted`: room
-    for pages that steps convert, of a quantised pool.
+    """Attention over a pool [layers, 2, blocks, kv_heads, block_size, head_dim].
 
-    The last block of the memory belongs to no context: padding writes there."""
+    The last block of the pool belongs to no context. Padding writes to it."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class TritonAttention:
         converted: ConvertedPages | None = None,
         upcast: bool = False,
     ) -> None:
-        """`converted`: of a sibling, whose steps come before or after."""
+        """`converted`: the buffer of a sibling. Their steps must not run at the same time."""
         memory, exponents = pool.numbers, pool.exponents
         _, _, num_blocks, kv_heads, self._block_size, head_dim = memory.shape
         self.is_quantised = exponents is not None
@@ -67,20 +66,22 @@ class TritonAttention:
         return len(self._kernels.partial_out)
 
     def split_config(self) -> SplitConfig:
-        """The cuts that suit the device and this pool."""
+        """The split rules for the device and this pool."""
         num_pages = 0 if self.converted is None else len(self.converted)
         dtype = self._pool.dtype
         return split_for(self.shape, dtype, self.device, converted_pages=num_pages)
 
     def sibling(self, max_slots: int) -> "TritonAttention":
-        """Attention over the same memory, with partial results of its own."""
+        """Attention over the same pool, with its own buffers of partial results."""
         return TritonAttention(
             self._pool, self.shape.num_heads, max_slots, converted=self.converted
         )
 
     def ensure_slots(self, num_slots: int) -> None:
-        """Make room for a plan's partial results. Captured graphs keep using the old room, so
-        never call this on an instance that graphs were captured with."""
+        """Grow the buffers for a plan's partial results.
+
+        Captured graphs would keep using the old buffers. So do not call it on an instance with
+        captured graphs."""
         if num_slots > self.max_slots:
             self._kernels = self._make_kernels(num_slots)
 
@@ -102,9 +103,10 @@ class TritonAttention:
         *,
         only_last: bool = False,
     ) -> torch.Tensor:
-        """q [rows, heads, head_dim], whose KV is in the pool too -> [rows, heads * head_dim].
-        `new` may be None for a plan without dense spans. `only_last`: of each sequence only the
-        last row's result is defined."""
+        """q [rows, heads, head_dim] -> [rows, heads * head_dim]. The KV of q must be in the pool.
+
+        `new` may be None for a plan without dense spans. With `only_last`, only the result of each
+        sequence's last row is defined."""
         if plan.buffers.work.dense == ((0, len(q)),) and not only_last:
             assert new is not None
             return dense_attention(q, new.k, new.v).flatten(1)
@@ -114,7 +116,7 @@ class TritonAttention:
         return out.flatten(1)
 
     def prepare_dense(self, num_tokens: int) -> None:
-        """Let the library prepare itself for a length, so that no prompt waits for that."""
+        """Make cuDNN prepare its kernel for a length, so that no prompt waits for that."""
         shape = self.shape
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         size = (num_tokens, sum(heads), shape.head_dim)

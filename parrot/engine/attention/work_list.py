@@ -1,18 +1,22 @@
 """One step's attention as a list of work items, planned in numpy.
 
-An item is (query tokens, a span of KV, a run of slots for partial results). A shared node gives
-items whose queries are the tokens of all its requests; what a request does not share gives items
-of its own. Long spans are split so that all multiprocessors have work. A token that only one item
-covers gets its output directly; the partial results of others are merged by a second kernel:
+An item has query tokens, a span of KV, and slots for partial results. The queries of a shared
+node's items are the tokens of all its requests. The KV that a request does not share has items of
+its own. Long spans are split so that all multiprocessors have work. A token that one item covers
+gets its output directly. A second kernel merges the partial results of the other tokens:
 
-    tokens         0 1 2 3 4        requests A = {0}, B = {1}, C = {2 3 4}, a fill
-    shared node    [ item 0  ]      slots 0 2 4 6 8       a token's slots lie side by side
+    tokens         0 1 2 3 4        requests A = {0}, B = {1}, C = {2 3 4}, a prompt chunk
+    shared node    [ item 0  ]      slots 0 2 4 6 8       a token's slots are adjacent
     own KV         |1|2| 3   |      slots 1 3 5 7 9
 
-Three classes of items go to three launches: narrow (few rows, that is tokens times query heads per
-KV head: decodes), shared (nodes with more rows) and fills. Over quantised KV there is a fourth:
-fills whose pages a kernel converts to the type of q first. Long beginnings of contexts, which see
-nothing but themselves, can be left to a library ("dense"); they are no items.
+There are up to four launches. A row is one token and one of the query heads of a KV head.
+
+- narrow: items with few rows, such as decodes
+- shared: shared nodes with more rows
+- fills: prompt chunks
+- converted fills: prompt chunks whose quantised pages a kernel converts to the type of q first
+
+Long prompts from position 0 can be computed by cuDNN instead ("dense"). They have no items.
 """
 
 from collections.abc import Sequence
@@ -33,65 +37,61 @@ from parrot.engine.kernels.attention_shape import AttentionShape
 
 LongArray = npt.NDArray[np.int64]
 
-OPEN_END = 1 << 30
-"""A span's end when it reaches as far as the query's own position."""
+OPEN_END = 1 << 30  # The end of a span that reaches to the position of each query token.
 
 ITEM_FIELDS = 8
 Q_FIRST, Q_COUNT, TABLE_ROW, KV_FIRST, KV_END, SLOT, OWN, CONVERTED_FIRST = range(ITEM_FIELDS)
 """Columns of an item. Its keys are the positions [KV_FIRST, KV_END) of block table row TABLE_ROW.
 
-OWN: its tokens are rows Q_FIRST... of q, one request's, and each sees keys up to its own position.
-Else its tokens are `token_order[Q_FIRST...]` and see all of its keys. Token j of it writes partial
-`slot_of[SLOT + j]`; a negative SLOT means straight to the output. CONVERTED_FIRST, of converted
-fills: page i of the row is converted page CONVERTED_FIRST + i, if it is among them."""
+With OWN, its tokens are rows Q_FIRST... of q, all of one request. Each token attends to keys up to
+its own position. Without OWN, its tokens are `token_order[Q_FIRST...]` and attend to all keys.
+Token j writes partial result `slot_of[SLOT + j]`, or the output if SLOT is negative. For converted
+fills, page i of the row is the converted page CONVERTED_FIRST + i."""
 
 
 NARROW, SHARED, FILL, CONVERTED_FILL = range(4)
 
+# Narrow spans are uneven if the longest exceeds this multiple of their mean length.
 _UNEVEN_RATIO = 1.5
-"""Longest to mean length from which narrow spans count as uneven."""
 
+# Narrow items are even if the longest does not exceed this multiple of their mean length.
 _EVEN_RATIO = 1.25
-"""Longest to mean length up to which narrow items count as even."""
 
+# Added to a quotient before rounding down: a span of 1.6 targets is split, a span of 1.5 is not.
 _SPLIT_ROUNDING = 0.4
-"""Added before rounding down: a span of 1.6 targets is split in two, one of 1.5 is not."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig:
-    """The rules by which spans are cut, chosen on an H200 (docs/internals/kernels.md).
+    """The rules for splitting spans, chosen on an H200 (docs/internals/kernels.md)."""
 
-    `waves`: programs to aim for per multiprocessor, and `min_span`: tokens that are worth a split,
-    by class of item. Narrow spans of uneven length aim for `uneven` times as many programs.
-    `narrow_rows`: the most rows of a narrow item. `tile_rows`: the most of other items.
-    `hidden_bytes`: of narrow KV that the device reads while one program of a shared item takes a
-    key. The two run side by side, so a shared span that ends before the narrow ones do need not be
-    split for the sake of time. `dense`: of a fill from position 0, as many tokens as are a multiple
-    of this are dense, from `dense_min` tokens on. None: no fill is. `converted_pages`: the most
-    pages that a step converts, for fills of at least `converted_rows` rows."""
-
-    num_sms: int = 132
+    num_sms: int = 132  # Multiprocessors of the GPU.
+    # By class of item (narrow, shared, fill): the target number of programs per multiprocessor, and
+    # the smallest split, in tokens.
     waves: tuple[float, float, float] = (2.0, 1.0, 1.0)
     min_span: tuple[int, int, int] = (128, 256, 256)
-    uneven: float = 2.0
-    narrow_rows: int = 16
-    tile_rows: int = 64
+    uneven: float = 2.0  # Multiplies the target of uneven narrow spans.
+    narrow_rows: int = 16  # Most rows of a narrow item.
+    tile_rows: int = 64  # Most rows of other items.
+    # Bytes of narrow KV that the GPU reads while a program of a shared item processes one key. Both
+    # run in parallel, so a shared span that ends before the narrow spans need not be split.
     hidden_bytes: int = 110_000
+    # A prompt chunk from position 0 with at least `dense_min` tokens is dense, up to a multiple of
+    # `dense` tokens. None: no chunk is dense.
     dense: int | None = None
     dense_min: int = 4096
-    converted_pages: int = 0
-    converted_rows: int = 256
+    converted_pages: int = 0  # Most pages that a step converts.
+    converted_rows: int = 256  # Fewest rows of a converted fill.
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The sequences of one step: request r computes tokens at positions
-    [starts[r], starts[r] + q_lens[r]); they are rows [q_first[r], q_first[r] + q_lens[r]) of q.
+    """The sequences of one step.
 
-    `tables` is the int32 block table [requests, pages], in the order of the device's copy."""
+    Request r computes the tokens at positions [starts[r], starts[r] + q_lens[r]). These are the
+    rows [q_first[r], q_first[r] + q_lens[r]) of q."""
 
-    tables: IntArray
+    tables: IntArray  # The block table, int32 [requests, pages].
     starts: IntArray
     q_lens: IntArray
 
@@ -112,7 +112,7 @@ class StepRows:
         return (shift + np.arange(len(shift))).astype(np.int32)
 
     def fresh_pages(self, page_size: int) -> IntArray:
-        """The pages that this step begins and does not fill."""
+        """The pages that this step starts to fill and does not complete."""
         ends = self.starts + self.q_lens
         tail = ends % page_size
         begun = np.flatnonzero((tail > 0) & (self.starts <= ends - tail))
@@ -122,36 +122,31 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Items are int32 [items, ITEM_FIELDS], most work first; `tile_rows` is the
-    heights of their tiles. `token_order`: a permutation of the rows of q. Token t merges partials
-    [slot_indptr[t], slot_indptr[t + 1]); an empty range means that it was written directly.
-    `narrow_is_even`: its longest item is not much longer than the others.
-    `dense`: (first row of q, tokens) of what no item covers: tokens 0... of one context each.
-    `converted_pages`: pages of the pool, those of `converted_fills`, to be converted in this order.
-    `hides_keys`: some tokens have no item for keys of their own request that come after them.
-
-    `num_shared_tokens`: KV tokens whose repeated reading the plan saves."""
+    """The plan of a step. Items are int32 [items, ITEM_FIELDS], in descending order of work."""
 
     narrow: IntArray
-    narrow_is_even: bool
+    narrow_is_even: bool  # No narrow item is much longer than the mean.
     shared: IntArray
     fills: IntArray
     converted_fills: IntArray
-    converted_pages: IntArray
-    tile_rows: int
-    token_order: IntArray
+    converted_pages: IntArray  # Pages of the pool to convert, in this order.
+    tile_rows: int  # Rows of a tile, for all items except narrow ones.
+    token_order: IntArray  # A permutation of the rows of q.
+    # Token t merges the partial results [slot_indptr[t], slot_indptr[t + 1]). The range is empty if
+    # its output is written directly.
     slot_indptr: IntArray
     slot_of: IntArray
+    # (first row of q, number of tokens) of dense spans. Each starts at position 0 of a context.
     dense: tuple[tuple[int, int], ...]
-    num_shared_tokens: int
-    hides_keys: bool
+    num_shared_tokens: int  # Number of KV tokens that sharing saves from being read again.
+    hides_keys: bool  # Items without visible keys were dropped, so the plan cannot be reused.
 
     @property
     def num_slots(self) -> int:
         return len(self.slot_of)
 
     def with_table_rows(self, rows: IntArray) -> "WorkList":
-        """A copy with `rows[i]` in the place of row i of the block tables."""
+        """A copy in which items refer to row `rows[i]` of the block tables instead of row i."""
 
         def mapped(items: IntArray) -> IntArray:
             changed = items.copy()
@@ -169,8 +164,7 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class _Spans:
-    """Parallel arrays, one entry per shared node or per request's own part. `causal_first` is
-    the position of the first token where the span is its own, else OPEN_END."""
+    """Parallel arrays with an entry per shared node and per request's own KV."""
 
     q_first: LongArray
     q_count: LongArray
@@ -178,13 +172,15 @@ class _Spans:
     kv_first: LongArray
     kv_end: LongArray
     length: LongArray
-    causal_first: LongArray
+    causal_first: LongArray  # Position of the first token of own KV; OPEN_END for shared nodes.
 
 
 def plan_work(
     step: StepRows, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig
 ) -> WorkList:
-    """Cover every (token, visible KV position) pair exactly once. `gate` None: share nothing."""
+    """Plan items that cover each pair of a token and a visible KV position exactly once.
+
+    `gate` None: share no node."""
     num_dense = _num_dense(step, split)
     if len(num_dense) == 1 and num_dense[0] == step.q_lens[0]:
         return _without_items(int(num_dense[0]), split)
@@ -224,7 +220,7 @@ def plan_work(
 
 
 def _without_items(num_tokens: int, split: SplitConfig) -> WorkList:
-    """The plan of one context's beginning that is dense as a whole."""
+    """The plan of a single prompt that is completely dense."""
     none = np.empty((0, ITEM_FIELDS), dtype=np.int32)
     return WorkList(
         **dict.fromkeys(("narrow", "shared", "fills", "converted_fills"), none),
@@ -241,10 +237,10 @@ def _without_items(num_tokens: int, split: SplitConfig) -> WorkList:
 
 
 def _order_tokens(step: StepRows, order: IntArray) -> tuple[IntArray, LongArray]:
-    """Rows of q with the requests in sorted order, and where each sorted request's begin."""
+    """The rows of q in the order of sorted requests, and the first row of each sorted request."""
     counts = step.q_lens[order]
     first_in_order = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
-    if first_in_order[-1] == len(order):  # decodes only
+    if first_in_order[-1] == len(order):  # Decodes only.
         return order, first_in_order
     shift = step.q_first[order] - first_in_order[:-1]
     rows = np.repeat(shift, counts) + np.arange(first_in_order[-1])
@@ -252,7 +248,7 @@ def _order_tokens(step: StepRows, order: IntArray) -> tuple[IntArray, LongArray]
 
 
 def _num_dense(step: StepRows, split: SplitConfig) -> LongArray:
-    """Number of leading tokens of each request that no item has to cover."""
+    """The number of leading tokens of each request that are dense."""
     q_lens = step.q_lens.astype(np.int64)
     if split.dense is None or q_lens.max(initial=0) < split.dense_min:
         return np.zeros_like(q_lens)
@@ -269,7 +265,7 @@ def _spans(
     page_size: int,
 ) -> _Spans:
     own_first = np.zeros(len(order), dtype=np.int64)
-    for node in reversed(shared):  # parents first: the deepest node decides
+    for node in reversed(shared):  # Parents first: the deepest node wins.
         own_first[node.lo : node.hi] = node.end_page * page_size
     nodes = np.array([(n.lo, n.hi, n.first_page, n.end_page) for n in shared], dtype=np.int64)
     lo, hi, first_page, end_page = nodes.reshape(-1, 4).T
@@ -290,7 +286,7 @@ def _spans(
 
 
 def _kinds(spans: _Spans, shape: AttentionShape, split: SplitConfig) -> LongArray:
-    """The kind of each span. Long fills are converted as far as there is room."""
+    """The class of each span. Long fills are converted until `converted_pages` is reached."""
     rows = spans.q_count * shape.group
     kinds = np.where(spans.causal_first == OPEN_END, SHARED, FILL)
     kinds[rows <= split.narrow_rows] = NARROW
@@ -305,7 +301,7 @@ def _kinds(spans: _Spans, shape: AttentionShape, split: SplitConfig) -> LongArra
 def _conversions(
     spans: _Spans, kinds: LongArray, tables: IntArray, page_size: int
 ) -> tuple[LongArray, IntArray]:
-    """CONVERTED_FIRST of each span, and the pages that are converted."""
+    """CONVERTED_FIRST of each span, and the pages to convert."""
     first = spans.kv_first // page_size
     counts = np.where(kinds == CONVERTED_FILL, -(-spans.length // page_size), 0)
     if not counts.any():
@@ -323,8 +319,10 @@ def _cut(
     shape: AttentionShape,
     split: SplitConfig,
 ) -> tuple[LongArray, LongArray, LongArray, bool]:
-    """Items with their kinds and numbers of keys, most work first, and whether any was left out.
-    Q_FIRST is still a place in sorted order and SLOT is zero."""
+    """Split spans into items. Returns items, classes and numbers of keys in descending order of
+    work, and whether items without visible keys were dropped.
+
+    Q_FIRST is still an index into `token_order`, and SLOT is 0."""
     rows = np.where(kinds == NARROW, split.narrow_rows, split.tile_rows)
     tokens_per_block = rows // shape.group
     blocks = -(-spans.q_count // tokens_per_block)
@@ -348,7 +346,8 @@ def _cut(
     items[:, KV_END] = kv_end
     items[:, OWN] = spans.causal_first[span] != OPEN_END
     items[:, CONVERTED_FIRST] = np.where(kinds == CONVERTED_FILL, converted_first, 0)[span]
-    seen = np.flatnonzero(work > 0)  # the last splits of a fill are invisible to its first tokens
+    # The first tokens of a fill attend to none of the keys in its last splits.
+    seen = np.flatnonzero(work > 0)
     most_first = seen[np.argsort(-work[seen], kind="stable")]
     hides_keys = len(seen) < len(work)
     return items[most_first], kinds[span[most_first]], work[most_first], hides_keys
@@ -357,7 +356,7 @@ def _cut(
 def _chunk_lengths(
     spans: _Spans, kinds: LongArray, blocks: LongArray, shape: AttentionShape, split: SplitConfig
 ) -> LongArray:
-    """Tokens per split of each span: even splits, none far above its class's fair share."""
+    """Tokens per split of each span. The splits of a span are equal and near the class's target."""
     kinds = np.minimum(kinds, FILL)
     work = (blocks * spans.length).astype(np.float64)
     by_kind = np.bincount(kinds, weights=work, minlength=3)
@@ -377,13 +376,14 @@ def _chunk_lengths(
 
 
 def _assign_slots(items: LongArray, token_order: IntArray) -> tuple[IntArray, IntArray]:
-    """Number the partial results, in `items` itself, and list each token's. An item whose tokens
-    nobody else covers needs none."""
+    """Assign slots: sets SLOT of `items`, and returns `slot_indptr` and `slot_of`.
+
+    An item gets no slots if no other item covers its tokens."""
     num_tokens = len(token_order)
     counts = items[:, Q_COUNT]
     item = np.repeat(np.arange(len(items)), counts)
     place = np.arange(len(item)) - np.repeat(np.cumsum(counts) - counts - items[:, Q_FIRST], counts)
-    token = token_order[place].astype(np.int64)  # covered by `item`, pair by pair
+    token = token_order[place].astype(np.int64)  # `item[i]` covers `token[i]`.
     covering = np.bincount(token, minlength=num_tokens)
     alone = np.ones(len(items), dtype=bool)
     alone[item[covering[token] > 1]] = False
@@ -399,38 +399,35 @@ def _assign_slots(items: LongArray, token_order: IntArray) -> tuple[IntArray, In
     return indptr, slot_of
 
 
+# A plan is reused until a context has grown by this number of tokens. More tokens would make the
+# splits uneven.
 _MAX_GROWTH = 64
-"""Tokens that contexts may grow before a plan is made again, to keep the splits even."""
 
-_KEPT = 8
-"""Plans that are kept: steps with drafts and without take turns."""
+_KEPT = 8  # Number of cached plans. Steps with and without drafts alternate, so one is too few.
 
 _Key = tuple[tuple[int, ...], bytes]
 
 
 class WorkPlanner:
-    """Plans steps, and returns an earlier plan while the same contexts have as many new tokens.
+    """Plans steps. Reuses a plan while the same contexts have equal numbers of new tokens.
 
-    A plan stays right as its contexts grow, since the device reads their positions.
-    `num_shared_steps` and `num_shared_tokens` count, to notice sharing that is off."""
+    A plan stays valid while its contexts grow, because kernels read the positions of tokens."""
 
     def __init__(self, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig) -> None:
         self._arguments = (shape, gate, split)
-        self._kept: dict[_Key, tuple[IntArray, WorkList]] = {}  # with its contexts' lengths
+        self._kept: dict[_Key, tuple[IntArray, WorkList]] = {}  # With the starts of its contexts.
         self.last: WorkList | None = None
-        self.num_shared_steps = 0
+        self.num_shared_steps = 0  # Steps with shared nodes. Tests check that sharing happens.
         self.num_shared_tokens = 0
 
     def plan(
         self, context_ids: Sequence[int], step: StepRows, table_rows: IntArray | None = None
     ) -> WorkList:
-        """The step's work list; the same object as earlier means that, where that was sent, nothing
-        has to be.
+        """The work list of a step. A reused plan is the same object, so it is not sent again.
 
-        Its items name the rows of the step's tables, or `table_rows[i]` in the place of row i.
-
-        `context_ids` names the rows of `step`. While a context has its name, the pages that it has
-        filled stay where they are in its row of the table, and that in its place."""
+        Items refer to row i of the step's tables, or to `table_rows[i]` if given. `context_ids`
+        are the names of the rows. A context must keep its row and its full pages while it keeps
+        its name."""
         key = (tuple(context_ids), step.q_lens.tobytes())
         starts, work = self._kept.pop(key, (step.starts, None))
         if work is None or not _still_holds(work, step.starts - starts):
@@ -449,7 +446,7 @@ class WorkPlanner:
 
 
 def _still_holds(work: WorkList, growth: IntArray) -> bool:
-    """Whether a plan is right, and its splits even, for contexts that have grown so much."""
+    """Whether a plan is valid, and its splits even, for contexts that have grown by `growth`."""
     if work.hides_keys or work.dense or len(work.converted_pages):
         return False
     return bool((growth >= 0).all() and (growth < _MAX_GROWTH).all())

@@ -1,19 +1,16 @@
-"""The attention kernels, launched by `tree_attention`.
+"""The attention kernels, launched by `tree_attention` (docs/internals/kernels.md).
 
-docs/internals/kernels.md explains the tuning.
-
-
-`attend_items` reads KV through pointers and does everything: short own spans, any page size.
-`attend_tiles` (in `tile_kernels`) reads whole pages with the bulk copy engine, for spans that many
-query rows share and for fills. `merge_partials` combines what several items found for one token."""
+`attend_items` reads KV through pointers and supports all spans and page sizes. `attend_tiles`
+(`tile_kernels`) reads whole pages with the bulk copy engine, for shared spans with many rows and
+for fills. `merge_partials` merges the partial results of tokens that several items cover."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Finite stand-ins for minus infinity. A masked score lies far under the running maximum's start,
-# so a row with no visible key sums to zero instead of NaN.
+# Finite replacements for minus infinity. A masked score is far below the initial maximum, so a row
+# without visible keys sums to 0 instead of NaN.
 NO_SCORE = tl.constexpr(-1.0e30)
 NO_MAXIMUM = tl.constexpr(-1.0e20)
 NO_POSITION = tl.constexpr(1 << 30)
@@ -21,7 +18,7 @@ NO_POSITION = tl.constexpr(1 << 30)
 
 @triton.jit
 def load_item(item):
-    """The columns of an item (`work_list`) but for the last."""
+    """The first six columns of an item (`work_list`)."""
     return (
         tl.load(item),
         tl.load(item + 1),
@@ -34,7 +31,7 @@ def load_item(item):
 
 @triton.jit
 def row_slots(slot_of, slot_first, member, live, q_count):
-    """The partial-result slot of each row; loaded early, so that the store need not wait."""
+    """The slot of each row's partial result. Load it early, so that the store does not wait."""
     is_partial = live & (member < tl.where(slot_first < 0, 0, q_count))
     return tl.load(slot_of + slot_first + member, mask=is_partial, other=0)
 
@@ -60,10 +57,11 @@ def item_rows(
     G: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """For each row of a tile, the tokens of an item times the G heads that read one KV head: its
-    token's number in the item, its head, whether it is of any token, its row of q (consecutive for
-    an own span, listed for a shared one) and where the keys end that it sees; then the position of
-    the item's first token."""
+    """The rows of a tile: the tokens of an item times the G query heads of a KV head.
+
+    Returns per row: the index of its token in the item, its head, whether it is a real row, its row
+    of q (consecutive for own spans, from `token_order` for shared spans), and the end of its
+    visible keys. Also returns the position of the item's first token."""
     offs_m = tl.arange(0, BM)
     member = offs_m // G
     live = (member < q_count) & (offs_m < (BM // G) * G)
@@ -77,7 +75,7 @@ def item_rows(
 
 @triton.jit
 def page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Pages of the tile of keys at `first`: one id, or one per key where a tile spans pages."""
+    """The pages of the tile of keys at `first`: one id, or one per key if tiles span pages."""
     if PAGE % BN == 0:
         pages = tl.load(table + first // PAGE)
     else:
@@ -87,7 +85,7 @@ def page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MASKED: tl.constexpr):
-    """One step of online softmax in base 2, over a tile of keys."""
+    """One step of the online softmax in base 2 over a tile of keys."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, NO_SCORE)
@@ -138,7 +136,7 @@ def store_rows(
     H: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Straight to the output if no other item covers these tokens, else to their slots."""
+    """Write the output if no other item covers these tokens, else the partial results."""
     if slot_first < 0:
         out_row = token.to(tl.int64) * H + head
         out_at = out_ptr + out_row[:, None] * D + offs_d[None, :]
@@ -164,7 +162,7 @@ def _load_keys(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A tile [BN, D] of one KV head's keys or values. Keys at or past `end` read as zero."""
+    """A tile [BN, D] of one KV head's keys or values. With MASKED, keys from `end` on are 0."""
     if PAGE % BN == 0:
         base = cache + pages.to(tl.int64) * stride_page + (first % PAGE) * STRIDE_TOKEN
         pointers = base + offs_n[:, None] * STRIDE_TOKEN + offs_d[None, :]
@@ -211,18 +209,20 @@ def attend_items(
     UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (kv head, item): softmax(q k^T) v over the item's span, for its tokens' heads.
+    """Program (kv head, item): softmax(q k^T) v over the item's span, for the heads of its tokens.
 
-    An own span ends at the position of its tokens, read here, so a plan outlives the growth of its
-    sequences. Loads that wait for loads are what a short item spends its time on: all of an item at
-    once, then pages, positions and tokens side by side, and each page id a turn before its tile.
-    ALL_MASKED: one loop with masks, for short spans; else whole tiles first, then the rest.
-    DEPENDENT: the kernel before, which wrote q and the newest KV, may still run."""
+    ALL_MASKED  one loop with masks, for short spans; else whole tiles first, then the rest
+    DEPENDENT   the previous kernel, which writes q and the newest KV, may still run
+
+    An own span ends at the position of its tokens. The kernel reads the positions, so a plan stays
+    valid while its sequences grow."""
+    # Dependent loads take most of the time of a short item. So the fields of an item are loaded
+    # together, then pages, positions and tokens, and each page id one iteration before its tile.
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
     q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
     own = tl.load(item + 6) != 0
-    if q_count == 0:  # padding of a captured grid
+    if q_count == 0:  # Padding of a CUDA graph.
         if DEPENDENT:
             gdc_wait()
         return
@@ -285,9 +285,12 @@ def merge_partials(
     SLOTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, head): the log-sum-exp weighted mean of the token's partial results, which
-    lie in a row, SLOTS at a time. Tokens without slots were written directly and are left alone.
-    DEPENDENT: the kernel before, which wrote the partial results, may still run."""
+    """Program (token, head): the mean of the token's partial results, weighted by exp2(lse).
+
+    SLOTS      partial results loaded at once; those of a token are consecutive
+    DEPENDENT  the previous kernel, which writes the partial results, may still run
+
+    Tokens without slots were written directly and are skipped."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     start = tl.load(slot_indptr + token)

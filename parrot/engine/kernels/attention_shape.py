@@ -1,4 +1,4 @@
-"""The shape of a model's attention, and what is done to heads before it (no torch)."""
+"""The shape of a model's attention, and the norm of its heads. Does not import torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,13 +18,14 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer's attention. `page_size` tokens per page; KV in numbers of `number_bytes`: of one
-    byte they have one exponent more for each token and head."""
+    """The shape of one layer's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    page_size: int
+    page_size: int  # Tokens per page.
+    # Bytes of a number in the KV pool. Numbers of 1 byte (e4m3) have one exponent byte more per
+    # token and head.
     number_bytes: int = 2
 
     @property
@@ -39,5 +40,5 @@ class AttentionShape:
 
     @property
     def partial_token_bytes(self) -> int:
-        """A float32 partial output of one token, written once and read once."""
+        """Bytes of a token's float32 partial result, which is written once and read once."""
         return 8 * self.num_heads * self.head_dim

@@ -1,21 +1,24 @@
-"""Gather blocks that lie apart in a pool into one piece of memory, and scatter them again."""
+"""Gathers blocks of a pool into a contiguous buffer, and scatters a buffer into blocks."""
 
 import torch
 import triton
 
 from parrot.engine.kernels.block_copy_kernels import block_copy_kernel
 
-_CHUNK = 1024  # words of eight bytes that a program copies at a time
+_CHUNK = 1024  # Words of 8 bytes that a program copies at once.
 
 
 def gather_blocks(pool: torch.Tensor, blocks: torch.Tensor, pieces: torch.Tensor) -> None:
-    """pieces[i, r] = pool[r, blocks[i]]: pool int64 [rows, all blocks, words] with contiguous
-    blocks, pieces int64 [blocks, rows, words] with contiguous rows side by side, blocks int32."""
+    """pieces[i, r] = pool[r, blocks[i]].
+
+    pool    int64 [rows, all blocks, words], the blocks of a row contiguous
+    blocks  int32 [blocks]: indices of blocks in the pool
+    pieces  int64 [blocks, rows, words], the rows of a block contiguous"""
     _copy(pool, blocks, pieces, gather=True)
 
 
 def scatter_blocks(pieces: torch.Tensor, blocks: torch.Tensor, pool: torch.Tensor) -> None:
-    """pool[r, blocks[i]] = pieces[i, r]; see `gather_blocks`."""
+    """pool[r, blocks[i]] = pieces[i, r], with the shapes of `gather_blocks`."""
     _copy(pool, blocks, pieces, gather=False)
 
 

@@ -1,4 +1,4 @@
-"""Copy blocks between a pool, in which they lie apart, and one piece of memory."""
+"""The kernel that copies blocks between a pool and a contiguous buffer."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -20,7 +20,7 @@ def block_copy_kernel(
 
     pool    int64 [rows, all blocks, WORDS], rows `pool_row_stride` words apart
     pieces  int64 [blocks, rows, WORDS], the first `piece_stride` words apart
-    blocks  int32 [blocks]: their places in the pool"""
+    blocks  int32 [blocks]: indices of blocks in the pool"""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1).to(tl.int64)
     block = tl.load(blocks + index).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Launch the kernels between the matrix products of a layer."""
+"""Launches the kernels between the matrix products of a layer."""
 
 import torch
 import triton
@@ -11,9 +11,9 @@ from parrot.engine.kernels.fused_kernels import (
 )
 from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
 
-_SILU_BLOCK = 1024
-_ROPE_HEADS = 8
-_FEW_TOKENS = 8
+_SILU_BLOCK = 1024  # Columns that a program of `silu_mul` computes.
+_ROPE_HEADS = 8  # Heads that a program of `rope_and_store` rotates.
+_FEW_TOKENS = 8  # Up to this number of tokens, the next kernel starts early (`EARLY`).
 
 
 def add_rms_norm(
@@ -25,9 +25,10 @@ def add_rms_norm(
     *,
     add: bool = True,
 ) -> torch.Tensor:
-    """residual += x (or = x without `add`), in place; returns out = rms_norm(residual) * weight.
+    """residual += x (or residual = x without `add`). Returns out = rms_norm(residual) * weight.
 
-    All [tokens, size] but weight [size]; x may be a slice of wider rows. Sums are in float32."""
+    `weight` is [size], all other tensors are [tokens, size]. `x` may be a slice of wider rows. Sums
+    are computed in float32."""
     size = weight.shape[0]
     assert x.shape == residual.shape == out.shape, (x.shape, residual.shape, out.shape)
     assert x.shape[1] == size
@@ -60,14 +61,15 @@ def rope_and_store(
     *,
     keep_k: bool = False,
 ) -> tuple[torch.Tensor, NewKV]:
-    """Rotate q in place and write k and v to the cache; returns q, a view [tokens, heads, dim], and
-    views of the new k (rotated in place only if it is to be kept) and v; if it is kept and the
-    cache quantised, both are what the cache has.
+    """Rotate q in place, and write k and v to the cache.
+
+    Returns views of `qkv`: q [tokens, heads, dim], and the new k and v. With `keep_k`, k is also
+    rotated in place. With a quantised cache, k and v are then the numbers that the cache stores.
 
     qkv         [tokens, (heads + 2 kv_heads) * head_dim], rows contiguous
     kv          the layer's cache, block tables and the tokens' positions
-    table_rows  int32 [tokens]: each token's row of the block tables; negative: skip the token
-    cos_sin     float32 [positions, head_dim]: cosines, then sines, of the half dimension"""
+    table_rows  int32 [tokens]: each token's row of the block tables; negative to skip the token
+    cos_sin     float32 [positions, head_dim]: cosines, then sines, of half the dimensions"""
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
     assert qkv.shape[1] == num_heads * shape.head_dim, (qkv.shape, shape)
     assert qkv.stride(1) == 1
@@ -109,7 +111,7 @@ def rope_and_store(
 
 
 def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out [tokens, size] = silu(gate) * up, of gate_up [tokens, 2 size] = [gate | up]."""
+    """out [tokens, size] = silu(gate) * up, for gate_up [tokens, 2 size] = [gate | up]."""
     size = out.shape[1]
     assert gate_up.shape == (len(out), 2 * size), (gate_up.shape, out.shape)
     assert gate_up.is_contiguous()

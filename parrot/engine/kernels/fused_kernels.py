@@ -27,7 +27,7 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Program (row): residual += x, out = rms_norm(residual) * weight; without ADD residual = x."""
+    """Program (row): residual += x (without ADD: = x), out = rms_norm(residual) * weight."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -36,7 +36,7 @@ def add_rms_norm_kernel(
     at = residual_ptr + row * SIZE + column
     if ADD:
         before = tl.load(at, mask=inside, other=0.0)
-        # Rounded as it will be stored: the next layer adds to what is in memory.
+        # Round as the store does, because the next layer reads the rounded value.
         value = (value.to(tl.float32) + before.to(tl.float32)).to(residual_ptr.dtype.element_ty)
     tl.store(at, value.to(residual_ptr.dtype.element_ty), mask=inside)
     wide = value.to(tl.float32)
@@ -74,13 +74,17 @@ def rope_and_store_kernel(
     EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, block of HEADS heads): normalise each head of q and k if asked, rotate it by
-    the token's position, then q back in place, k and v to the token's place in its page. KEEP_K: k
-    back in place too. QUANTISED: the pages get codes and exponents (`quantised_kernels`), and
-    KEEP_K puts back the numbers that these stand for, of k and v. DEPENDENT: the kernel before may
-    still run, which wrote qkv. EARLY: the next one may start at once, which pays for few tokens.
+    """Program (token, block of HEADS heads): rotate q and k by the token's position, write q back
+    in place, and k and v to the token's slot in its page.
 
-    Rotated are the halves of a head, (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
+    WITH_NORM  first apply the RMS norm to each head of q and k
+    KEEP_K     also write k back in place
+    QUANTISED  pages store codes and exponents (`quantised_kernels`); KEEP_K writes back the
+               dequantised k and v
+    DEPENDENT  the previous kernel, which writes qkv, may still run
+    EARLY      the next kernel may start at once, which is faster for few tokens
+
+    The halves of a head are rotated: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)."""
     token = tl.program_id(0).to(tl.int64)
     table_row = tl.load(table_rows + token)
     position = tl.load(positions + token)
@@ -88,7 +92,7 @@ def rope_and_store_kernel(
         gdc_wait()
     if DEPENDENT and EARLY:
         gdc_launch_dependents()
-    if table_row < 0:  # padding of a captured grid
+    if table_row < 0:  # Padding of a CUDA graph.
         return
     page = tl.load(tables + table_row * stride_table + position // PAGE)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -153,7 +157,7 @@ def rope_and_store_kernel(
 
 @triton.jit
 def silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block of columns): out = silu(gate) * up, of rows [gate | up]."""
+    """Program (row, block of columns): out = silu(gate) * up, for rows [gate | up]."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

@@ -1,34 +1,37 @@
-"""The paged KV that launches take, and their options that depend on the device."""
+"""The paged KV that kernels receive, and launch options that depend on the device."""
 
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-MATRIX_RATE = 790e12
-"""FLOP/s of bfloat16 products, measured on an H200."""
+MATRIX_RATE = 790e12  # FLOP/s of bfloat16 matrix products, measured on an H200.
 
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel may start, as far as its `gdc_wait`, before the one in front of it on the
-    stream has ended (programmatic dependent launch)."""
+    """Whether the device supports programmatic dependent launch.
+
+    A kernel then starts before the previous kernel on the stream has ended, and runs up to its
+    `gdc_wait`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def early_launch(early: bool) -> dict[str, bool]:
-    """The launch arguments of a kernel that knows whether it is DEPENDENT. All its programs must
-    wait, or the kernel after it might not find what the one before it wrote."""
+    """The launch arguments of a kernel with the parameter DEPENDENT.
+
+    All its programs must call `gdc_wait`. Otherwise the next kernel could start before the results
+    of the previous kernel are visible."""
     return {"DEPENDENT": True, "launch_pdl": True} if early else {"DEPENDENT": False}
 
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """One layer's KV and where each query stands in it.
+    """One layer's KV, and the position of each query token.
 
-    k, v       [pages, kv_heads, page_size, head_dim], contiguous; this step's KV is in
-    tables     int32 [requests, pages], rows contiguous; one entry more than a request's pages
-               is read, so the last column holds any valid page id and is never used
+    k, v       [pages, kv_heads, page_size, head_dim], contiguous, with this step's KV
+    tables     int32 [requests, pages], rows contiguous. Kernels prefetch one entry after a
+               request's pages and never use it: it must be a valid page id
     positions  int32 [tokens]
 
     Quantised KV (`attention.quantised`) are uint8 codes, with k_exponents and v_exponents uint8
@@ -46,7 +49,7 @@ class KVView:
         return self.k_exponents is not None
 
     def check(self) -> None:
-        """Assert what kernels rely on."""
+        """Assert the layout that kernels require."""
         for pages, exponents in ((self.k, self.k_exponents), (self.v, self.v_exponents)):
             assert pages.is_contiguous()
             assert (pages.dtype == torch.uint8) == (exponents is not None), pages.dtype
@@ -57,8 +60,9 @@ class KVView:
 
 @dataclass(frozen=True, slots=True)
 class NewKV:
-    """This step's keys and values [tokens, kv_heads, head_dim], for attention that does not go
-    through pages: as they were computed, or as the pages have them where these are quantised."""
+    """This step's keys and values [tokens, kv_heads, head_dim], for attention without pages.
+
+    With quantised pages, they are the numbers that the pages store."""
 
     k: torch.Tensor
     v: torch.Tensor

@@ -1,8 +1,8 @@
-"""Gumbel noise that only depends on what it is for: a seed, a position and a token.
+"""Gumbel noise as a function of seed, position and token.
 
-The largest of `logit / temperature + noise` is a sample of the softmax, so what a sequence gets
-never depends on what else is in its batch, nor on the device: `kernels/sampling_kernels.py` has
-the same function for CUDA."""
+The token with the largest `logit / temperature + noise` is a sample of the softmax. So the sample
+does not depend on the batch or the device. `kernels/sampling_kernels.py` has the same function for
+CUDA."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 def noise_keys(
     seeds: Sequence[int] | npt.NDArray[np.uint64], positions: Sequence[int] | npt.NDArray[np.int32]
 ) -> npt.NDArray[np.int32]:
-    """64 bits for each (seed, position), by SplitMix64: int32 [n, 2]."""
+    """64 bits per (seed, position) by SplitMix64, as int32 [n, 2]."""
     with np.errstate(over="ignore"):
         mixed = _mix64(np.asarray(seeds, dtype=np.uint64) + _GOLDEN)
         mixed = _mix64(mixed + np.asarray(positions).astype(np.uint64) * _GOLDEN)
@@ -33,7 +33,7 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def gumbel_noise(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """float32 [n, num_tokens] for keys int32 [n, 2]."""
+    """The noise float32 [n, num_tokens] of `keys` int32 [n, 2]."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=keys.device)
     bits = _mix32(_mix32(token ^ keys[:, :1]).add_(keys[:, 1:]))
     uniform = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
@@ -42,7 +42,7 @@ def gumbel_noise(keys: torch.Tensor, num_tokens: int) -> torch.Tensor:
 
 
 def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """Changes `x`, whose bits are taken as unsigned."""
+    """Hash the bits of `x` as unsigned numbers, in place."""
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(MIX_1)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(MIX_2 - 2**32)
     return x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF))

@@ -1,12 +1,11 @@
-"""KV in e4m3 with a power of two for each row, as `attention.quantised` defines it: its numbers in
-kernels, `attend_items` of `attention_kernels`, which see, over it, and its conversion to other
-types for long fills.
+"""Kernels for KV in e4m3 with a power of two per row (`attention.quantised`).
 
-In attention the powers are no part of the matrix products. That of a key multiplies its column of
-scores. That of a value becomes part of its column of weights: the online softmax runs over scores
-in base 2 plus the value's exponent, so that weights times values need no other factor and the
-weights are as large as float16 likes them; only the sum of the weights takes the exponent out
-again."""
+They convert codes and numbers, run `attend_items` over codes, and convert pages for long fills.
+
+The matrix products of attention use codes without their powers. The power of a key multiplies its
+column of scores. The exponent of a value is added to its column of base-2 scores before the online
+softmax. So the product of weights and values needs no further factor, and the weights are in
+float16's range. Only the sum of the weights must remove the exponent again."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -27,9 +26,9 @@ from parrot.engine.kernels.attention_kernels import (
 _INFINITY = tl.constexpr(0x7F800000)
 _LEAST_EXPONENT = tl.constexpr(87)
 _NOT_FINITE = tl.constexpr(255)
-_ONE = tl.constexpr(127)  # the exponent of 1
+_ONE = tl.constexpr(127)  # The exponent of 1.
+# Weights are at most 2 ** 8, so that float16 keeps more bits of small weights.
 _HEADROOM = tl.constexpr(8.0)
-"""Weights are up to 2 to this, so that float16 has more room for small ones."""
 
 _FLOAT16_OF_PAIRS: tl.constexpr = tl.constexpr("""
 {
@@ -45,37 +44,39 @@ _FLOAT16_OF_PAIRS: tl.constexpr = tl.constexpr("""
 
 @triton.jit
 def bits_of(x):
-    """The bits of |x|, x in float32: they are ordered as the numbers are, and NaN comes last."""
+    """The bits of |x| for x in float32. They have the order of the numbers, with NaN last."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def exponent_of(largest):
-    """The exponent, plus 127, by which a row is divided whose largest number has these bits: the
-    least that brings it to 448 or below."""
+    """The exponent, plus 127, of a row whose largest number has the bits `largest`.
+
+    It is the smallest exponent that brings the number to 448 or below."""
     exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT)
     return tl.where(largest >= _INFINITY, _NOT_FINITE, exponent)
 
 
 @triton.jit
 def power_of(exponent):
-    """2 to the exponent - 127; infinity for a row that is not finite."""
+    """2 ** (exponent - 127); infinity for a row that is not finite."""
     return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def inverse_of(exponent):
-    """2 to the 127 - exponent; 0 for a row that is not finite."""
+    """2 ** (127 - exponent); 0 for a row that is not finite."""
     return (tl.maximum(254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def codes_of(x):
-    """uint8 codes, to the nearest, of numbers in float32 up to 448. (The interpreter's conversion
-    rounds towards zero.)"""
+    """uint8 codes of float32 numbers up to 448, rounded to nearest.
+
+    Triton's own conversion rounds towards zero in the interpreter."""
     bits = bits_of(x)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # The last bit of numbers from 2^14 on is that of the subnormal ones.
+    # Near 2^14, float32's last bit has the value of e4m3's subnormal step. So the addition rounds.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(bits < 0x3C800000, small, normal)
     code = tl.where(bits > _INFINITY, 0x7F, code)
@@ -84,8 +85,9 @@ def codes_of(x):
 
 @triton.jit
 def float32_of(codes):
-    """The numbers of int32 codes: e4m3's exponent has fewer bits, so they are too small by a
-    constant factor at first, also where they are subnormal."""
+    """The numbers of int32 codes, in float32."""
+    # Moving the bits to float32's fields leaves e4m3's exponent bias. A factor of 2 ** 120 corrects
+    # it, also for subnormal numbers.
     bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
     numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
     return tl.where((codes & 0x7F) == 0x7F, float("nan"), numbers)
@@ -93,10 +95,9 @@ def float32_of(codes):
 
 @triton.jit
 def numbers_of_pairs(pairs, IN_FLOAT32: tl.constexpr):
-    """The even and the odd numbers of int16 pairs of codes, in float16 or float32.
-
-    Both are exact. Pairs, since the matrix unit's operands can be transposed on their way to
-    registers in units of two bytes only; four numbers take three instructions."""
+    """The even and the odd numbers of int16 pairs of codes, exact in float16 or float32."""
+    # Codes are read as pairs, because operands of the tensor core can only be transposed in units
+    # of two bytes. The conversion of four numbers takes three instructions.
     if IN_FLOAT32:
         wide = pairs.to(tl.int32)
         even = float32_of(wide)
@@ -131,8 +132,10 @@ def weigh_codes(
     scale_log2,
     MASKED: tl.constexpr,
 ):
-    """Weights for values as they are stored, from products with keys as they are stored; the same
-    for the values themselves, to be summed; and what earlier weights are worth by now."""
+    """One step of the online softmax over products of q and codes of keys.
+
+    Returns the weights for codes of values, the weights for the values themselves (for the sum),
+    the factor for earlier weights, and the new maximum."""
     k_scale = power_of(k_exponents) * scale_log2
     shift = (v_exponents - _ONE).to(tl.float32)
     scores = scores * k_scale[None, :] + shift[None, :]
@@ -156,7 +159,7 @@ def _join_pairs(even, odd, ROWS: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _next_pages(table, first, end, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
-    """`page_ids`, but none past the one entry of the table that may be read ahead."""
+    """`page_ids`, limited to the one entry after the request's pages that may be prefetched."""
     if PAGE % BN == 0:
         pages = tl.load(table + tl.minimum(first, end) // PAGE)
     else:
@@ -168,8 +171,9 @@ def _next_pages(table, first, end, offs_n, PAGE: tl.constexpr, BN: tl.constexpr)
 def _first_rows(
     pages, kv_head, first, offs_n, HKV: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr
 ):
-    """The rows of the tile of keys at `first` in a pool [pages * HKV * PAGE, ...]: where the tile
-    is in one page only the first one's, else each key's."""
+    """The rows of the tile of keys at `first` in a pool [pages * HKV * PAGE, ...].
+
+    Only the row of the first key if tiles do not span pages, else the row of each key."""
     rows = (pages.to(tl.int64) * HKV + kv_head) * PAGE
     rows += first % PAGE if PAGE % BN == 0 else (first + offs_n) % PAGE
     return rows
@@ -177,8 +181,8 @@ def _first_rows(
 
 @triton.jit
 def _load_exponents(exponents, rows, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
-    """Without a mask: those behind the end are some byte of the pool, and masked scores need no
-    exponent."""
+    # No mask is necessary: keys after the end read some byte of the pool, and their scores are
+    # masked.
     at = exponents + rows
     if PAGE % BN == 0:
         at += offs_n
@@ -222,15 +226,15 @@ def attend_quantised_items(
     UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`attend_items`; k and v are int16, pairs of codes, [pages, H // G, PAGE, D // 2].
-
-    Exponents are fetched a tile ahead, as they do not take part in the copies to shared memory."""
+    """`attend_items` for k and v in int16 pairs of codes [pages, H // G, PAGE, D // 2]."""
+    # Exponents are loaded one tile ahead, because they are not part of the pipelined copies to
+    # shared memory.
     HKV: tl.constexpr = H // G
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
     q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
     own = tl.load(item + 6) != 0
-    if q_count == 0:  # padding of a captured grid
+    if q_count == 0:  # Padding of a CUDA graph.
         if DEPENDENT:
             gdc_wait()
         return
@@ -262,7 +266,7 @@ def attend_quantised_items(
     total = tl.zeros([BM, BN], dtype=tl.float32)
     for first in tl.range(kv_first, end, BN, num_stages=STAGES):
         k_pairs = tl.load(_pairs_at(k_ptr, rows, offs_n, pair, D, PAGE, BN))
-        # What lies past the end may be NaN, and zero weights do not stop a NaN.
+        # Values after the end may be NaN, and NaN times a weight of 0 is NaN.
         v_pairs = tl.load(
             _pairs_at(v_ptr, rows, offs_n, pair, D, PAGE, BN),
             mask=(first + offs_n)[:, None] < end,
@@ -278,13 +282,13 @@ def attend_quantised_items(
         weights, addend, decay, maximum = weigh_codes(
             scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, True
         )
-        # Summed over the keys of a tile only in the end: that takes all warps.
+        # The sum over the keys of a tile needs all warps, so it is done once after the loop.
         total = total * decay[:, None] + addend
         weights = weights.to(v_even.dtype)
         even = tl.dot(weights, v_even, even * decay[:, None], input_precision="ieee")
         odd = tl.dot(weights, v_odd, odd * decay[:, None], input_precision="ieee")
-        # (What a turn leaves to the next must not be what it was given itself, as two turns' pages
-        # would be: such loops are not pipelined.)
+        # Triton does not pipeline a loop that passes a value through unchanged. So each iteration
+        # loads the pages of the second next tile, instead of passing on two tiles' pages.
         next_pages = _next_pages(table, first + 2 * BN, end, offs_n, PAGE, BN)
         k_exponents = next_k_exponents
         v_exponents = next_v_exponents
@@ -310,7 +314,7 @@ def convert_pages_kernel(
 ):
     """Program (i, block of rows): out[i] = the numbers of the rows [ROWS, D] of page `pages[i]`."""
     page = tl.load(pages + tl.program_id(0))
-    if page < 0:  # padding of a captured grid
+    if page < 0:  # Padding of a CUDA graph.
         return
     offs_r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs_r < ROWS

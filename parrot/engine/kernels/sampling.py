@@ -1,4 +1,4 @@
-"""Launch the choice of a token for each row of logits."""
+"""Launches the sampling kernels, which choose a token for each row of logits."""
 
 from typing import Protocol
 
@@ -15,16 +15,16 @@ from parrot.engine.kernels.sampling_kernels import (
 )
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 
-_CHUNK = 4096
-_CHUNK_WARPS = 4
-_NOISE_WARPS = 8
-_FLOOR_BLOCK = 8192
-_FLOOR_WARPS = 32
-_ENTRIES = 1024
+_CHUNK = 4096  # Logits that a program of the chunk kernels reads.
+_CHUNK_WARPS = 4  # Warps of a program that reads a chunk.
+_NOISE_WARPS = 8  # Warps of a program that also computes noise.
+_FLOOR_BLOCK = 8192  # Logits that the top-k/top-p search reads at once.
+_FLOOR_WARPS = 32  # Warps of a program of the top-k/top-p search.
+_ENTRIES = 1024  # Penalty and bias entries that a program processes at once.
 
 
 class TokenShard(Protocol):
-    """The tokens of a vocabulary of which one rank has the logits: `count` from `first` on."""
+    """The tokens whose logits one rank computes: `count` tokens from `first` on."""
 
     @property
     def first(self) -> int: ...
@@ -33,15 +33,15 @@ class TokenShard(Protocol):
     def count(self) -> int: ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, columns] -> [rows, ranks * columns]: those of all ranks, in order."""
+        """x [rows, columns] -> [rows, ranks * columns], in the order of ranks."""
         ...
 
 
 def best_tokens(logits: torch.Tensor, shard: TokenShard | None = None) -> torch.Tensor:
-    """int32 [rows]: the first token of the largest logit; -1 where any logit is not finite.
+    """int32 [rows]: the first token with the largest logit; -1 if a logit is not finite.
 
     logits  [rows, vocab], of any float type, rows contiguous
-    shard   whose logits they are, and padding behind them; None: those of all tokens"""
+    shard   the tokens of the logits, which may be followed by padding; None for all tokens"""
     rows, width = logits.shape
     assert logits.stride(1) == 1
     found = torch.empty((2, *_chunks(logits)), dtype=torch.int32, device=logits.device)
@@ -66,10 +66,10 @@ def best_tokens(logits: torch.Tensor, shard: TokenShard | None = None) -> torch.
 def adjust_logits(
     logits: torch.Tensor, token_ids: torch.Tensor, rows: torch.Tensor, entries: torch.Tensor
 ) -> None:
-    """Penalties and biases (sampling_layout.py), in place.
+    """Apply penalties and biases (sampling_layout.py) in place.
 
     logits     float32 [rows, vocab], rows contiguous
-    token_ids  int32, the step's tokens, the pending ones among them
+    token_ids  int32, the step's tokens, including tokens that were pending
     rows       int32 [adjusted rows, NUM_COLUMNS]
     entries    int32 [entries, NUM_FIELDS]"""
     assert logits.dtype == torch.float32
@@ -92,11 +92,12 @@ def adjust_logits(
 
 
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """Let only some tokens be chosen, in place.
+    """Hide all tokens except the allowed ones, in place.
 
     logits  float32 [rows, vocab], rows contiguous
-    rows    int32 [masked rows]: of the logits
-    words   int32 [masked rows, words]: bit i of word j is token 32 j + i; the rest are 0"""
+    rows    int32 [masked rows]: rows of the logits
+    words   int32 [masked rows, words]: bit i of word j allows token 32 j + i. Tokens after the last
+            word are hidden"""
     assert logits.dtype == torch.float32
     assert logits.stride(1) == 1
     assert len(words) == len(rows)
@@ -117,10 +118,10 @@ def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -
 def draw_tokens(
     logits: torch.Tensor, tokens: torch.Tensor, settings: torch.Tensor, *, limited: bool
 ) -> torch.Tensor:
-    """Replace, in place, the tokens that `best_tokens` gave by those that `settings` want.
+    """Replace the greedy `tokens` from `best_tokens` by sampled tokens, in place.
 
     settings  int32 [rows, NUM_SETTINGS] (sampling_layout.py)
-    limited   whether any row has a top-k or a top-p"""
+    limited   whether a row has a top-k or a top-p"""
     rows, vocab_size = logits.shape
     assert settings.shape == (rows, NUM_SETTINGS), settings.shape
     assert settings.is_contiguous()
@@ -159,7 +160,7 @@ def draw_tokens(
 
 
 def _room(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A score and a token for each chunk of each row."""
+    """Buffers for a score and a token per chunk of each row."""
     size = _chunks(logits)
     scores = torch.empty(size, dtype=torch.float32, device=logits.device)
     return scores, torch.empty(size, dtype=torch.int32, device=logits.device)

@@ -1,7 +1,7 @@
 """The kernels that choose a token for each row of logits. `sampling` launches them.
 
-All of a row's chunks first, then the best of what they found. Noise and scores are those of
-`parrot.engine.kernels.noise` and `parrot.engine.runner.sampling`."""
+One kernel finds the best token of each chunk, and another the best of a row's chunks. Noise and
+scores are the same as in `parrot.engine.kernels.noise` and `parrot.engine.runner.sampling`."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -15,7 +15,8 @@ _MIX_2 = tl.constexpr(MIX_2)
 _LARGEST_BELOW_ONE = tl.constexpr(LARGEST_BELOW_ONE)
 _INFINITY = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(-3.0e38)
-_HIDDEN = tl.constexpr(-1.0e30)  # below all logits, and finite at any temperature
+# The logit of a hidden token. It is lower than all logits and remains finite at all temperatures.
+_HIDDEN = tl.constexpr(-1.0e30)
 
 _KEY_0 = tl.constexpr(layout.KEY_0)
 _KEY_1 = tl.constexpr(layout.KEY_1)
@@ -43,9 +44,10 @@ _FIELDS = tl.constexpr(layout.NUM_FIELDS)
 def adjust_logits_kernel(
     logits, token_ids, rows, rows_f, entries, entries_f, stride, vocab_size, BLOCK: tl.constexpr
 ):
-    """Program (adjusted row): the logits of its entries' tokens, in place. The row's pending token
-    counts once more; if it is not among the entries, it is one more at their end, so that it gets
-    the very operations that it gets once it is known."""
+    """Program (adjusted row): change the logits of the entries' tokens in place.
+
+    The count of the row's pending token is one higher. If the token has no entry, it is processed
+    as one more entry. So its logit gets exactly the operations of the next step's entries."""
     own, own_f = rows + tl.program_id(0) * _COLUMNS, rows_f + tl.program_id(0) * _COLUMNS
     base = logits + tl.load(own + _ROW).to(tl.int64) * stride
     presence, frequency = tl.load(own_f + _PRESENCE), tl.load(own_f + _FREQUENCY)
@@ -76,8 +78,9 @@ def adjust_logits_kernel(
 
 @triton.jit
 def mask_logits_kernel(logits, rows, words, stride, num_words, vocab_size, BLOCK: tl.constexpr):
-    """Program (masked row, chunk): the logits of tokens without a bit become `_HIDDEN`, in place;
-    those that are not finite stay, to be found."""
+    """Program (masked row, chunk): set the logits of tokens without a bit to `_HIDDEN` in place.
+
+    Logits that are not finite remain, so that later kernels report them."""
     masked = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
@@ -94,8 +97,9 @@ def mask_logits_kernel(logits, rows, words, stride, num_words, vocab_size, BLOCK
 def best_of_chunks_kernel(
     logits, scores, tokens, stride, vocab_size, first_token, BLOCK: tl.constexpr
 ):
-    """Program (row, chunk): the largest logit and its token, which is -1 if any is not finite.
-    Tokens count from `first_token`."""
+    """Program (row, chunk): the largest logit and its token, or -1 if a logit is not finite.
+
+    The first column is token `first_token`."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
@@ -111,7 +115,7 @@ def best_of_chunks_kernel(
 
 @triton.jit
 def best_of_rows_kernel(scores, tokens, out, NUM_CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row): the best token of its chunks, or -1."""
+    """Program (row): the best token of the row's chunks, or -1 if a chunk has -1."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, BLOCK)
     inside = chunk < NUM_CHUNKS
@@ -135,7 +139,7 @@ def _gumbel(token, key_0, key_1):
     bits = _mix(_mix(token.to(tl.uint32) ^ key_0.to(tl.uint32)) + key_1.to(tl.uint32))
     uniform = ((bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31)
     uniform = tl.minimum(uniform, _LARGEST_BELOW_ONE)
-    # log(1 - u) of a small u must not round it away.
+    # For a small u, 1 - u would round to 1. A series keeps the precision of log(1 - u).
     series = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3 + uniform * 0.25)))
     exponential = tl.where(uniform < 2.0**-8, series, -tl.log(1.0 - uniform))
     return -tl.log(exponential)
@@ -155,8 +159,9 @@ def noisy_best_of_chunks_kernel(
     LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row, chunk): the largest sum of score and noise among the scores from the row's
-    floor on. Rows that want no noise, or are not finite, keep the token that they have."""
+    """Program (row, chunk): the largest sum of score and noise of the scores at or above the floor.
+
+    Greedy rows and rows that are not finite keep their token."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + chunk
     own, own_f = settings + row * _SETTINGS, settings_f + row * _SETTINGS
@@ -190,8 +195,8 @@ def _scores(base, first, largest, scale, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
-    """Find, of the scores above the pivot, their number, their weight, the least; and the largest
-    of the others that is not below `low`, else minus infinity."""
+    """Return the number, the total weight and the lowest of the scores above `pivot`, and the
+    highest score in [low, pivot], or minus infinity if there is none."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     weight = tl.zeros([BLOCK], dtype=tl.float32)
     least = tl.full([BLOCK], _INFINITY, dtype=tl.float32)
@@ -209,9 +214,9 @@ def _look(base, largest, scale, vocab_size, low, pivot, BLOCK: tl.constexpr):
 
 @triton.jit
 def _least_kept(base, largest, scale, vocab_size, low, top_k, max_weight, BLOCK: tl.constexpr):
-    """The least score with fewer than `top_k` scores above it, that weigh less than `max_weight`.
-    `low` must not be above it."""
-    high = low * 0.0  # the largest score
+    """The lowest score that has fewer than `top_k` scores above it, with a total weight of less
+    than `max_weight`. `low` must not exceed it."""
+    high = low * 0.0  # The largest score is 0.
     while low < high:
         pivot = low + (high - low) * 0.5
         pivot = tl.where(pivot < high, pivot, low)
@@ -219,7 +224,7 @@ def _least_kept(base, largest, scale, vocab_size, low, top_k, max_weight, BLOCK:
             base, largest, scale, vocab_size, low, pivot, BLOCK
         )
         is_kept = (count < top_k) & (weight < max_weight)
-        is_empty = next_lower < low  # nothing between `low` and the pivot
+        is_empty = next_lower < low  # No score is in [low, pivot].
         high = tl.where(is_kept, tl.where(is_empty, least, next_lower), high)
         low = tl.where(is_kept & ~is_empty, low, least)
     return high
@@ -229,7 +234,7 @@ def _least_kept(base, largest, scale, vocab_size, low, top_k, max_weight, BLOCK:
 def find_floors_kernel(
     logits, best_tokens, settings, settings_f, floors, stride, vocab_size, BLOCK: tl.constexpr
 ):
-    """Program (row): the least score that top-k, and then top-p, leave."""
+    """Program (row): the lowest score that top-k, and then top-p, keep."""
     row = tl.program_id(0).to(tl.int64)
     best = tl.load(best_tokens + row)
     scale = tl.load(settings_f + row * _SETTINGS + _INVERSE_TEMPERATURE)

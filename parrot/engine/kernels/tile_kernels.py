@@ -1,4 +1,4 @@
-"""Attention of tall tiles over whole pages, which the bulk copy engine fetches."""
+"""Attention with many rows over whole pages, which the bulk copy engine (TMA) reads."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -19,8 +19,9 @@ from parrot.engine.kernels.quantised_kernels import numbers_of, weigh_codes
 
 @triton.jit
 def _exponents_at(k_exponents, v_exponents, BN: tl.constexpr):
-    """Where the exponents of a tile's keys, then of its values, are for row 0. One load for both
-    gives each thread one of them; the layout of scores has each thread load dozens."""
+    """The addresses of the exponents of a tile's keys, then of its values, for row 0."""
+    # With one load for both, each thread loads one exponent. In the layout of scores each thread
+    # would load dozens.
     both = tl.arange(0, 2 * BN)
     return tl.where(both < BN, k_exponents + both, v_exponents + (both - BN))
 
@@ -98,18 +99,19 @@ def attend_tiles(
     QUANTISED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The work of `attend_items` for tall tiles over whole pages; BN divides PAGE.
+    """`attend_items` for items with many rows over whole pages. BN must divide PAGE.
 
-    `k_rows`, `v_rows`: tensor descriptors [pages * kv_heads * PAGE, D] with blocks [BN, D]. A tile
-    is one block, so a single thread asks for it: no pointers in registers, no index arithmetic,
-    and twice as many tiles at work in a multiprocessor. OWN: the items are fills, whose last
-    tiles need the causal mask; else all rows see all keys, which end with a page. QUANTISED: the
-    descriptors are of codes (`quantised_kernels`); their exponents are fetched a tile ahead."""
+    k_rows, v_rows  tensor descriptors [pages * kv_heads * PAGE, D] with blocks [BN, D]
+    OWN             the items are fills, whose last tiles need the causal mask; otherwise all rows
+                    attend to all keys, which end with a page
+    QUANTISED       the descriptors are of codes; exponents are loaded one tile ahead"""
+    # A tile is one block of a descriptor, so one thread requests it. This saves the registers and
+    # the arithmetic of pointers, and twice as many tiles are in flight per multiprocessor.
     HKV: tl.constexpr = H // G
     kv_head = tl.program_id(0)
     item = items + tl.program_id(1) * 8
     q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
-    if q_count == 0:  # padding of a captured grid
+    if q_count == 0:  # Padding of a CUDA graph.
         return
     table = tables + table_row * stride_table
     offs_n = tl.arange(0, BN)
@@ -155,7 +157,7 @@ def attend_tiles(
             page = tl.load(table + first // PAGE)
             row = (page * HKV + kv_head) * PAGE + first % PAGE
             k = _load_tile(k_rows, row, QUANTISED, IN_FLOAT32)
-            # What lies past the end may be NaN, and zero weights do not stop a NaN.
+            # Values after the end may be NaN, and NaN times a weight of 0 is NaN.
             inside = (first + offs_n)[:, None] < end
             v = tl.where(inside, _load_tile(v_rows, row, QUANTISED, IN_FLOAT32), 0.0).to(k.dtype)
             if QUANTISED:

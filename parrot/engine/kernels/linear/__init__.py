@@ -1,2 +1,3 @@
-"""Matrix products of few rows, with what lies between them: `products` launches them, `tiles` says
-how they are divided among programs, and the kernels are in the other modules."""
+"""Matrix products of few rows, fused with the operations before and after them.
+
+`products` launches the kernels, and `tiles` has their tile sizes."""

@@ -1,5 +1,4 @@
-"""Products of few rows on the matrix unit, which are bound by reading the weights. `products`
-launches them."""
+"""Products of few rows on the tensor core, bound by reading weights. `products` launches them."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -17,7 +16,7 @@ from parrot.engine.kernels.linear.parts import (
 
 @triton.jit
 def _load_weight(at, inside, WHOLE: tl.constexpr):
-    """A tile. Weights are read once: they leave the cache to what is read again."""
+    """A tile of weights, which are read once. Their cache lines are evicted first."""
     if WHOLE:
         tile = tl.load(at, eviction_policy="evict_first")
     else:
@@ -52,8 +51,8 @@ def _products(
     BOTH: tl.constexpr,
     ALL_INSIDE: tl.constexpr,
 ):
-    """BN rows of weights times BM of x, [BN, BM] in float32; BOTH: and BN others. The weights are
-    the tall operand of the matrix unit, so few rows of x waste little of it."""
+    """BN rows of weights times BM rows of x, float32 [BN, BM]. BOTH: the same for BN other rows."""
+    # The weights are the tall operand of the tensor core, so few rows of x waste little of it.
     result = tl.zeros([BN, BM], dtype=tl.float32)
     other = tl.zeros([BN, BM], dtype=tl.float32)
     offset = tl.arange(0, BK)[None, :]
@@ -96,13 +95,13 @@ def few_rows_linear_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (block of BN outputs, part of SPLIT inputs): out = x weight^T (+ bias) for up to BM
-    rows; each part has an out of its own.
+    """Program (block of BN outputs, split of SPLIT inputs): out = x weight^T (+ bias) for up to BM
+    rows. Each split has its own out.
 
-    PARTS      x is first divided by its root mean square; squares [rows, PARTS]
+    PARTS      divide x by its root mean square first; squares [rows, PARTS]
     SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
     ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
-    DEPENDENT  the kernel before, which wrote all but the parameters, may still run"""
+    DEPENDENT  the previous kernel, which writes all inputs except parameters, may still run"""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     member = tl.arange(0, BM)
@@ -116,7 +115,7 @@ def few_rows_linear_kernel(
     if DEPENDENT:
         gdc_wait()
     if PARTS > 0:
-        squares = _load_squares(squares_ptr, member, live, PARTS)  # nobody waits for them yet
+        squares = _load_squares(squares_ptr, member, live, PARTS)  # Used after the product.
     if ADD:
         place = member.to(tl.int64)[None, :] * N + row[:, None]
         before = tl.load(residual_ptr + place, mask=both, other=0.0)
@@ -178,8 +177,9 @@ def few_rows_qkv_kernel(
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (head, BN of its D outputs): `few_rows_linear_kernel`, with `rope_and_store_kernel`
-    behind it. q [rows, H, D]; k and v go to the cache, but those of rows without a table."""
+    """Program (head, BN of its D outputs): `few_rows_linear_kernel`, then `rope_and_store_kernel`.
+
+    q is [rows, H, D]. k and v of rows with a block table are written to the cache."""
     head, dim, row = head_and_outputs(D, BN)
     member = tl.arange(0, BM)
     inside = row >= 0

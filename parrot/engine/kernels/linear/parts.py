@@ -1,4 +1,4 @@
-"""Parts that kernels of matrix products have in common: all but the product."""
+"""Device functions that the kernels of matrix products share: all steps except the product."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -7,15 +7,15 @@ import triton.language as tl
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """silu(gate) * up; both are rounded before, as separate kernels would."""
+    """silu(gate) * up. Both are rounded first, as separate kernels would round them."""
     gate = gate.to(KIND).to(tl.float32)
     return gate * tl.sigmoid(gate) * up.to(KIND).to(tl.float32)
 
 
 @triton.jit
 def add_to_residual(result, before, residual_at, inside, KIND: tl.constexpr):
-    """The sum in float32, and its squares, rounded as it is stored: what the next layer adds to is
-    in memory."""
+    """Add to the residual and store it. Returns the sum and its squares, in float32."""
+    # Rounded as stored, because the next layer reads the rounded value.
     total = (result + before.to(tl.float32)).to(KIND)
     tl.store(residual_at, total, mask=inside)
     total = total.to(tl.float32)
@@ -24,8 +24,10 @@ def add_to_residual(result, before, residual_at, inside, KIND: tl.constexpr):
 
 @triton.jit
 def head_and_outputs(D: tl.constexpr, BN: tl.constexpr):
-    """The head of a program, BN // 2 dimensions of its first half, and the program's BN outputs:
-    those, and the ones of the second half that are rotated with them."""
+    """The head of a program, BN // 2 dimensions in the head's first half, and its BN outputs.
+
+    The outputs are these dimensions, and the dimensions of the second half that rotate with them.
+    """
     HALF: tl.constexpr = BN // 2
     head = tl.program_id(0) // (D // BN)
     first = tl.program_id(0) % (D // BN) * HALF
@@ -48,8 +50,8 @@ def places(
     D: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """Return whether each row has a table, where its key of the first head goes, and the cosines
-    and sines [dims, rows] of its position."""
+    """Return for each row: whether it has a block table, the offset of its key of the first head in
+    the cache, and the cosines and sines [dims, rows] of its position."""
     table_row = tl.load(table_rows + member, mask=live, other=-1)
     placed = table_row >= 0
     position = tl.load(positions + member, mask=placed, other=0)
@@ -78,9 +80,11 @@ def rotate_and_store(
     D: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    """`rope_and_store_kernel` of one head's outputs [BN, rows]: q to q_ptr [rows, H, D], k and v to
-    the cache. The rest is what `head_and_outputs` and `places` return."""
-    # Rounded between, as separate kernels would.
+    """`rope_and_store_kernel` for one head's outputs [BN, rows].
+
+    Writes q to q_ptr [rows, H, D], and k and v to the cache. The other arguments are the results of
+    `head_and_outputs` and `places`."""
+    # Rounded before the rotation, as separate kernels would round.
     kind = q_ptr.dtype.element_ty
     halves = tl.reshape(result.to(kind).to(tl.float32), [2, dim.shape[0], member.shape[0]])
     y1, y2 = tl.split(tl.permute(halves, (1, 2, 0)))

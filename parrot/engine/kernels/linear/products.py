@@ -1,4 +1,4 @@
-"""Launch the matrix products of few rows."""
+"""Launches the matrix products of few rows."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,10 @@ from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
 
 @dataclass(frozen=True, slots=True)
 class UndividedRows:
-    """RMS-normed rows but for their division by the root mean square, which a product of them
-    does at its end.
+    """Rows of an RMS norm before the division by the root mean square.
 
-    rows     [tokens, size]: values times the norm's weight
-    squares  float32 [tokens, parts]: sums of the squares of the values' parts"""
+    The next product divides its result. `rows` [tokens, size] are values times the norm's weight.
+    `squares` float32 [tokens, parts] are sums of squares of parts of the values."""
 
     rows: torch.Tensor
     squares: torch.Tensor
@@ -33,11 +32,12 @@ def few_rows_linear(
     bias: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    """out [rows, n] = x [rows, k] weight^T + bias, weight [n, k], for up to `FEW_ROWS` rows, nearly
-    at the rate at which memory can be read. With `silu`, weight is [gate | up] with 2 n rows, and
-    out = silu(gate) * up. An out [splits, rows, n] gets products of parts of k, which are to be
-    summed (`num_splits`). A row's result does not depend on how many others there are, except that
-    a single row, or two with small weights, are summed in another order than more (`Product`)."""
+    """out [rows, n] = x [rows, k] weight^T + bias, with weight [n, k] and up to `FEW_ROWS` rows.
+
+    With `silu`, weight is [gate | up] with 2 n rows, and out = silu(gate) * up. With out
+    [splits, rows, n], each split gets the product of a part of k; the caller sums them
+    (`num_splits`). A row's result does not depend on the number of rows, with one exception: one
+    row, or two rows with small weights, are summed in another order (`Product`)."""
     assert weight.shape[0] == (2 if silu else 1) * out.shape[-1], (weight.shape, out.shape)
     rows, squares, eps = _parts(x)
     _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps)
@@ -53,9 +53,9 @@ def few_rows_add_and_norm(
     *,
     bias: torch.Tensor | None = None,
 ) -> UndividedRows:
-    """residual [rows, n] += x weight^T + bias, in place; returns rms_norm(residual) * norm_weight.
+    """residual [rows, n] += x weight^T + bias, in place. Returns rms_norm(residual) * norm_weight.
 
-    Not for float16: a residual times the norm's weight may be too large for it."""
+    Does not support float16, in which the residual times the norm's weight may overflow."""
     num_rows, num_out = residual.shape
     assert weight.shape[0] == num_out == len(norm_weight), (weight.shape, residual.shape)
     assert residual.is_contiguous()
@@ -78,8 +78,9 @@ def few_rows_qkv(
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`few_rows_linear` and `rope_and_store` (which see) in one, for heads that `can_rotate`:
-    returns q [rows, heads, dim]; that of rows with a negative `table_rows` is not written."""
+    """`few_rows_linear` and `rope_and_store` in one kernel, for heads that `can_rotate`.
+
+    Returns q [rows, heads, dim]. Rows with a negative `table_rows` are not written."""
     rows, squares, eps = _parts(x)
     num_rows, size = rows.shape
     product = _qkv_product(rows, shape)
@@ -128,7 +129,7 @@ def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def can_rotate(shape: AttentionShape, x: torch.Tensor | UndividedRows) -> bool:
-    """Whether `few_rows_qkv` takes these rows and heads."""
+    """Whether `few_rows_qkv` supports these rows and heads."""
     rows, _, _ = _parts(x)
     return len(rows) <= FEW_ROWS and shape.head_dim % _qkv_product(rows, shape).tile()["BN"] == 0
 
@@ -190,5 +191,5 @@ def _launch(
 
 
 def num_splits(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """Into how many parts of k a product is best split, see `Product`."""
+    """The best number of splits of k for a product (`Product.num_splits`)."""
     return Product(len(x), len(weight), x.shape[1], x.dtype).num_splits

@@ -1,7 +1,7 @@
-"""Products of one or two rows without the matrix unit. `products` launches them.
+"""Products of one or two rows without the tensor core. `products` launches them.
 
-A program fetches all of its weights to registers before it waits for the end of the kernel before,
-and reads x only then. The next kernel may start as soon as all programs have, and fetch its own
+A program loads all its weights to registers, then waits for the end of the previous kernel, and
+then reads x. The next kernel may start as soon as all programs have started. It loads its own
 weights meanwhile."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -20,7 +20,7 @@ from parrot.engine.kernels.linear.parts import (
 
 @triton.jit
 def _fetch_rows(at, tile, bias_at, inside, BIAS: tl.constexpr):
-    """Rows of weights, read once, and their biases."""
+    """Load rows of weights, which are read once, and their biases."""
     weight = tl.load(at, mask=tile, other=0.0, eviction_policy="evict_first")
     bias = inside.to(tl.float32) * 0.0
     if BIAS:
@@ -64,7 +64,7 @@ def row_linear_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`few_rows_linear_kernel` for ROWS rows (`num_rows`). BK: K or the next power of two."""
+    """`few_rows_linear_kernel` for ROWS rows (= `num_rows`). BK is the next power of two of K."""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     column = tl.arange(0, BK)
@@ -132,7 +132,7 @@ def row_qkv_kernel(
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`few_rows_qkv_kernel` for ROWS rows (`num_rows`), as `row_linear_kernel` does it."""
+    """`few_rows_qkv_kernel` for ROWS rows (= `num_rows`), computed like `row_linear_kernel`."""
     head, dim, row = head_and_outputs(D, BN)
     inside = row >= 0
     member = tl.arange(0, ROWS)

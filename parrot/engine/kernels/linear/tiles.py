@@ -5,27 +5,27 @@ from dataclasses import dataclass
 import torch
 import triton
 
-FEW_ROWS = 64
-"""The most rows for which these products are faster than cuBLAS."""
+FEW_ROWS = 64  # Most rows for which these products are faster than cuBLAS.
 
-_SMALL = 8 << 20  # weights that are not worth the matrix unit for two rows
-_ROW_INPUTS = {1: 16384, 2: 4096}  # by rows: of more, two outputs' weights overflow the registers
-_ROW_BYTES = 32 << 10  # of weights in the registers of a program
-_ROW_OUTPUTS = (2, 16)  # the fewest and the most of a program
-_WARP_INPUTS = 256  # of a row of weights, for each thread to read 16 bytes at once
-_SOME_OUTPUTS = 3072  # enough for tiles of 64
-_MANY_OUTPUTS = 4096  # enough for wide tiles to occupy a GPU
-_FEW_PROGRAMS = 96
-_MIN_DOT = 16
+_SMALL = 8 << 20  # Below this number of weights, two rows are computed without the tensor core.
+# Most inputs without the tensor core, by number of rows. With more inputs the weights of two
+# outputs exceed the registers.
+_ROW_INPUTS = {1: 16384, 2: 4096}
+_ROW_BYTES = 32 << 10  # Bytes of weights in the registers of a program.
+_ROW_OUTPUTS = (2, 16)  # Fewest and most outputs of a program without the tensor core.
+_WARP_INPUTS = 256  # Inputs that a warp reads at once: 16 bytes per thread.
+_SOME_OUTPUTS = 3072  # From this number of outputs on, tiles of 64 outputs are used.
+_MANY_OUTPUTS = 4096  # From this number of outputs on, wide tiles occupy a GPU.
+_FEW_PROGRAMS = 96  # A product with at most this number of programs may be split in two.
+_MIN_DOT = 16  # Smallest dimension of an operand of the tensor core.
 _HALF = FEW_ROWS // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The shape of a product of rows [rows, inputs] and weights [outputs, inputs]; with `silu` the
-    weights are those of gates and of what they let through, [2 outputs, inputs].
+    """The shape of a product of rows [rows, inputs] and weights [outputs, inputs] of type `dtype`.
 
-    dtype  of the rows and weights"""
+    With `silu`, the weights of gate and up are [2 outputs, inputs]."""
 
     rows: int
     outputs: int
@@ -35,19 +35,20 @@ class Product:
 
     @property
     def is_row(self) -> bool:
-        """Whether it is best computed without the matrix unit, unless it is split."""
+        """Whether the product is faster without the tensor core, if it is not split."""
         num_weights = self.outputs * self.inputs * (2 if self.silu else 1)
         is_small = self.rows == 1 or num_weights < _SMALL
         return is_small and self.inputs <= _ROW_INPUTS.get(self.rows, 0)
 
     def tile(self) -> dict[str, int]:
-        """Launch arguments of the kernel that is best for it, unless it is split."""
+        """Launch arguments of the fastest kernel, if the product is not split."""
         return self.row_tile() if self.is_row else self.matrix_tile()
 
     @property
     def num_splits(self) -> int:
-        """Into how many parts of its inputs it is best split, if somebody sums them: so many that
-        its programs occupy a GPU."""
+        """The best number of splits of the inputs, if the caller sums their results.
+
+        Two splits are better if a single one has too few programs to occupy a GPU."""
         if self.is_row:
             return 1
         tile = self.matrix_tile()
@@ -55,8 +56,9 @@ class Product:
         return 1 if is_wide or self.inputs % (2 * tile["BK"]) else 2
 
     def row_tile(self) -> dict[str, int]:
-        """Launch arguments of a kernel without the matrix unit, whose programs have whole rows of
-        weights: so many that a few programs fit a multiprocessor."""
+        """Launch arguments of a kernel without the tensor core. A program has whole rows of
+        weights."""
+        # The limit on bytes lets several programs run per multiprocessor.
         columns = triton.next_power_of_2(self.inputs)
         outputs = _ROW_BYTES // (columns * self.dtype.itemsize * (2 if self.silu else 1))
         least, most = _ROW_OUTPUTS
@@ -65,11 +67,13 @@ class Product:
         return {"ROWS": self.rows, "BN": outputs, "BK": columns, "num_warps": warps}
 
     def matrix_tile(self) -> dict[str, int]:
-        """Launch arguments of a kernel on the matrix unit. Short outputs need more programs than
-        wide tiles give; the fewer programs, the more of the weights must each have on its way."""
+        """Launch arguments of a kernel on the tensor core."""
+        # Few outputs need narrow tiles, so that there are enough programs. With fewer programs,
+        # each program must have more bytes of weights in flight.
         choose = _tile_of_32 if self.rows <= _HALF else _tile_of_64
         outputs, columns, stages, warps = choose(self.outputs, silu=self.silu)
-        if self.dtype == torch.float32:  # twice the bytes, and no matrix unit: all would not fit
+        # float32 takes twice the bytes and does not use the tensor core. Larger tiles do not fit.
+        if self.dtype == torch.float32:
             columns //= 4
         return {
             "BM": max(_MIN_DOT, triton.next_power_of_2(self.rows)),
@@ -81,7 +85,7 @@ class Product:
 
 
 def _tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
-    """Outputs and columns of a tile, stages, warps."""
+    """Outputs and columns of a tile, stages and warps, for up to 32 rows."""
     if num_out < (_MANY_OUTPUTS if silu else _SOME_OUTPUTS):
         return (32, 256, 4, 2) if silu else (16, 512, 4, 2)
     if silu:
@@ -92,7 +96,7 @@ def _tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
 
 
 def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
-    """Every program reads x, which with more than half of the rows takes as long as the weights."""
+    """`_tile_of_32` for up to 64 rows. Every program reads all of x, which also takes time."""
     if num_out < (_MANY_OUTPUTS if silu else _SOME_OUTPUTS):
         return (32, 64, 6, 4) if silu else (16, 256, 5, 4)
     if silu:

@@ -1,1 +1,1 @@
-"""Exchanges between the ranks of a divided model, through memory that all of them can reach."""
+"""Collectives between the ranks of a model, through memory that all ranks can access."""

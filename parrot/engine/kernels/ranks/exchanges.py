@@ -1,4 +1,4 @@
-"""Launch the kernels in which ranks meet. All ranks must, in the same order."""
+"""Launches the collective kernels. All ranks must launch the same kernels in the same order."""
 
 import torch
 import triton
@@ -18,25 +18,28 @@ from parrot.engine.kernels.ranks.memory import (
 )
 
 _KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-_WORD = 4
-_BLOCK = 1024
+_WORD = 4  # Bytes of a word.
+_BLOCK = 1024  # Words that an exchange copies at once.
 _WARPS = 8
-_LOOKS = 1 << 16  # which take a device some 50 ms
-_SLOW_LOOKS = 64  # in Triton's interpreter
+# A waiting kernel checks for an abort once per this number of polls, which takes a GPU about 50 ms.
+_LOOKS = 1 << 16
+_SLOW_LOOKS = 64  # The same number in Triton's interpreter.
 
 
 class Exchanges:
-    """Exchanges between the ranks, through their memory."""
+    """Collectives between the ranks, through symmetric memory."""
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self._memory = memory
         self._asked = memory.asked.numpy()
         self._every = _LOOKS if memory.own.is_cuda else _SLOW_LOOKS
-        self._word = torch.zeros(1, dtype=torch.int32, device=memory.own.device)  # of no meaning
+        # The operand of a broadcast whose result is not used.
+        self._word = torch.zeros(1, dtype=torch.int32, device=memory.own.device)
 
     def slot(self, index: int, num_splits: int, like: torch.Tensor) -> torch.Tensor | None:
-        """A place [num_splits, rows, size] for this rank's part of a sum that is added to rows
-        `like` these; None if there are too many rows. More than one split: for few rows only."""
+        """The memory [num_splits, rows, size] for this rank's part of a sum. `like`: its residual.
+
+        None if there are too many rows. Only sums of few rows may have more than one split."""
         return self._memory.slot(index, (num_splits, *like.shape), like.dtype)
 
     def sum_and_norm(
@@ -48,17 +51,18 @@ class Exchanges:
         *,
         add: bool = True,
     ) -> torch.Tensor:
-        """residual += the sum of all ranks' parts (or = the sum, without `add`), in place; returns
-        rms_norm(residual) * weight. Sums are in float32, and the same on all ranks.
+        """residual += the sum of all ranks' parts (without `add`: = the sum), in place.
 
-        part  [splits, rows, size], a slot, whose splits are summed, too"""
+        Returns rms_norm(residual) * weight. Sums are in float32, and identical on all ranks.
+
+        part  [splits, rows, size], a slot. Its splits are summed as well"""
         num_rows, width = residual.shape
         assert part.shape[1:] == residual.shape, (part.shape, residual.shape)
         assert part.dtype == residual.dtype == weight.dtype
         assert residual.is_contiguous()
         out = torch.empty_like(residual)
         if not num_rows:
-            self.broadcast(self._word)  # the ranks meet in every sum: see NUM_SLOTS
+            self.broadcast(self._word)  # Every sum must synchronize the ranks: see NUM_SLOTS.
             return out
         if num_rows <= MESSAGE_ROWS:
             self._sum_few(part, residual, weight, eps, out, add=add)
@@ -125,18 +129,18 @@ class Exchanges:
 
     @staticmethod
     def fit(x: torch.Tensor) -> bool:
-        """Whether `gather` and `broadcast` take x."""
+        """Whether `gather` and `broadcast` support x."""
         return x.dtype == torch.int32 and 0 < x.numel() * _WORD <= EXCHANGE_BYTES
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x int32 [rows, columns] -> [rows, size * columns]: those of all ranks, in order."""
+        """x int32 [rows, columns] -> [rows, size * columns], in the order of ranks."""
         rows, columns = x.shape
         out = x.new_empty((rows, self._memory.layout.size * columns))
         self._exchange(x.contiguous(), out, columns, only_first=False)
         return out
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Overwrite x int32, contiguous, with that of rank 0."""
+        """Overwrite x (int32, contiguous) with rank 0's x."""
         assert x.is_contiguous()
         self._exchange(x, x, x.numel(), only_first=True)
 
@@ -165,7 +169,9 @@ class Exchanges:
         )
 
     def release(self) -> None:
-        """Let kernels go on that wait for a rank which has ended, now and later; what they compute
-        is of no use then. From any thread. Nothing is launched, since the device's queue may be
-        full."""
+        """Release all kernels that wait for a lost rank, now and later. Callable from any thread.
+
+        Their results are undefined."""
+        # This sets a word in pinned memory. A launch could block, because the GPU's queue may be
+        # full.
         self._asked[0] = 1

@@ -1,10 +1,12 @@
 """Kernels in which ranks read and write each other's memory. `exchanges` launches them.
 
-A program meets those of its number on the other ranks: each says at which turn it is, and waits
-until the others are there. A rank's memory begins with int64 `over`, which ends all waiting when it
-is not zero. `addresses` are those of each rank's memory, and then that of `asked`, int64 in the
-host's memory: the host sets it to have `over` set. Programs that wait read it only with every
-EVERY-th look for the others, since their reads would fill PCIe and delay what they wait for."""
+Programs with the same number synchronize across ranks: each program publishes the number of its
+turn, and waits until the other ranks' programs have reached the turn.
+
+- `over`, int64 at the start of a rank's memory, ends all waiting if it is not 0.
+- `asked`, int64 in CPU memory, lets the CPU abort: a waiting program that reads 1 sets `over`. It
+  reads `asked` only in every EVERY-th poll, because these reads would fill PCIe.
+- `addresses` has the address of each rank's memory, followed by the address of `asked`."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -14,13 +16,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _memory_of(addresses, rank):
-    """Where the memory of a rank begins."""
+    """The start of a rank's memory."""
     return tl.multiple_of(tl.load(addresses + rank), 16)
 
 
 @triton.jit
 def _has_come(flag, over, turn):
-    """The same for all threads, as atomics are."""
+    """Whether the other program has reached the turn, or waiting is over."""
+    # Atomics, because all threads must get the same result.
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     return (seen >= turn) | (tl.atomic_add(over, 0, sem="relaxed", scope="sys") != 0)
 
@@ -41,11 +44,11 @@ def _tell_and_wait(
     FLAGS: tl.constexpr,
     EVERY: tl.constexpr,
 ):
-    """Return once all ranks' programs of this number are at this turn. What their earlier kernels
-    wrote, and what they did themselves, can be read from then on.
+    """Return once the programs with this number have reached this turn on all ranks.
 
-    From `place` on a rank's memory has int64 [SIZE, FLAGS]: the turns at which the other ranks'
-    programs are. They only grow, so nobody waits for one that is over."""
+    All earlier writes of these programs and of their previous kernels are then visible. At `place`
+    a rank's memory has int64 [SIZE, FLAGS]: the current turns of the other ranks' programs."""
+    # Turns only increase, so no program can miss a turn of another program.
     program = tl.program_id(0)
     turn = tl.load(turns + program) + 1
     for other in tl.static_range(SIZE):
@@ -67,7 +70,7 @@ def _tell_and_wait(
 
 @triton.jit
 def _normed(wide, weight, eps, WIDTH: tl.constexpr, KIND: tl.constexpr):
-    """rms_norm(wide) * weight, rounded as separate steps would."""
+    """rms_norm(wide) * weight, rounded as separate steps would round."""
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     return (wide * scale).to(KIND).to(tl.float32) * weight
 
@@ -91,8 +94,8 @@ def sum_and_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Program (some rows): residual += the sum of what the ranks have at `place`, in their order;
-    out = rms_norm(residual) * weight. Without ADD residual = the sum."""
+    """Program (several rows): residual += the sum of all ranks' parts at `place`, in rank order;
+    out = rms_norm(residual) * weight. Without ADD, residual = the sum."""
     kind: tl.constexpr = residual_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -103,22 +106,22 @@ def sum_and_norm_kernel(
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for rank in tl.static_range(SIZE):
             rows = (_memory_of(addresses, rank) + place).to(tl.pointer_type(kind))
-            rows = tl.multiple_of(rows, 16)  # or numbers would be read one by one
-            # Past L1, which does not know what others write.
+            rows = tl.multiple_of(rows, 16)  # Allows vectorized loads.
+            # Bypass L1, which does not see the writes of other devices.
             part = tl.load(rows + offset, mask=inside, other=0.0, cache_modifier=".cg")
             total += part.to(tl.float32)
         if ADD:
             total += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         value = total.to(kind)
         tl.store(residual_ptr + offset, value, mask=inside)
-        # Rounded as it is stored: the next layer adds to what is in memory.
+        # Rounded as stored, because the next layer reads the rounded value.
         normed = _normed(value.to(tl.float32), weight, eps, WIDTH, kind)
         tl.store(out_ptr + offset, normed.to(kind), mask=inside)
 
 
 @triton.jit
 def _low(word, KIND: tl.constexpr):
-    """The first number of a word of 32 bits."""
+    """The first number in a word of 32 bits, in float32."""
     if KIND.primitive_bitwidth == 32:
         number = word.to(KIND, bitcast=True)
     else:
@@ -128,7 +131,7 @@ def _low(word, KIND: tl.constexpr):
 
 @triton.jit
 def _high(word, KIND: tl.constexpr):
-    """The second, or zero."""
+    """The second number in a word of 32 bits, in float32; 0 for 32-bit types."""
     if KIND.primitive_bitwidth == 32:
         number = tl.zeros_like(word).to(tl.float32)
     else:
@@ -148,7 +151,7 @@ def _word(low, high, KIND: tl.constexpr):
 
 @triton.jit
 def _look(at, inside, over, turn):
-    """The content of a message's place, and whether some of it has not come."""
+    """The words of a message, and whether a word has not arrived."""
     came = tl.load(at, mask=inside, other=0, volatile=True)
     is_old = inside & ((came >> 32).to(tl.int32) != turn) & (tl.load(over, volatile=True) == 0)
     return came.to(tl.int32), tl.max(is_old.to(tl.int32), 0)
@@ -156,7 +159,7 @@ def _look(at, inside, over, turn):
 
 @triton.jit
 def _receive(at, inside, over, asked, turn, EVERY: tl.constexpr):
-    """The words of a message, behind each of which is the turn that it belongs to."""
+    """Wait for a message and return its words. Each word is stored with the number of its turn."""
     came, is_old = _look(at, inside, over, turn)
     looks = 0
     while is_old > 0:
@@ -188,14 +191,13 @@ def sum_few_and_norm_kernel(
     ADD: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`sum_and_norm_kernel` for few rows, which takes as long as a message takes: there is one,
-    and nobody asks for it. Program (row); all pointers are to words of 32 bits, of numbers of KIND.
+    """`sum_and_norm_kernel` for few rows. Program (row).
 
-    This rank's part is the sum of int32 [SPLITS, rows, WORDS] at `parts_ptr`. It is rounded and
-    sent to all others, to their memory from `place` on: int64 [2, SIZE, ROWS, WORDS], each a word
-    with the low 32 bits of this turn behind it; the first half and the second take turns, since
-    another rank may still read what came in the turn before. DEPENDENT: the kernel before may
-    still run."""
+    It takes one message, because each rank sends its part without a request. All pointers are to
+    32-bit words with numbers of type KIND. This rank's part is the sum of [SPLITS, rows, WORDS] at
+    `parts_ptr`, rounded. Each rank's inbox at `place` is int64 [2, SIZE, ROWS, WORDS]: a word, and
+    above it the low 32 bits of the turn. DEPENDENT: the previous kernel may still run."""
+    # The two halves of the inbox alternate: another rank may still read the previous turn's half.
     row = tl.program_id(0)
     word = tl.arange(0, BLOCK)
     inside = word < WORDS
@@ -207,7 +209,7 @@ def sum_few_and_norm_kernel(
         gdc_launch_dependents()
         gdc_wait()
     next_turn = tl.load(turns + row) + 1
-    turn = next_turn.to(tl.int32)  # a day of decodes has more turns than 31 bits count
+    turn = next_turn.to(tl.int32)  # It wraps around, after less than a day of decoding.
     low = tl.zeros([BLOCK], dtype=tl.float32)
     high = tl.zeros([BLOCK], dtype=tl.float32)
     for split in tl.static_range(SPLITS):
@@ -269,11 +271,11 @@ def exchange_kernel(
     BLOCK: tl.constexpr,
     ONLY_FIRST: tl.constexpr,
 ):
-    """One program: x int32 [rows, width], `count` numbers, of every rank, side by side, to out
-    [rows, SIZE * width]; ONLY_FIRST: that of rank 0 to out [rows, width].
+    """One program: gather x int32 [rows, width] (`count` numbers) of all ranks to out
+    [rows, SIZE * width]. ONLY_FIRST: copy rank 0's x to out [rows, width].
 
-    Each rank writes its own into the memory of all, from `place` on: `inbox` bytes, and as many
-    for every other turn, since another rank may still read what came in the turn before."""
+    Each rank writes its x to the inboxes of all ranks at `place`, of `inbox` bytes each."""
+    # Two inboxes alternate: another rank may still read the previous turn's inbox.
     index = tl.arange(0, BLOCK)
     start = place + tl.load(turns) % 2 * inbox
     if (not ONLY_FIRST) or RANK == 0:
@@ -283,7 +285,7 @@ def exchange_kernel(
             for rank in tl.static_range(SIZE):
                 to = (_memory_of(addresses, rank) + start).to(tl.pointer_type(tl.int32))
                 tl.store(to + RANK * count + at, value, mask=at < count)
-        tl.debug_barrier()  # all threads have written before one of them tells
+        tl.debug_barrier()  # All threads must have written before a thread sends the signal.
     _tell_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS, EVERY)
     own = (_memory_of(addresses, RANK) + start).to(tl.pointer_type(tl.int32))
     for rank in tl.static_range(1 if ONLY_FIRST else SIZE):

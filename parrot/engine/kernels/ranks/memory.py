@@ -1,47 +1,42 @@
-"""Memory of one rank that all ranks can read and write, and how it is divided."""
+"""Symmetric memory: a rank's memory that all ranks can read and write, and its layout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+# Most programs in a collective kernel. Each program has a flag for each other rank.
 MAX_PROGRAMS = 1024
-"""The most programs of a kernel in which ranks meet: each has a flag for each other rank."""
 
-MESSAGE_ROWS = 64
-"""The most rows whose sum is sent in messages."""
+MESSAGE_ROWS = 64  # Most rows whose sum is sent as messages.
 
-EXCHANGE_BYTES = 64 << 10
-"""The most that a rank sends in one exchange."""
+EXCHANGE_BYTES = 64 << 10  # Most bytes that a rank sends in one exchange.
 
+# Number of slots. Other ranks may read a slot until they reach the next sum, so the next sum must
+# use another slot. Two slots alternate between the sums of a layer. The third is for the sum of a
+# step's embeddings, which follows the last layer's sum. A sum of 0 rows must synchronize as well: a
+# one-layer model in a step without sampling has no other sums after the sum of the embeddings.
 NUM_SLOTS = 3
-"""Other ranks may read a slot until they come to the next sum, so what follows a sum through a slot
-must be a sum through another: two for the layers' sums in turn, and one for a step's embeddings,
-which follow the last layer's. A sum of no rows counts, too: in a step that chooses no token, a
-model of one layer has no others after that of the embeddings."""
 
-_ALIGNMENT = 256
+_ALIGNMENT = 256  # Alignment of flags and slots, in bytes.
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLayout:
-    """Where what is in a rank's memory, by its first byte: `over`, flags, inboxes of exchanges and
-    of messages (two of each, which take turns, with room for every rank), slots.
+    """The layout of a rank's memory, as offsets in bytes.
 
-    row_bytes   of hidden states
-    slot_bytes  of the largest part that is summed through a slot"""
+    In order: `over`, the flags, two alternating inboxes of exchanges, two of messages, and the
+    slots. An inbox has space for every rank."""
 
-    size: int
-    row_bytes: int
-    slot_bytes: int
+    size: int  # Number of ranks.
+    row_bytes: int  # Bytes of a row of hidden states.
+    slot_bytes: int  # Bytes of a slot.
 
     @classmethod
     def of(cls, size: int, row_bytes: int, max_rows: int) -> "MemoryLayout":
-        """For sums of up to `max_rows` rows.
-
-        Every rank reads all parts, which two ranks cannot do with less. More than two send less by
-        reducing parts and gathering them, as NCCL does, so they sum in this way only what fits the
-        two parts that a rank may have of what is sent in messages."""
+        """The layout for sums of up to `max_rows` rows."""
+        # Each rank reads all parts, which is optimal for two ranks. With more ranks NCCL sends less
+        # for large sums. So more ranks only use slots for the parts of messages, up to two splits.
         messages = 2 * MESSAGE_ROWS
         largest = row_bytes * (max(max_rows, messages) if size == 2 else messages)
         return cls(size, row_bytes, -(-largest // _ALIGNMENT) * _ALIGNMENT)
@@ -57,7 +52,7 @@ class MemoryLayout:
 
     @property
     def exchange_bytes(self) -> int:
-        """The size of one of its inboxes."""
+        """Bytes of one inbox of exchanges."""
         return self.size * EXCHANGE_BYTES
 
     @property
@@ -77,22 +72,16 @@ class MemoryLayout:
 
 @dataclass(frozen=True, slots=True)
 class SymmetricMemory:
-    """One rank's view of all ranks' memory.
-
-    own        uint8 [bytes] on the device, zero at first
-    addresses  int64 [size + 1] on the device: where each rank's memory begins for this process,
-               and where `asked` is
-    turns      int64 [MAX_PROGRAMS] on the device, zero at first
-    asked      int64 [1] on the host, where the device can read it: not zero when all is over
-    keeps      what keeps the memory of the others reachable"""
+    """One rank's view of all ranks' memory. Tensors are in GPU memory except `asked`."""
 
     rank: int
     layout: MemoryLayout
-    own: torch.Tensor
+    own: torch.Tensor  # uint8 [bytes], initially 0.
+    # int64 [size + 1]: the addresses of each rank's memory in this process, and of `asked`.
     addresses: torch.Tensor
-    turns: torch.Tensor
-    asked: torch.Tensor
-    keeps: object
+    turns: torch.Tensor  # int64 [MAX_PROGRAMS], initially 0.
+    asked: torch.Tensor  # int64 [1] in pinned CPU memory. 1 releases all waiting kernels.
+    keeps: object  # Keeps the other ranks' memory mapped.
 
     @classmethod
     def of(
@@ -103,15 +92,15 @@ class SymmetricMemory:
         begins: Sequence[int],
         keeps: object,
     ) -> "SymmetricMemory":
-        """`begins`: where each rank's memory does."""
-        # A device reads pinned memory at the address that it has for the host.
+        """`begins`: the addresses of each rank's memory."""
+        # Pinned memory has the same address on the GPU as on the CPU.
         asked = torch.zeros(1, dtype=torch.int64, pin_memory=own.is_cuda)
         addresses = torch.tensor([*begins, asked.data_ptr()], dtype=torch.int64)
         turns = torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=own.device)
         return cls(rank, layout, own, addresses.to(own.device), turns, asked, keeps)
 
     def slot(self, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """A place for a part of a sum; None if it is too large."""
+        """The memory for a part of a sum; None if the part is larger than a slot."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         if num_bytes > self.layout.slot_bytes:
             return None
