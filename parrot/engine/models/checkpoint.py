@@ -1,5 +1,4 @@
-"""Sources of weights (a folder of safetensors, a GGUF file, a random generator), and the decoder
-built from one of them."""
+"""Opens checkpoints (safetensors folders, GGUF files, random weights) and builds their decoders."""
 
 import logging
 import os
@@ -44,7 +43,7 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", covariant=True)
 
 EMBEDDED = "embedded"
-_DUMMY_STD = 0.02
+_DUMMY_STD = 0.02  # Standard deviation of random weights.
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 GIB = 1 << 30
@@ -52,7 +51,7 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 
 class LoadedModel(NamedTuple, Generic[R]):
-    """A runner, and what a model's files say besides."""
+    """A runner, and the tokenizer and the sampling settings of the model's files."""
 
     runner: R
     tokenizer: TokenizerResponse
@@ -63,7 +62,9 @@ class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
-        """A tensor, or a part of it; of one that has another size than the part says, all."""
+        """A tensor or a part of it.
+
+        Returns the whole tensor if its size differs from `part.size`, for the caller's error."""
         ...
 
     def four_bit(self, name: str) -> FourBit | None: ...
@@ -71,15 +72,14 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model that can be built: `take` gives its tensors on a device, in any dtype, checked
-    against `shapes`; it may be called from several threads. `read_tokenizer` may raise anything."""
+    """An opened model, from which a decoder can be built. Methods are thread-safe."""
 
     source: str
     config: HFConfig
     spec: DecoderSpec
     shapes: Mapping[str, tuple[int, ...]]
     tensors: TensorSource
-    read_tokenizer: Callable[[], TokenizerResponse]
+    read_tokenizer: Callable[[], TokenizerResponse]  # May raise any exception.
     default_sampling: DefaultSampling
 
     def load_tokenizer(self) -> TokenizerResponse:
@@ -90,12 +90,13 @@ class Checkpoint:
     def take(
         self, name: str, device: torch.device = _CPU, part: Part | None = None
     ) -> torch.Tensor:
+        """A tensor on a device, in any dtype. Raises `ConfigError` for a wrong shape."""
         tensor = self.tensors.get(name, device, part)
         self._check(name, tensor, part)
         return tensor
 
     def take_four_bit(self, name: str, part: Part | None = None) -> FourBit | None:
-        """A matrix as the source keeps it, if its numbers have four bits."""
+        """A matrix in the format of the source, if it is 4-bit; else None."""
         matrix = self.tensors.four_bit(name)
         if matrix is not None:
             self._check(name, matrix.codes)
@@ -117,7 +118,7 @@ class SafetensorsFolder:
         self._file_of: dict[str, Path] = {}
         for path in sorted(folder.glob("*.safetensors")):
             if not path.is_file():
-                continue  # a pipe would be waited for
+                continue  # Opening a pipe would block.
             try:
                 with safe_open(path, framework="pt") as file:
                     self._file_of |= dict.fromkeys(file.keys(), path)
@@ -151,8 +152,9 @@ class SafetensorsFolder:
 
 
 class RandomTensors:
-    """Normal with a small deviation; norms as identities. Made on the device that wants them, and
-    the same for a name every time on one kind of device."""
+    """Normally distributed weights; norms are identities.
+
+    Tensors are generated on their device. Equal names get equal tensors on devices of one kind."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
         self._shapes = shapes
@@ -176,8 +178,9 @@ class RandomTensors:
 
 @contextmanager
 def usable(source: str) -> Iterator[None]:
-    """Raise `ConfigError` for whatever reading a model's files raises in the block: they may hold
-    anything, also what makes a library fail in its own way."""
+    """Context that converts errors of reading a model's files to `ConfigError`.
+
+    Malformed files can make the libraries raise any exception."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -188,8 +191,9 @@ def usable(source: str) -> Iterator[None]:
 
 
 def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkpoint:
-    """`model`: a folder, a GGUF file, a hub id, `embedded`, or with `dummy` a known shape. Raises
-    `ConfigError` saying what is wrong with it."""
+    """Open a model: a folder, a GGUF file, a hub id, `embedded`, or with `dummy` a known shape.
+
+    Raises `ConfigError` for a model that is missing or malformed."""
     with usable(model):
         return _open_checkpoint(model, dummy=dummy, seed=seed)
 
@@ -278,7 +282,7 @@ def _locate(model: str) -> Path:
 
 
 def _embedded_file() -> Path:
-    package = find_spec(EMBEDDED_PACKAGE)  # finds it without importing it
+    package = find_spec(EMBEDDED_PACKAGE)  # Does not import the package.
     folders = (package.submodule_search_locations or []) if package is not None else []
     for folder in folders:
         for path in sorted(Path(folder).glob("*.gguf")):
@@ -290,7 +294,7 @@ def _embedded_file() -> Path:
 
 
 def _download(model: str) -> Path:
-    from huggingface_hub import snapshot_download  # only for hub ids
+    from huggingface_hub import snapshot_download  # Slow to import.
     from huggingface_hub.errors import HfHubHTTPError
 
     logger.info("fetching %s from the model hub", model)
@@ -303,7 +307,7 @@ def _download(model: str) -> Path:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the GPU if there is one. Raises `ConfigError` for a GPU that is not there."""
+    """The torch device. `auto` is the GPU if one exists. Raises `ConfigError` without CUDA."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -315,13 +319,13 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 wherever the hardware multiplies it: on such CPUs decoding is nearly
-    twice as fast as in float32. CPUs without it would emulate it slowly, so they get float32."""
+    """The torch dtype. `auto` is bfloat16 if the hardware supports it, else float32."""
+    # With bfloat16 instructions a CPU decodes nearly twice as fast. Emulation would be slow.
     if name != "auto":
         return _DTYPES[name]
     if device.type != "cpu":
         return torch.bfloat16
-    # newer than our oldest torch
+    # The oldest supported torch has no `get_capabilities`.
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
     fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
     return torch.bfloat16 if fast else torch.float32
@@ -335,9 +339,10 @@ def load_decoder(
     four_bit: bool = False,
     shard: Partition | None = None,
 ) -> Decoder:
-    """Read, convert and pack the weights, a layer per thread at a time. With `four_bit`, those that
-    the checkpoint keeps so are multiplied so where that is faster; `dtype` is then bfloat16.
-    `shard`: only this part of them."""
+    """Read, convert and pack the weights. Each thread loads one layer at a time.
+
+    With `four_bit`, 4-bit weights of the checkpoint are also kept as they are, and used where this
+    is faster. `dtype` must then be bfloat16. `shard`: load only one rank's part."""
     spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
     if device.type == "cuda":
         _require_room(checkpoint.source, spec, dtype, device)
@@ -357,7 +362,7 @@ def load_decoder(
     loaders = max(1, min(4, os.cpu_count() or 1))
     with ThreadPoolExecutor(loaders, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         decoder = Decoder(spec, take, dtype, device, pool.map, take_four_bit, ranks)
-    torch.set_num_threads(num_threads)  # it is also what later threads begin with
+    torch.set_num_threads(num_threads)  # New threads inherit the number, so restore it.
     logger.info("loaded in %.1f s", time.perf_counter() - started)
     return decoder
 

@@ -1,4 +1,4 @@
-"""One decoder for all architectures, put together as its `DecoderSpec` says."""
+"""One decoder for all architectures. A `DecoderSpec` selects its parts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ from parrot.engine.models.spec import DecoderSpec
 Angles = tuple[torch.Tensor, torch.Tensor]
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Writes a step's new KV of a layer into the pool and attends over the contexts: layer,
+"""Writes a step's new KV of a layer to the pool and computes attention over the contexts: layer,
 q [rows, heads, head_dim], k and v [rows, kv_heads, head_dim] -> [rows, heads * head_dim].
 
-None of q, k and v is changed. A result may be overwritten by the next call."""
+It must not change q, k and v. The next call may overwrite its result."""
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
-# A matrix of the checkpoint by name, if its numbers have four bits and are to be multiplied so.
+# A 4-bit matrix of the checkpoint by name; None if the matrix is multiplied in another type.
 TakeFourBit = Callable[[str], FourBit | None]
 
 
@@ -50,7 +50,7 @@ class QKNorm:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer's parts, and how they are run one after the other."""
+    """The parts of one layer, and its forward pass."""
 
     index: int
     spec: DecoderSpec
@@ -68,7 +68,7 @@ class DecoderLayer:
 
     @property
     def head_norm(self) -> HeadNorm | None:
-        """`qk_norm`, whose weight is the same for all heads of q, and for all of k."""
+        """`qk_norm` as one weight for all heads of q and one for all heads of k."""
         norm = self.qk_norm
         if norm is None:
             return None
@@ -81,7 +81,7 @@ class DecoderLayer:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [rows, hidden] -> as many, or only `rows` of them."""
+        """x [rows, hidden] -> [rows, hidden], or only the rows `rows`."""
         is_first = self.spec.pre_norm
         attended = self._attended(self.attn_norm(x) if is_first else x, angles, attend)
         if rows is not None:
@@ -105,7 +105,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Tokens and positions in, hidden states and logits out. Holds no state of any context."""
+    """Computes hidden states and logits from tokens and positions. Stateless."""
 
     def __init__(
         self,
@@ -117,8 +117,10 @@ class Decoder:
         take_four_bit: TakeFourBit = lambda name: None,
         ranks: Ranks | None = None,
     ) -> None:
-        """`map_layers` may build the layers in parallel. `ranks`: those that the decoder is divided
-        among; `spec` has the heads and the inner width of one, and `take` gives its parts."""
+        """`map_layers` may build the layers in parallel.
+
+        With `ranks`, `spec` has the heads and the inner width of one rank, and `take` returns this
+        rank's parts."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
@@ -148,8 +150,9 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights, of this rank's if there are several. A tied embedding counts twice
-        where its copy is packed, and so do weights that are there with four bits, too."""
+        """Bytes of this rank's weights."""
+        # A tied embedding counts twice if a packed copy exists. Weights that also exist with four
+        # bits count twice as well.
         is_tied, (num_tokens, width) = self.spec.tie_embeddings, self.embed.shape
         count = self.spec.num_weights
         count -= (self.spec.vocab_size - num_tokens) * width * (1 if is_tied else 2)
@@ -166,8 +169,10 @@ class Decoder:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """token_ids and positions [rows] -> the last layer's output [rows, hidden]. With `rows`,
-        only theirs: of the others the last layer computes no more than their KV."""
+        """token_ids and positions [rows] -> the last layer's output [rows, hidden].
+
+        With `rows`, only the output of these rows. For other rows the last layer computes only KV.
+        """
         x = self.embedded(token_ids)
         if self._project_in is not None:
             x = self._project_in(x)
@@ -184,24 +189,25 @@ class Decoder:
         return F.embedding(token_ids, self.embed)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden] as `forward` gives it -> the model's last states [rows, width]."""
+        """hidden [rows, hidden] from `forward` -> the model's final states [rows, width]."""
         if self.norm is not None:
             hidden = self.norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        """states [rows, width] as `final` gives them -> logits float32 [rows, vocab]."""
+        """states [rows, width] from `final` -> logits float32 [rows, vocab]."""
         logits = self.lm_head(states)
         return (logits if self.vocabulary is None else self.vocabulary.gather(logits)).float()
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden] as `forward` gives it -> int32 [rows]: see `VocabularyShard.best`.
-        For decoders that are divided."""
+        """hidden [rows, hidden] from `forward` -> int32 [rows]: see `VocabularyShard.best`.
+
+        Only for decoders with several ranks."""
         assert self.vocabulary is not None
         return self.vocabulary.best(self.lm_head(self.final(hidden)).float())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [rows, hidden] as `forward` gives it -> float32 [rows, vocab]."""
+        """hidden [rows, hidden] from `forward` -> float32 [rows, vocab]."""
         return self.head(self.final(hidden))
 
 
@@ -213,7 +219,7 @@ def _build_layer(
     index: int,
 ) -> DecoderLayer:
     names = spec.names
-    adds_bias = ranks is None or ranks.rank == 0  # of the products that are summed
+    adds_bias = ranks is None or ranks.rank == 0  # A sum over ranks must contain the bias once.
     prefix = names.layer.format(i=index)
 
     def linear(*parts: str, bias: bool) -> Linear:

@@ -1,4 +1,4 @@
-"""The sampling that a model's files recommend, for requests that do not set their own."""
+"""The sampling settings that a model's files recommend. Requests can override them."""
 
 import logging
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ _GGUF_KEYS = {
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
 
+# Settings for the embedded model, whose file recommends none. At temperature 1 a model of 135M
+# parameters writes nonsense, and greedy decoding repeats itself.
 EMBEDDED_SAMPLING = DefaultSampling(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
-"""For the embedded model, whose file recommends nothing. A model of 135M parameters writes nonsense
-at temperature 1, and repeats itself when it is greedy."""
 
 
 def folder_sampling(folder: Path) -> DefaultSampling:
-    """Read generation_config.json. With `do_sample` false the model is greedy."""
+    """Read generation_config.json. `do_sample: false` means greedy decoding."""
     path = folder / "generation_config.json"
     given = read_json(path)
     values = {name: given.get(name) for name in _FIELDS}
@@ -37,12 +37,12 @@ def folder_sampling(folder: Path) -> DefaultSampling:
 
 
 def gguf_sampling(metadata: Mapping[str, Any], source: str) -> DefaultSampling:
-    """Read the keys of a GGUF file that begin with `general.sampling`."""
+    """Read the keys `general.sampling.*` of a GGUF file."""
     return _usable({name: metadata.get(key) for name, key in _GGUF_KEYS.items()}, source)
 
 
 def _usable(values: Mapping[str, Any], source: str) -> DefaultSampling:
-    """Leave out the values that no request could have: they must not keep a model from serving."""
+    """Drop invalid values with a warning, so that they do not prevent a model from loading."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         try:

@@ -1,6 +1,6 @@
-"""The architectures that the builtin engine runs: from a model's configuration to its spec.
+"""The architectures of the builtin engine: functions from a model's configuration to its spec.
 
-A new one is a function and an entry in `ARCHITECTURES`."""
+A new architecture is a function and an entry in `ARCHITECTURES`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,12 +9,13 @@ from typing import Any
 from parrot.engine.models.spec import DecoderSpec, HFConfig, TensorNames, read_rope
 from parrot.utils.config import ConfigError
 
-_GATED_ACTIVATIONS = ("silu", "swish")  # two names of one function
+_GATED_ACTIVATIONS = ("silu", "swish")  # Two names of the same function.
 _OPT_ACTIVATIONS = ("relu", "gelu")
-_OPT_POSITION_OFFSET = 2  # its first two learned positions were meant for padding
-_QWEN3_HEAD_DIM = 128
+_OPT_POSITION_OFFSET = 2  # The first two learned positions of OPT are unused.
+_QWEN3_HEAD_DIM = 128  # Head size of Qwen3 if the configuration has none.
 
-# Many times the largest model's: what is more is no model, and would take for ever to find out.
+# Limits that exceed all real models many times. A larger value in a malformed configuration is
+# rejected, because computing the tensor shapes would take too long.
 _LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,
@@ -42,7 +43,7 @@ _OPT_NAMES = TensorNames(
 
 
 def gated_decoder(config: HFConfig, head_dim: int | None = None) -> DecoderSpec:
-    """RMSNorm before each half, rotary positions, grouped heads, SwiGLU, no biases."""
+    """A decoder with pre-RMSNorm, rotary positions, grouped heads and SwiGLU, without biases."""
     activation = config.get("hidden_act", "silu")
     if activation not in _GATED_ACTIVATIONS:
         raise ConfigError(f"hidden_act {activation!r} is not supported; use silu")
@@ -80,12 +81,12 @@ def _mistral(config: HFConfig) -> DecoderSpec:
 
 
 def _qwen2(config: HFConfig) -> DecoderSpec:
-    """Biases on q, k and v."""
+    """`gated_decoder` with biases of q, k and v."""
     return replace(gated_decoder(config), qkv_bias=True, sliding_window=_qwen_window(config))
 
 
 def _qwen3(config: HFConfig) -> DecoderSpec:
-    """RMSNorm on each head of q and k."""
+    """`gated_decoder` with an RMS norm of each head of q and k."""
     bias = bool(config.get("attention_bias", False))
     spec = gated_decoder(config, _QWEN3_HEAD_DIM)
     window = _qwen_window(config)
@@ -97,7 +98,7 @@ def _qwen_window(config: HFConfig) -> int | None:
 
 
 def _opt(config: HFConfig) -> DecoderSpec:
-    """Learned positions, LayerNorm, ReLU, biases everywhere."""
+    """A decoder with learned positions, LayerNorm, ReLU or GELU, and biases."""
     activation = config.get("activation_function", "relu")
     if activation not in _OPT_ACTIVATIONS:
         raise ConfigError(f"activation_function {activation!r} is not supported; use relu or gelu")
@@ -139,7 +140,9 @@ ARCHITECTURES: dict[str, Callable[[HFConfig], DecoderSpec]] = {
 
 
 def spec_from_config(config: HFConfig, source: str) -> DecoderSpec:
-    """Raises `ConfigError`, naming `source`, for what the engine cannot run exactly."""
+    """The spec for a configuration.
+
+    Raises `ConfigError` that names `source` if the engine cannot run the model exactly."""
     architectures = config.get("architectures") or ["(none)"]
     name = architectures[0] if isinstance(architectures, list) else architectures
     build = ARCHITECTURES.get(name) if isinstance(name, str) else None

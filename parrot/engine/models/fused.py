@@ -1,8 +1,8 @@
-"""A decoder's forward pass on the Triton kernels, fused for the models that fit.
+"""A decoder's forward pass with the Triton kernels, fused for the models that allow it.
 
-Between the matrix products there are three kernels a layer besides attention: residual sum with
-RMSNorm (twice), the norm and turning of heads with the write to the KV pool, and SiLU-mul. Of few
-rows the products do all of this themselves."""
+Besides attention, a layer has three kinds of kernels between the matrix products: residual add with
+RMS norm (twice), norm and rotation of heads with the KV write, and SiLU-mul. For few rows the
+products include these operations."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,10 +29,9 @@ from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 
 
 class Forward(Protocol):
-    """A forward pass over a step's tokens. `vocabulary`: the tokens whose logits it gives, if
-    several ranks make it together; else those of all."""
+    """A forward pass over a step's tokens."""
 
-    vocabulary: VocabularyShard | None
+    vocabulary: VocabularyShard | None  # The tokens of this rank's logits; None for all tokens.
 
     def __call__(
         self,
@@ -41,7 +40,7 @@ class Forward(Protocol):
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Logits [sampled rows, tokens]; `sample_rows` None: of all rows."""
+        """Logits [sampled rows, tokens]. `sample_rows` None: logits of all rows."""
         ...
 
     def states(
@@ -56,7 +55,7 @@ class Forward(Protocol):
 
 
 def make_forward(model: Decoder, max_positions: int) -> Forward:
-    """Fused kernels where they fit the model, else plain torch."""
+    """The forward pass with fused kernels if the model allows it, else with plain torch."""
     spec = model.spec
     can_fuse = (
         spec.rope is not None
@@ -72,7 +71,7 @@ def make_forward(model: Decoder, max_positions: int) -> Forward:
 
 
 class PlainDecoder:
-    """`Forward` in plain torch but for attention."""
+    """`Forward` in plain torch, except for attention."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -106,13 +105,12 @@ _OUT_SLOT, _DOWN_SLOT, _EMBEDDING_SLOT = range(3)
 
 @dataclass(frozen=True, slots=True)
 class _Weight:
-    """`ranks`: those whose products are summed, through this `slot` of their memory; None: this is
-    all of it."""
+    """A weight with its products."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    ranks: Ranks | None = None
-    slot: int = 0
+    ranks: Ranks | None = None  # Ranks whose products are summed; None for a whole weight.
+    slot: int = 0  # The slot of symmetric memory for the sum.
 
     @classmethod
     def of(cls, linear: Linear, slot: int = 0) -> "_Weight":
@@ -128,14 +126,14 @@ class _Weight:
         return F.linear(x, self.weight, self.bias)
 
     def gated(self, x: Normed) -> torch.Tensor:
-        """silu(gate) * up, where the weight is [gate | up]."""
+        """silu(gate) * up, for a weight [gate | up]."""
         out = _rows(x).new_empty(len(_rows(x)), len(self.weight) // 2)
         if isinstance(x, UndividedRows) or _is_few(x):
             return few_rows_linear(x, self.weight, out, bias=self.bias, silu=True)
         return silu_mul(F.linear(x, self.weight, self.bias), out)
 
     def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Normed:
-        """residual += the product, in place; returns it normed."""
+        """residual += the product, in place. Returns the norm of the residual."""
         if self.ranks is None and _is_few(x) and x.dtype != torch.float16:
             return few_rows_add_and_norm(
                 x, self.weight, residual, norm.weight, norm.eps, bias=self.bias
@@ -151,7 +149,7 @@ class _Weight:
         return add_rms_norm(product, residual, norm.weight, norm.eps, out)
 
     def _into(self, part: torch.Tensor, x: torch.Tensor) -> None:
-        """part [splits, rows, outputs]: of the product, split by inputs."""
+        """Write the product to `part` [splits, rows, outputs], split by inputs."""
         if _is_few(x):
             few_rows_linear(x, self.weight, part, bias=self.bias)
         elif self.bias is None:
@@ -195,8 +193,7 @@ class _FusedLayer:
 
 
 class FusedDecoder:
-    """`Forward` on the kernels. Shares all weights with the `Decoder` that it is made from, and
-    holds no state of any context."""
+    """`Forward` with the fused kernels. Shares all weights with its `Decoder`. Stateless."""
 
     def __init__(self, model: Decoder, max_positions: int) -> None:
         spec = model.spec
@@ -217,8 +214,9 @@ class FusedDecoder:
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """In the model's dtype. Of the last layer, rows that are not sampled need nothing but their
-        KV: a prompt saves most of it."""
+        """See `Forward`. The logits have the model's dtype."""
+        # For rows that are not sampled, the last layer computes only KV. Prompts save most of the
+        # layer.
         return self.head(self._normed(token_ids, attention, plan, sample_rows)[0])
 
     def states(
@@ -236,7 +234,7 @@ class FusedDecoder:
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> tuple[Normed, torch.Tensor]:
-        """The final states of the sampled rows (None: of all), and what they are the norm of."""
+        """The final states of the sampled rows (None: all rows), and the states before the norm."""
         residual, normed = self._embedded_and_normed(token_ids)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):

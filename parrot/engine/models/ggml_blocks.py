@@ -1,11 +1,11 @@
-"""Blocks of quantised numbers as GGUF files keep them, and the numbers they stand for.
+"""Reads blocks of quantised numbers from GGUF files.
 
     Q4_0  scale f16, 16 bytes            number = scale * (four bits - 8)
     Q4_1  scale f16, least f16, 16 bytes number = scale * four bits + least
     Q8_0  scale f16, 32 bytes            number = scale * signed byte
 
-A block is 32 numbers of a row. Byte j of four-bit numbers holds number j (low half) and j + 16.
-Other kinds are left to the `gguf` package, whose numpy takes four to six times as long."""
+A block is 32 numbers of a row. Byte j of 4-bit numbers holds number j (low half) and j + 16. Other
+types use the `gguf` package, whose numpy code takes four to six times as long."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ BLOCK = 32
 
 
 class CutOff(Exception):
-    """The data end before the tensor does."""
+    """The file ends before the end of the tensor."""
 
 
 _F32, _F16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 2, 3, 8
@@ -35,7 +35,7 @@ class FourBit:
     least: torch.Tensor
 
     def numbers(self) -> torch.Tensor:
-        """Float32 [rows, columns], exactly as ggml computes them."""
+        """The numbers, float32 [rows, columns], exactly as ggml computes them."""
         rows, columns = self.codes.shape
         numbers = self.codes.float().view(rows, -1, BLOCK)
         numbers.mul_(self.scales.unsqueeze(-1)).add_(self.least.unsqueeze(-1))
@@ -43,20 +43,20 @@ class FourBit:
 
     @classmethod
     def joined(cls, parts: "Sequence[FourBit]") -> "FourBit":
-        """The rows of all parts, one below the other."""
+        """Concatenate the rows of all parts."""
         codes = torch.cat([part.codes for part in parts])
         scales = torch.cat([part.scales for part in parts])
         return cls(codes, scales, torch.cat([part.least for part in parts]))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FourBit":
-        """The matrix with its rows changed, as `change` does it to a tensor [rows, any]."""
+        """Apply `change` to the rows. It receives and returns tensors [rows, any]."""
         return FourBit(change(self.codes), change(self.scales), change(self.least))
 
 
 def four_bit(data: memoryview, kind: int, shape: tuple[int, ...]) -> FourBit | None:
-    """The matrix in `data` if it is one of four-bit numbers. Raises `CutOff`.
+    """The 4-bit matrix in `data`; None for other types. Raises `CutOff`.
 
-    `data` is what follows the tensor's offset in the file; it may be longer than the tensor."""
+    `data` starts at the tensor's offset in the file and may be longer than the tensor."""
     if kind not in (_Q4_0, _Q4_1) or len(shape) != 2:
         return None
     num_scales = kind - _Q4_0 + 1
@@ -70,8 +70,7 @@ def four_bit(data: memoryview, kind: int, shape: tuple[int, ...]) -> FourBit | N
 
 
 def dequantise(data: memoryview, kind: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor in `data`, float32. Raises `NotImplementedError` for kinds that nobody reads, and
-    `CutOff`."""
+    """The tensor in `data`, float32. Raises `CutOff`, and `NotImplementedError` for other types."""
     if kind == _F32:
         return _whole(data, shape, 4, torch.float32)
     if kind == _F16:
@@ -94,7 +93,7 @@ def _bytes(data: memoryview, size: int) -> torch.Tensor:
 def _whole(
     data: memoryview, shape: tuple[int, ...], item_size: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A copy: the file is mapped, and the tensor in it maybe not aligned."""
+    """Read an unquantised tensor. A copy, because it may be unaligned in the mapped file."""
     return _bytes(data, math.prod(shape) * item_size).clone().view(dtype).view(shape)
 
 
@@ -109,7 +108,7 @@ def _halves(columns: torch.Tensor) -> torch.Tensor:
 
 
 def _by_gguf(data: memoryview, kind: int, shape: tuple[int, ...]) -> torch.Tensor:
-    import gguf  # a fifth of a second, and rarely needed
+    import gguf  # Takes 0.2 s to import, and is rarely needed.
     import numpy as np
 
     if kind not in set(gguf.GGMLQuantizationType):

@@ -1,8 +1,7 @@
-"""Reading a GGUF file: metadata, and tensors under their Hugging Face names.
+"""Reads a GGUF file: metadata, and tensors under their Hugging Face names.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The reader of the `gguf` package
-makes an object of each of the tokenizer's 100,000 strings, which takes seconds, so the header is
-parsed here."""
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. This module parses the header
+itself, because the `gguf` package takes seconds for the 100,000 strings of a tokenizer."""
 
 import mmap
 import struct
@@ -25,14 +24,14 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
-# Bounds of a header: a file may be of any size, and say that anything in it is.
-_MAX_HEADER = 2**28  # bytes
-_MAX_STRING = 2**24  # bytes
-_MAX_ITEMS = 2**22  # of an array
-_MAX_ENTRIES = 2**16  # tensors, and values
-_MAX_NESTED = 4  # arrays in arrays
-_MAX_DIMS = 8
-# The codes of `struct`.
+# Limits of a header. A malformed file may claim any sizes.
+_MAX_HEADER = 2**28  # Bytes of the header.
+_MAX_STRING = 2**24  # Bytes of a string.
+_MAX_ITEMS = 2**22  # Items of an array.
+_MAX_ENTRIES = 2**16  # Tensors, and metadata values.
+_MAX_NESTED = 4  # Levels of nested arrays.
+_MAX_DIMS = 8  # Dimensions of a tensor.
+# Format codes of `struct`, by GGUF value type.
 _SCALARS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q", 11: "q", 12: "d"}
 
 _ARCHITECTURES = {
@@ -41,7 +40,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-# Names of Hugging Face's modules, of a model and of one of its layers, and those of llama.cpp.
+# Hugging Face's module names -> llama.cpp's names, for a model and for one of its layers.
 _MODULES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -117,13 +116,13 @@ def _bounded(count: int, most: int, what: str) -> int:
 
 
 class GGUFFile:
-    """`metadata` by llama.cpp's keys; `config` and tensors as Hugging Face names them."""
+    """`metadata` has llama.cpp's keys. `config` and tensors have Hugging Face's names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
-                # Private to this process: torch makes tensors of writable memory only.
+                # A private mapping is writable, which torch requires.
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self.metadata, self._tensors, self._data_start = self._read_header()
         except OSError as error:
@@ -154,8 +153,7 @@ class GGUFFile:
         return (part.of(whole) if part is not None and fits else whole).to(device)
 
     def four_bit(self, name: str) -> FourBit | None:
-        """A matrix as the file keeps it, in the layout of Hugging Face checkpoints, if its numbers
-        have four bits."""
+        """A 4-bit matrix in the layout of Hugging Face checkpoints; None for other types."""
         own_name = _ggml_name(name)
         info = self._tensors[own_name]
         with self._reading(own_name):
@@ -212,7 +210,7 @@ class GGUFFile:
     def _rope_parameters(self, architecture: str) -> dict[str, Any]:
         get = self.metadata.get
         theta = get(f"{architecture}.rope.freq_base", 10000.0)
-        if _ROPE_FACTORS in self._tensors:  # how llama.cpp keeps Llama 3.1's scaling
+        if _ROPE_FACTORS in self._tensors:  # llama.cpp stores Llama 3.1's scaling as factors.
             factors = self._dequantise(_ROPE_FACTORS).tolist()
             return {"rope_theta": theta, "rope_type": "factors", "factors": factors}
         kind = get(f"{architecture}.rope.scaling.type", "none")
@@ -246,7 +244,7 @@ class GGUFFile:
 
 
 def _ggml_name(name: str) -> str:
-    """llama.cpp's name of a tensor, by that of Hugging Face."""
+    """llama.cpp's name of a tensor for its Hugging Face name."""
     module, _, parameter = name.rpartition(".")
     if not module.startswith(_LAYER):
         return f"{_MODULES[module]}.{parameter}"
@@ -255,7 +253,8 @@ def _ggml_name(name: str) -> str:
 
 
 def _unpermute(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """llama.cpp turns neighbouring pairs of dimensions, Hugging Face dimension i with i + d / 2;
-    its converter reorders the rows of q and k of the llama architecture for that."""
+    """Restore Hugging Face's order of the rows of q and k of the llama architecture."""
+    # llama.cpp rotates adjacent pairs of dimensions. Hugging Face pairs dimension i with i + d / 2.
+    # llama.cpp's converter reorders the rows accordingly.
     pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

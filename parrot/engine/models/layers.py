@@ -1,4 +1,6 @@
-"""The parts that decoders are made of. All of them run under `torch.inference_mode`."""
+"""The parts of decoders: linear layers, norms, MLP and rotary positions.
+
+All of them run under `torch.inference_mode`."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +12,14 @@ import torch.nn.functional as F
 from parrot.engine.models.ggml_blocks import BLOCK, FourBit
 from parrot.engine.models.spec import RopeSpec
 
-# oneDNN picks the blocked layout of a packed weight for this many rows; measured, that layout is
-# the best or within 2% of it for all other counts too.
+# Number of rows for which oneDNN chooses the blocked layout of a packed weight. For all other
+# numbers of rows the layout is at most 2% slower than the best layout.
 _PACK_FOR_ROWS = 16
-# The kernel for four-bit weights reads a fourth of the bytes, but makes numbers of them again for
-# every four rows: measured, 2.7 times as fast for one row, 1.4 for four, and 0.9 for eight.
+# Most rows for the kernel for 4-bit weights. It reads 1/4 of the bytes but dequantises them again
+# for every four rows: it is 2.7 times as fast as bfloat16 for one row, 1.4 for four, 0.9 for eight.
 _FEW_ROWS = 4
-_FOUR_BIT_ROWS = 64  # outputs are computed by so many
-# Its kernels for one or two rows are slower than those for four.
+_FOUR_BIT_ROWS = 64  # The kernel needs a multiple of this number of outputs.
+# Fewer rows are padded to this number, because oneDNN's kernels for one or two rows are slower.
 _MIN_ROWS = 4
 
 
@@ -38,8 +40,10 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """A product on a CPU. The weight is kept only in oneDNN's blocked layout, 2 to 4 times faster
-    than `F.linear` for few rows (`F.linear` rearranges the weight in every call)."""
+    """A product on a CPU with the weight in oneDNN's blocked layout.
+
+    For few rows it is 2 to 4 times as fast as `F.linear`, which reorders the weight in every call.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
@@ -59,30 +63,29 @@ class PackedLinear:
 
 
 class FourBitLinear:
-    """A product on a CPU with AVX512 whose weight has four bits, for few rows.
+    """A product with a 4-bit weight, for few rows on a CPU with AVX512. `x` must be bfloat16.
 
-    Many are computed with the same weight in bfloat16. x is bfloat16, the scales are, too, and so
-    the weight differs from `matrix` by at most a 160th of the largest number that a block can
-    hold."""
+    More rows use the same weight in bfloat16. The scales are rounded to bfloat16. So a weight
+    differs from `matrix` by at most 1/160 of the largest number that its block can hold."""
 
     def __init__(self, matrix: FourBit, bias: torch.Tensor | None) -> None:
         self._wide = make_linear(matrix.numbers().to(torch.bfloat16), bias)
         self._bias = bias
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.codes.int(), 1)
-        middle = matrix.scales * 8 + matrix.least  # of code 8, from which the kernel counts
+        middle = matrix.scales * 8 + matrix.least  # The kernel's offset is the number of code 8.
         scales = torch.stack((matrix.scales, middle), 2).transpose(0, 1)
         self._scales = scales.to(torch.bfloat16).contiguous()
         self._product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     @staticmethod
     def takes(matrix: FourBit) -> bool:
-        """Whether this CPU has the kernel, and it takes matrices of this shape."""
+        """Whether this CPU has the kernel, and the kernel supports the matrix's shape."""
         fits = matrix.codes.shape[0] % _FOUR_BIT_ROWS == 0
         return fits and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
     @property
     def num_bytes(self) -> int:
-        """Besides those of the weight in bfloat16."""
+        """Bytes in addition to the weight in bfloat16."""
         return sum(part.numel() * part.itemsize for part in (self._codes, self._scales))
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -101,15 +104,17 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has products of this type on this CPU: bfloat16 needs AVX512 or newer."""
+    """Whether oneDNN supports the type on this CPU. bfloat16 needs AVX512 or newer."""
     if dtype is torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype is torch.float32
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight, in float32 inside. As accurate as `F.rms_norm` and a
-    third faster on a CPU: x / sqrt(|x|^2 + n eps) needs fewer passes; sqrt(n) is in the weight."""
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32."""
+
+    # On a CPU this is a third faster than `F.rms_norm` and as accurate: x / sqrt(|x|^2 + n eps)
+    # needs fewer passes. The weight contains the factor sqrt(n).
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         size = weight.numel()
@@ -144,7 +149,7 @@ class MLP:
     """down(act(gate) * up) with gate and up in one product, or down(act(up))."""
 
     def __init__(self, up: Linear, down: Linear, activation: Activation, *, gated: bool) -> None:
-        """`up` gives [gate | up] if `gated`."""
+        """`gated`: `up` returns [gate | up]."""
         self.up = up
         self.down = down
         self._activation = activation
@@ -171,7 +176,8 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    """Llama 3.1: long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high frequencies are unchanged,
+    and frequencies between them are interpolated."""
     factor = float(spec.scaling["factor"])
     low, high = float(spec.scaling["low_freq_factor"]), float(spec.scaling["high_freq_factor"])
     original = float(spec.scaling["original_max_position_embeddings"])
@@ -188,8 +194,7 @@ def angle_table(spec: RopeSpec, head_dim: int, num_positions: int) -> torch.Tens
 
 
 class Rope:
-    """Rotary positions that pair dimension i with i + head_dim / 2 (the order of Hugging Face
-    checkpoints)."""
+    """Rotary positions that pair dimension i with i + head_dim / 2, as Hugging Face does."""
 
     def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(spec, head_dim).to(device)
@@ -197,7 +202,7 @@ class Rope:
     def angles(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and signed sin [rows, 1, head_dim], the same for all layers of a step."""
+        """Cosines and signed sines [rows, 1, head_dim], for all layers of a step."""
         angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
         cos, sin = angles.cos(), angles.sin()
         return (
@@ -207,6 +212,6 @@ class Rope:
 
 
 def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turn heads [rows, heads, head_dim] in place."""
+    """Rotate heads [rows, heads, head_dim] in place."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     heads.mul_(cos).addcmul_(swapped, sin)

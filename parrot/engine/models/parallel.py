@@ -1,12 +1,12 @@
-"""A decoder divided among ranks, each of which holds a part of every large matrix.
+"""Tensor parallelism: each rank has a shard of every large matrix.
 
     split by outputs    q, k, v, gate, up     each rank has some heads, and some of the inner width
     split by inputs     o, down               the ranks' products are summed
-    split by tokens     embedding, head       rows are summed, logits put side by side
+    split by tokens     embedding, head       rows are summed, logits are concatenated
 
-A KV head that several ranks need is on each of them. All else (norms, positions) is on every rank,
-and so are hidden states. A layer sums twice, a step once more for its embeddings. Of its logits
-each rank's largest are gathered, and all if more than those is wanted."""
+A KV head that several ranks need is replicated. Norms, positions and hidden states are replicated
+on all ranks. A layer has two all-reduces, and a step has one more for its embeddings. The ranks
+gather the largest logits of each rank, or all logits if a request needs them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """The ranks of a decoder, as one of them sees them. All make the same calls in the same
-    order."""
+    """The collectives of one rank. All ranks must make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -37,25 +36,25 @@ class Ranks(Protocol):
 
     @property
     def exchanges(self) -> "Exchanges | None":
-        """None where the ranks cannot reach each other's memory."""
+        """None if the ranks cannot access each other's memory."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all ranks' x, in x."""
+        """Sum x over all ranks, in place, and return x."""
         ...
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """Overwrite x with that of rank 0."""
+        """Overwrite x with rank 0's x."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, columns] -> [rows, size * columns], contiguous: those of all ranks, in order."""
+        """x [rows, columns] -> [rows, size * columns], contiguous, in the order of ranks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries [start, stop) of a tensor's dimension `dim`, which has `size` of them."""
+    """Entries [start, stop) of a tensor's dimension `dim`, which has `size` entries."""
 
     dim: int
     start: int
@@ -66,12 +65,12 @@ class Part:
         return (*whole[: self.dim], self.stop - self.start, *whole[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """A copy, which keeps nothing of the whole."""
+        """A copy of the part, which does not keep the whole tensor's memory alive."""
         own = whole.narrow(self.dim, self.start, self.stop - self.start)
         return own.clone(memory_format=torch.contiguous_format)
 
     def of_four_bit(self, whole: FourBit) -> FourBit | None:
-        """None if it would cut through blocks."""
+        """The part of a matrix; None if the part splits a quantisation block."""
         if self.dim == 0:
             return whole.map(self.of)
         if self.start % BLOCK or self.stop % BLOCK:
@@ -82,14 +81,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Partition:
-    """The part of a decoder that is one rank's. `spec`: of the whole."""
+    """One rank's part of a decoder."""
 
-    spec: DecoderSpec
+    spec: DecoderSpec  # The spec of the whole decoder.
     ranks: Ranks
 
     @cached_property
     def local_spec(self) -> DecoderSpec:
-        """With the heads and the inner width of one rank."""
+        """The spec with the heads and the inner width of one rank."""
         spec, size = self.spec, self.ranks.size
         return replace(
             spec,
@@ -99,11 +98,11 @@ class Partition:
         )
 
     def part(self, name: str) -> Part | None:
-        """The part of a tensor of the checkpoint; None: all of it."""
+        """This rank's part of a tensor of the checkpoint; None for the whole tensor."""
         names, spec = self.spec.names, self.spec
         module, _, kind = name.rpartition(".")
         before, _, _ = names.layer.partition("{i}")
-        own = module.removeprefix(before).partition(".")[2]  # after the layer's number
+        own = module.removeprefix(before).partition(".")[2]  # The name after the layer's number.
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         if own == names.q:
             return self._even(0, q_width)
@@ -139,8 +138,9 @@ def _tokens_of_rank(spec: DecoderSpec, ranks: Ranks) -> int:
 
 
 def require_divisible(spec: DecoderSpec, size: int, source: str) -> None:
-    """Raise `ConfigError`, with the sizes that would do, if `size` ranks cannot divide a decoder
-    among them."""
+    """Raise `ConfigError` if a decoder cannot be divided evenly among `size` ranks.
+
+    The error names the possible sizes."""
     if _can_divide(spec, size):
         return
     fitting = [n for n in range(1, min(spec.num_heads, 64) + 1) if _can_divide(spec, n)]
@@ -157,7 +157,7 @@ def _can_divide(spec: DecoderSpec, size: int) -> bool:
 
 
 class SummedLinear:
-    """A product whose inputs are divided among ranks: `linear` is this rank's, without residual."""
+    """A product whose inputs are split among ranks. `linear` is this rank's part of it."""
 
     def __init__(self, linear: Linear, ranks: Ranks) -> None:
         self.linear = linear
@@ -169,8 +169,9 @@ class SummedLinear:
 
 
 class VocabularyShard:
-    """The tokens whose embeddings, and logits, are this rank's: `count` from `first` on. Every rank
-    has as many rows of both, so that some may have padding at the end."""
+    """The tokens whose embeddings and logits this rank has: `count` tokens from `first` on.
+
+    All ranks have equal numbers of rows, so the last ranks may have padding at the end."""
 
     def __init__(self, spec: DecoderSpec, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -180,7 +181,7 @@ class VocabularyShard:
         self.count = max(0, min(self._share, spec.vocab_size - self.first))
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the embedding or the head, as many as every rank has."""
+        """Pad this rank's rows of the embedding or the head to the number of rows per rank."""
         return F.pad(rows, (0, 0, 0, self._share - len(rows)))
 
     def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -190,19 +191,19 @@ class VocabularyShard:
     def embed_own(
         self, token_ids: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Zero where the token is another rank's: the sum over ranks are the embeddings."""
+        """This rank's addend of the embeddings: 0 for tokens of other ranks."""
         own = token_ids - self.first
         is_other = (own < 0) | (own >= self._share)
         found = torch.index_select(rows, 0, own.masked_fill(is_other, 0), out=out)
         return found.masked_fill_(is_other.unsqueeze(1), 0)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits [rows, share] -> all [rows, vocab]; a row's are contiguous."""
+        """This rank's logits [rows, share] -> all logits [rows, vocab], rows contiguous."""
         return self.all_gather(logits)[:, : self._vocab_size]
 
     def best(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits float32 [rows, share] -> int32 [rows]: the first token of the largest
-        of all; -1 where any is not finite."""
+        """This rank's logits float32 [rows, share] -> int32 [rows]: the first token with the
+        largest logit of all ranks; -1 if a logit is not finite."""
         own = F.pad(logits[:, : self.count], (0, self._share - self.count), value=-math.inf)
         largest, places = own.max(dim=-1)
         finite = logits[:, : self.count].sum(dim=-1).isfinite()

@@ -1,4 +1,4 @@
-"""Shapes of well-known models, for `load_format: dummy`: speed work needs no weights."""
+"""Configurations of well-known models, for `load_format: dummy` (random weights)."""
 
 from typing import Any
 

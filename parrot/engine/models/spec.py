@@ -1,7 +1,7 @@
-"""The differences between decoders, as values.
+"""Descriptions of decoders as values.
 
-A model family is a function from its configuration to a `DecoderSpec`; `decoder.py` builds every
-one of them from the same parts."""
+A model family is a function from a configuration to a `DecoderSpec`. `decoder.py` builds all
+decoders from the same parts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,17 +16,17 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions. `scaling`: what `kind` needs, as in config.json. `factors`: each frequency
-    is divided by its own factor (GGUF files have these ready made)."""
+    """The parameters of rotary positions."""
 
     theta: float
+    # "factors" divides each frequency by its own factor, from a GGUF file.
     kind: Literal["default", "linear", "llama3", "factors"] = "default"
-    scaling: Mapping[str, Any] = field(default_factory=dict)
+    scaling: Mapping[str, Any] = field(default_factory=dict)  # Parameters of `kind`.
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names in a checkpoint; `layer` is a prefix with `{i}`, and those below it are relative."""
+    """Names of tensors in a checkpoint. Names of a layer's tensors are relative to `layer`."""
 
     embed: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -50,9 +50,7 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """`gated`: down(act(gate) * up), else down(act(up)). `pre_norm` False: norms follow the
-    residual sum. `position_offset`: learned positions begin there. `embed_dim`: width of the token
-    embeddings when projections lead to and from `hidden_size`."""
+    """The shape and the variants of a decoder."""
 
     architecture: str
     vocab_size: int
@@ -68,22 +66,23 @@ class DecoderSpec:
     names: TensorNames = TensorNames()
     norm: Literal["rms", "layer"] = "rms"
     activation: Literal["silu", "relu", "gelu"] = "silu"
-    gated: bool = True
-    pre_norm: bool = True
+    gated: bool = True  # MLP is down(act(gate) * up), otherwise down(act(up)).
+    pre_norm: bool = True  # False: norms follow the residual sum.
     final_norm: bool = True
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
-    position_offset: int = 0
+    position_offset: int = 0  # Row of the learned positions for position 0.
+    # Width of token embeddings that are projected to and from `hidden_size`; None: no projections.
     embed_dim: int | None = None
     sliding_window: int | None = None
 
     @property
     def max_seq_len(self) -> int:
-        """Within its window a model with sliding windows attends to everything, so no mask is
-        needed as long as contexts stay inside it."""
+        """The longest context, in tokens."""
+        # A context within the sliding window attends to all its tokens, so no mask is necessary.
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
     @property
@@ -95,7 +94,7 @@ class DecoderSpec:
         return sum(prod(shape) for shape in self._layer_shapes().values())
 
     def tensor_shapes(self) -> Shapes:
-        """Every tensor that a checkpoint must have, by name."""
+        """The shapes of all tensors that a checkpoint must have, by name."""
         shapes = self._top_shapes()
         for i in range(self.num_layers):
             prefix = self.names.layer.format(i=i)
@@ -145,7 +144,7 @@ def _module(name: str, *weight: int, bias: bool = False) -> Shapes:
 
 
 def read_rope(config: HFConfig) -> RopeSpec:
-    """Old configurations have `rope_theta` and `rope_scaling`, newer ones `rope_parameters`."""
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling` of older configurations."""
     parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"

@@ -1,5 +1,4 @@
-"""The tokenizer of a model as ServeCore gets it: tokenizer.json with its special ids and
-template."""
+"""Reads the tokenizer of a model for ServeCore: tokenizer.json, special ids and chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,8 +12,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from parrot.protocol.engine_api import SpecialIds, TokenizerResponse
 from parrot.utils.config import ConfigError
 
-_MAX_FILE = 2**27  # bytes of a file with text
-_MAX_TOKEN = 1024  # characters of one whose merges are looked for
+_MAX_FILE = 2**27  # Largest size of a text file, in bytes.
+_MAX_TOKEN = 1024  # Most characters of a token whose merges are derived from scores.
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
 
 _LLAMA3_SPLIT = (
@@ -23,7 +22,7 @@ _LLAMA3_SPLIT = (
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 
-# How each `tokenizer.ggml.pre` cuts text before BPE; None: GPT-2's own pattern.
+# The pattern that splits text before BPE, by `tokenizer.ggml.pre`; None: GPT-2's own pattern.
 _SPLITS: dict[str, str | None] = {
     "default": None,
     "gpt-2": None,
@@ -35,12 +34,13 @@ _SPLITS: dict[str, str | None] = {
 }
 _SINGLE_DIGITS = ("smollm",)
 
+# The first tokens of `word_tokenizer`. "?" is the unknown token.
 _CHARACTERS = ("?", *(chr(i) for i in (9, 10, *range(32, 127)) if chr(i) != "?"))
-_WORD_LETTERS = 4
+_WORD_LETTERS = 4  # Letters of a word of `word_tokenizer`.
 
 
 def folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerResponse:
-    """Read tokenizer.json, or let transformers convert the other files of the folder."""
+    """Read tokenizer.json, or convert the folder's other files with transformers."""
     path = folder / "tokenizer.json"
     text = _read_text(path) if path.exists() else _convert(folder)
     try:
@@ -67,7 +67,7 @@ def folder_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerRespon
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TokenizerResponse:
-    """Rebuild the tokenizer that a GGUF file describes; raises `ConfigError` if it is unknown."""
+    """Rebuild the tokenizer of a GGUF file. Raises `ConfigError` for an unknown tokenizer."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama") or "tokenizer.ggml.tokens" not in metadata:
         raise ConfigError(f"{source}: tokenizer model {kind!r} is not supported; use gpt2 or llama")
@@ -101,14 +101,13 @@ def gguf_tokenizer(metadata: Mapping[str, Any], source: str) -> TokenizerRespons
 
 
 def word_tokenizer(vocab_size: int) -> TokenizerResponse:
-    """Make up a tokenizer for random weights: every id of the vocabulary has a text of its own,
-    so that outputs can be read, chained and sent again like a real model's.
+    """A tokenizer for random weights. Each id has a distinct text, as with a real model.
 
         ids   0 ...... 96 | 97 ...................... vocab_size - 1
         text  ASCII chars | " aaaa", " aaab", ... one word each
 
-    Text of such words and ids give each other exactly; of other text each character is a token, and
-    all beyond ASCII becomes "?"."""
+    Text of these words is encoded and decoded exactly. In other text each character is a token, and
+    characters beyond ASCII become "?"."""
     words = (" " + "".join(letters) for letters in product(ascii_lowercase, repeat=_WORD_LETTERS))
     if vocab_size > len(_CHARACTERS) + len(ascii_lowercase) ** _WORD_LETTERS:
         raise ConfigError(f"a vocabulary of {vocab_size} is too large for `load_format: dummy`")
@@ -146,7 +145,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], source: str)
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokenizer:
-    """Llama 2's: BPE whose merges follow from the scores, unknown characters as bytes."""
+    """Llama 2's tokenizer: BPE with merges derived from scores, and unknown characters as bytes."""
     vocab = {token: i for i, token in enumerate(tokens)}
     merges = _merges_from_scores(vocab, metadata["tokenizer.ggml.scores"])
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
@@ -166,7 +165,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Tokeni
 
 
 def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to put a token together from two others, best token first."""
+    """All pairs of tokens whose concatenation is a token, highest score first."""
     if any(len(token) > _MAX_TOKEN for token in vocab):
         raise ConfigError(f"a token of the vocabulary has more than {_MAX_TOKEN} characters")
     found = [
@@ -179,7 +178,7 @@ def _merges_from_scores(vocab: Mapping[str, int], scores: Sequence[float]) -> li
 
 
 def _convert(folder: Path) -> str:
-    from transformers import AutoTokenizer  # seconds to import, and rarely needed
+    from transformers import AutoTokenizer  # Takes seconds to import, and is rarely needed.
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -193,7 +192,7 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     if path.exists():
         return _read_text(path)
     template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # Several templates with names.
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
 
@@ -216,7 +215,7 @@ def _as_ids(value: object) -> list[int]:
 
 
 def _read_text(path: Path) -> str:
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # Opening a pipe would block.
         raise FileNotFoundError(path)
     if path.stat().st_size > _MAX_FILE:
         raise ConfigError(f"{path}: is larger than {_MAX_FILE} bytes")
@@ -224,7 +223,7 @@ def _read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file."""
+    """The JSON object in a file; empty if the file does not exist."""
     try:
         content = json.loads(_read_text(path))
     except FileNotFoundError:
