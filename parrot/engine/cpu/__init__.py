@@ -1,6 +1,6 @@
-"""The wing of compiled kernels for a CPU: `runner.load` is the only module that knows of it.
+"""Compiled kernels for a CPU. Only `runner.load` imports this package.
 
-It computes what lies between a decoder's products of matrices (norms, turned heads, attention over
-pages and of prompts, gates), and owns how kernels are compiled, kept and loaded. The kernels know
-of no steps, plans or models: they are given addresses.
+It computes the operations between a decoder's matrix products (norms, rotation of heads, attention
+over pages and of prompts, gates). It owns how kernels are compiled, cached and loaded. The kernels
+do not know steps, plans or models: they receive addresses.
 """

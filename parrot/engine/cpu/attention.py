@@ -1,7 +1,6 @@
-"""Attention on a CPU in compiled kernels: over pages for few rows, and of long prompts.
+"""Attention on a CPU with compiled kernels: over pages for few rows, and of long prompts.
 
-What is computed for a row depends on nothing but its own context: not on other rows of the step,
-nor on the threads."""
+The result of a row depends only on its own context, and not on other rows or on the threads."""
 
 import math
 from collections.abc import Sequence
@@ -18,10 +17,11 @@ from parrot.engine.cpu import layout, prompt_layout
 from parrot.engine.cpu.native import Kernels
 from parrot.engine.kernels.attention_shape import HeadNorm
 
-HEAD_DIM_MULTIPLE = 32
+HEAD_DIM_MULTIPLE = 32  # The kernels need a multiple of this head size.
 
-_LEAST_PARALLEL = 1 << 18  # bytes of KV that are worth waking other threads in every layer
-_MOST_KEYS = 1 << 15  # scores of a prompt's token with more keys are in no cache
+_LEAST_PARALLEL = 1 << 18  # Below this number of bytes of KV, one thread is faster.
+# Most keys for the prompt kernel. With more keys a tile's scores do not fit in a core's cache.
+_MOST_KEYS = 1 << 15
 
 Array = npt.NDArray[np.generic]
 
@@ -32,9 +32,10 @@ def address_of(array: Array) -> int:
 
 
 class PagedAttention:
-    """Attention of few rows over a pool [layers, 2, kv_heads, blocks, block_size, head_dim] that is
-    not quantised, of the type of the kernels. Turning the heads of queries and keys and writing new
-    KV is part of it."""
+    """Attention of few rows over a pool [layers, 2, kv_heads, blocks, block_size, head_dim].
+
+    It includes the norm and rotation of heads, and the write of new KV. The pool must be
+    unquantised and have the type of the kernels."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class PagedAttention:
         max_rows: int,
     ) -> None:
         """`frequencies` float32 [head_dim / 2]: radians per position of dimensions i and
-        i + head_dim / 2; `norms`: by layer."""
+        i + head_dim / 2. `norms`: the head norm of each layer."""
         _, _, kv_heads, pages, page_size, head_dim = pool.numbers.shape
         assert pool.numbers.is_contiguous(), pool.numbers.stride()
         assert pool.exponents is None
@@ -56,7 +57,7 @@ class PagedAttention:
         self._frequencies = frequencies.numpy()
         self._span = -(-layout.CHUNK // page_size) * page_size
         self._token_bytes = 2 * kv_heads * head_dim * pool.numbers.itemsize
-        self._kept: dict[int, Array] = {}  # what is in the block by address
+        self._kept: dict[int, Array] = {}  # Keeps arrays alive whose addresses are in the block.
         self._block = np.zeros(layout.STEP_FIELDS, dtype=np.int64)
         self._address = address_of(self._block)
         self._out = pool.numbers.new_empty(max_rows, num_heads * head_dim)
@@ -84,7 +85,7 @@ class PagedAttention:
         self._addresses = [address_of(block) for block, _ in self._layers]
 
     def prepare(self, step: StepRows) -> None:
-        """Take in the step that `run` is for."""
+        """Set the step for the following calls of `run`."""
         starts, q_lens = step.starts, step.q_lens
         positions = step.positions
         num_rows = len(positions)
@@ -117,8 +118,10 @@ class PagedAttention:
         self._make_room(layout.SCORES, threads * 4 * int(self._block[layout.SCORES_WIDTH]))
 
     def run(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Write the new KV and attend: qkv [rows, (heads + 2 * kv_heads) * head_dim], as the
-        product gives it -> [rows, heads * head_dim], which the next call overwrites."""
+        """Write the new KV and compute attention.
+
+        qkv [rows, (heads + 2 * kv_heads) * head_dim], the result of the product ->
+        [rows, heads * head_dim]. The next call overwrites the result."""
         self._attend(qkv.data_ptr(), self._address, self._addresses[layer])
         return self._out[: len(qkv)]
 
@@ -142,7 +145,7 @@ class PagedAttention:
 
 
 def _layer_block(numbers: torch.Tensor, norm: HeadNorm | None) -> tuple[Array, object]:
-    """A layer's block for its keys and values [2, ...], and what that names by address."""
+    """The block of a layer with keys and values [2, ...], and an owner of its addresses."""
     block = np.zeros(layout.LAYER_FIELDS, dtype=np.int64)
     block[layout.K_POOL], block[layout.V_POOL] = (part.data_ptr() for part in numbers)
     if norm is None:
@@ -154,9 +157,10 @@ def _layer_block(numbers: torch.Tensor, norm: HeadNorm | None) -> tuple[Array, o
 
 
 class PromptAttention:
-    """Attention of the last tokens of a context, on a CPU that has a kernel for it, in torch's
-    threads. It takes half as long as products of whole matrices: scores stay in a core's cache, and
-    those that nobody sees are not computed."""
+    """Attention of a context's last tokens, on CPUs with AVX512_BF16, in torch's threads.
+
+    It takes half the time of torch's matrix products: scores stay in a core's cache, and hidden
+    scores are not computed."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernel = kernels.attend_prompt
@@ -164,7 +168,7 @@ class PromptAttention:
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def takes(self, q: torch.Tensor, num_keys: int) -> bool:
-        """Whether there is a kernel for q [tokens, heads, head_dim]."""
+        """Whether the kernel exists and supports q [tokens, heads, head_dim]."""
         return (
             self._kernel is not None
             and q.dtype is torch.bfloat16
@@ -176,10 +180,10 @@ class PromptAttention:
     def run(
         self, q: torch.Tensor, kv: torch.Tensor, num_keys: int, *, with_lse: bool = False
     ) -> Partial:
-        """Attention of the last of `num_keys` tokens, each of which sees the keys up to its own.
+        """Causal attention of the last of `num_keys` tokens.
 
         q [tokens, heads, head_dim], kv [2, kv_heads, at least `num_keys`, head_dim] -> out like q,
-        and the natural log of the sum of the exponentials of the scores, float32 [tokens, heads]"""
+        and the natural log-sum-exp of the scores, float32 [tokens, heads]."""
         assert self._kernel is not None
         num_tokens, heads, head_dim = q.shape
         kv_heads = kv.shape[1]
@@ -218,7 +222,7 @@ class PromptAttention:
 
 
 def _in_pairs(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values as the kernel wants them, with zeros up to a whole tile."""
+    """Keys and values in the layout of `prompt_layout`, padded with zeros to a whole tile."""
     if rest := -kv.shape[2] % prompt_layout.TILE_COLUMNS:
         kv = F.pad(kv, (0, 0, 0, rest))
     _, kv_heads, _, head_dim = kv.shape

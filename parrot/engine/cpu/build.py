@@ -1,10 +1,10 @@
-"""Compile the kernels of a CPU to an object file: a process of its own, since the compiler would
-keep others of its process from running for seconds. It goes on if nobody waits for it any more, and
-waits for another one of its kind, so that many engines that start together compile once.
+"""Compiles the CPU kernels to an object file. Runs as a process of its own.
 
     python -m parrot.engine.cpu.build DTYPE FILE
 
-writes the file, if it is not there, and what is in it to standard output.
+writes the file if it does not exist, and its content to standard output. The compiler holds the GIL
+for seconds, so it must not run in an engine's process. If the engine exits, the process continues.
+A lock makes engines that start at the same time compile only once.
 """
 # mypy: disable-error-code="no-untyped-call"
 
@@ -22,9 +22,10 @@ from parrot.engine.cpu.prompt_kernels import KERNELS
 from parrot.engine.cpu.row_kernels import row_kernels_of
 from parrot.engine.cpu.step_kernels import kernels_of
 
-_NICENESS = 19  # who serves meanwhile goes first
+_NICENESS = 19  # Lowest priority: engines that serve requests run first.
 
-# What numba makes has a place for a result and one for an error first, and returns a status.
+# A function that calls numba's compiled function. That function has two more parameters, for a
+# result and an error, and returns a status.
 _ENTRY = """
 declare i32 @"{inner}"(ptr, ptr, {types})
 define void @{name}({arguments}) {{
@@ -37,7 +38,7 @@ define void @{name}({arguments}) {{
 
 
 def compile_kernels(dtype: str) -> bytes:
-    """An object file for this CPU with the kernels by their names."""
+    """An object file for this CPU, with a function per kernel."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     llvm.initialize_native_asmparser()
@@ -70,7 +71,7 @@ def compile_kernels(dtype: str) -> bytes:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """No other process makes this file inside, where that can be had."""
+    """Context with a lock for `path` between processes, if the system supports locks."""
     try:
         import fcntl
 
@@ -80,7 +81,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
         return
     with file:
-        with suppress(OSError):  # some file systems of networks have no locks
+        with suppress(OSError):  # Some network file systems do not support locks.
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -1,7 +1,7 @@
-"""A decoder's layers on a CPU in compiled kernels, from when these are there on.
+"""Runs a decoder's layers on a CPU with compiled kernels, once the kernels are loaded.
 
-In torch what lies between the products is 50 operators a layer and a copy of all KV, since no
-operator of torch attends over pages."""
+In torch, the operations between the matrix products take 50 operators per layer and a copy of all
+KV, because torch has no attention over pages."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -25,21 +25,19 @@ from parrot.engine.cpu.native import Kernels, RowKernel
 from parrot.engine.models.decoder import Attend, Decoder
 from parrot.engine.models.layers import Norm, RMSNorm, inverse_frequencies
 
-# The most rows of a step that `FewRowsDecoder` computes. With more, products take most of the time
-# in any case, and torch's threads share what is between them, too.
+# Most rows of a step for `FewRowsDecoder`. With more rows the matrix products take most of the
+# time, and `ManyRowsDecoder` divides the other operations among torch's threads.
 MAX_ROWS = 64
 
-_WIDTH_MULTIPLE = 16
+_WIDTH_MULTIPLE = 16  # The kernels need widths that are multiples of this number.
 
-# Tokens of KV that sequences share beyond the first that reads them. With more, torch's products of
-# many rows with them are faster than kernels that read them for each sequence: measured, as fast
-# for 16 forks behind 2,048 tokens, 1.4 times behind 8,000.
+# Steps whose sequences share more KV tokens than this use torch's attention, which reads shared KV
+# once. Its speed equals the kernels' for 16 forks of 2,048 tokens, and is 1.4 times for 8,000.
 _MUCH_SHARED = 1 << 15
 
 
 class CompiledLayers:
-    """Runs the layers of a `Decoder` over the KV of `pool`. `kernels`, of the model's type, are
-    used as soon as they are there; a model that they do not fit runs without."""
+    """Runs the layers of a `Decoder`, with compiled kernels once they are loaded."""
 
     def __init__(
         self,
@@ -48,6 +46,7 @@ class CompiledLayers:
         pool: PooledKV,
         attention: TorchAttention,
     ) -> None:
+        """`kernels` must have the model's type. A model that they do not support runs in torch."""
         self._kernels: Future[Kernels] | None = kernels
         self._model = model
         self._pool = pool
@@ -63,7 +62,7 @@ class CompiledLayers:
         work: WorkList,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the last layer's output for `rows`, or for all."""
+        """The last layer's output for `rows`, or for all rows if None."""
         self._take_kernels()
         few_rows = self._few_rows if len(token_ids) <= MAX_ROWS else None
         if few_rows is not None and work.num_shared_tokens <= _MUCH_SHARED:
@@ -75,7 +74,7 @@ class CompiledLayers:
         return model.forward(token_ids, at, attend, rows)
 
     def _take_kernels(self) -> None:
-        """Use the kernels from now on, if they are there now."""
+        """Start to use the kernels if they are loaded."""
         if self._kernels is None or not self._kernels.done():
             return
         if self._kernels.exception() is None:
@@ -88,7 +87,7 @@ class CompiledLayers:
 
 
 def fits(model: Decoder, pool: PooledKV) -> bool:
-    """Whether the kernels compute this model, with its KV in such a pool."""
+    """Whether the kernels support this model and this pool."""
     spec = model.spec
     return (
         model.device.type == "cpu"
@@ -107,11 +106,10 @@ def fits(model: Decoder, pool: PooledKV) -> bool:
 
 
 class FewRowsDecoder:
-    """Shares all weights with the `Decoder` that it is made from, and the pool with its owner.
-    Holds no state of any context."""
+    """The forward pass for up to `MAX_ROWS` rows. Shares the weights and the pool. Stateless."""
 
     def __init__(self, model: Decoder, pool: PooledKV, kernels: Kernels) -> None:
-        """`fits` must be true of model and pool, whose type is that of the kernels."""
+        """`fits` must be true for model and pool. The kernels must have their type."""
         spec = model.spec
         assert spec.rope is not None
         self._kernels = kernels
@@ -132,7 +130,7 @@ class FewRowsDecoder:
         self._residual = model.embed.new_empty(MAX_ROWS, spec.hidden_size)
         self._normed = torch.empty_like(self._residual)
         self._gated = model.embed.new_empty(MAX_ROWS, spec.intermediate_size)
-        self._kept: list[object] = []  # what is in norms by address
+        self._kept: list[object] = []  # Arrays whose addresses are in norms' blocks.
         self._norms = [
             (self._norm(layer.attn_norm), self._norm(layer.mlp_norm)) for layer in model.layers
         ]
@@ -170,10 +168,10 @@ class FewRowsDecoder:
 
 
 class ManyRowsDecoder:
-    """Shares all weights with the `Decoder` that it is made from, and computes what it does."""
+    """The forward pass for any number of rows. Shares the weights of its `Decoder`. Stateless."""
 
     def __init__(self, model: Decoder, kernels: Kernels) -> None:
-        """`fits` must be true of the model, whose type is that of the kernels."""
+        """`fits` must be true for the model. The kernels must have its type."""
         spec = model.spec
         assert spec.rope is not None
         self._kernels = kernels.rows
@@ -192,7 +190,7 @@ class ManyRowsDecoder:
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Like `Decoder.forward`."""
+        """See `Decoder.forward`."""
         num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads
         x = self._embedded(token_ids)
         angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
@@ -241,7 +239,7 @@ def _run(
     *,
     eps: float = 0.0,
 ) -> None:
-    """Compute all rows, the first dimension of x, in torch's threads."""
+    """Run a kernel on all rows (the first dimension of x) in torch's threads."""
     task = np.zeros(row_layout.ROW_FIELDS, dtype=np.int64)
     task[row_layout.X], task[row_layout.OUT] = x.data_ptr(), out.data_ptr()
     task[row_layout.OTHER], task[row_layout.NUM_ROWS] = other.data_ptr(), len(x)

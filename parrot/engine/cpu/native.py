@@ -1,7 +1,7 @@
-"""The compiled kernels of a CPU: from the user's cache, or else from a process that compiles them.
+"""Loads the compiled CPU kernels from the user's cache, or from a process that compiles them.
 
-That takes some seconds of a core, once for each version and CPU. Machine code is loaded with
-llvmlite alone, since importing numba would hold up steps for a quarter of a second."""
+Compiling takes a core several seconds, once per version and CPU. The machine code is loaded with
+llvmlite only, because importing numba would delay steps by 0.25 s."""
 
 import ctypes
 import hashlib
@@ -26,22 +26,22 @@ _SOURCES = (
     *("build.py", "layout.py", "simd.py", "step_kernels.py"),
     *("prompt_kernels.py", "prompt_layout.py", "row_kernels.py", "row_layout.py", "tiles.py"),
 )
-_COMPILE_LIMIT_S = 600.0
-_DIGEST_BYTES = 32
+_COMPILE_LIMIT_S = 600.0  # Longest time of the compilation, in seconds.
+_DIGEST_BYTES = 32  # Size of the digest before the code in a cache file.
 
 Kernel = Callable[[int, int, int], None]
-"""(x, step, layer): addresses, see `layout`."""
+"""(x, step, layer): the addresses of `layout`."""
 
 PromptKernel = Callable[[int], None]
-"""(task): the address of a block, see `prompt_layout`."""
+"""(task): the address of a block of `prompt_layout`."""
 
 RowKernel = Callable[[int, int], None]
-"""(task, threads): the address of a block, see `row_layout`."""
+"""(task, threads): the address of a block of `row_layout`, and the number of threads."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowKernels:
-    """See `row_layout`."""
+    """The kernels of `row_layout`."""
 
     norm_rows: RowKernel
     gate_rows: RowKernel
@@ -50,24 +50,21 @@ class RowKernels:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """`parallel` and `attend_part` are addresses for `layout.PARALLEL` and `ATTEND_PART`;
-    `parallel` is 0 where torch's threads cannot be used. `attend_prompt` None: the CPU or the type
-    has none."""
+    """All loaded kernels for one type."""
 
     dtype: str
     add_rms_norm: Kernel
     silu_multiply: Kernel
     attend: Kernel
-    attend_part: int
-    parallel: int
-    attend_prompt: PromptKernel | None
+    attend_part: int  # Address for `layout.ATTEND_PART`.
+    parallel: int  # Address for `layout.PARALLEL`; 0 if torch's threads cannot be used.
+    attend_prompt: PromptKernel | None  # None if the CPU or the type does not support it.
     rows: RowKernels
-    code: object
-    """Owns the machine code."""
+    code: object  # Owns the machine code.
 
 
 def start_loading(dtype: str) -> "Future[Kernels] | None":
-    """Load the kernels in the background. None: there are none for this type, or no compiler."""
+    """Load the kernels in the background. None for unsupported types or without a compiler."""
     if dtype not in DTYPES or not all(find_spec(module) for module in ("numba", "llvmlite")):
         return None
     future: Future[Kernels] = Future()
@@ -75,7 +72,7 @@ def start_loading(dtype: str) -> "Future[Kernels] | None":
     def run() -> None:
         try:
             future.set_result(load(dtype))
-        except Exception as error:  # noqa: BLE001 - steps go on without
+        except Exception as error:  # noqa: BLE001 - steps run without the kernels
             logger.warning("steps run without compiled kernels, more slowly: %s", error)
             future.set_exception(error)
 
@@ -84,8 +81,9 @@ def start_loading(dtype: str) -> "Future[Kernels] | None":
 
 
 def load(dtype: str) -> Kernels:
-    """The kernels for a type; raises `OSError`, `RuntimeError` or `subprocess.SubprocessError` if
-    they cannot be had."""
+    """Load the kernels for a type.
+
+    Raises `OSError`, `RuntimeError` or `subprocess.SubprocessError` if they cannot be compiled."""
     import llvmlite.binding as llvm
 
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "parrot" / "kernels"
@@ -95,7 +93,7 @@ def load(dtype: str) -> Kernels:
 
 
 def _key(dtype: str, cpu: str, features: dict[str, bool]) -> str:
-    """Names what the machine code depends on."""
+    """The name of the cache file: a hash of all inputs of the compilation."""
     digest = hashlib.sha256()
     for name in _SOURCES:
         digest.update(Path(__file__).with_name(name).read_bytes())
@@ -105,7 +103,7 @@ def _key(dtype: str, cpu: str, features: dict[str, bool]) -> str:
 
 
 def kept(path: Path) -> bytes | None:
-    """The code that was kept there, if it is whole and nobody else could have written it."""
+    """The machine code of a cache file; None if it is incomplete or another user could write it."""
     try:
         with path.open("rb") as file:
             status, content = os.fstat(file.fileno()), file.read()
@@ -117,18 +115,18 @@ def kept(path: Path) -> bytes | None:
 
 
 def sealed(code: bytes) -> bytes:
-    """The code behind its digest: what is not whole would end the process that links it."""
+    """The code with its digest in front. Linking an incomplete file would crash the process."""
     return hashlib.sha256(code).digest() + code
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """The code, if it is as it was."""
+    """The code of a `sealed` content; None if the digest does not match."""
     code = content[_DIGEST_BYTES:]
     return code if sealed(code) == content else None
 
 
 def keep(path: Path, code: bytes) -> None:
-    """Keep machine code for the next process, if the folder can be written."""
+    """Write the machine code to the cache, if the folder is writable."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -162,7 +160,7 @@ def _link(dtype: str, code: bytes) -> Kernels:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    # Those that take microseconds keep Python's lock: to get it again could take milliseconds.
+    # Kernels that take microseconds keep the GIL, because acquiring it again can take milliseconds.
     quick = ctypes.PYFUNCTYPE(None, *[ctypes.c_int64] * 3)
     long = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)
     return Kernels(
@@ -204,8 +202,8 @@ def _row_kernel(engine: Any, name: str) -> RowKernel:
 
 
 def _parallel() -> int:
-    """How torch runs a function in its threads, if it does so with GNU's OpenMP; else 0. Threads of
-    our own would take turns with those on the same cores."""
+    """The address of GOMP_parallel, if torch uses GNU's OpenMP; else 0."""
+    # Other threads would compete with torch's threads for the same cores.
     try:
         function = ctypes.CDLL(None).GOMP_parallel
     except (AttributeError, OSError, TypeError):

@@ -1,9 +1,8 @@
 """Attention of many tokens of one context on a CPU with AVX512_BF16.
 
-Each token of a tile sees one key more than the one before it. A tile's scores are there whole, in
-float32; what a token does not see takes no time but in its tile's last columns.
-
-Only the process that compiles the kernels imports this (`build`)."""
+A tile has the scores of several consecutive tokens, in float32, for all keys up to its last token.
+Hidden keys take time only in a tile's last columns. Only the process that compiles the kernels
+(`build`) imports this module."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import math
@@ -62,7 +61,7 @@ _scratch_bytes = njit(scratch_bytes)
 
 @_compiled
 def _soften(scores, seen, count, scale, weights, statistics):
-    """Weights of `count` keys, in bfloat16, of which the first `seen` are not zero."""
+    """Compute the bfloat16 weights of `count` keys. Weights after the first `seen` keys are 0."""
     end = -(-seen // LANES) * LANES
     for i in range(seen, end):
         set_float(scores, i, np.float32(_LEAST))
@@ -83,7 +82,7 @@ def _soften(scores, seen, count, scale, weights, statistics):
 
 @_compiled
 def _attend_tile(task, head, token, scratch):
-    """The results of a tile's tokens for a head."""
+    """Compute the results of a tile's tokens for one head."""
     heads, head_dim = int64_at(task, HEADS), int64_at(task, HEAD_DIM)
     width, stride = int64_at(task, WIDTH), int64_at(task, QUERY_STRIDE)
     queries = int64_at(task, QUERIES) + token * stride + head * head_dim * 2
@@ -135,23 +134,23 @@ def _attend_tile(task, head, token, scratch):
 
 @_compiled
 def attend_prompt_part(task):
-    """A thread's part: units, one after the other, until none is left."""
+    """The work of a thread: take units until no unit is left."""
     tokens, width = int64_at(task, TOKENS), int64_at(task, WIDTH)
     scratch = int64_at(task, SCRATCH)
     scratch += take_next(task + 8 * NEXT_THREAD) * _scratch_bytes(width)
     blocks = -(-tokens // UNIT_TOKENS)
     unit = take_next(task + 8 * NEXT_UNIT)
     while unit < int64_at(task, HEADS) * blocks:
-        first = (blocks - 1 - unit % blocks) * UNIT_TOKENS  # the longest ones are not last
+        first = (blocks - 1 - unit % blocks) * UNIT_TOKENS  # Start with the longest units.
         for token in range(first, min(first + UNIT_TOKENS, tokens), TILE_ROWS):
-            # The last tile begins earlier: what is computed twice is the same.
+            # The last tile starts earlier. It computes some rows again, with equal results.
             _attend_tile(task, unit // blocks, min(token, tokens - TILE_ROWS), scratch)
         unit = take_next(task + 8 * NEXT_UNIT)
 
 
 @_compiled
 def attend_prompt(task, part):
-    """`part`: the address of `attend_prompt_part`."""
+    """Run `attend_prompt_part`, whose address is `part`, in all threads."""
     set_int64(task, NEXT_UNIT, 0)
     set_int64(task, NEXT_THREAD, 0)
     threads = int64_at(task, THREADS)

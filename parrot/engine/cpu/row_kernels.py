@@ -1,7 +1,7 @@
-"""The work of a decoder between its products of matrices, of many rows on a CPU, in one pass over
-each: torch's operators take four or five, of numbers that are not in a core's cache any more.
+"""CPU kernels between a decoder's matrix products, for many rows, in one pass over each row.
 
-Only the process that compiles the kernels imports this (`build`). See `row_layout`."""
+torch's operators take four or five passes, and the rows have left the core's cache between them.
+Only the process that compiles the kernels (`build`) imports this module. See `row_layout`."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import math
@@ -43,7 +43,7 @@ _LOG2_E = math.log2(math.e)
 
 
 def row_kernels_of(dtype):  # noqa: C901
-    """The kernels for tensors of this type, by name. They are compiled by those who call them."""
+    """The kernels for tensors of this type, by name. The caller compiles them."""
     load, store, size = MEMORY[dtype]
     compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 

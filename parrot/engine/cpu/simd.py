@@ -1,7 +1,7 @@
-"""Memory by address, vectors of 16 float32 and calls by address, for functions that numba compiles.
+"""Memory access by address, vectors of 16 float32, and calls by address, for numba functions.
 
-Loops in which the compiler has to find vectors come out well or badly with their wording; these
-values do not. LLVM spreads a vector over as many registers as it takes on a CPU."""
+Explicit vectors are fast independently of the compiler's auto-vectorization, which depends on how a
+loop is written. LLVM divides a vector among the registers of the CPU."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, call-arg"
 
 from llvmlite import ir
@@ -9,21 +9,22 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
-LANES = 16
+LANES = 16  # Numbers in a vector.
 
 _F32 = ir.FloatType()
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _VECTOR, _WORDS, _HALVES = (ir.VectorType(kind, LANES) for kind in (_F32, _I32, _I16))
 _ADDRESS = types.int64
 
-# 2^x for -0.5 <= x <= 0.5 by powers of x, the highest first, right to the last bit but one.
+# Coefficients of 2^x for -0.5 <= x <= 0.5, highest power first. All bits except the last are exact.
 _EXP2 = (0.00015461445, 0.0013400428, 0.009618057, 0.055503272, 0.24022651, 0.69314718, 1.0)
-_MAGIC = 12582912.0  # 1.5 * 2^23: what is added to it is rounded, and stands in its last bits
-_LEAST, _MOST = -126.0, 126.0
+# 1.5 * 2^23. Adding this number rounds an addend to an integer, which is then in the last bits.
+_MAGIC = 12582912.0
+_LEAST, _MOST = -126.0, 126.0  # Range of the exponents of `exp2`.
 
 
 class VectorType(types.Type):
-    """The type of a vector, for numba."""
+    """numba's type of a vector."""
 
     def __init__(self) -> None:
         super().__init__(name="float32x16")
@@ -98,7 +99,7 @@ def set_float(context, address, index, value):
 
 @intrinsic
 def take_next(context, address):
-    """The int64 there, which is counted up: every thread gets another one."""
+    """Increment the int64 at `address` atomically and return its previous value."""
 
     def code(_, builder, signature, values):
         return builder.atomic_rmw("add", _at(builder, values[0], _I64), _I64(1), "acq_rel")
@@ -108,7 +109,7 @@ def take_next(context, address):
 
 @intrinsic
 def call_in_threads(context, parallel, function, data, threads):
-    """`parallel` (GOMP_parallel) calls `function` with `data` in so many threads."""
+    """Call `function` with `data` in `threads` threads, by `parallel` (GOMP_parallel)."""
 
     def code(_, builder, signature, values):
         kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I32, _I32])
@@ -120,7 +121,7 @@ def call_in_threads(context, parallel, function, data, threads):
 
 @intrinsic
 def prefetch(context, address):
-    """Say that what is there will be read."""
+    """Prefetch the cache line at `address`."""
 
     def code(_, builder, signature, values):
         bytes_at = ir.IntType(8).as_pointer()
@@ -158,7 +159,7 @@ def load_bfloat16(context, address):
 
 @intrinsic
 def store_bfloat16(context, address, value):
-    """Rounded to the nearest, ties to even."""
+    """Store a vector as bfloat16, rounded to nearest even."""
 
     def code(_, builder, signature, values):
         words = builder.bitcast(values[1], _WORDS)
@@ -203,7 +204,7 @@ def divide(context, a, b):
 
 @intrinsic
 def multiply_add(context, a, b, c):
-    """a * b + c, rounded once where the CPU does that."""
+    """a * b + c, rounded once if the CPU supports it."""
 
     def code(_, builder, signature, values):
         return _call(builder, f"llvm.fmuladd.v{LANES}f32", _VECTOR, values)
@@ -213,7 +214,7 @@ def multiply_add(context, a, b, c):
 
 @intrinsic
 def larger(context, a, b):
-    """b where it is larger, else a."""
+    """The larger of a and b in each lane; a if one of them is NaN."""
 
     def code(_, builder, signature, values):
         a, b = values
@@ -233,7 +234,7 @@ def total(context, a):
 
 @intrinsic
 def largest(context, a):
-    """The largest of numbers that are not NaN."""
+    """The largest number of a vector without NaN."""
 
     def code(_, builder, signature, values):
         return _call(builder, f"llvm.vector.reduce.fmax.v{LANES}f32", _F32, values)
@@ -251,7 +252,7 @@ def root(context, a):
 
 @intrinsic
 def exp2(context, a):
-    """2^a, of NaN NaN; 0 for what is below -126, 2^126 for what is above 126."""
+    """2^a. 0 for numbers below -126, 2^126 for numbers above 126, NaN for NaN."""
 
     def code(_, builder, signature, values):
         (a,) = values
@@ -276,4 +277,4 @@ MEMORY = {
     "float32": (load_float32, store_float32, 4),
     "bfloat16": (load_bfloat16, store_bfloat16, 2),
 }
-"""How LANES numbers of a type are read and written by address, and the bytes of one."""
+"""By type: the functions that load and store LANES numbers, and the bytes of a number."""

@@ -1,6 +1,7 @@
-"""The kernels between a decoder's products of matrices, for few rows on a CPU.
+"""CPU kernels between a decoder's matrix products, for few rows.
 
-Only the process that compiles the kernels imports this (`build`). See `layout` for arguments."""
+Only the process that compiles the kernels (`build`) imports this module. `layout` describes the
+arguments."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import math
@@ -78,19 +79,19 @@ from parrot.engine.cpu.simd import (
     total,
 )
 
-LINE = 64  # bytes of a cache line
+LINE = 64  # Bytes of a cache line.
 _LEAST, _LOG2_E = -math.inf, math.log2(math.e)
 
 
 def kernels_of(dtype):  # noqa: C901
-    """The kernels for tensors of this type, by name. They are compiled by those who call them."""
+    """The kernels for tensors of this type, by name. The caller compiles them."""
     load, store, size = MEMORY[dtype]
     vector_bytes = LANES * size
     compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
     @compiled
     def scale_of(x, count, eps):
-        """1 / sqrt(mean of squares + eps) of so many numbers."""
+        """1 / sqrt(mean of squares + eps) of `count` numbers."""
         squares = splat(np.float32(0.0))
         for i in range(0, count, LANES):
             value = load(x + i * size)
@@ -126,8 +127,9 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def turn_head(x, weight, angles, scale, out, head_dim, eps, is_key):
-        """A head with its norm, if there is a weight, turned and scaled: a key to the pool's type,
-        a query to float32."""
+        """Normalise (if `weight` is not 0), rotate and scale a head.
+
+        Keys are written in the pool's type, queries in float32."""
         half = head_dim // 2
         if weight != 0:
             scale = scale * scale_of(x, head_dim, eps)
@@ -150,7 +152,7 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def turn_and_store(qkv, step, layer):
-        """Queries to QUERIES, and new keys and values to the pool."""
+        """Write the queries to QUERIES, and new keys and values to the pool."""
         heads, kv_heads = int64_at(step, HEADS), int64_at(step, KV_HEADS)
         head_dim, page_size = int64_at(step, HEAD_DIM), int64_at(step, PAGE_SIZE)
         pages, eps = int64_at(step, PAGES), float_at(layer, 2 * NORM_EPS)
@@ -180,7 +182,7 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def score(q0, q1, q2, q3, key, head_dim, out, width, at):
-        """Scores of four queries and a key."""
+        """The scores of four queries with one key."""
         s0 = s1 = s2 = s3 = splat(np.float32(0.0))
         for i in range(0, head_dim, LANES):
             k = load(key + i * size)
@@ -202,7 +204,7 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def soften(scores, seen, count, statistics):
-        """Scores to exponentials, beyond those that are seen to zeros."""
+        """Replace scores by their exponentials, and by 0 after the first `seen` scores."""
         for i in range(max(seen, 0), -(-count // LANES) * LANES):
             set_float(scores, i, np.float32(_LEAST))
         peak = splat(np.float32(_LEAST))
@@ -219,7 +221,7 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def attend_unit(step, sequence, chunk, kv_head, scores):  # noqa: C901
-        """The partial result of a sequence's rows over a chunk, for the heads of a KV head."""
+        """The partial results of a sequence's rows over a chunk, for the heads of one KV head."""
         heads, kv_heads = int64_at(step, HEADS), int64_at(step, KV_HEADS)
         head_dim, page_size = int64_at(step, HEAD_DIM), int64_at(step, PAGE_SIZE)
         width, most_chunks = int64_at(step, SCORES_WIDTH), int64_at(step, MOST_CHUNKS)
@@ -238,7 +240,7 @@ def kernels_of(dtype):  # noqa: C901
         statistics = int64_at(step, STATISTICS)
         last = num_rows * group - 1
         for j in range(0, last + 1, 4):
-            # The last ones may be computed several times: they are the same.
+            # The last query may be computed several times, with equal results.
             j1, j2, j3 = min(j + 1, last), min(j + 2, last), min(j + 3, last)
             count = min(start + j3 // group + 1 - begin, span)
             if count <= 0:
@@ -319,7 +321,7 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def attend_part(step):
-        """A thread's part: units, one after the other, until none is left."""
+        """The work of a thread: take units until no unit is left."""
         kv_heads = int64_at(step, KV_HEADS)
         scores = int64_at(step, SCORES)
         scores += take_next(step + 8 * NEXT_THREAD) * 16 * int64_at(step, SCORES_WIDTH)
@@ -333,7 +335,7 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def merge(step):
-        """Partial results of rows over chunks to OUT."""
+        """Merge the partial results of all chunks into OUT."""
         heads, head_dim = int64_at(step, HEADS), int64_at(step, HEAD_DIM)
         page_size, most_chunks = int64_at(step, PAGE_SIZE), int64_at(step, MOST_CHUNKS)
         span = -(-CHUNK // page_size) * page_size
@@ -366,7 +368,9 @@ def kernels_of(dtype):  # noqa: C901
 
     @compiled
     def attend(qkv, step, layer):
-        """Turn heads, store keys and values, attend: qkv [rows, heads + 2 KV heads, head_dim]."""
+        """Rotate heads, store keys and values, and compute attention.
+
+        qkv: [rows, heads + 2 KV heads, head_dim]."""
         turn_and_store(qkv, step, layer)
         set_int64(step, LAYER, layer)
         set_int64(step, NEXT_UNIT, 0)

@@ -1,8 +1,7 @@
-"""Products of small matrices in bfloat16 on a CPU with AVX512_BF16, for functions that numba
-compiles.
+"""Products of small bfloat16 matrices on a CPU with AVX512_BF16, for numba functions.
 
-Pairs of bfloat16 are multiplied and added at once, so the right-hand matrix has to be in pairs: for
-each two rows of it, the two numbers of each column beside each other."""
+The CPU multiplies and adds pairs of bfloat16. So the right-hand matrix must be stored in pairs: the
+two numbers of a column in two consecutive rows are adjacent."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 from llvmlite import ir
@@ -18,7 +17,7 @@ _VECTOR, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
 _ADDRESS = types.int64
 
-# Not all versions of LLVM give these the same types.
+# Inline assembly, because the types of LLVM's intrinsics differ between versions.
 _ADD_PAIRS = ir.InlineAsm(
     ir.FunctionType(_VECTOR, [_VECTOR] * 3), "vdpbf16ps $3, $2, $0", "=v,0,v,v"
 )
@@ -31,7 +30,7 @@ def _at(builder, address, kind):
 
 @intrinsic
 def store_rounded(context, address, value):
-    """A vector as bfloat16, rounded to the nearest, ties to even; subnormal numbers to zero."""
+    """Store a vector as bfloat16, rounded to nearest even. Subnormal numbers become 0."""
 
     def code(_, builder, signature, values):
         rounded = builder.call(_ROUND, [values[1]])
@@ -42,8 +41,9 @@ def store_rounded(context, address, value):
 
 @intrinsic
 def tile_product(context, a, a_stride, b, b_stride, num_pairs, out, out_stride):
-    """out [TILE_ROWS, TILE_COLUMNS] float32 = a [TILE_ROWS, 2 * num_pairs] @ b, whose pairs of
-    rows lie `b_stride` bytes apart; strides of the others are those of rows."""
+    """out [TILE_ROWS, TILE_COLUMNS] float32 = a [TILE_ROWS, 2 * num_pairs] @ b.
+
+    Strides are in bytes: between rows of a and out, and between pairs of rows of b."""
 
     def code(_, builder, signature, values):
         _tile_product(builder, *values)
@@ -82,13 +82,13 @@ def _tile_product(builder, a, a_stride, b, b_stride, num_pairs, out, out_stride)
 
 
 def _right(builder, address):
-    """A pair of rows of the right-hand matrix."""
+    """Load a pair of rows of the right-hand matrix."""
     places = [builder.add(address, _I64(4 * LANES * part)) for part in range(_PARTS)]
     return [builder.load(_at(builder, place, _VECTOR), align=4) for place in places]
 
 
 def _splat(builder, pointer):
-    """The pair there, in all places of a vector."""
+    """A vector whose elements are all the pair at `pointer`."""
     value = builder.load(pointer, align=2)
     first = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, _I32(0))
     return builder.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * LANES))
