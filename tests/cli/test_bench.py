@@ -1,5 +1,5 @@
-"""`parrot bench` over HTTP: real servers with simulated engines, and a scripted server of OpenAI's
-API beside them."""
+"""`parrot bench` over HTTP: real servers with simulated engines, and a scripted server with
+OpenAI's API."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def measured(folder: Path, *args: str) -> tuple[str, dict[str, Any]]:
-    """What the command prints, and its file."""
+    """The output of the command and the contents of its file."""
     path = folder / "figures.json"
     result = parrot("bench", *args, "--output", str(path))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -82,7 +82,7 @@ def test_requests_have_the_lengths_and_the_prefix_that_were_asked_for(
     assert (row["completed"], row["failed"], row["unfinished"]) == (6, 0, 0)
     assert row["total_output_tokens"] == 6 * 16
     assert row["total_input_tokens"] == pytest.approx(6 * 400, rel=0.05)
-    assert row["total_cached_tokens"] > 5 * 250  # the engine counts whole blocks
+    assert row["total_cached_tokens"] > 5 * 250  # The engine counts whole blocks.
     assert 0 < row["p50_ttft_ms"] <= row["p50_e2el_ms"] <= row["p99_e2el_ms"]
     assert row["request_throughput"] == pytest.approx(6 / row["duration"])
     for text in ("requests done", "TTFT p50", "TPOT p90", "ITL p99", "E2E p99", "of them cached"):
@@ -103,7 +103,7 @@ def test_an_application_runs_by_variables_and_by_plain_calls(
         assert row["p50_e2el_ms"] > 0
         assert ("p50_ttft_ms" in row) == (name in STREAMED)
     assert variables["num_prompts"] == plain["num_prompts"]
-    if name != "best_of_n":  # how many tokens the losers generate depends on the time
+    if name != "best_of_n":  # The tokens of the cancelled candidates depend on timing.
         for key in ("total_input_tokens", "total_output_tokens"):
             assert variables[key] == plain[key]
     assert "over first" in shown
@@ -122,7 +122,7 @@ def test_the_same_line_compares_with_another_server(cluster: Cluster, tmp_path: 
     steps = [body for body in fake.bodies if body["max_tokens"] > 1]
     assert [bool(body.get("stream")) for body in steps] == [*[False] * 7, True] * 2
     assert WORDS in steps[1]["prompt"]
-    assert steps[0]["prompt"] != steps[8]["prompt"]  # a server remembers what it has seen
+    assert steps[0]["prompt"] != steps[8]["prompt"]  # A server caches earlier prompts.
 
 
 def test_a_seed_gives_the_same_requests_at_the_same_times(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_the_second_side_finds_nothing_of_the_first_in_a_cache_that_both_use(
     ours, theirs, _ = on_two_servers(tmp_path, *args)
     assert len(ours) == len(theirs) > 1
     shared = [common_words(own, other) for own in ours for other in theirs]
-    assert max(shared) <= 1  # a first word may be the same by chance
+    assert max(shared) <= 1  # A first word may be equal by chance.
 
 
 @pytest.mark.parametrize("name", SHARING)

@@ -1,4 +1,4 @@
-"""A session as a trace for Perfetto."""
+"""The Perfetto trace of a session."""
 
 import json
 from itertools import pairwise
@@ -69,7 +69,7 @@ def test_no_lane_has_two_calls_at_once(rows: list[tuple[Any, ...]]) -> None:
             if event["args"]:
                 lane = lanes.setdefault((event["pid"], event["tid"]), [])
                 lane.append((event["ts"], event["ts"] + event["dur"]))
-            else:  # inside of its call
+            else:  # Inside its call.
                 begin, end = lane[-1]
                 assert begin - 1 <= event["ts"] <= event["ts"] + event["dur"] <= end + 1
     for spans in lanes.values():

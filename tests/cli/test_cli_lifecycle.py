@@ -1,5 +1,5 @@
-"""The demo and `parrot launch` with simulated engines, in processes of their own: what they leave
-behind is counted, however they end."""
+"""The demo and `parrot launch` with simulated engines, in separate processes. The tests count the
+processes and files that remain after each kind of exit."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def mark(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def pids_of(module: str, env: dict[str, str]) -> list[int]:
-    """Processes of this test, by what they run."""
+    """The processes of this test, by their module."""
     name = next(key for key in env if key.startswith("PARROT_TEST_"))
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
@@ -53,7 +53,7 @@ def pids_of(module: str, env: dict[str, str]) -> list[int]:
             if is_ours and module in (proc / "cmdline").read_text():
                 found.append(int(proc.name))
         except OSError:
-            continue  # it ended, or is not ours
+            continue  # The process has exited, or belongs to another user.
     return found
 
 
@@ -67,7 +67,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 15.0) -> bool:
 
 
 class Command:
-    """A running command; its output is read as it comes."""
+    """A running command whose output is read continuously."""
 
     def __init__(self, args: list[str], env: dict[str, str]) -> None:
         self.popen = subprocess.Popen(
@@ -169,7 +169,7 @@ def start_launch(env: dict[str, str], folder: Path, configs: list[str]) -> Comma
 
 
 def lets_in(page: str) -> bool:
-    """Whether the key in the page's address is right."""
+    """Whether the server accepts the key in the page's address."""
     address, _, key = page.partition("#key=")
     body = json.dumps({"key": key}).encode()
     request = urllib.request.Request(

@@ -1,4 +1,4 @@
-"""What the demo and `parrot ping` show, from made-up session information."""
+"""The output of the demo and of `parrot ping` for fake session information."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""How the demo cuts a text, and which document it takes."""
+"""The demo splits a text into parts and chooses its document."""
 
 from pathlib import Path
 

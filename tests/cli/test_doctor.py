@@ -1,4 +1,4 @@
-"""What `parrot doctor` finds, and that each finding says what to do."""
+"""The findings of `parrot doctor`. Each finding says what to do."""
 
 import socket
 import sys

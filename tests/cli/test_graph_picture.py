@@ -1,4 +1,4 @@
-"""The layered layout of executed graphs, checked against what any layout must hold."""
+"""The layered layout of executed graphs, checked against properties of any valid layout."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ Edges = list[tuple[int, int]]
 
 
 def crossings(result: Layout[int]) -> int:
-    """By brute force, from the drawn segments alone."""
+    """The number of crossings, computed from all pairs of drawn segments."""
     segments = [pair for path in result.paths.values() for pair in pairwise(path)]
     return sum(
         a[0][0] == b[0][0] and (a[0][1] - b[0][1]) * (a[1][1] - b[1][1]) < 0
@@ -24,7 +24,7 @@ def crossings(result: Layout[int]) -> int:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[int], Edges]:
-    """Edges go from smaller to larger numbers, so there is no cycle."""
+    """Graphs whose edges go from smaller to larger numbers, so they have no cycle."""
     num_nodes = draw(st.integers(1, 12))
     pairs = [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
     edges = draw(st.lists(st.sampled_from(pairs), max_size=24)) if pairs else []

@@ -1,4 +1,4 @@
-"""The `parrot` command from outside: what it prints, how it fails, how it stops."""
+"""The `parrot` command in a child process: its output, its errors and its exit."""
 
 import json
 import os
@@ -182,7 +182,7 @@ def test_launch_names_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--ray"], ["--stop"]])
 def test_an_inventory_of_machines_is_refused(tmp_path: Path, options: list[str]) -> None:
-    """No launcher by ssh is left: the message names the page of other ways."""
+    """The launcher by ssh was removed. The message names the page with the alternatives."""
     inventory = tmp_path / "lab.yaml"
     inventory.write_text("hosts: [{address: 10.0.0.1, core: {}}]")
     result = parrot("launch", *options, str(inventory))
@@ -219,7 +219,7 @@ def test_signals_run_the_clean_up_to_its_end(signum: signal.Signals) -> None:
         assert process.stdout.readline() == "up\n"
         process.send_signal(signum)
         assert process.stdout.readline() == "cleaning\n"
-        os.kill(process.pid, signal.SIGINT)  # impatient
+        os.kill(process.pid, signal.SIGINT)  # A second Ctrl-C.
         assert process.stdout.readline() == "clean\n"
     assert process.returncode == 128 + signum
 

@@ -1,4 +1,4 @@
-"""`parrot up`: what it would start, and what it says; once in a process of its own."""
+"""`parrot up`: the planned servers and the output, and one run in a child process."""
 
 import json
 import os

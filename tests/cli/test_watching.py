@@ -38,7 +38,7 @@ def post(url: str, path: str, body: Any) -> Any:
 
 
 def run_chain(url: str) -> dict[str, Any]:
-    """A session in which `joke` was made, and `why` of it; its scope."""
+    """A session with the outputs `joke` and `why`. Returns its scope."""
     scope: dict[str, Any] = post(url, "/v1/session", {"apps": ["jokes"]})
     var_id = None
     for template, output in (("Tell: {{joke}}", "joke"), ("{{joke}} since {{why}}", "why")):
@@ -83,7 +83,7 @@ def test_q_leaves_top_and_all_columns_fit(cluster: Cluster) -> None:
     environ = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     shown = b""
     with subprocess.Popen(command, stdin=terminal, stdout=terminal, env=environ) as process:
-        while b"output" not in shown:  # the last column
+        while b"output" not in shown:  # The last column.
             shown += os.read(controller, 4096)
         os.write(controller, b"q")
         assert process.wait(30) == 0
@@ -107,7 +107,9 @@ def test_a_model_is_asked_for_by_its_served_name() -> None:
     with Cluster(engines=[SIM | {"served_model_name": "short"}]) as cluster:
         core = ("--core", cluster.core_url)
         assert "--model may be short" in failed("chat", "x", "--model", "simulated", *core)
-        assert parrot("chat", "x", "--max_tokens", "2", *core).returncode == 0  # the older spelling
+        assert (
+            parrot("chat", "x", "--max_tokens", "2", *core).returncode == 0
+        )  # The older spelling of the option.
         assert "short" in parrot("ping", *core).stdout
 
 
@@ -130,7 +132,7 @@ def test_a_live_session_and_a_recorded_one_give_the_same_graph(tmp_path: Path) -
 
     names = [name for _, name in shape(live_dir)]
     assert [n for n in names if n.startswith("f_")] == ["f_joke → joke", "f_why → why"]
-    assert names.count("joke") == 2  # an arrow
+    assert names.count("joke") == 2  # An arrow.
     assert shape(recorded_dir) == shape(live_dir)
     assert name in parrot("trace", "--file", str(file)).stdout
 
@@ -169,7 +171,7 @@ def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
 def scripted(
     *chunks: str, model: str = "m", asked: list[dict[str, Any]] | None = None
 ) -> Iterator[str]:
-    """A server of OpenAI's API whose answer is these lines. `asked` gets the requests."""
+    """A server with OpenAI's API that answers with these lines. `asked` records the requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -211,7 +213,7 @@ def test_an_answer_has_a_maximum_length() -> None:
     with scripted(said("a"), "[DONE]", asked=asked) as url:
         result = parrot("chat", "x", "--core", url)
     assert asked[0]["max_tokens"] == 1024
-    assert "temperature" not in asked[0]  # the server's default holds
+    assert "temperature" not in asked[0]  # The server's default applies.
     assert result.stderr == ""
 
 

@@ -31,10 +31,10 @@ def make(engines: list[dict[str, Any]] | None = None, **options: Any) -> FakeClu
 
 
 def process_is_gone(pid: int) -> bool:
-    """Also true of a zombie that an init process has not collected yet."""
+    """Whether the process has exited. True also for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:  # it is gone, or there is no /proc
+    except OSError:  # The process has exited, or /proc does not exist.
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

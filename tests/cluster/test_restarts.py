@@ -1,4 +1,4 @@
-"""When what ended starts again."""
+"""The pauses before restarts."""
 
 from parrot.cluster.process import Restarts
 

@@ -1,4 +1,4 @@
-"""Every example runs to its end against ServeCore, before an engine that tells its prompts."""
+"""All examples run to their end against ServeCore, with an engine that records its prompts."""
 
 import runpy
 import subprocess
@@ -38,7 +38,7 @@ def start(program: str, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """They import each other by their plain names."""
+    """Make the examples importable, since they import each other by plain names."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     yield

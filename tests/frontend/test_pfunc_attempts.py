@@ -1,4 +1,4 @@
-"""Retries and fallbacks of calls, against the real ServeCore with a scripted engine behind it."""
+"""Retries and fallbacks of calls against the real ServeCore with a scripted engine."""
 
 import logging
 import time
@@ -260,8 +260,8 @@ def test_maps_are_one_request(engine: FakeEngine, url: str, serve: FakeServe) ->
 def test_many_wait_for_none_but_those_they_need(
     vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when connections are few: reads of the program, and attempts that need others' values,
-    leave room for the attempts that these wait for."""
+    """With few connections, reads of the program and dependent attempts do not block the attempts
+    that they wait for."""
     monkeypatch.setattr(session, "_NUM_READ_CONNECTIONS", 4)
     monkeypatch.setattr(session, "_NUM_TRIALS", 4)
     seen: set[str] = set()
@@ -319,7 +319,7 @@ def test_a_dropped_batch_and_cancellations(
         age("Bob", age=mine)  # type: ignore[call-arg]
         mine.set(GOOD)
         assert mine.get() == Age(years=36)
-        age("Zoe")  # still runs when the session ends
+        age("Zoe")  # This call is still running when the session ends.
 
 
 def test_a_cancelled_call_stops_at_its_engine(vm: P.VirtualMachine, engine: FakeEngine) -> None:
@@ -332,7 +332,7 @@ def test_a_cancelled_call_stops_at_its_engine(vm: P.VirtualMachine, engine: Fake
 
 
 def wait_for_state(vm: P.VirtualMachine, state: str) -> None:
-    """What a connection tells that is opened or closed is known soon."""
+    """Wait for a state that ServeCore reaches after a connection is opened or closed."""
     end = time.monotonic() + 10
     while [call.state for call in vm.session_info().calls] != [state]:
         assert time.monotonic() < end, vm.session_info().calls

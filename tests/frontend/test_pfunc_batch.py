@@ -1,4 +1,4 @@
-"""Batches: what a program calls in a block goes to ServeCore in one request."""
+"""Batches: all calls of a block go to ServeCore in one request."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Binding arguments, and what is sent of a call. No server."""
+"""Binding of arguments, and the request of a call. Without a server."""
 
 from typing import Any
 
@@ -99,7 +99,7 @@ def test_a_parameter_may_be_called_self() -> None:
 
 @given(st.text(alphabet=st.characters(codec="utf-8")))
 def test_values_are_never_parsed(text: str) -> None:
-    """Also when they look like a placeholder: they travel beside the template."""
+    """A value that looks like a placeholder stays a value, because it is not in the template."""
     call = f("{{b}}", "x", text)
     assert payload_of(call)["a"]["value"] == "{{b}}"
     assert payload_of(call)["n"]["value"] == text

@@ -1,4 +1,4 @@
-"""Outputs that say which texts they may be, and outputs that are objects."""
+"""Outputs with constraints on their text, and outputs that are objects."""
 
 import asyncio
 from collections.abc import Iterator

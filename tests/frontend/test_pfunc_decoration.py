@@ -1,4 +1,4 @@
-"""What a semantic function is made into, and what is refused at decoration."""
+"""The result of decorating a semantic function, and the errors at decoration."""
 
 import inspect
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""Programs in the manner of the original ParrotServe (third version) run as they are."""
+"""Programs in the style of the original ParrotServe (third version) run unchanged."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""Reads of many variables against the real ServeCore, with a scripted engine behind it."""
+"""Reads of many variables against the real ServeCore with a scripted engine."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ def number_in(prompt: str) -> str:
 
 
 class PickyEngine(FakeEngine):
-    """Hangs for ever on odd numbers, and answers even ones with themselves."""
+    """An engine that hangs on odd numbers, and answers an even number with the number."""
 
     async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
         if num_chunks == 0 and int(number_in(self.prompts[-1])) % 2:
@@ -45,7 +45,7 @@ def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
 
 
 def wait_for_states(vm: P.VirtualMachine, *states: str) -> None:
-    """A read that was left is withdrawn when its connection is closed: soon."""
+    """Wait for states. An abandoned read is withdrawn only when its connection is closed."""
     end = time.monotonic() + 10
     while tuple(call.state for call in vm.session_info().calls) != states:
         assert time.monotonic() < end, vm.session_info().calls
@@ -169,7 +169,7 @@ def test_a_variable_tells_why_its_text_ended_and_what_it_took(
         assert whole.finish_reason == "stop"
         assert whole.usage is not None
         assert whole.usage.prompt_tokens == len("Try 2: ")
-        assert whole.usage.output_tokens == 2  # with the stop token
+        assert whole.usage.output_tokens == 2  # Including the stop token.
         engine.script = Script(text=number_in, finish_reason=FinishReason.LENGTH, stop_token=False)
         streamed, raced, cut = try_it(4), try_it(6), try_it(8)
         "".join(streamed.stream())
@@ -185,7 +185,7 @@ def test_a_variable_tells_why_its_text_ended_and_what_it_took(
 
 
 class Meeting(FakeEngine):
-    """Answers nobody before three have asked."""
+    """An engine that answers when it has received three requests."""
 
     async def _maybe_hang(self, script: Script, num_chunks: int) -> None:
         if num_chunks == 0 and len(self.prompts) == 3:

@@ -1,4 +1,4 @@
-"""Mistakes that are named where they are made."""
+"""Errors that are reported where the mistake is made."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Maps whose results are gathered: in order, with a bar, and with the errors of those that fail."""
+"""Gathered results of maps: in order, with a progress bar, and with the errors of failed calls."""
 
 import io
 import sys
@@ -27,7 +27,7 @@ class Screen(io.StringIO):
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *, has_tqdm: bool) -> Screen:
-    """Let stderr be a terminal."""
+    """Make stderr look like a terminal."""
     if not has_tqdm:
         monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     screen = Screen()

@@ -1,4 +1,4 @@
-"""Functions whose outputs are said by `-> P.Returns[...]`."""
+"""Functions that declare their outputs with `-> P.Returns[...]`."""
 
 import dataclasses
 import re
@@ -26,7 +26,7 @@ class Place:
 
 @pytest.fixture
 def vm() -> Iterator[P.VirtualMachine]:
-    """Its engine writes what an output must be."""
+    """A machine whose engine generates text that satisfies the output's constraint."""
     engine = obedient_engine()
     with machine_with(engine) as vm:
         yield vm

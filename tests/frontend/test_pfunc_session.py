@@ -374,7 +374,7 @@ class TestErrors:
         async def program() -> None: ...
 
         with pytest.raises(Unavailable):
-            vm.run(program())  # without a warning of a coroutine that nobody awaited
+            vm.run(program())  # No warning about a coroutine that was not awaited.
 
     def test_a_refused_session(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
         with vm.running_scope():
@@ -457,7 +457,7 @@ class TestRetries:
             serve.errors["call"] = [ClusterFull("full", retry_after_s=6.5)] * 9
             with pytest.raises(ClusterFull) as failure:
                 ask("x")
-            assert failure.value.retry_after_s == 7.0  # of the header
+            assert failure.value.retry_after_s == 7.0  # From the header.
 
     def test_they_come_again_when_the_server_says_but_within_a_minute(self) -> None:
         for retry_after_s in (1.0, 20.0):
@@ -538,7 +538,7 @@ class TestScopes:
         try:
             assert ask("x").get()
             assert vm.session_id is not None
-            with ThreadPoolExecutor(4) as pool:  # whose threads have contexts of their own
+            with ThreadPoolExecutor(4) as pool:  # Each thread has its own context.
                 assert len(set(pool.map(lambda n: ask(n).get(), range(8)))) == 8
             with P.VirtualMachine(vm.core_http_addr).running_scope():
                 assert ask("x").session.session_id != vm.session_id

@@ -1,4 +1,4 @@
-"""What people see of a program: in notebooks, and of its cost at its end."""
+"""The displays of a program: in notebooks, and the cost report at its end."""
 
 import ast
 import asyncio
@@ -100,7 +100,7 @@ def test_a_program_says_at_its_end_what_it_cost(
 
 
 def test_a_notebook_awaits_in_its_cells(vm: P.VirtualMachine) -> None:
-    """Each cell runs in a context of its own, on an event loop that always runs."""
+    """Each cell runs in its own context, on an event loop that always runs."""
     cells = (
         "vm.set_global_env()",
         "joke = await tell.ainvoke('parrots')",

@@ -1,4 +1,4 @@
-"""Errors of templates show the file, the line and the text at fault."""
+"""Errors of templates show the file, the line and the wrong text."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""Tools: what a model is told of a function, and agents that call them."""
+"""Tools: the description of a function for a model, and agents that call tools."""
 
 import asyncio
 import inspect
@@ -223,7 +223,7 @@ class TestAgent:
         assert "You know the weather." in first
         assert json.dumps(weather.json_schema) in first
         assert "no such city" in second
-        assert first in second  # the chat goes on, in the context that is there
+        assert first in second  # The chat continues its context.
         assert second in third
         assert len(engine.requests[1].fills or ()) > 0
         grammar = engine.requests[0].sampling_config.grammar

@@ -1,4 +1,4 @@
-"""Programs against the real ServeCore, with a scripted engine behind it."""
+"""Programs against the real ServeCore with a scripted engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -91,7 +91,7 @@ def test_streams_and_two_outputs(vm: P.VirtualMachine) -> None:
 
 
 def test_how_likely_the_tokens_were(vm: P.VirtualMachine) -> None:
-    """However a value is read."""
+    """All kinds of reads return log probabilities."""
     with vm.running_scope():
         asked = [guess(word) for word in ("a", "b", "c")]
         assert asked[0].logprobs is None

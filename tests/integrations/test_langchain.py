@@ -1,4 +1,4 @@
-"""LangChain's chains against the real ServeCore, with a scripted engine behind it."""
+"""LangChain's chains against the real ServeCore with a scripted engine."""
 
 import asyncio
 import copy
@@ -42,7 +42,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "clients.md"
 
 
 class CountingApp:
-    """Records what is asked for, in order."""
+    """Records the paths of all requests in order."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -56,7 +56,7 @@ class CountingApp:
 
 
 def answer(prompt: str) -> str:
-    """What the scripted model makes of a chat prompt: its last message, in capitals."""
+    """The scripted model's answer to a chat prompt: its last message, in capitals."""
     return prompt.split("user\n")[-1].split("<|im_end|>")[0].upper()
 
 
@@ -121,7 +121,7 @@ def test_a_map_reduce_is_one_graph(
     assert len(engine.prompts) == len(info.calls) == 6
     assert len(info.edges) == 5
     assert all(f"SUM UP TEXT {i}" in engine.prompts[-1] for i in range(5))
-    assert message.content == COMBINED  # the session has ended
+    assert message.content == COMBINED  # The session has ended.
 
 
 def test_without_a_batch_nobody_waits_for_a_text(
@@ -204,7 +204,7 @@ def test_a_message_is_looked_at_by_many_threads(
 
 @pytest.fixture
 def page(url: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What the page's programs define, for this service, and what they have `printed`."""
+    """The names that the page's programs define for this service, and their `printed` output."""
     names: dict[str, Any] = {}
     programs = [b.code for b in blocks_of(PAGE) if b.language == "python" and b.is_run]
     for code in programs:

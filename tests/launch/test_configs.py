@@ -1,4 +1,4 @@
-"""Which file is what, which port each server gets, and that every sample can be used."""
+"""The kinds of config files, the port of each server, and all sample configs."""
 
 import json
 import subprocess
@@ -103,7 +103,7 @@ def test_one_core_only(sim: Path, core: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(SAMPLES.glob("core/*.json")), ids=lambda p: p.name)
 def test_sample_core_configs_load(path: Path, tmp_path: Path) -> None:
-    """With secrets in the places that wait for them."""
+    """All samples load when their placeholders are replaced by secrets."""
     own = tmp_path / "core.json"
     own.write_text(path.read_text().replace("replace-me", "own"))
     load_config(CoreConfig, own)

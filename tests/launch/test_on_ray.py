@@ -1,6 +1,6 @@
-"""`parrot launch --ray` as its users run it, on a Ray cluster of several nodes on this machine.
+"""`parrot launch --ray` as a user runs it, on a Ray cluster of several nodes on this machine.
 
-It runs where Ray is installed: `pip install '.[ray]'` (docs/deployment.md)."""
+These tests need Ray: `pip install '.[ray]'` (docs/deployment.md)."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ray = pytest.importorskip("ray", reason="needs Ray: pip install 'parrot-serve[ra
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(500),
-    pytest.mark.filterwarnings("ignore"),  # of Ray itself
+    pytest.mark.filterwarnings("ignore"),  # Ray's own warnings.
 ]
 ROOT = Path(__file__).parents[2]
 TOKEN = "token-of-the-test-cluster"
@@ -46,13 +46,13 @@ def until(is_met: Callable[[], Any], what: str) -> Any:
 
 
 def config_of(process: Path) -> str:
-    """The file without a name from which a server read its config."""
+    """The config of a server, from its unnamed temporary file."""
     files = (process / "fd").iterdir()
     return next(file.read_text() for file in files if "(deleted)" in os.readlink(file))
 
 
 class Service:
-    """A launch file, and the commands on it."""
+    """A launch file and the commands that use it."""
 
     def __init__(self, cluster: Any, folder: Path, *engines: dict[str, Any]) -> None:
         self.port = free_port("127.0.0.1", set())
@@ -83,7 +83,7 @@ class Service:
         return {engine["engine_name"]: engine for engine in answer[1]["engines"]}
 
     def pids(self, name: str) -> list[int]:
-        """The processes that are this server, or were it and have not ended."""
+        """The running processes of this server, including earlier ones that still run."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -94,7 +94,7 @@ class Service:
                 if self.port in (config["port"], config.get("serve_core", {}).get("port")):
                     found.append(int(path.parent.name))
             except (OSError, IndexError, StopIteration, ValueError):
-                continue  # it has ended, or has not got its config yet
+                continue  # The process has exited, or has not received its config yet.
         return found
 
     def wait_ready(self, process: subprocess.Popen[bytes]) -> None:
@@ -159,7 +159,7 @@ def test_examples_run_and_a_node_is_lost(cluster: Any, tmp_path: Path) -> None:
         before = service.engines
 
         def busiest() -> str | None:
-            """The engine with most of the calls."""
+            """The engine with the most calls."""
             running = {name: e["num_running"] for name, e in service.engines.items()}
             name = max(running, key=running.__getitem__)
             return name if running[name] > 8 else None
@@ -179,7 +179,7 @@ def test_examples_run_and_a_node_is_lost(cluster: Any, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         code = process.wait(PATIENCE_S)
     assert code == 130, service.output.read_text()
-    assert "joined with id" in service.output.read_text()  # the core's log
+    assert "joined with id" in service.output.read_text()  # The log of ServeCore.
     until(lambda: not servers(), "no actor is left")
     assert ask("127.0.0.1", service.port, "/health") is None
     assert service.pids("engine-0") == service.pids("engine-1") == service.pids("core") == []
@@ -206,7 +206,8 @@ def many_answers(url: str, number: int) -> list[str]:
 
 
 def test_detached_scaled_and_with_several_gpus(cluster: Any, tmp_path: Path) -> None:
-    """A pool grows by its queue; a supervisor that dies takes over again; then all is ended."""
+    """A pool grows with its queue. A restarted supervisor takes over the servers. All are
+    stopped."""
     scaled = {
         "engine_type": "sim",
         "engine_name": "small",

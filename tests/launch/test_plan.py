@@ -1,4 +1,4 @@
-"""The servers of a cluster, wherever they will run."""
+"""The planned servers of a cluster, before their machines are known."""
 
 import pytest
 

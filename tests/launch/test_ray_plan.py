@@ -1,4 +1,4 @@
-"""Which servers are to run on Ray, and what each needs of a node. Without Ray."""
+"""The servers to run on Ray, and the node resources of each. Without Ray."""
 
 import json
 from pathlib import Path

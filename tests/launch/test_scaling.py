@@ -1,4 +1,4 @@
-"""How many engines a pool should have."""
+"""The number of engines of a pool as a function of its load."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def scaler(**keys: float) -> Autoscaler:
 def follow(
     autoscaler: Autoscaler, seconds: float, load_of: Callable[[int], PoolLoad], start: float = 0.0
 ) -> list[int]:
-    """The wanted numbers under a load that depends on them, where engines serve at once."""
+    """The wanted numbers of engines under a load that depends on them. Engines start instantly."""
     return [
         autoscaler.observe(start + tick * TICK_S, load_of(autoscaler.wanted))
         for tick in range(int(seconds / TICK_S))
@@ -36,9 +36,9 @@ def demand(calls: float, slots: float = 10.0) -> Callable[[int], PoolLoad]:
 def test_a_queue_brings_engines() -> None:
     autoscaler = scaler(queue_per_engine=10)
     wanted = follow(autoscaler, 300, demand(60))
-    assert wanted[:6] == [1] * 6  # 30 s: a whole window
+    assert wanted[:6] == [1] * 6  # 30 s, a whole window.
     assert sorted(wanted) == wanted
-    assert wanted[-1] == 7  # at 6 all is placed, and all is full
+    assert wanted[-1] == 7  # 6 engines are full with all calls.
 
 
 def test_kv_alone_brings_one_at_a_time() -> None:
@@ -69,9 +69,11 @@ def test_engines_go_one_by_one_after_a_quiet_time() -> None:
 def test_one_that_is_needed_stays() -> None:
     autoscaler = scaler()
     autoscaler.adopt(2)
-    assert set(follow(autoscaler, 1000, lambda n: PoolLoad(2, 0, 0.3))) == {2}  # 0.6 for one
+    assert set(follow(autoscaler, 1000, lambda n: PoolLoad(2, 0, 0.3))) == {
+        2
+    }  # One engine would have a use of 0.6.
     autoscaler.observe(1000, None)
-    busy = [PoolLoad(2, 0, 0.0)] * 20 + [PoolLoad(2, 1, 0.0)]  # now and then one waits
+    busy = [PoolLoad(2, 0, 0.0)] * 20 + [PoolLoad(2, 1, 0.0)]  # Sometimes a call waits.
     assert {autoscaler.observe(2000 + 5.0 * t, busy[t % 21]) for t in range(400)} == {2}
 
 
@@ -79,7 +81,9 @@ def test_what_is_not_known_changes_nothing_and_begins_anew() -> None:
     autoscaler = scaler()
     loads = [PoolLoad(1, 50, 1.0)] * 6 + [None]
     assert {autoscaler.observe(5.0 * t, loads[t % 7]) for t in range(100)} == {1}
-    assert {autoscaler.observe(1000.0 + 31 * t, loads[0]) for t in range(100)} == {1}  # too seldom
+    assert {autoscaler.observe(1000.0 + 31 * t, loads[0]) for t in range(100)} == {
+        1
+    }  # The observations are too far apart.
 
 
 def test_a_pool_of_a_fixed_size() -> None:
@@ -174,7 +178,7 @@ def test_those_that_do_least_are_spared() -> None:
     names = ["a", "b", "c", "d"]
     serving = {"a": status("a", 0), "b": status("b", 0), "d": status("d", 5)}
     assert engines_to_remove(names, serving, 4) == []
-    assert engines_to_remove(names, serving, 3) == ["c"]  # does not serve
+    assert engines_to_remove(names, serving, 3) == ["c"]  # Does not serve.
     assert engines_to_remove(names, serving, 1) == ["c", "b", "a"]
 
 

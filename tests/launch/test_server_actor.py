@@ -1,4 +1,4 @@
-"""A server's process, as the actor owns it. With real servers, without Ray."""
+"""A server's process in its actor, with real servers and without Ray."""
 
 import os
 import stat
@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def actors(folder: Path) -> Iterator[list[ServerActor]]:
-    """ServeCore, and an engine that says goodbye at once."""
+    """ServeCore, and an engine that drains for at most 1 s."""
     core = {"port": free_port("127.0.0.1", set()), "api_keys": ["key"]}
     planned = plan(core, [{"engine_type": "sim", "drain_timeout": 1.0}])
     servers = (planned.core, *planned.engines)
@@ -35,7 +35,7 @@ def actors(folder: Path) -> Iterator[list[ServerActor]]:
 
 
 def until(actor: ServerActor, is_met: Callable[[ServerStatus], bool], core=None) -> ServerStatus:  # type: ignore[no-untyped-def]
-    """Follow every so often, as a supervisor does."""
+    """Call `follow` repeatedly, like a supervisor."""
     deadline = time.monotonic() + PATIENCE_S
     while not is_met(status := actor.follow(core)):
         assert time.monotonic() < deadline, status
@@ -51,7 +51,7 @@ def test_an_engine_follows_its_core(
     actors: list[ServerActor], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     core, engine = actors
-    assert engine.follow(None).address is None  # it waits for an address
+    assert engine.follow(None).address is None  # The engine waits for ServeCore's address.
     address = until(core, lambda status: status.ready is not None).address
     assert address is not None
     first = engine.follow(address)
@@ -69,11 +69,11 @@ def test_an_engine_follows_its_core(
     assert not any(token in path.read_text() for path in files)
     assert process._env["CUDA_VISIBLE_DEVICES"] == ""
 
-    assert engine.follow(None) == first  # a new supervisor does not know yet
+    assert engine.follow(None) == first  # A new supervisor does not know the address yet.
     assert engine.follow(address) == first
     assert engine._process.pid == pid
     again = until(engine, lambda s: s.address != first.address, ("127.0.0.2", address[1]))
-    assert again.num_deaths == 0  # it was not its fault
+    assert again.num_deaths == 0  # A restart for a new ServeCore is not a crash.
     assert engine._process.pid != pid
     engine.follow(address)
     until(core, serves)

@@ -1,4 +1,4 @@
-"""What a supervisor starts, ends and tells, on a cluster that is played. Without Ray."""
+"""The supervisor's actions and messages on a fake cluster. Without Ray."""
 
 import json
 from collections.abc import Callable, Collection
@@ -16,7 +16,7 @@ from parrot.protocol.public import EngineStatus, ReadyResponse
 
 
 class PlayedCluster:
-    """Servers that run as soon as they are started, but for those in `pending`."""
+    """A fake cluster. Started servers run at once, except those in `pending`."""
 
     def __init__(self) -> None:
         self.needs: dict[str, Needs] = {}
@@ -191,7 +191,7 @@ def test_deaths_are_told_once(tmp_path: Path) -> None:
     play.ready()
     play.cluster.deaths["engine-0"] = 1
     play.run(20)
-    play.cluster.deaths["engine-0"] = 0  # its actor began anew on another node
+    play.cluster.deaths["engine-0"] = 0  # The actor restarted on another node.
     play.run(20)
     play.cluster.deaths["engine-0"] = 1
     play.run(20)

@@ -20,7 +20,7 @@ async def start(app: FastAPI, end_requests: asyncio.Event) -> tuple[AppServer, a
     server = AppServer(app, "127.0.0.1", 0, end, ConnectionLimits())
     serving = asyncio.create_task(server.serve())
     async with asyncio.timeout(5):
-        while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way
+        while not server.started:  # noqa: ASYNC110 - uvicorn has no other signal
             await asyncio.sleep(0.01)
     return server, serving
 

@@ -1,4 +1,4 @@
-"""The client's side of a channel: engines that have none, and channels that break."""
+"""The client's side of a channel, with engines without channels, and channels that break."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -15,7 +15,7 @@ Events = list[tuple[str, bytes] | ParrotError]
 
 
 class Engine:
-    """A transport whose streams are scripted; `/generate` is answered when `answer` is set."""
+    """A transport with scripted streams. It answers `/generate` when `answer` is set."""
 
     def __init__(self, **streams: Events) -> None:
         self.streams = streams
@@ -86,7 +86,7 @@ async def test_a_channel_that_breaks_is_opened_anew_and_costs_nothing(
     await settled()
     second = asyncio.create_task(client.generate(GenerateRequest(context_id=2), found.append))
     await settled()
-    engine.more.put_nowait(chunks(1, "lost"))  # its beginning may be missing
+    engine.more.put_nowait(chunks(1, "lost"))  # Its first chunks may be missing.
     engine.more.put_nowait(chunks(2, "c"))
     await settled()
     engine.answer.set()

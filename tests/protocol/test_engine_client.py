@@ -1,4 +1,4 @@
-"""The engine client's fast encoding says the same as pydantic's."""
+"""The engine client's fast encoding gives the same payload as pydantic."""
 
 from contextlib import suppress
 
@@ -73,6 +73,6 @@ def test_every_field_is_sent() -> None:
 async def test_the_body_means_the_fill() -> None:
     request = FillRequest(context_id=7, token_ids=[1], background=True, background_share=0.1)
     http = Recorder()
-    with suppress(InternalError):  # what the recorder answers is no answer to a fill
+    with suppress(InternalError):  # The recorder's answer is not valid for a fill.
         await EngineClient(http).fill(request)
     assert FillRequest.model_validate(http.body) == request

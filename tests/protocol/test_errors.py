@@ -58,7 +58,7 @@ def test_param_is_absent_from_the_payload_when_there_is_none() -> None:
 
 
 def test_an_error_that_is_kept_is_raised_as_another() -> None:
-    """Else it would hold on to every frame that it went through."""
+    """Raising the stored error would keep every frame of its traceback alive."""
     kept = errors.QueueFull("full", param="model", retry_after_s=2.0)
     kept.__cause__ = ValueError("why")
     with pytest.raises(errors.QueueFull, match="full") as caught:

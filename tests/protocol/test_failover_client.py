@@ -1,4 +1,4 @@
-"""A client with several addresses finds the one that serves, and does nothing twice by itself."""
+"""A client with several addresses finds the serving server and never repeats a write."""
 
 import asyncio
 import time
@@ -18,12 +18,12 @@ from tests.support.app_server import serve_app
 
 
 class Server:
-    """Answers with `answers`, until it is made to do something else."""
+    """A server whose answers and failures the test controls."""
 
     def __init__(self, answers: object = "standby") -> None:
         self.does = answers
         self.num_posts = 0
-        self.num_looks = 0  # at its health
+        self.num_looks = 0  # Health probes received.
         self.asked = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +63,7 @@ class Server:
 
 @asynccontextmanager
 async def client(*servers: Server | None) -> AsyncIterator[FailoverClient]:
-    """None: nobody listens there."""
+    """A client of several servers. None: an address without a server."""
     async with AsyncExitStack() as stack:
         urls = ["http://127.0.0.1:1" for _ in servers]
         for i, server in enumerate(servers):
@@ -137,7 +137,7 @@ async def test_what_may_be_done_is_not_sent_again_but_a_read_is(how: object) -> 
         with pytest.raises(Unavailable):
             await asyncio.wait_for(post(http), 5)
         assert (broken.num_posts, other.num_posts) == (1, 0)
-        assert await post(http) == "other"  # the next one goes on
+        assert await post(http) == "other"  # The next request goes to the other server.
     async with client(broken, other) as http:
         assert await asyncio.wait_for(http.request("GET", "/x"), 5) == "other"
 

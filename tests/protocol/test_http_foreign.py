@@ -1,4 +1,4 @@
-"""What the HTTP client offers for servers that are not Parrot's."""
+"""Features of the HTTP client for servers other than Parrot's."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The transports against the server base: over real sockets, and inside the process."""
+"""Both transports against the base app of servers: over real sockets, and inside the process."""
 
 import asyncio
 import io
@@ -53,7 +53,7 @@ class Item(BaseModel):
 
 
 class Probe:
-    """What the test app saw."""
+    """The requests that the test app received."""
 
     def __init__(self) -> None:
         self.started = asyncio.Event()
@@ -168,7 +168,7 @@ async def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_after_it() 
     async def answer() -> str:
         request = Request({"type": "http"}, receive)
         result = await run_until_disconnect(request, done)
-        await asyncio.sleep(0.01)  # until it is on disk
+        await asyncio.sleep(0.01)  # Simulates a write to disk.
         return str(result)
 
     leaving = asyncio.create_task(leave())

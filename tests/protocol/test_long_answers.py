@@ -1,4 +1,4 @@
-"""Answers with long lists are encoded in turns, and are the same."""
+"""Answers with long lists are encoded in several steps, with the same result."""
 
 import asyncio
 

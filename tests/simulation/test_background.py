@@ -31,13 +31,13 @@ class Program:
         return response.param_info[-1].var_id
 
     async def read(self, var_id: str) -> float:
-        """Returns when the value was there."""
+        """Returns the time at which the value was ready."""
         await self.client.get_var(**self.scope, var_id=var_id)
         return asyncio.get_running_loop().time()
 
 
 def simulate(body: Any, *, on_demand: bool = False, **engine: Any) -> Any:
-    """`engine`: limits of the one engine there is."""
+    """Simulate one engine with the limits of `engine`."""
 
     async def main() -> Any:
         config = SimConfig.model_validate({"instance": COSTS} | engine)
@@ -86,7 +86,7 @@ def test_what_is_read_goes_before_what_is_not() -> None:
     first, second, third = simulate(body, scheduler={"max_batch_size": 1}, tasks_capacity=1)
     one_call_s = 10 * STEP_S
     assert first == pytest.approx(one_call_s, rel=0.2)
-    assert second < 3.5 * one_call_s  # behind one that had been placed meanwhile
+    assert second < 3.5 * one_call_s  # After a call that was placed in the meantime.
     assert third < 5.5 * one_call_s
 
 

@@ -1,4 +1,4 @@
-"""Programs that submit their graph in one request, from far away and in a trace."""
+"""Programs that submit their graph in one request: with high latency, and in a trace."""
 
 from typing import Any
 

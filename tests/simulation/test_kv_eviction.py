@@ -16,7 +16,7 @@ CAPACITY = 6000
 
 
 async def call(client: ServeClient, scope: dict[str, Any], template: str, **fields: Any) -> Any:
-    """`fields` beside the request's own are the inputs: texts, or ids of variables."""
+    """Submit a call. Unknown `fields` are its inputs: texts, or ids of variables."""
     own = {name: fields.pop(name) for name in ("func_name", "successor_of") if name in fields}
     inputs = [{"name": name, **value} for name, value in fields.items()]
     out = {"name": "out", "is_output": True, "sampling_config": {"max_gen_length": 5}}
@@ -120,7 +120,7 @@ def test_what_a_waiting_call_will_read_stays() -> None:
 
 
 async def retold(cluster: SimCluster) -> None:
-    """Each call takes in, as values, what was said before."""
+    """Each call receives all earlier texts of the conversation as values."""
     client = cluster.client()
     scope = (await client.create_session()).model_dump()
     said: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Running sure steps together changes nothing that anybody could see."""
+"""Combining predictable engine steps into one event does not change the results."""
 
 import asyncio
 import random
@@ -15,7 +15,7 @@ Seen = list[tuple[float, int, str]]
 
 
 async def program(cluster: SimCluster, number: int, seen: Seen) -> None:
-    """Calls on each other's outputs, read, streamed or given up, at times of its own."""
+    """Calls that depend on each other, with random times for reads, streams and abandoned reads."""
     rng = random.Random(number)
     client = cluster.client(fixed(rng.choice([0.0, 0.01])))
     await asyncio.sleep(rng.uniform(0, 2))
@@ -52,7 +52,7 @@ async def program(cluster: SimCluster, number: int, seen: Seen) -> None:
 
 
 def run(*, leaps: bool, blocks: int, batch: int, trouble: bool) -> tuple[Seen, int, int]:
-    """What programs saw, the steps of the engines, and the timers that fired."""
+    """The results of the programs, the engines' steps, and the number of timers."""
 
     async def main() -> tuple[Seen, int, int]:
         engine = SimConfig.model_validate(
@@ -93,5 +93,5 @@ def test_programs_see_the_same_at_the_same_times(blocks, batch, trouble):
     each, num_each, num_timers_each = run(leaps=False, blocks=blocks, batch=batch, trouble=trouble)
     assert [what[1:] for what in seen] == [what[1:] for what in each]
     assert [what[0] for what in seen] == pytest.approx([what[0] for what in each], abs=1e-9)
-    assert trouble or num_steps == num_each  # the killed engine counts only what it delivered
+    assert trouble or num_steps == num_each  # The killed engine counts only delivered steps.
     assert num_timers < num_timers_each

@@ -1,4 +1,4 @@
-"""Recording what programs do on a simulated cluster, and replaying it."""
+"""Records programs on a simulated cluster and replays the trace."""
 
 import asyncio
 from contextlib import suppress
@@ -64,7 +64,7 @@ class Program:
 
 
 async def chain(program: Program, n: int) -> None:
-    """One that the client drives: it reads each value before it asks for the next."""
+    """A chain whose client reads each value before it submits the next call."""
     text = f"question {n}"
     for step in range(4):
         text = await program.read(await program.call(f"Step {step}:", 20 + n, value=text))
@@ -81,7 +81,8 @@ async def map_reduce(program: Program, n: int) -> None:
 
 
 async def mixed(program: Program, n: int) -> None:
-    """Variables that the program gives, a native function, the first of many, a cancelled read."""
+    """Variables set by the program, a native function, a read of the first of several variables,
+    and a cancelled read."""
     late = await program.client.create_var(**program.scope, var_name="late")
     out = await program.call("Late", 25, late=late)
     source = "def double(text, out):\n    out.set(text + text)"
@@ -172,7 +173,7 @@ def test_a_file_holds_the_same_and_no_text(tmp_path: Path):
     assert times(Replay(engine=ENGINE).run(loaded)) == pytest.approx(times(in_memory), rel=0.03)
     assert loaded.ended is not None
     assert loaded.ended.hit > 0
-    path.write_text(content[: len(content) // 2])  # the writer was killed
+    path.write_text(content[: len(content) // 2])  # ServeCore was killed.
     half = load_trace(path)
     assert 0 < len(half.sessions) <= len(loaded.sessions)
     Replay(engine=ENGINE).run(half)
@@ -228,7 +229,7 @@ def test_percentiles_interpolate():
 
 
 def test_conversations_without_sessions_are_replayed_as_they_went() -> None:
-    """Two programs that resend their histories, one of which goes away in the middle of a turn."""
+    """Two programs resend their histories. One of them disconnects in the middle of a turn."""
     trace = Trace()
 
     async def converse(turns: Turns, name: str, num_turns: int) -> None:

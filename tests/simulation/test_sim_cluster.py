@@ -22,7 +22,7 @@ ENGINE = SimConfig.model_validate({"instance": COSTS})
 
 
 class Program:
-    """One session, with the few verbs that tests need."""
+    """One session with the methods that the tests need."""
 
     def __init__(self, client: ServeClient) -> None:
         self.client = client
@@ -33,7 +33,7 @@ class Program:
         return self
 
     async def call(self, text: str, length: int = 10, **inputs: str) -> str:
-        """Submit; returns the output's id. `inputs` are variable ids."""
+        """Submit a call and return the id of its output. `inputs` are variable ids."""
         parameters: list[dict[str, Any]] = [
             {"name": name, "var_id": var_id} for name, var_id in inputs.items()
         ]
@@ -93,7 +93,7 @@ def test_a_call_takes_what_its_steps_cost():
         await program.read(await program.call("x" * 99, length=10))
         return cluster.clock.now()
 
-    # 99 characters and a space: 100 tokens to fill, then 10 steps, of which the first is the fill's
+    # 99 characters and a space are 100 prompt tokens. Then 10 steps: the first is the fill's step.
     assert simulate(body) == pytest.approx(0.1 + 10 * 0.01)
     assert simulate(body, rtt_s=0.2) == pytest.approx(0.1 + 10 * 0.01 + 3 * 0.2)
 
@@ -188,7 +188,7 @@ def test_a_silent_engine_is_given_up_by_its_heartbeats_and_comes_back():
         first_id = engine.engine_id
         await asyncio.sleep(20)
         assert engine.engine_id == first_id
-        engine.is_alive = False  # it sends nothing any more
+        engine.is_alive = False  # The engine stops sending.
         await asyncio.sleep(6)
         assert cluster.core.models().data == []
         engine.is_alive = True
@@ -204,13 +204,14 @@ def test_a_silent_engine_is_given_up_by_its_heartbeats_and_comes_back():
 def test_a_hung_engine_costs_its_reads_a_heartbeat_timeout_and_no_text(
     is_silent: bool, leaps: bool
 ) -> None:
-    """Its process hangs, or only its device: then it goes on sending heartbeats."""
+    """The process hangs, or only its GPU. With a hung GPU it continues to send heartbeats."""
     timeout_s, alone_s, length = 5.0, 10.0, 1000
 
     async def body(cluster: SimCluster, program: Program) -> list[str]:
         var_ids = [await program.call(f"story {i}", length=length) for i in range(6)]
         reads = [asyncio.create_task(program.read(var_id)) for var_id in var_ids]
-        await asyncio.sleep(7)  # more than the timeout: long work is not taken for a hang
+        # Longer than the timeout, because long work must not count as a hang.
+        await asyncio.sleep(7)
         assert not any(read.done() for read in reads)
         victim = cluster.engines["engine0"]
         victim.slow_down(1e9)

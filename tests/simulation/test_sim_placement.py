@@ -1,4 +1,4 @@
-"""Placement as a whole: the real ServeCore over simulated engines."""
+"""Placement by the real ServeCore on simulated engines."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ Scope = dict[str, Any]
 async def call(
     client: ServeClient, scope: Scope, model: str | None, number: int, prefix: str
 ) -> str:
-    """A sibling: the prefix that all have, and a question of its own."""
+    """Submit a sibling: the shared prefix and its own question."""
     sampling = {"max_gen_length": OUTPUT, "ignore_tokenizer_eos": True, "temperature": 1.0}
     request = SemanticCallRequest.model_validate(
         scope
@@ -143,7 +143,7 @@ async def submit(client: ServeClient, scope: Scope, prompt: str, length: int) ->
 
 @pytest.mark.parametrize("placement", ["predicted", "round_robin", "prefix_aware"])
 def test_calls_run_where_they_fit_and_are_not_cut(placement: str) -> None:
-    """The prompt's estimated tokens are fewer than it has, until an answer has told better."""
+    """The estimate of the prompt's tokens is too low until the first answer corrects it."""
 
     async def main() -> list[int]:
         async with cluster_with(placement)() as cluster:
@@ -176,13 +176,13 @@ def test_a_prompt_that_no_engine_takes_fails_and_says_why() -> None:
             with pytest.raises(PromptTooLong, match="the limit is 1023"):
                 await client.get_var(**scope, var_id=await submit(client, scope, "x" * 2000, 5))
             text = await client.get_var(**scope, var_id=await submit(client, scope, "x" * 1000, 50))
-            assert len(text) == 1024 - 1001  # cut: there is no room anywhere for more
+            assert len(text) == 1024 - 1001  # The text is cut because no engine has more free KV.
 
     run_virtual(main())
 
 
 def test_throughput_work_starts_beside_latency_work_once_it_has_waited_long_enough() -> None:
-    """Nothing else happens meanwhile: the chats take a minute each."""
+    """The chats take 60 s each, so no other event occurs before."""
     instance = {"num_kv_cache_blocks": 65536, "max_seq_len": 400000}
     engine = SimConfig.model_validate({"instance": instance})
 

@@ -1,4 +1,4 @@
-"""A chat of one tenant beside a crowd of another's calls, on a whole simulated cluster."""
+"""One tenant's chat in parallel with many background calls of another tenant, simulated."""
 
 from benchmark.serve.bench_tenants import Scene, compare, play
 from benchmark.simulated import ENGINES, sim_engine

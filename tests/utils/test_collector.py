@@ -1,4 +1,4 @@
-"""The garbage collector looks at few objects at a time, and finds garbage in the end."""
+"""The garbage collector visits few objects at a time, and eventually collects all garbage."""
 
 import gc
 import weakref
@@ -11,14 +11,15 @@ from parrot.utils.collector import Collector
 from tests.support.manual_clock import ManualClock
 
 YOUNG, MOST_OLD = 200, 1000
-# Five collections of young objects before one of those that survive, three of these before the
-# oldest are looked at, a quarter more of which Python waits for, and those that were there.
+# Upper bound for the objects that one collection visits: 5 young collections per middle collection,
+# 3 middle collections per full collection, and the survivors that are not frozen. Twice that,
+# because Python delays a full collection by 25% of the objects.
 AT_ONCE = 2 * (YOUNG * 5 * 3 + MOST_OLD)
 HOUR_S = 3600.0
 
 
 class Node:
-    """One of two in a cycle."""
+    """One of two objects in a cycle."""
 
     def __init__(self) -> None:
         self.other: Node | None = None
@@ -31,7 +32,7 @@ def cycle() -> Node:
 
 
 class World:
-    """`size`: the blocks of memory. What is to be called soon is called by `turn`."""
+    """A process with `size` memory blocks. `turn` runs the calls that the collector scheduled."""
 
     def __init__(self) -> None:
         self.clock, self.size, self.soon = ManualClock(), 10**6, list[Callable[[], None]]()
@@ -52,11 +53,11 @@ class World:
             )
 
     def make(self, count: int) -> None:
-        """So many objects that stay."""
+        """Create `count` objects that stay alive."""
         self.alive += [[None] for _ in range(count)]
 
     def turn(self) -> int:
-        """Call what is due. Returns how much that was."""
+        """Run all scheduled calls and return their number."""
         due = self.soon[:]
         for call in due:
             call()
@@ -64,10 +65,10 @@ class World:
         return len(due)
 
     def lost_cycle(self) -> "weakref.ref[Node]":
-        """One that was frozen before it became garbage."""
+        """A cycle that was frozen before it became garbage."""
         node = cycle()
         before = gc.get_freeze_count()
-        while gc.get_freeze_count() <= before:  # what was frozen may go meanwhile
+        while gc.get_freeze_count() <= before:  # Frozen objects may be freed.
             self.make(YOUNG)
         return weakref.ref(node)
 
@@ -101,7 +102,7 @@ def test_few_are_all_looked_at(world: World) -> None:
     assert lost() is None
     assert gc.get_freeze_count() > AT_ONCE
     world.make(YOUNG * 5)
-    assert world.turn() == 0  # nothing has been frozen since
+    assert world.turn() == 0  # No object was frozen since.
 
 
 def test_what_a_journal_had_is_looked_at_too(world: World) -> None:
@@ -121,7 +122,7 @@ async def test_what_is_kept_for_an_hour_may_be_garbage(world: World) -> None:
     await world.clock.advance(HOUR_S - 1)
     world.make(2 * AT_ONCE)
     world.size //= 2
-    world.make(2 * AT_ONCE)  # less is kept
+    world.make(2 * AT_ONCE)  # The process is smaller here, so the hour starts again.
     world.size *= 2
     world.make(2 * AT_ONCE)
     await world.clock.advance(HOUR_S - 1)
@@ -133,7 +134,7 @@ async def test_what_is_kept_for_an_hour_may_be_garbage(world: World) -> None:
     assert lost() is None
     await world.clock.advance(2 * HOUR_S)
     world.make(2 * AT_ONCE)
-    assert world.turn() == 0  # it has not grown since
+    assert world.turn() == 0  # The process has not grown since.
 
 
 def test_afterwards_all_is_as_before() -> None:

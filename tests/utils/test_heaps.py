@@ -12,7 +12,7 @@ ITEMS = st.integers(0, 12)
 
 
 class HeapAgainstSorting(RuleBasedStateMachine):
-    """A `LazyHeap` beside a dictionary that is sorted whenever an order is asked for."""
+    """Compares a `LazyHeap` with a dictionary that is sorted for each query."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ TestHeapAgainstSorting = HeapAgainstSorting.TestCase
 
 
 class LruAgainstList(RuleBasedStateMachine):
-    """An `LruDict` of strings that are weighed by their length, beside a list of pairs."""
+    """Compares an `LruDict` of strings, weighted by their length, with a list of pairs."""
 
     BOUND = 12
 

@@ -1,4 +1,4 @@
-"""Install hints: right in a clone and for an installed wheel, and written in one place."""
+"""Install hints are correct in a clone and for a wheel, and are written in one module."""
 
 import json
 import re

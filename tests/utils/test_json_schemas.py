@@ -1,4 +1,4 @@
-"""Schemas are written so that they say the same and can be kept exactly."""
+"""Rewritten schemas have the same meaning and can be enforced exactly."""
 
 import re
 from datetime import date

@@ -16,7 +16,7 @@ from parrot.utils.settings import DEFAULT, layer, without_settings
 def core(
     environ: dict[str, str], file: object = None, options: object = None
 ) -> tuple[CoreConfig, dict[str, str]]:
-    """The config, and where each of its values that are not defaults comes from."""
+    """The config, and the source of each value that is not a default."""
     settings = core_settings(layer(file or {}, "core.json"), options or {}, environ)
     config = parse_config(CoreConfig, settings.payload, settings.blamed)
     return config, {key: settings.origin((key,)) for key in settings.payload}
@@ -177,7 +177,7 @@ def test_what_yaml_cannot_be_is_said(tmp_path: Path, text: str, message: str) ->
         yaml(tmp_path, text)
 
 
-texts = st.text(st.characters(codec="ascii"))  # PyYAML does not join surrogates that are escaped
+texts = st.text(st.characters(codec="ascii"))  # PyYAML does not join escaped surrogates.
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),

@@ -10,7 +10,7 @@ from parrot.utils.slots import FairSlots
 
 
 class Book:
-    """Who has a slot, and who had one, in order."""
+    """The owners that hold a slot, and all grants in order."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots = FairSlots(num_slots)

@@ -109,7 +109,7 @@ async def test_exactly_the_uncancelled_ones_fire_on_time(plan: list[tuple[float,
 
 
 async def test_a_timer_that_was_cancelled_holds_nothing() -> None:
-    """Sessions that had ended kept their texts until they would have expired."""
+    """Otherwise ended sessions would keep their texts in memory until their expiry time."""
 
     class Large:
         def ring(self) -> None: ...

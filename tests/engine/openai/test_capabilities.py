@@ -1,4 +1,4 @@
-"""What the openai engine finds out about the server behind it, and what it makes of that."""
+"""The openai engine probes the capabilities of its foreign server and uses them."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -34,7 +34,7 @@ METRICS = "# HELP x y\nvllm:num_requests_running 0.0\n" + CACHE
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Starts a service in front of the fake; keywords are keys of the instance."""
+    """Start a service for the fake server. Keywords are keys of `instance`."""
     async with AsyncExitStack() as stack:
 
         async def start_service(fake: FakeOpenAI, **keys: Any) -> OpenAIService:
@@ -188,7 +188,7 @@ async def test_the_configuration_goes_before_what_is_told(start: Start) -> None:
 
 
 async def test_a_server_that_is_away_is_known_later(start: Start) -> None:
-    """And is asked again when its answer matters."""
+    """The engine probes again when a request depends on the capabilities."""
     fake = FakeOpenAI(owned_by="vllm", models_status=503)
     service = await start(fake)
     assert service.engine_info().capabilities == Capabilities()
@@ -220,7 +220,7 @@ def test_a_feature_that_does_not_exist_is_refused() -> None:
 
 
 async def test_capabilities_cross_the_wire(start: Start) -> None:
-    """When the engine registers, and with each heartbeat."""
+    """The registration and each heartbeat contain the capabilities."""
     service = await start(FakeOpenAI(owned_by="vllm"))
     core = ServeCore(CoreConfig())
     async with serve_app(create_app(core)) as url, HttpClient(url) as http:
@@ -236,4 +236,4 @@ async def test_capabilities_cross_the_wire(start: Start) -> None:
 @pytest.mark.parametrize("length", [-1, 0, 10**30])
 async def test_a_length_that_no_model_has_is_not_told(start: Start, length: int) -> None:
     service = await start(FakeOpenAI(owned_by="vllm", max_model_len=length))
-    assert service.engine_info().max_seq_len == 4096  # the default
+    assert service.engine_info().max_seq_len == 4096  # The default.

@@ -56,7 +56,7 @@ def fake() -> FakeOpenAI:
 
 @pytest.fixture
 async def start(fake: FakeOpenAI) -> AsyncIterator[Start]:
-    """Starts a service in front of the fake; keywords are keys of the instance."""
+    """Start a service for the fake server. Keywords are keys of `instance`."""
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(serve_app(fake.app()))
 
@@ -74,7 +74,7 @@ async def start(fake: FakeOpenAI) -> AsyncIterator[Start]:
 
 
 async def close_checked(service: OpenAIService) -> None:
-    """Nothing may be left over, whatever the test did."""
+    """Close the service and check that no job or context is left."""
     service.check_integrity()
     await service.reset()
     service.check_integrity()
@@ -352,7 +352,7 @@ async def test_grammars_and_choices_as_other_servers_call_them(
 async def test_tenants_share_nothing_in_a_server_that_knows_salts(
     start: Start, fake: FakeOpenAI
 ) -> None:
-    """A salt may be longer than vLLM takes, and have other characters."""
+    """A salt may be longer than vLLM accepts and contain other characters."""
     fake.owned_by = "vllm"
     service = await start()
     salts = ["a/b" * 300, "\ud800", "a/b" * 300, ""]
@@ -498,7 +498,7 @@ async def test_a_stream_that_breaks_is_an_error_and_keeps_what_came(
 async def test_a_stream_that_stops_before_its_text_has_ended_is_an_error(
     start: Start, fake: FakeOpenAI
 ) -> None:
-    """As llama-cpp-python's server ends a stream when another client asks for something."""
+    """llama-cpp-python's server ends a stream like this when another client sends a request."""
     service = await start()
     fake.faults = [Fault(200, after_chunks=2, is_tidy=True)]
     with pytest.raises(Unavailable, match="cut off"):
@@ -535,7 +535,7 @@ async def test_no_server_at_all() -> None:
 
 
 async def test_what_a_server_is_that_was_away_at_the_start(fake: FakeOpenAI) -> None:
-    """Its kind says how a field is turned off against the server's defaults."""
+    """The kind of the server decides how a field is turned off against the server's defaults."""
     port = free_port("127.0.0.1", set())
     config = OpenAIConfig.model_validate(
         {"model": "gpt-fake", "instance": {"base_url": f"http://127.0.0.1:{port}/v1"}}
@@ -587,7 +587,7 @@ async def test_requests_are_bounded_and_served_by_priority(start: Start, fake: F
 async def test_a_server_for_one_request_gets_one_at_a_time_and_streams_it(
     start: Start, fake: FakeOpenAI
 ) -> None:
-    """Its streams count no tokens: there is one in each chunk."""
+    """Its streams report no token counts, so each chunk counts as one token."""
     fake.owned_by, fake.counts_in_streams = "me", False
     fake.hold = asyncio.Event()
     service = await start()
@@ -679,8 +679,8 @@ async def test_closing_fails_what_is_unfinished(start: Start, fake: FakeOpenAI) 
 async def test_log_probabilities_are_passed_on(
     start: Start, fake: FakeOpenAI, endpoint: str, num_top: int, fields: tuple[Any, Any]
 ) -> None:
-    """Without the token that ended the text; where the server tells of fewer likely ones than were
-    asked for, the rest is empty."""
+    """The token that ended the text is omitted. If the server returns fewer likely tokens than
+    requested, the rest of the row is empty."""
     service = await start(api_endpoint=endpoint)
     fake.reply = "a bcd"
     whole = await service.generate(ask(1, "x", logprobs=num_top))

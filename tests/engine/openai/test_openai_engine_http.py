@@ -1,4 +1,4 @@
-"""The openai engine behind the engine's HTTP server, as ServeCore sees it."""
+"""The openai engine with the engine's HTTP server and ServeCore's client."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What a server does, also for others, as its metrics tell."""
+"""The load of a foreign server, including other clients, from its metrics."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from parrot.protocol.sampling import SamplingConfig
 from tests.support.app_server import serve_app
 from tests.support.fake_openai import FakeOpenAI
 
-# Recorded from vLLM 0.32 while it had three requests.
+# Recorded from vLLM 0.32 with three requests.
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -39,7 +39,7 @@ vllm:num_requests_waiting{model_name="m",engine="1"} 1.0
 vllm:gpu_cache_usage_perc{model_name="m",engine="0"} 0.9
 vllm:gpu_cache_usage_perc{model_name="m",engine="1"} 0.5
 """
-# From SGLang's own documents, with the labels of later versions.
+# From SGLang's documentation, with the labels of later versions.
 SGLANG = """\
 # TYPE sglang:token_usage gauge
 sglang:token_usage{model_name="m",tp_rank="0",pp_rank="0"} 0.28
@@ -103,7 +103,7 @@ async def service_before(fake: FakeOpenAI, url: str) -> OpenAIService:
 
 
 async def test_a_heartbeat_has_what_was_read_since_the_one_before() -> None:
-    """What the engine itself has sent is not another's."""
+    """The engine's own requests do not count as requests of other clients."""
     fake = FakeOpenAI(owned_by="vllm", told={"/metrics": VLLM}, hold=asyncio.Event())
     async with serve_app(fake.app()) as url:
         service = await service_before(fake, url)
