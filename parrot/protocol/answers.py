@@ -409,7 +409,7 @@ def request_id_of(request: Request) -> str:
 class HostGuard:
     """Rejects requests whose `Host` is not a name of the server. This stops DNS rebinding: a web
     page can point its own DNS name to this machine, but browsers send that name as `Host`. Allowed
-    are `names`, the machine's name, `localhost`, and all IP addresses, which have no DNS name."""
+    are `names`, the machine's name, `localhost`, and IP addresses, which cannot be rebound."""
 
     def __init__(self, app: ASGIApp, names: Iterable[str], error_form: ErrorForm) -> None:
         self._app = app

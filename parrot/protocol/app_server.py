@@ -305,7 +305,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _is_answering(self) -> bool:
-        """Whether a response to an earlier request is pending or has begun."""
+        """Whether another response is pending or has begun on this connection."""
         if self.cycle is None:
             return False
         if self._awaited is _Awaited.BODY:

@@ -43,7 +43,8 @@ ErrorReader = Callable[[Any, int, Mapping[str, str]], ParrotError]
 
 
 TIMEOUT_S = 30.0  # Default seconds for a whole request.
-IDLE_TIMEOUT_S = 60.0  # Default seconds without data in a stream. Servers send one every 15 s.
+# Default seconds without data after which a stream fails. Servers send comments every 15 s.
+IDLE_TIMEOUT_S = 60.0
 
 
 class Unreachable(Unavailable):

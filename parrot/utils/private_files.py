@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 
 def open_private(path: str | Path, *, is_new: bool) -> BinaryIO:
-    """Open a file for appending, with mode 600. `is_new`: truncate it first. The mode of other
-    files than regular ones (a pipe, /dev/stderr) does not change. Raises `OSError`."""
+    """Open a file for appending, with mode 600. `is_new`: truncate it first. Pipes and devices such
+    as /dev/stderr keep their mode. Raises `OSError`."""
     flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if is_new else os.O_APPEND)
     file = open(os.open(path, flags, 0o600), "wb" if is_new else "ab")  # noqa: SIM115 - given away
     facts = os.fstat(file.fileno())

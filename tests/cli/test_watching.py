@@ -107,9 +107,8 @@ def test_a_model_is_asked_for_by_its_served_name() -> None:
     with Cluster(engines=[SIM | {"served_model_name": "short"}]) as cluster:
         core = ("--core", cluster.core_url)
         assert "--model may be short" in failed("chat", "x", "--model", "simulated", *core)
-        assert (
-            parrot("chat", "x", "--max_tokens", "2", *core).returncode == 0
-        )  # The older spelling of the option.
+        # The older spelling of the option.
+        assert parrot("chat", "x", "--max_tokens", "2", *core).returncode == 0
         assert "short" in parrot("ping", *core).stdout
 
 

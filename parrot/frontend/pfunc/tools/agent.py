@@ -217,13 +217,13 @@ class AgentRun:
     def _run_tool(self, call: ToolCall) -> ToolCall:
         try:
             return replace(call, result=self._tool(call).run(call.arguments))
-        except Exception as error:  # noqa: BLE001 - the model is told, and may mend it
+        except Exception as error:  # noqa: BLE001 - the model receives the error
             return _failed(call, error)
 
     async def _arun_tool(self, call: ToolCall) -> ToolCall:
         try:
             return replace(call, result=await self._tool(call).arun(call.arguments))
-        except Exception as error:  # noqa: BLE001 - the model is told, and may mend it
+        except Exception as error:  # noqa: BLE001 - the model receives the error
             return _failed(call, error)
 
     def _tool(self, call: ToolCall) -> Tool[..., Any]:
