@@ -81,6 +81,14 @@ CaFileOption = Annotated[
     Path | None,
     typer.Option("--ca-file", help="With URLs: certificates (PEM) to trust for https."),
 ]
+UpLogDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--log-dir",
+        help="Folder for the log of each process.",
+        show_default="logs/PORT",
+    ),
+]
 LogDirOption = Annotated[
     Path, typer.Option("--log-dir", help="Folder for the log of each process.")
 ]
@@ -140,7 +148,7 @@ def up(
     ] = False,
     api_key_file: ApiKeyFileOption = None,
     ca_file: CaFileOption = None,
-    log_dir: LogDirOption = Path("logs"),
+    log_dir: UpLogDirOption = None,
     ready_timeout: ReadyTimeoutOption = 1800.0,
 ) -> None:
     """Serve a model on this machine, or put Parrot in front of servers that already run. Stop it

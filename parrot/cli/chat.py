@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rich.markup import escape
@@ -141,7 +142,10 @@ def _talk(conversation: Chat, core: str) -> None:
 def _answer(conversation: Chat, text: str) -> None:
     wrap = WordWrap(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
     is_cut = False
-    for piece in conversation.turn(text):
+    pieces = conversation.turn(text)
+    with ERR.status("The model reads the prompt …"):  # On a terminal only.
+        first = list(_to_first_text(pieces))
+    for piece in chain(first, pieces):
         shown = piece.text.translate(_UNSEEN)
         _write(shown if wrap is None else wrap.feed(shown))
         is_cut |= piece.is_cut
@@ -151,6 +155,13 @@ def _answer(conversation: Chat, text: str) -> None:
             f"[yellow](The answer reached its maximum length. --max-tokens is "
             f"{conversation.max_tokens}.)[/]"
         )
+
+
+def _to_first_text(pieces: Iterator[AnswerPiece]) -> Iterator[AnswerPiece]:
+    for piece in pieces:
+        yield piece
+        if piece.text:
+            return
 
 
 def _write(text: str) -> None:

@@ -27,6 +27,7 @@ from parrot.serve.config import CoreConfig, core_settings
 from parrot.utils.config import ConfigError, parse_config, read_config_object
 from parrot.utils.gpus import visible_gpus
 from parrot.utils.installation import sample_configs
+from parrot.utils.server_socket import in_use
 from parrot.utils.settings import layer
 
 _HOST, _PORT = "127.0.0.1", 9000
@@ -48,7 +49,7 @@ class UpOptions:
     dtype: str | None
     core_config: Path | None
     insecure: bool
-    log_dir: Path
+    log_dir: Path | None
     ready_timeout_s: float
     tensor_parallel: int | None = None
     api_key_file: Path | None = None
@@ -72,9 +73,9 @@ def up(models: Sequence[str], options: UpOptions) -> None:
             engines = plan_engines(model, options, os.environ, visible_gpus(os.environ))
             require_packages(engines)
             what = f"{_counted(len(engines))} of {model}"
-        cluster = Cluster(
-            core, engines, log_dir=options.log_dir, ready_timeout_s=options.ready_timeout_s
-        )
+        # Each server has a folder, so that the logs of two servers in one folder stay apart.
+        log_dir = options.log_dir or Path("logs") / str(core.get("port", os.getpid()))
+        cluster = Cluster(core, engines, log_dir=log_dir, ready_timeout_s=options.ready_timeout_s)
     except (ConfigError, ClusterError) as error:
         fail(str(error))
     with orderly_exit(partial(hurry, cluster)):
@@ -107,10 +108,7 @@ def _core(options: UpOptions) -> Config:
     if core["port"] == 0:
         del core["port"]  # the cluster finds one
     elif _is_taken(core["host"], core["port"]):
-        raise ConfigError(
-            f"port {core['port']} of {core['host']} is in use: `parrot ping` says whether a "
-            "ServeCore has it; --port takes another"
-        )
+        raise ConfigError(in_use(core["host"], core["port"]))
     return core
 
 
@@ -232,7 +230,7 @@ def _say_how_to_use(cluster: Cluster) -> None:
         OUT.print(f"[bold]Coding agents[/]\n  {escape(reason)}", soft_wrap=True)
     if key == "KEY":
         OUT.print("KEY is one of `api_keys`, or of `keys_file`.")
-    log_dir = escape(str(cluster.log_dir.absolute()))
+    log_dir = escape(str(cluster.log_dir))
     OUT.print(f"\nTry it: parrot chat --core {url}", soft_wrap=True)
     OUT.print(f"Logs are in {log_dir}. Ctrl-C stops the server.", soft_wrap=True)
 

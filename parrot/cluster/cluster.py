@@ -18,6 +18,7 @@ from parrot.utils.addresses import is_loopback
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
 from parrot.utils.private_files import open_private
+from parrot.utils.server_socket import in_use
 
 Config = Mapping[str, Any]
 CORE = "core"
@@ -52,7 +53,7 @@ class Cluster:
         ready_timeout_s: float = 120.0,
     ) -> None:
         self._keeps_logs = log_dir is not None
-        self.log_dir = log_dir or Path(tempfile.gettempdir()) / f"parrot-{new_token()}"
+        self.log_dir = (log_dir or Path(tempfile.gettempdir()) / f"parrot-{new_token()}").absolute()
         self.configs: dict[str, dict[str, Any]] = {}
         self._processes: dict[str, ServerProcess] = {}
         self._env = dict(env or {})
@@ -111,9 +112,7 @@ class Cluster:
             host, port = config["host"], config["port"]
             with binding(name, host):
                 if not is_free(host, port):
-                    raise ClusterError(
-                        f"{name} cannot listen: port {port} of {host} is in use; set another `port`"
-                    )
+                    raise ClusterError(f"{name} cannot listen: {in_use(host, port)}")
         for name in self._processes:
             self._start(name)
 

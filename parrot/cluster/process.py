@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,9 @@ from parrot.utils.settings import without_settings
 
 _STOP_GRACE_S = 10.0  # Default seconds from SIGTERM to SIGKILL.
 _TAIL_LINES, _TAIL_BYTES = 25, 2**16  # The end of a log that error messages show.
+
+
+_ERROR = re.compile(r"^(?:error: |[\w.]+(?:Error|Exception): ).+$", re.MULTILINE)
 
 
 class ClusterError(Exception):
@@ -146,7 +150,16 @@ class ServerProcess:
     def death_message(self) -> str:
         code = self.exit_code
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return f"{self.name} ended with {how}. The end of {self.log_path}:\n{self.log_tail()}"
+        tail = self.log_tail()
+        error = _own_error(tail)
+        why = f"{self.name}: {error}\n" if error else ""
+        return f"{why}{self.name} ended with {how}. The end of {self.log_path}:\n{tail}"
+
+
+def _own_error(log: str) -> str | None:
+    """The last error message in a log: of a command, or of a traceback."""
+    found = _ERROR.findall(log)
+    return found[-1].removeprefix("error: ") if found else None
 
 
 def _signal_group(pid: int, signum: signal.Signals) -> None:

@@ -3,12 +3,12 @@ connection. uvicorn itself does not limit the time to receive a request or the s
 
 import argparse
 import asyncio
-import errno
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from parrot.protocol.server_config import ConnectionLimits
 from parrot.utils.logs import CALLS, JsonFormatter, LogFile, TextFormatter
-from parrot.utils.server_socket import server_socket
+from parrot.utils.server_socket import in_use, is_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,10 @@ class AppServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         host, port = self.config.host, self.config.port
-        if _is_taken(host, port):
-            logger.error(
-                "port %d of %s is in use: `parrot ping` says whether a server answers there; "
-                "--port takes another",
-                port,
-                host,
-            )
-            sys.exit(1)
+        with suppress(OSError):  # Other errors are reported when the server binds.
+            if is_in_use(host, port):
+                logger.error(in_use(host, port))
+                sys.exit(1)
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -112,18 +108,6 @@ class _Options(argparse.ArgumentParser):
 def _with_hyphens(argument: str) -> str:
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
-def _is_taken(host: str, port: int) -> bool:
-    """Whether another server listens on the port. Other errors are reported when the server binds.
-    The probe does not listen, because clients would connect to it and lose their connection."""
-    try:
-        probe, address = server_socket(host, port)
-        with probe:
-            probe.bind(address)
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
-    return False
 
 
 def server_options(description: str, log_filename: str) -> argparse.ArgumentParser:

@@ -143,8 +143,10 @@ def test_demo_loses_its_engine(mark: dict[str, str], tmp_path: Path) -> None:
 def test_demo_whose_engine_cannot_start(mark: dict[str, str], tmp_path: Path) -> None:
     demo = start_demo(mark, tmp_path, FAST, dtype="float8")
     assert demo.end() == 1
-    assert "engine-0 ended with exit code" in demo.output
-    assert "`dtype`" in demo.output
+    assert "error: engine-0: " in demo.output
+    first = demo.output[demo.output.index("error: engine-0: ") :].splitlines()
+    assert "`dtype`" in first[0]
+    assert first[1].startswith("engine-0 ended with exit code")
 
 
 @pytest.fixture

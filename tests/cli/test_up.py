@@ -196,7 +196,8 @@ def test_up_serves_until_it_is_stopped(tmp_path: Path) -> None:
     assert "codex -c" in said
     assert "is too short for Claude Code (25,500), Qwen Code (13,300). A model that works: " in said
     assert "ANTHROPIC" not in said
-    assert f"Logs are in {tmp_path / 'logs'}." in said
+    assert f"Logs are in {tmp_path / 'logs' / str(port)}." in said
+    assert (tmp_path / "logs" / str(port) / "engine-1.log").is_file()
     assert process.returncode == 128 + signal.SIGINT
     assert ask("127.0.0.1", port, "/health") is None
 

@@ -84,6 +84,24 @@ async def test_paths_and_methods_that_are_not_there(
             assert answer["error"]["type"] in ("invalid_request_error", "not_found_error")
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", '. Did you mean base_url="BASE/v1"?'),
+        ("/models", '. Did you mean base_url="BASE/v1"?'),
+        ("/v1/v1/messages", '. This client adds /v1 itself: use base_url="BASE"'),
+        ("/v1/v1/chat/completions", '. This client adds /v1 itself: use base_url="BASE"'),
+        ("/chat", ""),
+        ("/v1/v1/chat", ""),
+    ],
+)
+async def test_a_wrong_base_url_gets_the_right_one(site: Site, path: str, hint: str) -> None:
+    status, answer = await site.send(path, {})
+    base = str(site.http._base_url).rstrip("/")
+    assert status == 404
+    assert answer["error"]["message"] == f"Not found: {path}{hint.replace('BASE', base)}"
+
+
 async def test_bodies_that_are_too_large() -> None:
     async with serve(CoreConfig(max_body_size=100), fake_engine("e0")) as site:
         status, answer = await site.send(OPENAI, {"x": "x" * 200})
