@@ -1,9 +1,9 @@
-"""What an engine must answer, worked out from the requests alone.
+"""The expected answers of an engine, computed from the requests alone.
 
-A context that one request writes has a known text: what it takes of its parent, then the pieces of
-its request, then what the model says. So the oracle knows each `filled_len` and each token without
-knowing anything of steps. Of a context with several writers it knows bounds only. Errors are due
-for a reason in the history of the request; an engine that gives another one is wrong."""
+A context with one writing request has a known text: the prefix of its parent, the pieces of the
+request, and the output of the model. So the oracle knows each `filled_len` and each token without
+any knowledge of steps. For a context with several writers it knows bounds only. Each error must
+have a reason in the history of the request."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ Text = list[int]
 
 @dataclass(eq=False)
 class Asked:
-    """A request and the sink for its answer. `due`: errors for which there is a reason by now."""
+    """A request and the sink for its answer. `due`: errors that have a reason now."""
 
     oracle: "Oracle" = field(repr=False)
     pieces: Sequence[Piece]
@@ -59,27 +59,27 @@ class Asked:
 
 @dataclass(eq=False)
 class Known:
-    """A context. `length`: what it takes of its parent; None: all, which are the parent's first
-    `num_inherited` pieces. `num_pieces` were added to it, by all that ever were its `writers`."""
+    """A context, and all requests that ever wrote to it."""
 
     parent: "Known | None" = None
-    length: int | None = None
+    length: int | None = None  # Tokens of the parent; None: its first `num_inherited` pieces.
     num_inherited: int = 0
-    num_pieces: int = 0
+    num_pieces: int = 0  # Pieces that all `writers` have added.
     writers: list[Asked] = field(default_factory=list)
     context: Context | None = None
 
     @property
     def is_exact(self) -> bool:
-        """Whether one request says all that the context will hold."""
+        """Whether one request determines all tokens of the context."""
         if len(self.writers) != 1 or self.parent is None or self.length is not None:
             return len(self.writers) == 1
         return self.parent.is_exact and self.parent.num_pieces == self.num_inherited
 
     @property
     def is_short(self) -> bool:
-        """Whether its parent holds less than it wants. While that waits for its own fork and has no
-        writer, a fork of all of it is the same fork."""
+        """Whether the parent has fewer tokens than the fork needs.
+
+        While the parent has a pending fork and no writer, a fork of all of it is the same fork."""
         if self.parent is None:
             return False
         if self.length is None:
@@ -92,7 +92,7 @@ class Known:
         return self.length is None and self.parent.may_fork(other)
 
     def held(self) -> Text:
-        """What the engine has given it so far; tokens stay when a context is freed."""
+        """The context's tokens so far. A freed context keeps its tokens."""
         if self.context is None:
             return []
         if self.context.fork is None or self.parent is None:
@@ -100,7 +100,7 @@ class Known:
         return self.parent.held()[: self.context.fork.length]
 
     def most(self) -> int:
-        """Tokens that it can have at most, once all its writers have ended."""
+        """The largest possible number of tokens, after all writers have ended."""
         inherited = 0
         if self.parent is not None:
             inherited = self.parent.most() if self.length is None else self.length
@@ -115,7 +115,7 @@ _NOTHING = SamplingConfig(max_gen_length=1)
 
 
 class Oracle:
-    """`bad_tokens` are those that make a step fail; `find` gives a context of the engine."""
+    """`bad_tokens` make a step fail. `find` returns a context of the engine."""
 
     def __init__(
         self,
@@ -131,12 +131,12 @@ class Oracle:
         self._known: dict[int, Known] = {}
         self._all: list[Known] = []
 
-    # -- what happens ------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------
 
     def asks(
         self, pieces: Sequence[Piece], sampling: SamplingConfig | None, priority: int
     ) -> Asked:
-        """The engine is about to be asked. What it has to create is known from now on."""
+        """Record a request before it is sent, and the contexts that it will create."""
         asked = Asked(self, pieces, sampling, priority)
         for piece in pieces:
             known = self._known.get(piece.context_id)
@@ -156,8 +156,10 @@ class Oracle:
         return asked
 
     def was_asked(self, asked: Asked) -> None:
-        """A request whose parent is not there is refused at once, and a refused one leaves nothing.
-        Whatever continues a background fill makes it urgent."""
+        """Record a request after it was sent.
+
+        A rejected request leaves no context. A request that continues a background fill raises the
+        priority of the fill."""
         assert asked.answer is not None or NotFound not in asked.due
         for context_id, known in asked.contexts.items():
             if known.context is None:
@@ -180,13 +182,13 @@ class Oracle:
                 self._lose(known)
 
     def _lose(self, parent: Known) -> None:
-        """Forks of what this context would have had may not be had any more."""
+        """Forks that need later tokens of this context may now fail."""
         for known in self._all:
             if known.may_fork(parent):
                 for writer in known.writers:
                     writer.due.add(NotFound)
 
-    # -- what is answered --------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------
 
     def check_error(self, asked: Asked, error: ParrotError) -> None:
         assert self._is_due(asked, error), f"{error!r} is not due: {asked}"

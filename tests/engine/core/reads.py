@@ -1,4 +1,4 @@
-"""Requests that read final hidden states, beside others that come and go."""
+"""Requests that read final hidden states, next to other requests."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ _STEPS = st.tuples(st.just("steps"), st.integers(1, 3), st.none(), st.none())
 
 
 def events(how: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Event]]:
-    """Reads of some texts, each made `how`, twice as often as anything else."""
+    """Reads of some texts, each made `how`, twice as often as other actions."""
     read = st.tuples(st.just("read"), _TEXTS, how, st.integers(-1, 1))
     return st.lists(st.one_of(read, read, _GENERATE, _ABORT, _STEPS), max_size=14)
 
@@ -37,8 +37,9 @@ def assert_exact(
     expected: Callable[[str, Any], T],
     found: Callable[[Answer], list[T]],
 ) -> None:
-    """All reads that are not cancelled give what is expected of each text, and nothing of them
-    stays. `read` asks for texts, how, and at which priority."""
+    """Check that each finished read returns the expected result, and that no context is left.
+
+    `read` sends a request for texts, made `how`, at a priority."""
     asked: list[tuple[Answer, list[T]]] = []
     for index, (kind, what, how, priority) in enumerate(happening):
         if kind == "read":

@@ -1,4 +1,4 @@
-"""Fills that nobody waits for yet: they run in what is left over, and give way to everything."""
+"""Background fills use the rest of each step and are evicted before all other KV."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ def big(**config) -> Harness:
     return Harness(num_blocks=400, max_seq_len=1500, **config)
 
 
-def test_alone_it_runs_in_bounded_chunks():
+def test_a_background_fill_alone_runs_in_bounded_chunks():
     engine = big(scheduler={"background_chunk_size": 40})
     answer = engine.fill(piece(1, LONG), priority=BACKGROUND)
     engine.run()
@@ -44,7 +44,9 @@ def test_alone_it_runs_in_bounded_chunks():
 
 
 @pytest.mark.parametrize(("asked", "limit"), [(0.02, 0.2), (0.1, 0.2), (0.2, 0.2), (1.0, 0.05)])
-async def test_beside_generation_it_costs_what_it_may(asked: float, limit: float):
+async def test_background_fills_lengthen_decode_steps_by_at_most_their_share(
+    asked: float, limit: float
+):
     engine = big(scheduler={"background_share": limit})
     engine.generate(piece(1, "a"), length=1000)
     await timed_step(engine)
@@ -55,11 +57,11 @@ async def test_beside_generation_it_costs_what_it_may(asked: float, limit: float
         seconds += await timed_step(engine)
         num_steps += 1
     share = min(asked, limit)
-    assert seconds <= (1 + share) * STEP_S * num_steps + 64 * TOKEN_S  # each part is paid later
-    assert num_steps < 1.4 * len(text) * TOKEN_S / (share * STEP_S) + 5  # and it takes most of it
+    assert seconds <= (1 + share) * STEP_S * num_steps + 64 * TOKEN_S  # Later steps pay.
+    assert num_steps < 1.4 * len(text) * TOKEN_S / (share * STEP_S) + 5  # Most is used.
 
 
-def test_it_never_runs_beside_other_fills():
+def test_a_background_fill_never_runs_next_to_other_fills():
     engine = big(fill_chunk_size=20)
     late = engine.fill(piece(1, LONG), priority=BACKGROUND)
     ready = engine.fill(piece(2, "z" * 60), priority=5)
@@ -70,7 +72,7 @@ def test_it_never_runs_beside_other_fills():
     assert late.response.computed_tokens == len(LONG)
 
 
-def test_without_room_it_is_turned_away_and_evicts_nothing():
+def test_a_background_fill_without_free_blocks_is_rejected_and_evicts_nothing():
     engine = Harness(num_blocks=8)
     engine.fill(piece(1, "abcdefghijkl"))
     engine.run()
@@ -80,7 +82,7 @@ def test_without_room_it_is_turned_away_and_evicts_nothing():
     assert engine.context(1).num_computed == 12
 
 
-def test_it_gives_way_before_idle_contexts_do():
+def test_background_fills_are_evicted_before_idle_contexts():
     engine = Harness(num_blocks=8, scheduler={"background_chunk_size": 4})
     engine.fill(piece(1, "abcdefghijkl"))
     engine.run()
@@ -93,7 +95,7 @@ def test_it_gives_way_before_idle_contexts_do():
     assert engine.context(1).num_computed == 12
 
 
-def test_a_context_that_was_turned_away_can_be_forked_all_the_same():
+def test_the_context_of_a_rejected_background_fill_can_be_forked():
     engine = Harness(num_blocks=8, scheduler={"background_chunk_size": 4})
     engine.fill(piece(1, "abcdefghijkl"))
     engine.run()
@@ -106,7 +108,7 @@ def test_a_context_that_was_turned_away_can_be_forked_all_the_same():
     assert answer.text == "tuv"
 
 
-async def test_whoever_continues_it_makes_it_normal_work():
+async def test_a_request_that_continues_a_background_fill_makes_it_a_normal_fill():
     engine = big()
     engine.generate(piece(1, "a"), length=100)
     await timed_step(engine)
@@ -133,38 +135,38 @@ def num_pauses(pace: BackgroundPace, share: float) -> int:
     return count
 
 
-def test_steps_are_launched_ahead_while_it_pauses():
+def test_steps_are_launched_ahead_while_background_fills_pause():
     pace = BackgroundPace(512)
     assert pace.num_tokens(0) == 512
-    assert pace.num_tokens(1) == 0  # nothing is known of the steps yet
+    assert pace.num_tokens(1) == 0  # No step time is known yet.
     step(pace, 5e-3, 0, 0.02)
     assert pace.num_tokens(1) == 32
     step(pace, 5.8e-3, 32, 0.02)
     assert 6 <= num_pauses(pace, 0.02) <= 8
 
 
-def test_its_parts_grow_while_they_cost_little():
+def test_background_chunks_grow_while_they_cost_little():
     pace = BackgroundPace(256)
     step(pace, 5e-3, 0, 0.2)
     for num_tokens in (32, 64, 128, 256, 256):
         assert pace.num_tokens(1) == num_tokens
         step(pace, 5.1e-3, num_tokens, 0.2)
-        assert pace.num_tokens(1) == 0  # even so: or who knows what the others take alone?
+        assert pace.num_tokens(1) == 0  # The pause measures steps without background tokens.
         assert num_pauses(pace, 0.2) == 1
     step(pace, 9.9e-3, 256, 0.2)
     assert num_pauses(pace, 0.2) == 3
     assert pace.num_tokens(1) == 128
 
 
-def test_a_step_that_is_not_over_yet_counts_as_one():
+def test_no_second_chunk_is_planned_while_one_is_in_flight():
     pace = BackgroundPace(512)
     step(pace, 5e-3, 0, 0.2)
     pace.record_plan(pace.num_tokens(1))
     assert pace.num_tokens(1) == 0
 
 
-def test_an_empty_batch_is_no_licence():
-    """Steps become short when most jobs have ended; that must not pass for room."""
+def test_shorter_steps_are_not_credited_to_background_fills():
+    """Steps become shorter when most jobs have ended. This must not become credit."""
     pace = BackgroundPace(256)
     step(pace, 20e-3, 0, 0.2)
     seconds = num_steps = 0
@@ -177,14 +179,14 @@ def test_an_empty_batch_is_no_licence():
     assert seconds <= 1.25 * 5e-3 * num_steps
 
 
-async def test_the_api_has_it():
+async def test_the_api_supports_background_fills():
     clock = ManualClock()
     service = SimService(SimConfig(), clock)
     await service.start()
     request = FillRequest(context_id=1, token_ids=[65] * 600, background=True)
     answer = asyncio.create_task(service.fill(request))
     for _ in range(4):
-        await clock.advance(0.02)  # longer than a chunk takes
+        await clock.advance(0.02)  # Longer than one chunk.
     assert (await answer).computed_tokens == 600
     assert service.runtime_info().num_steps == 3
     await service.close()

@@ -15,7 +15,7 @@ def test_allocates_all_or_nothing():
     assert pool.num_used == 3
 
 
-def test_a_block_is_free_when_its_last_holder_lets_go():
+def test_a_block_is_free_when_its_last_holder_releases_it():
     pool = BlockPool(2, 4)
     blocks = pool.allocate(2)
     pool.share(blocks[:1])

@@ -53,7 +53,7 @@ def test_the_first_write_into_a_shared_block_copies_it(tree):
     assert grow(tree, parent, 1) == ()
 
 
-def test_the_owner_writes_on_without_a_copy_while_a_fork_reads(tree):
+def test_the_owner_continues_writing_without_a_copy_while_a_fork_reads(tree):
     parent = tree.create(1)
     grow(tree, parent, 9)
     child = fork(tree, parent, 2, 9)
@@ -77,7 +77,7 @@ def test_the_last_holder_takes_the_block_over(tree):
     assert child.block_ids[2] == tail
 
 
-def test_a_fork_takes_over_what_its_parent_has_not_computed(tree):
+def test_a_fork_computes_tokens_that_its_parent_has_not_computed(tree):
     parent = tree.create(1)
     grow(tree, parent, 5)
     parent.token_ids.extend([7, 8, 9])
@@ -87,7 +87,7 @@ def test_a_fork_takes_over_what_its_parent_has_not_computed(tree):
     assert child.num_missing == 2
 
 
-def test_no_room_changes_nothing(tree):
+def test_a_failed_reservation_changes_nothing(tree):
     parent = tree.create(1)
     grow(tree, parent, 30)
     child = fork(tree, parent, 2, 30)
@@ -100,7 +100,7 @@ def test_no_room_changes_nothing(tree):
     tree.check_integrity()
 
 
-def test_unsharing_the_tail_spares_the_copy(tree):
+def test_unsharing_the_tail_avoids_the_copy(tree):
     parent = tree.create(1)
     grow(tree, parent, 30)
     child = fork(tree, parent, 2, 30)
@@ -119,7 +119,7 @@ def test_rewinding_into_a_shared_block_copies_it(tree):
     assert child.num_missing == 1
     assert len(tree.reserve(child, 8)) == 1
     tree.rewind_one(parent)
-    assert tree.reserve(parent, 8) == ()  # by now it is the only holder again
+    assert tree.reserve(parent, 8) == ()  # It is the only holder again.
 
 
 def test_of_one_context_only_blocks_that_it_holds_alone_are_dropped(tree):
@@ -137,7 +137,7 @@ def test_of_one_context_only_blocks_that_it_holds_alone_are_dropped(tree):
     tree.check_integrity()
 
 
-def test_shared_blocks_fall_when_all_their_holders_are_given(tree):
+def test_shared_blocks_are_dropped_if_all_their_holders_are_given(tree):
     parent = tree.create(1)
     grow(tree, parent, 8)
     child = fork(tree, parent, 2, 8)
@@ -169,14 +169,14 @@ def test_an_id_is_created_once(tree):
     assert tree.get(2) is None
 
 
-def test_room_is_made_of_a_block_behind_which_others_are_shared():
+def test_an_own_block_before_shared_ones_can_be_dropped():
     tree = make_tree(8, 4, publishes=True)
     parent, other = tree.create(1), tree.create(2)
     grow(tree, parent, 8)
     child = fork(tree, parent, 3, 8)
     grow(tree, other, 4)
     tree.publish(other)
-    tree.publish(parent)  # takes over the other's first block; its own second one gets a key
+    tree.publish(parent)  # Replaces its first block by the other's, and publishes its second.
     assert [tree.pool.num_refs(block) for block in child.block_ids] == [1, 2]
     num_free = tree.pool.num_free
     assert drop_kv(tree, [child], num_free + 1) == {child}

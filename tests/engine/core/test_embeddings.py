@@ -1,4 +1,4 @@
-"""Embeddings from the engine core: every hidden state counts once, and nothing of them stays."""
+"""Embeddings from the engine core: each hidden state counts once, and no state is kept."""
 
 from base64 import b64decode
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ def test_several_texts_in_chunks_of_any_size(make: Any, pooling: Any, chunk: int
 
 
 @HARNESSES
-def test_a_long_text_lets_others_generate(make: Any) -> None:
-    """Beside requests of a higher priority it gets the chunks that a prompt would get."""
+def test_a_long_text_does_not_stop_decodes(make: Any) -> None:
+    """Next to requests of a higher priority, it is computed in the chunks of a prompt."""
     harness = make(num_blocks=40, scheduler={"mixed_fill_tokens": 4})
     generated = harness.generate(piece(1, "a"), length=12)
     harness.step()
@@ -54,8 +54,8 @@ def test_a_long_text_lets_others_generate(make: Any) -> None:
 
 
 @HARNESSES
-def test_kv_of_others_is_neither_used_nor_left(make: Any) -> None:
-    """States are there only of tokens that are computed."""
+def test_no_kv_is_shared_or_left(make: Any) -> None:
+    """Only computed tokens have hidden states."""
     harness = make(num_blocks=20)
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
@@ -67,7 +67,7 @@ def test_kv_of_others_is_neither_used_nor_left(make: Any) -> None:
 
 @HARNESSES
 def test_states_that_are_computed_again_count_once(make: Any) -> None:
-    """It gives way to a more urgent prompt in the middle."""
+    """A more urgent prompt preempts the text in the middle."""
     harness = make(num_blocks=4, fill_chunk_size=5)
     answer = harness.embed("abcdefghijklmn", priority=1)
     harness.step()
@@ -105,7 +105,7 @@ def test_a_reset_leaves_nothing(make: Any) -> None:
 
 
 @HARNESSES
-def test_states_that_are_not_finite(make: Any) -> None:
+def test_states_that_are_not_finite_fail_the_request(make: Any) -> None:
     harness = make(num_blocks=20)
     harness.runner._nan_token = ord("z")
     answers = [harness.embed("abcz", "abc"), harness.embed("abc")]
@@ -116,7 +116,7 @@ def test_states_that_are_not_finite(make: Any) -> None:
 
 
 @HARNESSES
-def test_a_text_that_breaks_its_step_breaks_no_other(make: Any) -> None:
+def test_a_text_that_breaks_its_step_fails_alone(make: Any) -> None:
     harness = make(num_blocks=20, fill_chunk_size=2)
     harness.runner._crash_token = ord("z")
     answers = [harness.embed("abcdefz"), harness.embed("abcdef")]
@@ -126,7 +126,7 @@ def test_a_text_that_breaks_its_step_breaks_no_other(make: Any) -> None:
     assert harness.num_free == 20
 
 
-def test_an_empty_text_is_refused() -> None:
+def test_an_empty_text_is_rejected() -> None:
     harness = Harness()
     answer = harness.embed("abc", "")
     harness.run()
@@ -141,8 +141,10 @@ def test_an_empty_text_is_refused() -> None:
     chunk=CHUNKS,
 )
 @settings(max_examples=60)
-def test_anything_at_once(make: Any, happening: Any, num_blocks: int, chunk: int | None) -> None:
-    """With too little memory and others that come and go, all answers are exact."""
+def test_answers_are_exact_under_load(
+    make: Any, happening: Any, num_blocks: int, chunk: int | None
+) -> None:
+    """Answers are exact with too little memory and concurrent requests."""
     harness = make(num_blocks=num_blocks, fill_chunk_size=chunk)
 
     def read(texts: Sequence[str], how: Any, priority: int) -> Answer:

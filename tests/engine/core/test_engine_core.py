@@ -1,4 +1,4 @@
-"""What the core promises about requests, contexts and failures."""
+"""The core's guarantees about requests, contexts and failures."""
 
 import asyncio
 from array import array
@@ -109,7 +109,7 @@ def test_kv_that_a_prefix_lost_is_computed_once_for_all_forks():
     assert [a.response.usage.computed_tokens for a in answers] == [9, 1, 1]
 
 
-def test_freeing_a_parent_leaves_its_forks_whole():
+def test_freeing_a_parent_does_not_change_its_forks():
     engine = Harness(fill_chunk_size=4)
     engine.fill(piece(1, "abcdefgh"))
     answer = engine.generate(piece(2, "x", parent=1, length=8), length=2)
@@ -120,7 +120,7 @@ def test_freeing_a_parent_leaves_its_forks_whole():
     assert engine.bytes_of(2) == b"abcdefghxyz"
 
 
-def test_freeing_a_parent_fails_forks_that_wanted_its_future():
+def test_freeing_a_parent_fails_forks_that_need_its_later_tokens():
     engine = Harness()
     parent = engine.generate(piece(1, "abc"), length=20)
     child = engine.generate(piece(2, "x", parent=1, length=10), length=1)
@@ -133,7 +133,7 @@ def test_freeing_a_parent_fails_forks_that_wanted_its_future():
     assert isinstance(grandchild.error, NotFound)
 
 
-def test_a_fork_of_all_that_a_freed_context_would_have_had_is_not_found():
+def test_a_fork_of_the_later_tokens_of_a_freed_context_is_not_found():
     engine = Harness()
     parent = engine.generate(piece(1, "abc"), length=20)
     child = engine.generate(piece(2, "x", parent=1), length=1)
@@ -161,16 +161,16 @@ def test_a_fork_of_a_fork_that_a_free_has_failed_can_still_be_used():
     assert later.response.filled_len == 1
 
 
-def test_forks_go_on_when_the_parent_that_they_restore_is_freed():
+def test_forks_continue_when_the_parent_that_they_restore_is_freed():
     engine = Harness(num_blocks=8, fill_chunk_size=4)
     engine.fill(piece(1, "abcdefgh"))
     engine.run()
-    engine.fill(piece(9, "z" * 31))  # takes the whole memory
+    engine.fill(piece(9, "z" * 31))  # Uses all blocks.
     engine.run()
     engine.free(9)
     answers = [engine.generate(piece(i, "x", parent=1), length=2) for i in (2, 3)]
     engine.step()
-    assert engine.context(2).num_computed == 0  # it waits for context 1
+    assert engine.context(2).num_computed == 0  # It waits for context 1.
     assert engine.free(1) == 8
     engine.run()
     assert [answer.text for answer in answers] == ["yz", "yz"]
@@ -190,7 +190,7 @@ def test_a_fork_of_a_fork_whose_writer_was_aborted_has_what_both_inherit():
     assert engine.bytes_of(4) == b"abcx"
 
 
-def test_a_fork_of_what_an_aborted_request_never_wrote_is_not_found():
+def test_a_fork_of_tokens_that_an_aborted_request_never_wrote_is_not_found():
     engine = Harness(scheduler={"max_batch_size": 1})
     engine.fill(piece(1, "a" * 20))
     writer = engine.generate(piece(2, "bcd", parent=1, length=20), length=5)
@@ -201,7 +201,7 @@ def test_a_fork_of_what_an_aborted_request_never_wrote_is_not_found():
     assert isinstance(fork.error, NotFound)
 
 
-def test_free_tells_the_tokens_held_and_aborts_within_a_step():
+def test_free_returns_the_number_of_tokens_and_aborts_within_a_step():
     engine = Harness()
     answer = engine.generate(piece(1, "abc"), length=50)
     engine.step()
@@ -222,10 +222,10 @@ def test_abort_keeps_the_context():
     again = engine.generate(piece(1), length=2)
     engine.run()
     assert again.text == "ef"
-    engine.core.requests.abort(12345)  # unknown: nothing
+    engine.core.requests.abort(12345)  # Unknown ids are ignored.
 
 
-def test_jobs_behind_a_failed_one_fail_with_it():
+def test_jobs_after_a_failed_one_fail_too():
     engine = Harness()
     first = engine.generate(piece(1, "abc"), length=50)
     second = engine.generate(piece(1, "x"), length=2)
@@ -239,7 +239,7 @@ def test_jobs_behind_a_failed_one_fail_with_it():
     assert other.text == "de"
 
 
-def test_reset_forgets_everything():
+def test_reset_frees_everything():
     engine = Harness()
     engine.fill(piece(1, "abcdefgh"))
     engine.run()
@@ -267,7 +267,7 @@ def test_reset_forgets_everything():
         ([piece(2)], InvalidRequest, "the context is empty"),
     ],
 )
-def test_refusals_leave_no_trace(order, error, message):
+def test_rejected_requests_leave_no_trace(order, error, message):
     engine = Harness()
     engine.fill(piece(1, "abc"))
     engine.run()
@@ -288,7 +288,7 @@ def test_refusals_leave_no_trace(order, error, message):
         (piece(2, "x", parent=1, length=2), piece(2, "y", parent=1, length=3)),
     ],
 )
-def test_a_request_that_names_two_parents_of_a_context_is_refused(creator, later):
+def test_a_request_that_names_two_parents_of_a_context_is_rejected(creator, later):
     engine = Harness()
     engine.fill(piece(1, "abc"), piece(3, "abc"))
     engine.run()
@@ -301,7 +301,7 @@ def test_a_request_that_names_two_parents_of_a_context_is_refused(creator, later
     assert (again.text, engine.bytes_of(2)) == ("f", b"abcdef")
 
 
-def test_a_prompt_that_turns_out_too_long_fails_when_its_turn_comes():
+def test_a_prompt_that_becomes_too_long_fails_when_its_job_is_opened():
     engine = Harness(num_blocks=4)
     engine.generate(piece(1, "abc"), length=8)
     late = engine.fill(piece(1, "x" * 8))
@@ -348,7 +348,7 @@ def test_nan_fails_its_own_request_only():
     engine.run()
     assert isinstance(bad.error, ModelNumerics)
     assert good.text == "def"
-    assert engine.context(1).num_computed == 0  # its KV is not trusted
+    assert engine.context(1).num_computed == 0  # Its KV was dropped.
 
 
 def test_a_crash_fails_only_the_sequence_that_causes_it():
@@ -433,7 +433,7 @@ async def test_usage_divides_the_time_of_a_request():
     assert (info.model_mem, info.cache_mem) == (1.0, 2.0)
 
 
-def test_usage_tells_what_the_engine_did_meanwhile():
+def test_usage_reports_the_steps_of_the_engine():
     engine = Harness(scheduler={"max_num_batched_tokens": 8})
     engine.generate(piece(1, "before"), length=1)
     engine.run()

@@ -1,4 +1,4 @@
-"""Random programs against the engine core: no deadlock, no foreign KV, no leak, one answer each."""
+"""Random programs against the core: no deadlock, no leak, no KV of others, one answer each."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -25,13 +25,13 @@ MAX_IDLE_STEPS = 3000
 
 
 def next_token(context_ids) -> int:
-    """A printable byte; now and then the end of the text."""
+    """A printable byte, or sometimes the end of the text."""
     value = hash(tuple(context_ids))
     return EOS_ID if value % 23 == 0 else 97 + value % 26
 
 
 def after_last_token(context_ids) -> int:
-    """The same after each letter, so that texts soon repeat themselves."""
+    """Always the same token after a letter, so that texts repeat soon."""
     value = hash((context_ids[-1], 7))
     return EOS_ID if value % 23 == 0 else 97 + value % 26
 
@@ -164,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.submit(pieces, sampling, priority, stream, drafts)
 
     def draw_drafts(self, data, text) -> tuple[list[int], ...]:
-        """What the model may say, with something else in the middle."""
+        """A possible output of the model, with a difference in the middle."""
         text = text[-4:] or [97]
         for _ in range(16):
             text.append(self.model(text))
@@ -231,13 +231,13 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class FaultyEngineMachine(EngineMachine):
-    """The same with a model that crashes at one letter and gives NaN at another."""
+    """Uses a model that crashes at one letter and returns NaN at another."""
 
     faults: ClassVar = {"crash_token": 99, "nan_token": 98}
 
 
 class OverlappingEngineMachine(EngineMachine):
-    """Steps are launched before the tokens of those before them are known."""
+    """Steps are launched before the tokens of the previous step are known."""
 
     runner_type: ClassVar = LaunchingRunner
 
@@ -254,7 +254,7 @@ class DraftingEngineMachine(EngineMachine):
 
 
 class FaultyDraftingEngineMachine(DraftingEngineMachine):
-    """The bad letters are seldom said, so mostly in drafts, which must not matter."""
+    """The bad letters are rare in outputs. In drafts they must have no effect."""
 
     faults: ClassVar = {"crash_token": 120, "nan_token": 121}
 
@@ -273,7 +273,7 @@ def as_test(machine: type[EngineMachine], num_rules: int = 30) -> Any:
     case.settings = settings(
         max_examples=25,
         stateful_step_count=num_rules,
-        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # shrinking takes minutes
+        phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking takes minutes.
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     return case

@@ -1,4 +1,4 @@
-"""Whose KV goes first: of tenants on one engine, nobody within its part pays for another."""
+"""The order of eviction between tenants: no tenant within its share loses KV to another."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -34,21 +34,21 @@ def fill(engine: Harness, number: int, salt: str, num_blocks: int = 1, weight: f
 
 
 def kept(engine: Harness, *numbers: int) -> list[int]:
-    """Which of these contexts have all their KV."""
+    """The contexts that still have all their KV."""
     contexts = [engine.context(number) for number in numbers]
     return [c.context_id for c in contexts if c is not None and not c.num_missing]
 
 
-def test_a_crowd_s_idle_contexts_go_before_another_s_older_one():
+def test_idle_contexts_of_a_crowd_are_evicted_before_an_older_one_of_another_tenant():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet", 2)
     for number in range(10, 30):
         fill(engine, number, "crowd")
     assert kept(engine, 1) == [1]
-    assert kept(engine, *range(10, 30)) == list(range(24, 30))  # the oldest went
+    assert kept(engine, *range(10, 30)) == list(range(24, 30))  # The oldest were evicted.
 
 
-def test_with_one_group_the_oldest_goes_whoever_it_is():
+def test_with_one_group_the_oldest_context_is_evicted():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "crowd", 2)
     for number in range(10, 18):
@@ -57,8 +57,8 @@ def test_with_one_group_the_oldest_goes_whoever_it_is():
     assert kept(engine, *range(10, 18)) == list(range(10, 18))
 
 
-def test_a_crowd_that_runs_takes_nothing_of_one_within_its_part():
-    """All its contexts are in use, so that it has none to lose: its later calls wait."""
+def test_running_calls_of_a_crowd_do_not_evict_a_tenant_within_its_share():
+    """All contexts of the crowd are in use, so its later calls wait."""
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet", 2)
     crowd = [
@@ -69,7 +69,7 @@ def test_a_crowd_that_runs_takes_nothing_of_one_within_its_part():
     assert kept(engine, 1) == [1]
 
 
-def test_what_is_idle_of_many_leaves_room_for_calls_to_run_together():
+def test_idle_contexts_of_many_tenants_are_evicted_so_that_calls_run_together():
     engine = Harness(num_blocks=16)
     for number in range(8):
         fill(engine, number, f"{number}", 2)
@@ -79,18 +79,18 @@ def test_what_is_idle_of_many_leaves_room_for_calls_to_run_together():
     assert len(engine.last_plan.sequences) == 4
 
 
-def test_the_first_call_takes_what_it_needs():
-    """There is nobody left who could give way."""
+def test_the_first_call_evicts_protected_kv():
+    """There is no other job to preempt."""
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet", 2)
     fill(engine, 2, "crowd", 8)
     assert kept(engine, 1, 2) == [2]
 
 
-def test_a_call_that_must_wait_takes_nothing_of_later_ones():
+def test_a_call_that_must_wait_evicts_no_kv_of_later_calls():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet", 2)
-    engine.generate(piece(10, "ab"), length=12, priority=1)  # goes first
+    engine.generate(piece(10, "ab"), length=12, priority=1)  # The first job.
     later = engine.generate(piece(11, "abcdef"), length=6, priority=3)
     engine.step()
     engine.step()
@@ -104,16 +104,16 @@ def test_a_call_that_must_wait_takes_nothing_of_later_ones():
     assert waiting.response is not None
 
 
-def test_a_call_may_have_its_own_group_s_room():
+def test_a_call_may_evict_kv_of_its_own_group():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet", 2)
-    engine.generate(piece(10, "abcdefghijklmnopqrst"), length=4)  # holds the rest, and goes first
+    engine.generate(piece(10, "abcdefghijklmnopqrst"), length=4)  # The first job.
     engine.step()
     fill(engine, 2, "quiet", 2)
     assert kept(engine, 1, 2) == [2]
 
 
-def test_weights_part_the_memory():
+def test_weights_divide_the_memory():
     engine = Harness(num_blocks=12)
     for number in range(40):
         fill(engine, number, "large", weight=3.0)
@@ -131,25 +131,25 @@ def test_the_weights_of_a_group_s_tenants_add_up():
     assert (ours.weight, other.weight, shares.protected_per_weight) == (4.0, 1.0, 1.0)
 
 
-def test_who_is_away_loses_first():
+def test_inactive_groups_lose_first():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet")
     engine.clock.pass_time(AWAY_S)
     for number in range(10, 18):
         fill(engine, number, "crowd")
     assert kept(engine, 1) == []
-    fill(engine, 1, "quiet")  # and has its part again once it is back
+    fill(engine, 1, "quiet")  # It has its share again once it is active.
     for number in range(20, 30):
         fill(engine, number, "crowd")
     assert kept(engine, 1) == [1]
 
 
 def test_a_chat_stays_guarded_after_its_call_ends():
-    """Two minutes begin when a call ends, not when it came: the next turn comes after that."""
+    """The 120 s begin when a call ends, because the next turn comes after that."""
     engine = Harness(num_blocks=8)
     chat = engine.submit(piece(1, "ab"), sampling=EIGHT, cache_salt="quiet")
     engine.step()
-    engine.clock.pass_time(AWAY_S)  # a long output
+    engine.clock.pass_time(AWAY_S)  # A long output.
     engine.run()
     assert chat.response is not None
     engine.clock.pass_time(AWAY_S - 2.0)
@@ -163,7 +163,7 @@ def test_a_chat_stays_guarded_after_its_call_ends():
     assert engine.context(1).block_ids == []
 
 
-def test_freed_blocks_go_by_groups_too():
+def test_freed_blocks_are_evicted_by_group():
     engine = Harness(num_blocks=8)
     for number, salt in ((1, "quiet"), *((n, "crowd") for n in range(10, 16))):
         fill(engine, number, salt)
@@ -174,7 +174,7 @@ def test_freed_blocks_go_by_groups_too():
     assert fill(engine, 1, "quiet", 2) == 4
 
 
-def test_a_public_prefix_goes_by_the_age_of_its_last_use():
+def test_a_public_prefix_is_evicted_by_its_last_use():
     engine = Harness(num_blocks=8)
     engine.fill(piece(1, "publicpr", public=8), cache_salt="crowd")
     engine.run()
@@ -189,7 +189,7 @@ def test_a_public_prefix_goes_by_the_age_of_its_last_use():
             engine.free(2)
 
 
-def test_the_host_keeps_a_part_for_each():
+def test_cpu_memory_has_a_share_for_each_group():
     engine = Tiered(num_blocks=4, num_host_blocks=8)
     fill(engine, 1, "quiet", 2)
     engine.free(1)
@@ -202,19 +202,19 @@ def test_the_host_keeps_a_part_for_each():
     assert again.response.cached_tokens == 8
 
 
-def test_groups_without_contexts_and_kv_are_forgotten():
+def test_groups_without_contexts_and_kv_are_removed():
     engine = Harness(num_blocks=8)
     for number in range(200):
         fill(engine, number, f"salt {number}")
         engine.free(number)
     assert len(engine.core._tree.shares._groups) <= 8
-    engine.embed("")  # is refused
+    engine.embed("")  # Is rejected.
     engine.run()
     engine.core.check_integrity()
 
 
 class Losses:
-    """Watches a pool: what is given away is of a group than which none has more, by weight."""
+    """Checks that evicted blocks belong to a group that holds the most by weight."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
@@ -239,7 +239,7 @@ class Losses:
     weights=st.lists(st.sampled_from([1.0, 2.0, 0.5, 2.0**-19, 2.0**29]), min_size=1, max_size=4),
     steps=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=60),
 )
-def test_blocks_that_nobody_holds_are_given_away_by_weight(weights, steps):
+def test_cached_blocks_are_evicted_by_weight(weights, steps):
     pool = BlockPool(12, 4, KvShares(12, ManualClock()))
     pool.watcher = Losses(pool)
     groups = [pool.shares.group(f"{n}") for n in range(len(weights))]
@@ -283,8 +283,7 @@ calls = st.builds(
 
 
 class Spy:
-    """Stands before an engine's idle contexts, and checks that whoever is protected loses nothing
-    but to its own group, or to the first job of all."""
+    """Checks that protected groups lose KV only to their own jobs, or to the first of all jobs."""
 
     def __init__(self, engine: Harness) -> None:
         self.idle = engine.core._scheduler.idle
@@ -326,7 +325,7 @@ class Spy:
     weights=st.lists(st.sampled_from([1.0, 2.0, 0.5, 2.0**-19, 2.0**29]), min_size=3, max_size=3),
     program=st.lists(calls, max_size=30),
 )
-def test_nobody_within_its_part_loses_to_another(weights, program):
+def test_no_group_within_its_share_loses_to_another(weights, program):
     engine = Harness(num_blocks=10, max_seq_len=36)
     Spy(engine)
     answers, contexts = [], defaultdict(list)
@@ -349,7 +348,7 @@ def test_nobody_within_its_part_loses_to_another(weights, program):
     assert all(one.response is not None or one.error is not None for one in answers)
 
 
-def test_the_property_is_tried_where_somebody_is_protected():
+def test_the_property_is_tried_with_protected_groups():
     engine = Harness(num_blocks=8)
     spy = Spy(engine)
     fill(engine, 1, "quiet", 2)
@@ -358,8 +357,8 @@ def test_the_property_is_tried_where_somebody_is_protected():
     assert spy.num_spared
 
 
-def test_a_line_takes_log_n_steps_for_many_groups():
-    """Counts what is looked at, not seconds."""
+def test_an_eviction_queue_takes_log_n_steps_for_many_groups():
+    """Counts comparisons, not seconds."""
     shares = KvShares(10_000, ManualClock())
     looks = 0
 
@@ -382,7 +381,7 @@ def test_a_line_takes_log_n_steps_for_many_groups():
     assert looks < 5000
 
 
-def test_what_a_huge_weight_leaves_behind_are_the_others_weights():
+def test_the_sum_of_weights_is_exact_after_a_huge_weight_has_left():
     shares = KvShares(12, clock := ManualClock())
     for number in range(3):
         group = shares.group(f"{number}")
@@ -390,11 +389,11 @@ def test_what_a_huge_weight_leaves_behind_are_the_others_weights():
         shares.record_request(group, "", 1e9 if number == 0 else 1e-8)
         clock.pass_time(1.0)
     clock.pass_time(AWAY_S - 3.5)
-    assert shares.protects(group)  # the first is away
+    assert shares.protects(group)  # The first group is inactive.
     assert shares.protected_per_weight * 2e-8 == 6.0
 
 
-def test_a_run_of_blocks_is_given_away_for_few_looks_at_groups():
+def test_a_run_of_blocks_is_evicted_with_few_comparisons_of_groups():
     pool, looks = BlockPool(4096, 4, KvShares(4096, ManualClock())), 0
     groups = [pool.shares.group(f"{n}") for n in range(16)]
     for turn, group in enumerate(groups * 2):

@@ -27,7 +27,7 @@ def generation(stream=False, **sampling) -> Generation:
 
 
 def feed(out: Generation, data: bytes | list[int]):
-    """Push until it ends; returns the chunks a stream would carry."""
+    """Push tokens until the output ends; return the stream's chunks."""
     chunks = []
     for token_id in data:
         out.push(token_id)
@@ -56,7 +56,7 @@ def test_any_tokens_give_the_same_text_piecewise_and_at_once(ids):
 
 
 def language_with_a_token_that_ends_inside_a_character() -> tuple[Language, int]:
-    """As byte-level vocabularies have them: a blank with the first byte of a letter."""
+    """A token of byte-level vocabularies: a space and the first byte of a letter."""
     response = byte_tokenizer_response()
     model = orjson.loads(response.tokenizer_json)
     model["model"]["vocab"]["Ġà"] = 300
@@ -78,8 +78,8 @@ def test_whole_characters_before_a_broken_one_are_not_lost_at_the_end(stop):
     assert [i for chunk in chunks for i in chunk.ids] == ids
 
 
-def test_text_behind_tokens_of_elsewhere_keeps_its_space() -> None:
-    """Decoders of this kind drop the space at the beginning of what they decode."""
+def test_text_after_resumed_tokens_keeps_its_space() -> None:
+    """Such decoders drop the space at the start of a text."""
     vocabulary = {"\u2581Hello": 0, "\u2581world": 1, "!": 2}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
     tokenizer.decoder = decoders.Metaspace()
@@ -90,8 +90,8 @@ def test_text_behind_tokens_of_elsewhere_keeps_its_space() -> None:
 
 
 @given(st.text("aé😀", max_size=12), st.data())
-def test_who_comes_late_gets_the_same_chunks_from_the_first_token(text, data):
-    """The first makes it streamed, the second joins that, often inside of a character."""
+def test_a_late_follower_gets_all_text_from_the_first_token(text, data):
+    """The first follower starts the stream. The second joins later, often inside a character."""
     ids = [*text.encode(), 65]
     joins = [data.draw(st.integers(0, len(ids) - 1)) for _ in range(2)]
     out = generation(max_gen_length=len(ids), ignore_tokenizer_eos=True, logprobs=1)
@@ -110,7 +110,7 @@ def test_who_comes_late_gets_the_same_chunks_from_the_first_token(text, data):
         assert [i for c in there for i in c.logprobs.ids] == list(out.logprobs.ids)
 
 
-def test_what_nobody_takes_is_told_up_to_the_newest_token(monkeypatch):
+def test_outputs_without_a_stream_are_reported_up_to_the_newest_token(monkeypatch):
     whole, streamed, other = generation(), generation(stream=True), generation()
     for out in (whole, streamed, other):
         feed(out, b"abcdef")
@@ -128,7 +128,7 @@ def test_what_nobody_takes_is_told_up_to_the_newest_token(monkeypatch):
 
 
 def test_the_rest_depends_on_the_text_before_it():
-    """Decoders of SentencePiece's kind drop the blank of the first token, and only there."""
+    """SentencePiece decoders drop the space of the first token only."""
     tokenizer = Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1, "<0xE0>": 2}, "▁a"))
     tokenizer.decoder = decoders.Sequence(
         [
@@ -185,7 +185,7 @@ def test_text_is_held_only_while_it_may_begin_a_stop_string():
     assert finder.found
 
 
-def test_the_stop_string_that_ended_the_text_is_told():
+def test_the_stop_string_that_ended_the_text_is_reported():
     out = generation(max_gen_length=9, stop_str=["x", "cd", "d"])
     feed(out, b"abcd")
     assert (out.text(), out.stop_string) == ("ab", "cd")
@@ -206,7 +206,7 @@ def test_one_token_is_one_token():
     assert (out.text(), out.finish_reason) == ("x", FinishReason.LENGTH)
 
 
-def test_eos_stops_and_is_no_text():
+def test_eos_ends_the_output_and_is_not_text():
     out = generation()
     feed(out, [65, EOS_ID, 66])
     assert out.finish_reason is FinishReason.STOP
@@ -237,7 +237,7 @@ def test_a_stop_string_across_tokens():
     assert out.output_ids == list(b"one\ntwo STOP")
 
 
-def test_held_text_is_given_when_the_length_ends_it():
+def test_held_text_is_released_when_the_length_ends_the_output():
     out = generation(stop_str="STOP", max_gen_length=6)
     feed(out, b"abcSTOP")
     assert out.finish_reason is FinishReason.LENGTH
@@ -276,13 +276,13 @@ def test_a_stream_waits_while_its_text_is_uncertain():
     assert out.take_chunk() is None
 
 
-def test_the_tokenizer_id_is_of_its_content():
+def test_the_tokenizer_id_depends_on_its_content():
     assert LANGUAGE.tokenizer_id == Language.of(byte_tokenizer_response()).tokenizer_id
     assert len(LANGUAGE.tokenizer_id) == 64
 
 
-def test_special_tokens_of_calls_are_text() -> None:
-    """Gemma's; all others stay hidden, and what ServeCore is told of the tokenizer is as it was."""
+def test_tool_call_tokens_are_text() -> None:
+    """Gemma's tool-call tokens. ServeCore receives the tokenizer unchanged."""
     special = {"<|tool_call>": 256, "<tool_call|>": 257, '<|"|>': 258, "<end>": 259}
     response = plain_byte_tokenizer(260, special)
     language = Language.of(response)

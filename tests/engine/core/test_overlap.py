@@ -1,4 +1,4 @@
-"""The engine core launches steps ahead, and its answers are those of one step after the other."""
+"""The core launches steps ahead, and its answers equal those of sequential steps."""
 
 import asyncio
 import inspect
@@ -21,7 +21,7 @@ from tests.support.core_harness import LANGUAGE, Harness, piece
 
 
 class Overlapping(Harness):
-    """Steps are launched ahead; see `Harness` for the rest."""
+    """A `Harness` that launches steps ahead."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -34,7 +34,7 @@ class Overlapping(Harness):
         self.core = EngineCore(SimConfig(**config), self.runner, LANGUAGE, self.clock)
 
     def parts(self) -> list[list[tuple[int, int, int]]]:
-        """Step by step: (context, from, to)."""
+        """The sequences of each step: (context, start, end)."""
         plans = self.runner.plans
         return [[(s.context_id, s.start, s.end) for s in plan.sequences] for plan in plans]
 
@@ -57,14 +57,14 @@ def test_answers_are_the_same_and_steps_are_launched_ahead():
     assert not overlapping.launching.violations
 
 
-def test_no_row_is_computed_after_a_foreseeable_end():
+def test_no_token_is_computed_after_a_known_end():
     harness = Overlapping(num_blocks=40)
     harness.generate(piece(1, "a"), length=4)
     harness.run()
     assert [s.start for plan in harness.runner.plans for s in plan.sequences] == [0, 1, 2, 3]
 
 
-def test_parts_of_prompts_are_launched_ahead():
+def test_chunks_of_prompts_are_launched_ahead():
     harness = Overlapping(num_blocks=40, fill_chunk_size=8)
     answer = harness.generate(piece(1, "a" * 20), length=3)
     harness.run()
@@ -82,7 +82,7 @@ def test_parts_of_prompts_are_launched_ahead():
 def test_an_arrival_joins_the_next_step():
     harness = Overlapping(num_blocks=40)
     harness.generate(piece(1, "a"), length=4)
-    harness.step()  # the first step is on its way
+    harness.step()  # The first step is in flight.
     harness.generate(piece(2, "xyz"), length=2)
     harness.run()
     assert harness.parts()[1] == [(1, 1, 2), (2, 0, 3)]
@@ -94,13 +94,13 @@ def test_a_fill_is_answered_and_forked_once_it_is_launched():
     fork = harness.generate(piece(2, "g", parent=1), length=2)
     harness.step()
     assert fill.response.filled_len == 6
-    assert not harness.runner.plans  # nobody has waited for it
+    assert not harness.runner.plans  # The step is still in flight.
     harness.run()
     assert harness.parts() == [[(1, 0, 6)], [(2, 6, 7)], [(2, 7, 8)]]
     assert fork.text == "hi"
 
 
-def test_what_a_step_on_its_way_computes_is_not_computed_again():
+def test_kv_of_a_step_in_flight_is_not_computed_again():
     harness = Overlapping(num_blocks=40)
     first = harness.generate(piece(1, "abcdefgh"), length=3)
     harness.step()
@@ -110,7 +110,7 @@ def test_what_a_step_on_its_way_computes_is_not_computed_again():
     assert (first.text, second.text) == ("ijk", "yza")
 
 
-def test_blocks_of_a_step_on_its_way_are_given_away():
+def test_blocks_of_a_step_in_flight_are_reused():
     harness = Overlapping(num_blocks=4)
     harness.generate(piece(1, "abcdefghijklmno"), length=1)
     harness.step()
@@ -123,7 +123,7 @@ def test_blocks_of_a_step_on_its_way_are_given_away():
     assert not harness.launching.violations
 
 
-def test_a_job_that_awaits_a_token_gives_way():
+def test_a_job_that_awaits_a_token_can_be_preempted():
     harness = Overlapping(num_blocks=4)
     late = harness.generate(piece(1, "abcdef"), length=6, priority=1)
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_a_job_that_awaits_a_token_gives_way():
     assert not harness.launching.violations
 
 
-def test_what_is_refused_is_run_with_known_tokens():
+def test_a_step_that_cannot_be_launched_is_run_with_known_tokens():
     harness = Overlapping(num_blocks=40)
     harness.launching.refuses = lambda plan: len(plan.sequences) == 2
     answers = [
@@ -144,11 +144,11 @@ def test_what_is_refused_is_run_with_known_tokens():
     ]
     harness.run()
     assert [a.text for a in answers] == ["bcdefg", "ce"]
-    assert harness.launching.num_ahead == 3  # once it is alone
+    assert harness.launching.num_ahead == 3  # Once it runs alone.
 
 
 def test_penalties_are_launched_ahead():
-    """The runner is told of all tokens but the pending one."""
+    """The runner receives all tokens except the pending one."""
     harness = Overlapping(num_blocks=40)
     answers = [
         harness.generate(piece(1, "a" * 8), length=6, repetition_penalty=1.5),
@@ -170,7 +170,7 @@ OPTIONS = {
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32))
-def test_a_random_load_gets_the_answers_of_one_step_after_the_other(seed: int):
+def test_a_random_load_gets_the_answers_of_sequential_steps(seed: int):
     rng = random.Random(seed)
     options = {name: rng.choice(choices) for name, choices in OPTIONS.items()}
     orders = []
@@ -207,7 +207,7 @@ def test_a_random_load_gets_the_answers_of_one_step_after_the_other(seed: int):
     assert not launching.launching.violations
 
 
-def test_a_full_pool_is_worked_through():
+def test_all_requests_finish_with_a_full_pool():
     harness = Overlapping(num_blocks=5)
     answers = [harness.generate(piece(i, "abc"), length=6) for i in range(3)]
     harness.run()
@@ -215,7 +215,7 @@ def test_a_full_pool_is_worked_through():
     assert not harness.launching.violations
 
 
-def test_an_abort_meets_a_step_on_its_way():
+def test_an_abort_during_a_step_in_flight():
     harness = Overlapping(num_blocks=40)
     first = harness.generate(piece(1, "a"), length=30)
     second = harness.generate(piece(2, "b"), length=6)
@@ -230,7 +230,7 @@ def test_an_abort_meets_a_step_on_its_way():
     assert bytes(third.response.generated_ids) == b"def"
 
 
-def test_a_launch_that_fails_is_made_good(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_launch_is_run_again(monkeypatch: pytest.MonkeyPatch):
     harness = Overlapping(num_blocks=40)
     launch, calls = harness.launching.launch, 0
 
@@ -249,7 +249,7 @@ def test_a_launch_that_fails_is_made_good(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_launched_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch, number: int):
-    """And the one that was launched behind it, with tokens that have never been."""
+    """The step launched after it, with its missing tokens, is run again too."""
     harness = Overlapping(num_blocks=40)
     short, long = (harness.generate(piece(i, "a"), length=n) for i, n in ((1, 3), (2, 8)))
     run, calls = harness.launching.run_texts, 0
@@ -269,8 +269,8 @@ def test_a_launched_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch
     assert not harness.launching.violations
 
 
-def test_what_a_failed_step_should_have_computed_is_not_relied_on(monkeypatch: pytest.MonkeyPatch):
-    """Though its fill was answered, and forked, before that was known."""
+def test_kv_of_a_failed_step_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    """The fill was answered, and its context forked, before the failure was known."""
     harness = Overlapping(num_blocks=40)
     harness.fill(piece(1, "abcdef"))
     harness.run()
@@ -281,7 +281,7 @@ def test_what_a_failed_step_should_have_computed_is_not_relied_on(monkeypatch: p
         raise RuntimeError("lost")
 
     monkeypatch.setattr(harness.launching, "run_texts", fail)
-    fill = harness.fill(piece(2, "ghi", parent=1))  # copies a block
+    fill = harness.fill(piece(2, "ghi", parent=1))  # Copies a block.
     harness.step()
     assert fill.response is not None
     fork = harness.generate(piece(3, "j", parent=2, length=9), length=3)
@@ -304,7 +304,9 @@ def test_a_lost_device_is_not_tried_again(monkeypatch: pytest.MonkeyPatch):
         harness.step()
 
 
-async def test_what_arrives_before_a_step_is_due_joins_the_next(monkeypatch: pytest.MonkeyPatch):
+async def test_a_request_that_arrives_before_a_step_is_due_joins_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
     harness = Overlapping(num_blocks=40)
     waits, is_due = threading.Event(), threading.Event()
 

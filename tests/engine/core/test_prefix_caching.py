@@ -1,4 +1,4 @@
-"""Contexts that no fork connects share the KV of a common beginning."""
+"""Contexts share the KV of a common prefix without a fork."""
 
 from array import array
 
@@ -34,7 +34,7 @@ def test_a_second_root_computes_only_what_the_first_has_not():
     assert engine.core.runtime_info().num_free_blocks == 16 - 5 - 2
 
 
-def test_the_shared_beginning_is_read_once_by_attention():
+def test_attention_reads_a_shared_prefix_once():
     engine = Harness()
     for context_id, end in ((1, "x"), (2, "y")):
         engine.generate(piece(context_id, PROMPT + end), length=4)
@@ -57,7 +57,7 @@ def test_freed_contexts_stay_as_cache_and_count_as_free():
     assert usage(again) == (20, 1)
 
 
-def test_what_was_generated_is_found_too():
+def test_generated_tokens_are_found_too():
     engine = Harness()
     first = engine.generate(piece(1, PROMPT), length=8)
     engine.run()
@@ -68,7 +68,7 @@ def test_what_was_generated_is_found_too():
     assert second.response.computed_tokens == 2
 
 
-def test_a_prompt_that_is_all_there_computes_one_token_and_changes_nothing_shared():
+def test_a_fully_cached_prompt_computes_one_token_and_changes_no_shared_block():
     engine = Harness()
     first = engine.generate(piece(1, PROMPT[:16]), length=3)
     engine.run()
@@ -81,7 +81,7 @@ def test_a_prompt_that_is_all_there_computes_one_token_and_changes_nothing_share
     assert all(len(s.token_ids) == 1 for plan in engine.runner.plans[3:] for s in plan.sequences)
 
 
-def test_equal_prompts_that_come_together_are_computed_once():
+def test_equal_concurrent_prompts_are_computed_once():
     engine = Harness(num_blocks=64)
     answers = [engine.generate(piece(i, PROMPT), length=2) for i in range(8)]
     engine.run()
@@ -92,7 +92,7 @@ def test_equal_prompts_that_come_together_are_computed_once():
     assert len(used) == 5 + 8
 
 
-def test_a_fork_finds_what_lies_beyond_its_parent():
+def test_a_fork_finds_cached_blocks_after_its_parent():
     engine = Harness()
     engine.fill(piece(1, PROMPT))
     engine.run()
@@ -115,7 +115,7 @@ def test_another_salt_shares_nothing():
 
 
 @pytest.mark.parametrize(("text", "computed"), [("abcdefghijklm", 9), ("mnopqrstuvwxy", 1)])
-def test_room_is_taken_from_the_ends_of_what_was_used_longest_ago(text, computed):
+def test_least_recently_used_prefixes_are_evicted_from_their_ends(text, computed):
     engine = Harness(num_blocks=10)
     for context_id, prompt in ((1, "abcdefghijkl"), (2, "mnopqrstuvwx"), (3, "x" * 24)):
         engine.fill(piece(context_id, prompt))  # 3, 3 and 6 blocks of 10
@@ -126,7 +126,7 @@ def test_room_is_taken_from_the_ends_of_what_was_used_longest_ago(text, computed
     assert answer.response.computed_tokens == computed
 
 
-def test_a_preempted_job_finds_what_is_left_of_its_own():
+def test_a_preempted_job_finds_the_rest_of_its_kv():
     engine = Harness(num_blocks=8, max_seq_len=40)
     slow = engine.generate(piece(1, PROMPT), length=6, priority=1)
     engine.step()
@@ -137,7 +137,7 @@ def test_a_preempted_job_finds_what_is_left_of_its_own():
     assert sum(plan.num_tokens for plan in engine.runner.plans) < 21 + 6 + 21 + 13
 
 
-def test_nobody_adopts_kv_of_a_request_that_failed():
+def test_kv_of_a_failed_request_is_not_adopted():
     engine = Harness(faults={"nan_token": ord("x")}, fill_chunk_size=4)
     failed = engine.generate(piece(1, "abcdefgx"), length=2)
     engine.run()
@@ -147,7 +147,7 @@ def test_nobody_adopts_kv_of_a_request_that_failed():
     assert again.response.cached_tokens == 0
 
 
-def test_switched_off_nothing_is_shared():
+def test_nothing_is_shared_without_prefix_caching():
     engine = Harness(scheduler={"prefix_caching": False})
     for context_id in (1, 2):
         answer = engine.fill(piece(context_id, PROMPT))
@@ -157,7 +157,7 @@ def test_switched_off_nothing_is_shared():
 
 
 @pytest.mark.parametrize("salt", ["", "tenant", "\ud800"])
-def test_keys_name_all_tokens_up_to_their_block(salt):
+def test_a_key_depends_on_all_tokens_up_to_its_block(salt):
     hasher = BlockHasher(2, secret=b"s")
     keys: list[bytes] = []
     hasher.extend(keys, hasher.root(salt), array("i", [1, 2, 3, 4, 5]), 2)
@@ -170,9 +170,9 @@ def test_keys_name_all_tokens_up_to_their_block(salt):
     assert hasher.root("x") != hasher.root(salt)
 
 
-def test_what_was_computed_twice_is_kept_once():
-    """Or a context could have blocks of its own before shared ones: none of these could be freed
-    while both wait for the other's."""
+def test_kv_that_was_computed_twice_is_kept_once():
+    """Otherwise a context could have own blocks before shared ones, which two waiting contexts
+    could not free."""
     engine = Harness(block_size=1, fill_chunk_size=1)
     for context_id in (1, 2):
         engine.fill(piece(context_id, "abcd"))
@@ -182,8 +182,8 @@ def test_what_was_computed_twice_is_kept_once():
     assert engine.num_free == 12
 
 
-def test_a_block_that_is_written_anew_is_not_found_by_what_it_held():
-    """A fork in the middle of a full block becomes its only holder, and writes on behind it."""
+def test_an_overwritten_block_is_not_found_by_its_old_key():
+    """A fork inside a full block becomes the block's only holder and writes to it."""
     engine = Harness()
     engine.fill(piece(1, PROMPT[:12]))
     engine.run()
@@ -195,9 +195,9 @@ def test_a_block_that_is_written_anew_is_not_found_by_what_it_held():
     assert third.response.cached_tokens == 8
 
 
-def test_reuse_ends_at_the_first_block_that_is_not_found():
-    """While a whole prompt is computed again for its last token, its last block has no name, but a
-    block that came behind it still has one."""
+def test_reuse_ends_at_the_first_missing_block():
+    """While the last token of a cached prompt is computed again, its last block has no key. A later
+    block still has one."""
     engine = Harness()
     first = engine.generate(piece(1, PROMPT), length=3)
     engine.run()
@@ -209,7 +209,7 @@ def test_reuse_ends_at_the_first_block_that_is_not_found():
     assert whole.text == first.text
 
 
-def test_kv_that_is_found_lost_and_found_again_before_a_prompt_begins_counts_once():
+def test_kv_that_is_evicted_and_found_again_before_a_prompt_begins_counts_once():
     engine = Harness(scheduler={"max_batch_size": 1})
     engine.fill(piece(1, "abcdefghijkl"))
     engine.run()
@@ -218,7 +218,7 @@ def test_kv_that_is_found_lost_and_found_again_before_a_prompt_begins_counts_onc
     answer = engine.fill(piece(2, "abcdefghijklm"))
     for _ in range(2):
         engine.step()
-        assert engine.context(2).num_computed == 12  # found, and there is no place for it
+        assert engine.context(2).num_computed == 12  # Found, but the step has no slot for it.
         drop_kv(engine.core._tree, [engine.context(2), engine.context(1)], 16)
     engine.run()
     assert answer.response.filled_len == 13
@@ -226,16 +226,16 @@ def test_kv_that_is_found_lost_and_found_again_before_a_prompt_begins_counts_onc
     assert answer.response.computed_tokens in (1, 13)
 
 
-def test_a_block_that_was_copied_to_be_written_gives_way_to_the_one_that_others_share():
+def test_a_copied_block_is_replaced_by_the_published_one():
     engine = Harness()
-    for context_id in (1, 2):  # the second copies the last block that it finds
+    for context_id in (1, 2):  # The second copies the last block that it finds.
         engine.generate(piece(context_id, "abcdefgh"), length=6)
         engine.run()
     assert engine.context(2).block_ids[:3] == engine.context(1).block_ids[:3]
 
 
-def test_what_is_computed_outlives_a_hundred_registrations_and_is_found_by_its_salt_only():
-    """What one registration leaves, done or under way, the next finds; nothing else is left."""
+def test_cached_kv_survives_a_hundred_registrations_and_is_found_by_its_salt_only():
+    """Each registration finds the KV of the previous one, and leaks nothing."""
     engine = Harness(num_blocks=32)
     for turn in range(100):
         salt = "us" if turn % 3 else "them"
@@ -247,7 +247,7 @@ def test_what_is_computed_outlives_a_hundred_registrations_and_is_found_by_its_s
         stranger = engine.fill(piece(9, PROMPT), cache_salt=f"stranger {turn}")
         for _ in range(turn % 4):
             engine.step()
-        engine.clock.pass_time(39.0)  # so that strangers are soon away, and they are not
+        engine.clock.pass_time(39.0)  # Other groups become inactive; these do not.
         engine.core.requests.reset()
         engine.deliver()
         engine.core.check_integrity()

@@ -1,4 +1,4 @@
-"""What an operator made public is computed once for all salts, and nothing behind it."""
+"""A public prefix is computed once for all salts. Later tokens are not shared."""
 
 from array import array
 
@@ -30,7 +30,7 @@ def test_another_salt_finds_the_public_blocks_and_not_one_more():
     assert not set(engine.context(1).block_ids[2:]) & set(engine.context(2).block_ids[2:])
 
 
-def test_nobody_finds_it_who_is_not_told_that_it_is_public():
+def test_a_public_prefix_is_not_found_without_public_len():
     engine = Harness()
     cached(engine, 1, PUBLIC + BEHIND, "one")
     assert cached(engine, 2, PUBLIC + BEHIND, "other", public=0) == 0
@@ -45,8 +45,8 @@ def test_public_blocks_outlive_the_context_that_computed_them():
 
 
 @pytest.mark.parametrize(("length", "found"), [(6, 4), (8, 8), (11, 8), (16, 8)])
-def test_a_fork_shares_with_others_what_it_has_of_the_public_part(length, found):
-    """Behind that, what it has is its own, even if it goes on as the public part would."""
+def test_a_fork_shares_its_part_of_the_public_prefix(length, found):
+    """Later tokens belong to the fork, also if they equal the public prefix."""
     engine = Harness(num_blocks=32)
     cached(engine, 1, PUBLIC + BEHIND, "one")
     rest = (PUBLIC + BEHIND)[length:]
@@ -83,7 +83,7 @@ def test_keys_are_equal_only_where_both_are_public_or_have_one_salt(
     chains: list[list[bytes]] = []
     for salt, length in zip(salts, (public_len, other_public_len), strict=True):
         chain: list[bytes] = []
-        for end in range(num_blocks + 1):  # step by step, as a context grows
+        for end in range(num_blocks + 1):  # Block by block, as a context grows.
             hasher.extend(chain, hasher.root(salt, length), ids, end)
         assert len(set(chain)) == num_blocks
         chains.append(chain)
@@ -100,7 +100,7 @@ def test_keys_are_equal_only_where_both_are_public_or_have_one_salt(
     public=st.text("ab", min_size=1, max_size=12),
     behind=st.text("ab", min_size=1, max_size=12),
 )
-def test_a_foreign_prompt_has_the_whole_blocks_of_the_public_part(block_size, public, behind):
+def test_a_prompt_of_another_salt_shares_the_full_public_blocks(block_size, public, behind):
     engine = Harness(num_blocks=128, block_size=block_size)
     text, whole = public + behind, len(public) // block_size * block_size
     cached(engine, 1, text, "one", public=len(public))

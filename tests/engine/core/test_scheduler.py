@@ -1,4 +1,4 @@
-"""Who shares a step, who waits, who gives way: observed through the plans that the core runs."""
+"""Which jobs run, wait and are preempted, observed through the plans that the core runs."""
 
 import pytest
 
@@ -14,12 +14,12 @@ def sizes(plan) -> list[int]:
     return [len(sequence.token_ids) for sequence in plan.sequences]
 
 
-def test_nothing_to_do_is_no_plan():
+def test_there_is_no_plan_without_work():
     assert Harness().step() is False
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
-def test_fills_go_in_chunks(chunk):
+def test_fills_are_computed_in_chunks(chunk):
     engine = Harness(fill_chunk_size=chunk)
     answer = engine.fill(piece(1, "abcdefghijklmno"))
     engine.run()
@@ -29,7 +29,7 @@ def test_fills_go_in_chunks(chunk):
     assert answer.response.computed_tokens == 15
 
 
-def test_the_token_budget_is_shared_by_order_of_arrival():
+def test_the_token_budget_is_used_in_order_of_arrival():
     engine = Harness(scheduler={"max_num_batched_tokens": 6})
     engine.fill(piece(1, "abcd"))
     engine.fill(piece(2, "bcde"))
@@ -51,18 +51,18 @@ def test_decodes_come_before_fills_and_share_their_steps():
 
 
 @pytest.mark.parametrize(("priority", "expected"), [(5, [1, 3]), (0, [1, 9]), (-1, [1, 9])])
-def test_fills_are_small_beside_generation_of_a_higher_priority(priority, expected):
+def test_fills_are_small_next_to_decodes_of_a_higher_priority(priority, expected):
     engine = Harness(scheduler={"max_num_batched_tokens": 10, "mixed_fill_tokens": 3})
     engine.generate(piece(1, "a"), length=2, priority=0)
     engine.step()
     engine.fill(piece(2, "abcdefghijklmno"), priority=priority)
     engine.step()
     assert sizes(engine.last_plan) == expected
-    engine.step()  # nobody generates any more
+    engine.step()  # No job generates.
     assert sizes(engine.last_plan) == [min(10, 15 - expected[1])]
 
 
-def test_fills_of_any_priority_share_what_generation_leaves_them():
+def test_fills_of_all_priorities_share_the_rest_of_the_budget():
     engine = Harness(scheduler={"max_num_batched_tokens": 10, "mixed_fill_tokens": 5})
     engine.generate(piece(1, "a"), length=4, priority=1)
     engine.step()
@@ -82,7 +82,7 @@ def test_batch_size_is_a_limit():
     assert contexts(engine.last_plan) == [3]
 
 
-def test_total_tokens_are_a_limit_but_never_for_one_alone():
+def test_total_tokens_are_a_limit_except_for_a_single_sequence():
     engine = Harness(scheduler={"max_total_tokens": 6})
     engine.fill(piece(1, "abcdefgh"))
     engine.fill(piece(2, "abc"))
@@ -93,7 +93,7 @@ def test_total_tokens_are_a_limit_but_never_for_one_alone():
     assert contexts(engine.last_plan) == [1]
 
 
-def test_short_prompts_pass_long_ones_that_came_before():
+def test_short_prompts_pass_earlier_long_ones():
     engine = Harness(fill_chunk_size=4, scheduler={"max_batch_size": 1})
     engine.fill(piece(1, "a" * 12))
     engine.step()
@@ -102,7 +102,7 @@ def test_short_prompts_pass_long_ones_that_came_before():
     assert [contexts(plan) for plan in engine.runner.plans] == [[1], [2], [1], [1]]
 
 
-def test_a_long_prompt_is_passed_until_the_engine_has_computed_so_many_times_as_much():
+def test_a_long_prompt_is_passed_until_four_times_its_length_is_computed():
     engine = Harness(fill_chunk_size=2, scheduler={"max_batch_size": 1, "prefix_caching": False})
     engine.fill(piece(1, "a" * 8))
     num_short = 0
@@ -110,21 +110,21 @@ def test_a_long_prompt_is_passed_until_the_engine_has_computed_so_many_times_as_
         num_short += 1
         engine.fill(piece(1 + num_short, "bb"))
         engine.step()
-    num_passed = 2 * (num_short - 1)  # tokens, before the one that came too late
+    num_passed = 2 * (num_short - 1)  # Tokens, without the prompt that came too late.
     assert num_passed == _MAX_PASSED_LENGTHS * (8 - 2)
 
 
-def test_a_prompt_is_as_long_as_what_is_not_found_of_it():
+def test_cached_tokens_do_not_count_for_the_length_of_a_prompt():
     engine = Harness(scheduler={"max_batch_size": 1})
     engine.fill(piece(1, "abcdefghijkl"))
     engine.run()
     engine.fill(piece(2, "zyxw"))
-    engine.fill(piece(3, "abcdefghijklm"))  # an own beginning, with KV that is found
+    engine.fill(piece(3, "abcdefghijklm"))  # Its KV is found.
     engine.step()
     assert contexts(engine.last_plan) == [3]
 
 
-def test_what_generates_gives_way_to_no_prompt_of_its_priority():
+def test_a_decode_is_not_preempted_for_a_prompt_of_its_priority():
     engine = Harness(num_blocks=5)
     engine.generate(piece(1, "a" * 12), length=8)
     engine.step()
@@ -150,7 +150,7 @@ def test_fcfs_ignores_priorities():
     assert [contexts(plan) for plan in engine.runner.plans] == [[1], [2]]
 
 
-def test_a_parent_is_as_urgent_as_its_most_urgent_fork():
+def test_a_parent_inherits_the_priority_of_its_most_urgent_fork():
     engine = Harness(scheduler={"max_batch_size": 1})
     engine.fill(piece(1, "ab"), priority=9)
     engine.fill(piece(2, "ab"), priority=5)
@@ -159,7 +159,7 @@ def test_a_parent_is_as_urgent_as_its_most_urgent_fork():
     assert [contexts(plan) for plan in engine.runner.plans] == [[1], [3], [2]]
 
 
-def test_idle_kv_gives_way_least_recently_used_first():
+def test_idle_kv_is_evicted_least_recently_used_first():
     engine = Harness(num_blocks=6)
     engine.fill(piece(1, "abcdefgh"))
     engine.fill(piece(2, "bcdefghi"))
@@ -169,7 +169,7 @@ def test_idle_kv_gives_way_least_recently_used_first():
     engine.fill(piece(3, "cdefghij"))
     engine.run()
     assert engine.context(1).num_computed == 9
-    assert engine.context(2).num_computed == 4  # only as much as was needed
+    assert engine.context(2).num_computed == 4  # Only the blocks that were needed.
     assert engine.context(3).num_computed == 8
 
 
@@ -187,7 +187,7 @@ def test_evicted_kv_is_computed_again_when_it_is_used():
     assert answer.response.usage.cached_tokens == 4
 
 
-def test_a_prefix_that_running_jobs_share_is_not_lost_to_eviction():
+def test_a_prefix_that_running_jobs_share_is_not_evicted():
     engine = Harness(num_blocks=8)
     engine.fill(piece(1, "abcdefgh"))
     engine.run()
@@ -199,7 +199,7 @@ def test_a_prefix_that_running_jobs_share_is_not_lost_to_eviction():
     assert computed == 8 + 2 * (1 + 9)
 
 
-def test_the_newest_job_gives_way_and_still_ends_with_the_same_text():
+def test_the_newest_job_is_preempted_and_still_gets_the_same_text():
     alone = Harness()
     expected = [alone.generate(piece(i, text), length=18) for i, text in ((1, "ab"), (2, "xb"))]
     alone.run()
@@ -207,12 +207,12 @@ def test_the_newest_job_gives_way_and_still_ends_with_the_same_text():
     answers = [engine.generate(piece(i, text), length=18) for i, text in ((1, "ab"), (2, "xb"))]
     engine.run()
     assert [a.text for a in answers] == [a.text for a in expected]
-    assert sum(plan.num_tokens for plan in engine.runner.plans) > 2 * 19  # some of it twice
+    assert sum(plan.num_tokens for plan in engine.runner.plans) > 2 * 19  # Some repeat.
     usage = answers[1].response.usage
     assert (usage.cached_tokens, usage.computed_tokens) == (0, 2)
 
 
-def test_an_urgent_fill_takes_the_room_of_a_running_decode():
+def test_an_urgent_fill_preempts_a_running_decode():
     engine = Harness(num_blocks=4)
     slow = engine.generate(piece(1, "abcdefgh"), length=8, priority=1)
     engine.step()
@@ -237,7 +237,7 @@ def test_an_older_job_never_waits_for_a_newer_one():
     assert order == [0, 1]
 
 
-def test_later_jobs_do_not_pass_one_that_waits_for_room():
+def test_later_jobs_do_not_pass_a_job_that_waits_for_blocks():
     engine = Harness(num_blocks=5)
     engine.generate(piece(1, "abcdefgh"), length=6)
     engine.step()
@@ -279,7 +279,7 @@ def test_policies_are_total_orders():
     assert POLICIES["fcfs"](FakeJob) == (0, 7)
 
 
-def test_an_urgent_request_takes_its_room_from_the_least_urgent():
+def test_an_urgent_request_preempts_the_least_urgent_one():
     engine = Harness(num_blocks=6)
     engine.generate(piece(1, "abcdef"), priority=5, length=20)
     engine.generate(piece(2, "ghijkl"), priority=9, length=20)
@@ -291,7 +291,7 @@ def test_an_urgent_request_takes_its_room_from_the_least_urgent():
     assert engine.context(2).num_computed == 4
 
 
-def test_a_step_counts_no_tokens_of_jobs_that_gave_way_in_it() -> None:
+def test_a_step_counts_no_tokens_of_jobs_preempted_in_it() -> None:
     engine = Harness(num_blocks=6)
     engine.generate(piece(1, "abcdef"), priority=5, length=20)
     engine.generate(piece(2, "ghijkl"), priority=9, length=20)
@@ -304,7 +304,7 @@ def test_a_step_counts_no_tokens_of_jobs_that_gave_way_in_it() -> None:
     assert (steps[0].num_decodes, steps[0].num_fill_tokens) == (1, 12)
 
 
-def test_what_a_request_gives_up_within_a_step_is_others_to_take():
+def test_the_tokens_of_a_preempted_job_are_used_by_others_in_the_step():
     engine = Harness(num_blocks=4, scheduler={"max_num_batched_tokens": 9})
     engine.generate(piece(1, "abcdefghi"), priority=9, length=20)
     engine.step()

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts from the engine core: a row for each token, and nothing left."""
+"""Log probabilities of prompts from the engine core: one row per token, and no state is kept."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -47,7 +47,7 @@ def test_several_texts_in_chunks_of_any_size(make: Any, num_top: int, chunk: int
 
 
 @HARNESSES
-def test_a_long_text_lets_others_generate(make: Any) -> None:
+def test_a_long_text_does_not_stop_decodes(make: Any) -> None:
     harness = make(num_blocks=40, scheduler={"mixed_fill_tokens": 4})
     generated = harness.generate(piece(1, "a"), length=12)
     harness.step()
@@ -59,8 +59,8 @@ def test_a_long_text_lets_others_generate(make: Any) -> None:
 
 
 @HARNESSES
-def test_what_is_computed_again_is_there_once(make: Any) -> None:
-    """It gives way to a more urgent prompt in the middle."""
+def test_rows_that_are_computed_again_are_returned_once(make: Any) -> None:
+    """A more urgent prompt preempts the text in the middle."""
     harness = make(num_blocks=4, fill_chunk_size=5)
     answer = harness.score("abcdefghijklmn", priority=1, num_top=1)
     harness.step()
@@ -74,7 +74,7 @@ def test_what_is_computed_again_is_there_once(make: Any) -> None:
 
 
 @HARNESSES
-def test_numbers_that_are_not_finite(make: Any) -> None:
+def test_log_probabilities_that_are_not_finite_fail_the_request(make: Any) -> None:
     harness = make(num_blocks=20)
     harness.runner._nan_token = ord("z")
     answers = [harness.score("abczz", "abc"), harness.score("abc"), harness.score("abcz")]
@@ -86,7 +86,7 @@ def test_numbers_that_are_not_finite(make: Any) -> None:
 
 
 @HARNESSES
-def test_a_text_that_breaks_its_step_breaks_no_other(make: Any) -> None:
+def test_a_text_that_breaks_its_step_fails_alone(make: Any) -> None:
     harness = make(num_blocks=20, fill_chunk_size=2)
     harness.runner._crash_token = ord("z")
     answers = [harness.score("abcdefz"), harness.score("abcdef"), harness.embed("ab")]
@@ -97,7 +97,7 @@ def test_a_text_that_breaks_its_step_breaks_no_other(make: Any) -> None:
     assert harness.num_free == 20
 
 
-def test_what_is_refused() -> None:
+def test_invalid_requests_are_rejected() -> None:
     harness = Harness()
     answers = [harness.score("abc", ""), harness.score("abc", num_top=5000)]
     harness.run()
@@ -112,8 +112,10 @@ def test_what_is_refused() -> None:
     chunk=CHUNKS,
 )
 @settings(max_examples=60)
-def test_anything_at_once(make: Any, happening: Any, num_blocks: int, chunk: int | None) -> None:
-    """With too little memory and others that come and go, all answers are exact."""
+def test_answers_are_exact_under_load(
+    make: Any, happening: Any, num_blocks: int, chunk: int | None
+) -> None:
+    """Answers are exact with too little memory and concurrent requests."""
     harness = make(num_blocks=num_blocks, fill_chunk_size=chunk)
 
     def read(texts: Sequence[str], how: Any, priority: int) -> Answer:

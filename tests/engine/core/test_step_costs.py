@@ -1,4 +1,4 @@
-"""Engines find out what their steps cost."""
+"""Engines estimate the costs of their steps."""
 
 import random
 
@@ -17,7 +17,7 @@ def scaled(costs: StepCosts, factor: float) -> StepCosts:
 
 
 def run(fit: StepCostFit, costs: StepCosts, num_steps: int, *, wild: float = 0.0) -> None:
-    """Steps of all sizes, of which the part `wild` takes 20 times as long as it should."""
+    """Steps of all sizes. The fraction `wild` of them takes 20 times as long as expected."""
     draw = random.Random(1)
     for _ in range(num_steps):
         num_sequences = draw.randint(1, 64)
@@ -34,19 +34,19 @@ def run(fit: StepCostFit, costs: StepCosts, num_steps: int, *, wild: float = 0.0
 
 
 def values(costs: StepCosts | None) -> list[float]:
-    """The fitted ones: what copies from the host cost is measured elsewhere."""
+    """The fitted costs, without the cost of loads from CPU memory."""
     assert costs is not None
     return list(costs.model_dump(exclude={"host_token_s"}).values())
 
 
 @pytest.mark.parametrize("slowness", [0.2, 1.0, 300.0])
-def test_costs_converge_each_by_itself_though_some_steps_are_wild(slowness: float) -> None:
+def test_each_cost_converges_despite_outliers(slowness: float) -> None:
     fit = StepCostFit()
     run(fit, scaled(TRUE, slowness), 2000, wild=0.01)
     assert values(fit.costs()) == pytest.approx(values(scaled(TRUE, slowness)), rel=0.1)
 
 
-def test_one_step_tells_how_fast_the_engine_is_altogether() -> None:
+def test_one_step_determines_the_common_scale() -> None:
     fit = StepCostFit()
     assert fit.costs() is None
     usual = StepCosts()
@@ -62,8 +62,8 @@ def test_an_engine_that_becomes_slow_is_noticed() -> None:
     assert values(fit.costs()) == pytest.approx(values(scaled(TRUE, 3)), rel=0.1)
 
 
-def test_what_never_varies_stays_near_what_is_known_of_the_rest() -> None:
-    """Only steps of one sequence and no prompt: nothing tells the parts apart."""
+def test_costs_without_observations_stay_near_the_common_scale() -> None:
+    """Steps of one sequence without prompts cannot separate the costs."""
     fit = StepCostFit()
     for _ in range(1000):
         fit.observe(0.02, num_sequences=1, num_tokens=100, num_prompt_tokens=0)
@@ -83,7 +83,7 @@ def test_what_never_varies_stays_near_what_is_known_of_the_rest() -> None:
         max_size=60,
     )
 )
-def test_costs_are_positive_and_no_larger_than_what_was_seen(
+def test_costs_are_positive_and_no_larger_than_the_observed_times(
     steps: list[tuple[float, int, int, int]],
 ) -> None:
     fit = StepCostFit()

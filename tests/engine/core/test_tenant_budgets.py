@@ -1,4 +1,4 @@
-"""What a tenant's crowd of jobs may take of the steps of another's few."""
+"""Limits on the step time of a tenant with many jobs next to a tenant with few."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from parrot.protocol.engine_api import StepCosts
 from tests.support.answer import Answer
 from tests.support.core_harness import Harness, piece
 
-COSTS = StepCosts()  # what an engine takes for granted that has timed no step
+COSTS = StepCosts()  # The costs of an engine that has measured no step.
 CHAT = TenantShare("b", step_growth=0.25)
 CROWD = TenantShare("a", step_growth=0.25)
 CHAT_ID = 1000
@@ -28,7 +28,7 @@ def crowded(engine: Harness, count: int = 100, **options: Any) -> list[Answer]:
 
 
 def seconds(plan: StepPlan) -> float:
-    """What the step takes by the usual costs."""
+    """The step's time by the default costs."""
     prompt = sum(len(s.token_ids) for s in plan.sequences if len(s.token_ids) > 1)
     read = sum(s.end for s in plan.sequences)
     return COSTS.decode_step_s(len(plan.sequences), read) + prompt * COSTS.prefill_s
@@ -40,7 +40,7 @@ def alone_s(plan: StepPlan) -> float:
 
 
 def chat_steps(engine: Harness, chat: Answer) -> list[StepPlan]:
-    """The steps until the chat has ended, from its first token on."""
+    """The steps of the chat, from its first token to its end."""
     plans = []
     while not chat.has_ended:
         engine.step()
@@ -49,7 +49,7 @@ def chat_steps(engine: Harness, chat: Answer) -> list[StepPlan]:
     return plans[1:]
 
 
-def test_a_crowd_lengthens_a_chats_steps_by_what_it_may() -> None:
+def test_a_crowd_lengthens_a_chats_steps_by_its_allowed_growth() -> None:
     engine = big()
     crowd = crowded(engine)
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_a_crowd_lengthens_a_chats_steps_by_what_it_may() -> None:
     assert all(answer.text for answer in crowd)
 
 
-def test_prompts_of_a_crowd_come_in_small_parts() -> None:
+def test_prompts_of_a_crowd_are_computed_in_small_chunks() -> None:
     engine = big()
     chat = engine.generate(piece(CHAT_ID, "hello"), length=40, share=CHAT)
     engine.step()
@@ -77,13 +77,15 @@ def test_prompts_of_a_crowd_come_in_small_parts() -> None:
 @pytest.mark.parametrize(
     ("chat", "crowd", "count"),
     [
-        (TenantShare("b"), CROWD, 100),  # the chat does not mind
-        (CHAT, CHAT, 100),  # they are one tenant
-        (CHAT, CROWD, 10),  # they are few
-        (CHAT, TenantShare("a", weight=100.0), 100),  # their tenant pays for more
+        (TenantShare("b"), CROWD, 100),  # The chat sets no limit.
+        (CHAT, CHAT, 100),  # Both are one tenant.
+        (CHAT, CROWD, 10),  # There are too few jobs.
+        (CHAT, TenantShare("a", weight=100.0), 100),  # The crowd's tenant has a large weight.
     ],
 )
-def test_nobody_is_bound_without_need(chat: TenantShare, crowd: TenantShare, count: int) -> None:
+def test_no_tenant_is_limited_without_need(
+    chat: TenantShare, crowd: TenantShare, count: int
+) -> None:
     engine = big()
     crowded(engine, count, share=crowd)
     engine.step()
@@ -91,7 +93,7 @@ def test_nobody_is_bound_without_need(chat: TenantShare, crowd: TenantShare, cou
     assert all(len(plan.sequences) == count + 1 for plan in chat_steps(engine, answer))
 
 
-def test_a_chat_that_may_come_back_finds_short_steps_for_a_while() -> None:
+def test_a_returning_chat_finds_short_steps_for_ten_seconds() -> None:
     engine = big()
     engine.generate(piece(CHAT_ID, "hello"), length=2, share=TenantShare("b", step_growth=0.1))
     engine.run()
@@ -107,8 +109,8 @@ def test_a_chat_that_may_come_back_finds_short_steps_for_a_while() -> None:
     assert len(engine.last_plan.sequences) == 100
 
 
-def test_a_chat_stays_guarded_after_its_call_ends_beside_a_crowd() -> None:
-    """For ten seconds after the last step of its call."""
+def test_a_chat_limits_a_crowd_after_its_call_has_ended() -> None:
+    """The limit holds for 10 s after the last step of the chat's call."""
     engine = big()
     crowded(engine, length=400)
     engine.step()
@@ -131,14 +133,14 @@ def test_a_chat_stays_guarded_after_its_call_ends_beside_a_crowd() -> None:
     assert sizes()[-1] == 100
 
 
-def test_a_chat_that_was_here_finds_no_step_full_of_a_crowds_prompts() -> None:
+def test_a_returning_chat_finds_no_step_full_of_a_crowds_prompts() -> None:
     limits = {"max_num_batched_tokens": 4096, "mixed_fill_tokens": 4096}
     engine = Harness(num_blocks=4000, max_seq_len=1500, scheduler=limits)
     engine.generate(piece(CHAT_ID, "hello"), length=2, share=CHAT)
     engine.run()
 
     def most(count: int, first: int) -> int:
-        """Tokens of the largest of the first steps that compute so many prompts."""
+        """The prompt tokens of the largest step."""
         for n in range(first, first + count):
             engine.generate(piece(n, f"{n:<1000}"), length=2, share=CROWD)
         sizes = []
@@ -150,12 +152,12 @@ def test_a_chat_that_was_here_finds_no_step_full_of_a_crowds_prompts() -> None:
 
     engine.clock._now += 60
     assert 1000 <= most(30, 0) <= 1024 + 30
-    assert most(10, 100) > 2000  # those are no crowd
+    assert most(10, 100) > 2000  # Ten jobs are no crowd.
     engine.clock._now += 600
     assert most(30, 200) > 2000
 
 
-def test_the_last_token_that_is_left_for_a_crowds_prompts_is_taken_once() -> None:
+def test_the_last_prompt_token_of_a_crowds_budget_is_used_once() -> None:
     limits = {"max_num_batched_tokens": 4096, "mixed_fill_tokens": 4096}
     engine = Harness(num_blocks=4000, max_seq_len=1500, scheduler=limits)
     engine.generate(piece(CHAT_ID, "hello"), length=2, share=CHAT)
@@ -168,8 +170,8 @@ def test_the_last_token_that_is_left_for_a_crowds_prompts_is_taken_once() -> Non
     assert sizes == [1023, 1]
 
 
-def test_a_long_context_of_a_crowd_is_paid_by_later_steps() -> None:
-    """One of its steps costs more than the chat's may grow: it takes part in some of them."""
+def test_later_steps_pay_for_a_long_context_of_a_crowd() -> None:
+    """One step of the long context costs more than the limit, so it skips some steps."""
     engine = Harness(num_blocks=2000, max_seq_len=4000, scheduler={"max_num_batched_tokens": 4096})
     first = engine.generate(piece(0, "x" * 3500), length=400, share=CROWD)
     for n in range(1, 20):
@@ -196,7 +198,7 @@ JOB = st.tuples(
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(JOB, min_size=30, max_size=90), st.integers(60, 200))
-def test_all_end_with_the_same_outputs_whatever_is_bound(
+def test_limits_do_not_change_outputs(
     jobs: list[tuple[int, int, int, int, int]], num_blocks: int
 ) -> None:
     engine = Harness(num_blocks=num_blocks, scheduler={"max_batch_size": 64})

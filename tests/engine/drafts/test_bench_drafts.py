@@ -1,5 +1,5 @@
-"""What drafts bring on a device in virtual time: much where text is repeated, and where it is new
-they cost next to nothing."""
+"""The gain of drafts on a device in virtual time: large for repeated text, and no loss for new
+text."""
 
 import argparse
 import random
@@ -23,7 +23,7 @@ def bench() -> bench_drafts.Bench:
 
 
 def pairs(count: int) -> list[EditPair]:
-    """Texts of few words, so that the same three often stand side by side."""
+    """Texts of few words, so that the same three words often follow each other."""
     numbers = random.Random(7)
     words = [f"{numbers.randrange(1000)}{letter}" for letter in "abcdefghijklm"]
     found = []

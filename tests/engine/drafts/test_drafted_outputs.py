@@ -1,4 +1,4 @@
-"""Outputs of the embedded model are the same with drafts, of any kind, and without."""
+"""Outputs of the embedded model are the same with and without drafts of all kinds."""
 
 from collections import Counter
 from typing import Any
@@ -40,7 +40,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def test_outputs_are_the_same_with_drafts() -> None:
-    """All kinds in one batch, whose steps hardly take longer than those of one kind."""
+    """All kinds run in one batch, because its steps take little longer than those of one kind."""
     tokenizer = open_checkpoint("embedded").load_tokenizer()
     model = load_decoder(open_checkpoint("embedded"), torch.float32, torch.device("cpu"))
     runner = ModelRunner(model, 128, 16)

@@ -1,4 +1,4 @@
-"""Steps with drafts under the engine core: what they take, and where they end."""
+"""Steps with drafts in the engine core: number of steps, memory and ends of outputs."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def harness(kind: type[Harness] = Harness, **options: Any) -> Harness:
 
 
 def run(engine: Harness) -> int:
-    """Steps, as a driver makes them; returns the number of plans."""
+    """Run steps as a driver does; return the number of plans."""
     for _ in range(200):
         engine.core.wait_until_due()
         if not engine.step():
@@ -34,7 +34,7 @@ def run(engine: Harness) -> int:
 
 
 @pytest.mark.parametrize("kind", [Harness, Overlapping])
-def test_text_that_is_repeated_takes_few_steps(kind: type[Harness]) -> None:
+def test_repeated_text_takes_few_steps(kind: type[Harness]) -> None:
     engine = harness(kind)
     answer = engine.generate(piece(1, ALPHABET + "abc"), length=20)
     assert run(engine) <= 5
@@ -43,8 +43,8 @@ def test_text_that_is_repeated_takes_few_steps(kind: type[Harness]) -> None:
     assert usage.accepted_tokens == usage.drafted_tokens > 14
 
 
-def test_text_is_made_when_the_next_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device waits for the launch behind drafts; whoever reads along gets all the same."""
+def test_text_is_rendered_after_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU waits for the launch after drafts. Streams get the same chunks."""
     engine = harness(Overlapping, scheduler={"max_draft_tokens": 5})
     events: list[str] = []
     launch, render = engine.runner.launch, Detokenizer.push
@@ -65,7 +65,7 @@ def test_text_is_made_when_the_next_step_is_launched(monkeypatch: pytest.MonkeyP
     assert answer.response.usage.accepted_tokens > 10
     assert [len(plan.sequences[0].token_ids) for plan in engine.runner.plans] == [29, 1, 7, 7, 4]
     made = "".join(event[0] for event in events).split("l")
-    # Of the 7 tokens of the third step text is made behind the launch of the fourth.
+    # The text of the third step's 7 tokens is rendered after the launch of the fourth step.
     assert [len(texts) for texts in made] == [0, 0, 1, 1, 7, 7 + 4]
 
 
@@ -78,7 +78,7 @@ def test_text_is_made_when_the_next_step_is_launched(monkeypatch: pytest.MonkeyP
     ],
 )
 @pytest.mark.parametrize("kind", [Harness, Overlapping])
-def test_an_output_ends_inside_a_draft_as_without(
+def test_an_output_ends_inside_a_draft_at_the_same_token(
     kind: type[Harness], fields: dict[str, Any], reason: FinishReason, ids: str
 ) -> None:
     engine = harness(kind)
@@ -89,13 +89,13 @@ def test_an_output_ends_inside_a_draft_as_without(
     context = engine.context(1)
     assert context is not None
     assert context.num_missing == 1
-    # The context is whole: what comes behind it is computed from there.
+    # The context is complete, so later tokens are computed from its end.
     more = engine.generate(piece(1), length=2)
     run(engine)
     assert more.response.generated_ids == [ord(c) for c in ALPHABET][ALPHABET.index(ids[-1]) :][1:3]
 
 
-def test_wrong_drafts_cost_steps_and_change_nothing() -> None:
+def test_wrong_drafts_do_not_change_the_output() -> None:
     engine = harness()
     answer = engine.generate(piece(1, "xabc"), length=12, drafts=text("abcdeXXXghiYYYjk" * 2))
     run(engine)
@@ -104,7 +104,7 @@ def test_wrong_drafts_cost_steps_and_change_nothing() -> None:
     assert 0 < usage.accepted_tokens < usage.drafted_tokens
 
 
-def test_a_request_may_say_that_nothing_is_drafted() -> None:
+def test_a_request_can_turn_drafts_off() -> None:
     engine = harness()
     answer = engine.generate(piece(1, ALPHABET + "abc"), length=9, drafts=NOWHERE)
     assert run(engine) == 9
@@ -117,7 +117,7 @@ def test_outputs_with_log_probabilities_are_not_drafted() -> None:
     assert run(engine) == 9
 
 
-def test_batches_without_drafts_are_launched_ahead_as_ever() -> None:
+def test_batches_without_drafts_are_launched_ahead() -> None:
     counts = []
     for sizes in ((), SIZES):
         engine = Overlapping(num_blocks=60, max_seq_len=200, draft_sizes=sizes)
@@ -128,8 +128,8 @@ def test_batches_without_drafts_are_launched_ahead_as_ever() -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_draft_takes_free_blocks_only() -> None:
-    """Eight blocks: seven for the prompt, one for what comes."""
+def test_a_draft_uses_free_blocks_only() -> None:
+    """Eight blocks: seven for the prompt, and one for the output."""
     engine = harness(num_blocks=8, max_seq_len=32)
     answer = engine.generate(piece(1, ALPHABET + "abc"), length=3)
     run(engine)
@@ -139,7 +139,7 @@ def test_a_draft_takes_free_blocks_only() -> None:
     assert engine.num_free == 8
 
 
-def test_an_abort_while_drafts_are_verified_and_a_fork_of_what_is_left() -> None:
+def test_an_abort_while_drafts_are_verified_and_a_fork_of_the_rest() -> None:
     engine = harness(Overlapping)
     answer = engine.generate(piece(1, ALPHABET + "abc"), length=30)
     for _ in range(20):

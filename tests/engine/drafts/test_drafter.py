@@ -1,4 +1,4 @@
-"""Which outputs are looked at, and which of what was found is drafted."""
+"""Which outputs are searched, and which drafts are used."""
 
 from array import array
 
@@ -26,7 +26,7 @@ class TickingClock:
 
 
 class Output:
-    """An output that repeats the text from its `place` on."""
+    """An output that repeats the text from position `place` on."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.ids = array("i", TEXT[:4])
@@ -41,8 +41,8 @@ class Output:
         self.output.append(token)
 
 
-def test_what_was_found_before_the_newest_token_is_not_drafted():
-    """A host that has no time looks at one output a step."""
+def test_a_draft_found_before_the_newest_token_is_not_used():
+    """A CPU without idle time searches one output per step."""
     drafter = Drafter(8, (2, 4, 8, 16), TickingClock())
     outputs = [Output(drafter) for _ in range(3)]
     drafts = [output.drafts for output in outputs]
@@ -55,7 +55,7 @@ def test_what_was_found_before_the_newest_token_is_not_drafted():
             output.say()
 
 
-def test_a_host_looks_beside_steps_only_while_it_would_wait():
+def test_the_cpu_searches_during_steps_only_while_it_is_idle():
     drafter = Drafter(8, (2, 64), TickingClock(1e-3))
     drafter.costs.plain_s = 0.1
     outputs = [Output(drafter) for _ in range(40)]
@@ -67,7 +67,7 @@ def test_a_host_looks_beside_steps_only_while_it_would_wait():
             output.say()
         return found
 
-    assert num_looked_at() == 25  # of a step of 100 ms, before it is known how long the host waits
+    assert num_looked_at() == 25  # In a step of 100 ms, before the idle time is known.
     for _ in range(30):
         drafter.record_wait(0.0, has_prompts=False)
         drafter.record_wait(0.1, has_prompts=True)
@@ -78,7 +78,7 @@ def test_a_host_looks_beside_steps_only_while_it_would_wait():
     assert num_looked_at(has_prompts=True) == 3
 
 
-def test_outputs_tell_those_that_come_after_them():
+def test_new_outputs_start_with_the_acceptance_of_earlier_ones():
     drafter = Drafter(8, (2, 4, 8, 16), TickingClock())
     first = Output(drafter)
     before = drafter.acceptance.rate(3)
@@ -86,13 +86,13 @@ def test_outputs_tell_those_that_come_after_them():
         drafter.search([first.drafts])
         first.say()
     assert drafter.acceptance.rate(3) > before
-    assert Output(drafter).drafts.candidate().length == 0  # it was not looked at
+    assert Output(drafter).drafts.candidate().length == 0  # It was not searched.
     second = Output(drafter)
     drafter.search([second.drafts])
     assert second.drafts.candidate().rate > before
 
 
-def test_there_may_be_no_drafts():
+def test_drafts_can_be_turned_off():
     clock = TickingClock()
     assert make_drafter(SchedulerConfig(max_draft_tokens=0), (8,), clock) is None
     assert make_drafter(SchedulerConfig(), (), clock) is None

@@ -1,4 +1,4 @@
-"""The CUDA runner in Triton's interpreter verifies drafts: outputs are those without."""
+"""The CUDA runner in Triton's interpreter verifies drafts without a change of outputs."""
 
 import random
 from collections.abc import Callable
@@ -29,7 +29,7 @@ pytestmark = [
 ]
 
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-# Tokens that come again and again.
+# Tokens that repeat.
 FEW = {7: 50.0, 8: 49.3, 9: 48.9}
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0, "frequency_penalty": 1.0, "logit_bias": FEW},
@@ -59,7 +59,7 @@ def make_runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Cu
 def test_outputs_are_the_same_with_drafts(
     make_runner: Callable[[bool], CudaRunner], overlap: bool
 ) -> None:
-    """All kinds in one batch: what a step takes here hardly depends on how many are in it."""
+    """All kinds run in one batch, because a step's time hardly depends on the batch here."""
     tokenizer = plain_byte_tokenizer(259)
     language = Language.of(tokenizer, GrammarCompiler.of(tokenizer, 259))
     numbers = random.Random(1)

@@ -1,4 +1,4 @@
-"""Drafts are found where the output repeats text that is known."""
+"""Drafts are found where the output repeats known text."""
 
 from array import array
 
@@ -16,16 +16,16 @@ def ahead(finder: DraftFinder, context: list[int], limit: int = 8) -> list[int]:
     return finder.propose(ids, limit)
 
 
-def test_the_context_is_searched_for_its_end():
+def test_the_end_of_the_context_is_searched_in_the_context():
     assert ahead(DraftFinder([]), [1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
 
 
-def test_a_text_ends_where_it_ends():
+def test_a_draft_ends_at_the_end_of_its_text():
     text = [1, 2, 3, 4, 5]
     assert ahead(DraftFinder([text, [7, 8]], in_context=False), [9, 1, 2, 3]) == [4, 5]
 
 
-def test_two_tokens_in_common_are_too_few():
+def test_a_match_of_two_tokens_is_too_short():
     assert ahead(DraftFinder([]), [1, 2, 3, 9, 1, 2]) == []
 
 
@@ -36,24 +36,24 @@ def test_the_longest_match_is_taken_and_of_equal_ones_the_last():
     assert ahead(DraftFinder([]), equal, 1) == [71]
 
 
-def test_what_repeats_itself_is_drafted_beyond_its_end():
+def test_repeating_text_is_drafted_past_its_end():
     assert ahead(DraftFinder([]), [1, 2, 1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
 
 
-def test_a_cursor_follows_and_finds_its_place_again_behind_an_edit():
+def test_a_cursor_follows_and_continues_after_an_edit():
     before = [*range(10, 60)]
     finder = DraftFinder([before], in_context=False)
     context = array("i", before[:6])
     finder.follow(context)
-    context.extend([6, *before[7:9]])  # one token was replaced
+    context.extend([6, *before[7:9]])  # One token was replaced.
     finder.follow(context)
     assert finder.propose(context, 3) == before[9:12]
 
 
-def test_what_came_as_found_and_what_did_not_is_told():
+def test_follow_reports_right_and_wrong_tokens():
     finder = DraftFinder([[*range(10, 60)]], in_context=False)
     context = array("i", [10, 11, 12])
-    assert finder.follow(context) is None  # nothing was found before
+    assert finder.follow(context) is None  # Nothing was found before.
     context.extend([13, 14])
     assert finder.follow(context) == Followed(3, 2, False)
     assert finder.follow(context) is None
@@ -62,7 +62,7 @@ def test_what_came_as_found_and_what_did_not_is_told():
     assert finder.propose(context, 1) == []
 
 
-def test_new_text_is_looked_for_more_and_more_seldom_but_found():
+def test_new_text_is_searched_less_often_but_found():
     text = [*range(100, 160)]
     finder = DraftFinder([text], in_context=False)
     context = array("i", [1, 2])
@@ -77,7 +77,7 @@ def test_new_text_is_looked_for_more_and_more_seldom_but_found():
     assert num_late <= 3 + 4
 
 
-def test_behind_an_edit_the_nearest_place_counts():
+def test_the_nearest_match_after_an_edit_is_used():
     part = [1, 2, 3, 4, 5, 6]
     text = [*part, 60, 61, *part, 70, 71, 1, 2, 3, 80]
     finder = DraftFinder([text], in_context=False)
@@ -89,14 +89,14 @@ def test_behind_an_edit_the_nearest_place_counts():
     assert finder.propose(context, 2) == [3, 80]
 
 
-def test_no_source_no_draft():
+def test_there_is_no_draft_without_a_source():
     assert ahead(DraftFinder([], in_context=False), [1, 2, 3, 4, 1, 2, 3]) == []
     assert ahead(DraftFinder([[]], in_context=False), [1, 2, 3, 4, 1, 2, 3]) == []
 
 
 @given(st.lists(st.lists(TOKENS, max_size=12), max_size=3), st.lists(TOKENS, min_size=1), st.data())
-def test_a_draft_is_what_follows_a_match(texts, context, data):
-    """However many tokens come between two looks."""
+def test_a_draft_contains_the_tokens_after_a_match(texts, context, data):
+    """Any number of tokens may come between two searches."""
     finder = DraftFinder(texts)
     grown = array("i", context[:1])
     while len(grown) < len(context):

@@ -1,4 +1,4 @@
-"""Drafts are as long as they pay."""
+"""Drafts have the length that gives the most tokens per second."""
 
 import pytest
 from hypothesis import given
@@ -18,12 +18,12 @@ def costs(num_sequences: int = 1, sizes: tuple[int, ...] = SIZES) -> DraftCosts:
     return costs
 
 
-def test_a_sure_draft_is_as_long_as_it_may_be():
+def test_a_certain_draft_has_the_maximum_length():
     assert choose_draft_lengths([Candidate(32, 0.999)], 1, costs()) == [32]
     assert choose_draft_lengths([Candidate(32, 0.999)], 1, costs(sizes=(8, 16))) == [15]
 
 
-def test_an_unlikely_one_is_not_worth_the_wait():
+def test_an_unlikely_draft_is_not_used():
     assert choose_draft_lengths([Candidate(32, 0.04)], 1, costs()) == [0]
 
 
@@ -33,7 +33,7 @@ def test_drafts_are_shorter_in_larger_batches():
     assert 0 < among < alone
 
 
-def test_more_drafts_than_the_next_size_has_room_for_take_a_larger_one():
+def test_drafts_that_exceed_the_next_size_use_a_larger_one():
     candidates = [Candidate(32, 0.99)] * 4 + [Candidate(0, 0.9)] * 2
     assert sum(choose_draft_lengths(candidates, 6, costs(6))) > 100
 
@@ -43,18 +43,18 @@ def test_one_draft_does_not_hold_up_many_sequences():
     assert choose_draft_lengths(candidates, 64, costs(64)) == [0] * 64
 
 
-def test_what_a_size_was_measured_to_cost_counts():
+def test_the_measured_cost_of_a_size_is_used():
     known = costs(16)
     assert sum(choose_draft_lengths([Candidate(8, 0.8)] * 16, 16, known)) > 48
     for _ in range(50):
-        known.record_step(20e-3, 16, 80, 0)  # beyond 64 tokens, this device is slow
+        known.record_step(20e-3, 16, 80, 0)  # Above 64 tokens this device is slow.
     assert 0 < sum(choose_draft_lengths([Candidate(8, 0.8)] * 16, 16, known)) <= 48
 
 
-def test_steps_without_drafts_say_what_is_plain():
+def test_steps_without_drafts_update_plain_s():
     known = costs()
     for _ in range(100):
-        known.record_step(9e-3, 4, 0, 100)  # 2 ms of it are a prompt's
+        known.record_step(9e-3, 4, 0, 100)  # The prompt takes 2 ms of it.
     assert known.plain_s == pytest.approx(7e-3, rel=0.01)
 
 
@@ -65,7 +65,7 @@ def test_lengths_are_within_their_limits(candidates, size):
     assert all(0 <= n <= c.length for n, c in zip(lengths, candidates, strict=True))
 
 
-def test_acceptance_follows_what_comes_drafted_or_not():
+def test_acceptance_counts_all_tokens_drafted_or_not():
     acceptance = Acceptance(Acceptance())
     first = acceptance.rate(3)
     for _ in range(20):
@@ -76,11 +76,11 @@ def test_acceptance_follows_what_comes_drafted_or_not():
     assert acceptance.rate(3) > 0.9 > first
 
 
-def test_matches_of_different_lengths_are_told_apart():
+def test_matches_of_different_lengths_have_their_own_rates():
     acceptance = Acceptance()
     short, middle, long = (acceptance.rate(n) for n in (2, 8, 16))
     assert short < middle < long
-    acceptance.count(6, 30, True)  # two behind a short one, eight, twenty and the miss
+    acceptance.count(6, 30, True)  # By class: 2, 8, 20 and the miss.
     assert acceptance.rate(7) > short
     assert acceptance.rate(15) > middle
     assert acceptance.rate(90) < long
@@ -89,7 +89,7 @@ def test_matches_of_different_lengths_are_told_apart():
     assert acceptance.rate(3) == before
 
 
-def test_a_sequence_begins_with_what_others_have_learnt():
+def test_a_sequence_starts_with_the_shared_rates():
     shared = Acceptance()
     for _ in range(30):
         Acceptance(shared).count(3, 5, False)
@@ -100,7 +100,7 @@ def test_a_sequence_begins_with_what_others_have_learnt():
     assert own.rate(3) < shared.rate(3) < 1
 
 
-def test_prompts_do_not_say_what_steps_take():
+def test_steps_with_prompts_do_not_change_plain_s():
     known = costs()
     for _ in range(20):
         known.record_step(5e-3, 4, 0, 0)
@@ -110,7 +110,7 @@ def test_prompts_do_not_say_what_steps_take():
     assert known.added_s(12, 8) < 1e-3
 
 
-def test_one_step_that_took_long_says_little():
+def test_one_long_step_has_little_effect():
     known = costs()
     for _ in range(20):
         known.record_step(4e-3, 1, 0, 0)
@@ -126,21 +126,21 @@ def test_one_step_that_took_long_says_little():
     assert known.added_s(8, 7) < 0.3 * bad
 
 
-def test_the_host_is_waited_for_before_and_behind():
+def test_the_gpu_waits_for_the_cpu_before_and_after_drafts():
     candidates = [Candidate(1, 0.5)]
     known = costs()
     assert choose_draft_lengths(candidates, 1, known, 1) == [1]
     assert choose_draft_lengths(candidates, 1, known, 4) == [0]
 
 
-def test_turns_with_drafts_take_longer_than_those_of_other_steps():
+def test_the_turnaround_with_drafts_is_measured_separately():
     candidates = [Candidate(1, 0.5)]
     known = costs()
     before = known.wait_s
     for _ in range(30):
         known.record_turnaround(2.4e-3, has_drafts=True)
     assert known.turnaround_s == 3e-4
-    assert before < known.wait_s < 2e-3  # not even the slowest host takes so much longer
+    assert before < known.wait_s < 2e-3  # The factor is limited.
     assert choose_draft_lengths(candidates, 1, known) == [0]
     for _ in range(60):
         known.record_turnaround(1e-4, has_drafts=False)

@@ -1,4 +1,4 @@
-"""Slots of the host tier: found by key, kept while they are read, given up in order."""
+"""Slots of the host tier: found by key, kept while they are read, evicted in order."""
 
 from parrot.engine.core.host.pool import HostPool
 
@@ -29,7 +29,7 @@ def test_a_slot_is_found_once_it_is_written():
     pool.check_integrity([])
 
 
-def test_the_oldest_goes_first_but_for_those_touched():
+def test_the_least_recently_touched_slot_is_evicted_first():
     pool = HostPool(4)
     put(pool, b"a", b"b", b"c", b"d")
     pool.touch(b"a")
@@ -37,14 +37,14 @@ def test_the_oldest_goes_first_but_for_those_touched():
     assert [evict(pool) for _ in range(5)] == [b"d", b"b", b"c", b"a", None]
 
 
-def test_spared_ones_are_looked_at_later():
+def test_protected_slots_move_to_the_end():
     pool = HostPool(3)
     put(pool, b"a", b"b", b"c")
     assert [evict(pool, b"a") for _ in range(3)] == [b"b", b"c", None]
     assert evict(pool) == b"a"
 
 
-def test_what_is_read_stays():
+def test_slots_that_are_read_are_not_evicted():
     pool = HostPool(2)
     put(pool, b"a", b"b")
     slot = pool.find(b"a")
@@ -58,7 +58,7 @@ def test_what_is_read_stays():
     assert evict(pool) == b"a"
 
 
-def test_what_is_discarded_while_it_is_read_is_blank_afterwards():
+def test_a_slot_discarded_while_it_is_read_is_blank_afterwards():
     pool = HostPool(1)
     put(pool, b"a")
     pool.pin(0)

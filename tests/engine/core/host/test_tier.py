@@ -1,4 +1,4 @@
-"""KV that leaves the device comes back from the host, and nobody but its job waits for it."""
+"""KV that was evicted from GPU memory is loaded from CPU memory, and only its job waits."""
 
 from typing import Any
 
@@ -18,8 +18,9 @@ COSTS = StepCosts(step_s=1e-3, sequence_s=0, token_s=0, prefill_s=1.0)
 
 
 class Tiered(Harness):
-    """See `Harness`. With a host tier of `num_host_blocks`; computing a token costs `prefill_s`,
-    and a transfer a millisecond."""
+    """A `Harness` with a host tier of `num_host_blocks`.
+
+    Computing a token takes `prefill_s`, and a transfer takes 1 ms."""
 
     runner: TieredRunner
 
@@ -64,22 +65,22 @@ class Tiered(Harness):
 
 
 def fill_the_device(harness: Tiered, first_id: int = 90) -> None:
-    """So that all that was there is given away."""
+    """Fill all blocks, so that all earlier KV is evicted."""
     text = chr(first_id) * (4 * harness.core.info.num_blocks)
     harness.fill(piece(first_id, text))
     harness.run()
     harness.free(first_id)
 
 
-def test_what_is_published_is_copied_while_idle():
+def test_published_blocks_are_copied_while_idle():
     harness = Tiered()
     harness.fill(piece(1, "abcdefghij"))
     harness.run()
-    assert harness.num_copied(to_host=True) == 2  # the third block is not full
+    assert harness.num_copied(to_host=True) == 2  # The third block is not full.
     assert not harness.core.has_work
 
 
-def test_beside_steps_nothing_is_copied_while_the_device_has_room():
+def test_nothing_is_copied_next_to_steps_while_gpu_blocks_are_free():
     harness = Tiered(num_blocks=64, num_host_blocks=64)
     answer = harness.generate(piece(1, "abcdefghijkl"), length=8)
     while answer.response is None:
@@ -89,7 +90,7 @@ def test_beside_steps_nothing_is_copied_while_the_device_has_room():
     assert harness.num_copied(to_host=True) == 4
 
 
-def test_what_left_the_device_comes_back_instead_of_being_computed():
+def test_evicted_kv_is_loaded_instead_of_computed():
     harness = Tiered()
     harness.fill(piece(1, "abcdefghij"))
     harness.run()
@@ -99,11 +100,11 @@ def test_what_left_the_device_comes_back_instead_of_being_computed():
     harness.run()
     assert answer.text == "mno"
     assert harness.num_copied(to_host=False) == 2
-    assert harness.num_computed - before == 4 + 2  # "ijkl", and two of the output
+    assert harness.num_computed - before == 4 + 2  # "ijkl" and two output tokens.
     assert answer.response.usage.cached_tokens == 8
 
 
-def test_what_is_public_comes_back_for_any_salt():
+def test_public_kv_is_loaded_for_any_salt():
     harness = Tiered()
     harness.fill(piece(1, "abcdefghijkl", public=8), cache_salt="me")
     harness.run()
@@ -115,7 +116,7 @@ def test_what_is_public_comes_back_for_any_salt():
     assert (answer.response.cached_tokens, answer.response.computed_tokens) == (8, 5)
 
 
-def test_also_for_a_freed_context_and_only_for_its_salt():
+def test_kv_of_a_freed_context_is_loaded_for_its_salt_only():
     harness = Tiered()
     harness.fill(piece(1, "abcdefgh"), cache_salt="me")
     harness.run()
@@ -130,7 +131,7 @@ def test_also_for_a_freed_context_and_only_for_its_salt():
     assert harness.num_copied(to_host=False) == 2
 
 
-def test_copies_outlive_a_registration_also_on_their_way():
+def test_copies_survive_a_registration_also_in_flight():
     harness = Tiered(num_host_blocks=512)
     for turn in range(100):
         harness.runner.max_looks = turn % 5
@@ -150,7 +151,7 @@ def test_copies_outlive_a_registration_also_on_their_way():
     assert harness.num_copied(to_host=False) >= 50
 
 
-def test_others_go_on_while_one_waits():
+def test_other_jobs_run_while_one_waits_for_a_load():
     harness = Tiered(num_blocks=12)
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
@@ -168,18 +169,18 @@ def test_others_go_on_while_one_waits():
     assert waiting.response.usage.cached_tokens == 8
 
 
-def test_nothing_comes_back_that_is_computed_sooner():
+def test_kv_that_is_computed_faster_is_not_loaded():
     harness = Tiered(prefill_s=1e-6)
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
-    for _ in range(2):  # what a copy takes is known after the first
+    for _ in range(2):  # The cost of a load is known after the first one.
         fill_the_device(harness)
         harness.generate(piece(1), length=1)
         harness.run()
     assert harness.num_copied(to_host=False) == 2
 
 
-def test_what_could_not_be_copied_is_computed():
+def test_kv_of_a_failed_copy_is_computed():
     harness = Tiered()
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
@@ -191,7 +192,7 @@ def test_what_could_not_be_copied_is_computed():
     assert harness.tier.totals.num_failed > 0
 
 
-def test_a_copy_that_cannot_be_begun_costs_nobody_anything(monkeypatch):
+def test_a_copy_that_cannot_be_started_fails_no_request(monkeypatch):
     harness = Tiered()
     monkeypatch.setattr(harness.runner, "transfer", lambda transfers: 1 / 0)
     answer = harness.generate(piece(1, "abcdefgh"), length=2)
@@ -200,7 +201,7 @@ def test_a_copy_that_cannot_be_begun_costs_nobody_anything(monkeypatch):
     assert harness.tier.info().num_free_blocks == harness.tier.num_slots
 
 
-def test_a_job_that_ends_while_its_kv_comes_back():
+def test_a_job_that_ends_while_its_kv_is_loading():
     harness = Tiered()
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
@@ -214,10 +215,10 @@ def test_a_job_that_ends_while_its_kv_comes_back():
     before = harness.num_copied(to_host=False)
     harness.generate(piece(2, "abcdefghi"), length=1)
     harness.run()
-    assert harness.num_copied(to_host=False) == before  # it is on the device
+    assert harness.num_copied(to_host=False) == before  # It is in GPU memory.
 
 
-def test_two_jobs_wait_for_the_same_copy():
+def test_two_jobs_wait_for_the_same_load():
     harness = Tiered(num_blocks=12)
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
@@ -230,8 +231,8 @@ def test_two_jobs_wait_for_the_same_copy():
     assert [a.response.usage.cached_tokens for a in answers] == [8, 8]
 
 
-def test_together_the_tiers_hold_more_than_either():
-    """A full host has what the device is about to lose, not what it keeps."""
+def test_both_tiers_hold_more_than_one_of_them():
+    """Full CPU memory holds the KV that the GPU is about to evict, not the KV that it keeps."""
     harness = Tiered(num_blocks=8, num_host_blocks=9)
     texts = ["a" * 16, "b" * 16, "c" * 16]
     for _ in range(3):
@@ -243,7 +244,7 @@ def test_together_the_tiers_hold_more_than_either():
         assert len({*device._by_key, *host._by_key}) >= 11
 
 
-def test_copies_of_what_the_device_uses_go_first():
+def test_copies_of_blocks_in_use_are_evicted_first():
     pool, host = BlockPool(8, 4), HostPool(8)
     stores = HostStores(pool, host, lambda key: None)
     blocks = pool.allocate(2)
@@ -258,8 +259,8 @@ def test_copies_of_what_the_device_uses_go_first():
     stores.check_integrity({})
 
 
-def test_what_is_given_away_in_a_hurry_is_copied_before_it_is_written():
-    harness = Tiered(num_blocks=8, block_bytes=256 << 20)  # two may be on their way
+def test_a_block_that_is_evicted_without_a_copy_is_copied_before_it_is_written():
+    harness = Tiered(num_blocks=8, block_bytes=256 << 20)  # Two may be in flight.
     harness.runner.min_looks = 5
     harness.fill(piece(1, "abcdefghijklmnopqrstuvwxyzabcdef"))
     harness.step()
@@ -273,8 +274,8 @@ def test_what_is_given_away_in_a_hurry_is_copied_before_it_is_written():
     assert not harness.runner.violations
 
 
-def test_a_block_that_a_step_copies_holds_no_copy_of_another_back():
-    """Both were given away, and the step is about to write to the other."""
+def test_a_block_that_a_step_copies_delays_no_store_of_another():
+    """Both blocks were evicted, and the step will write to the other one."""
     pool = BlockPool(2, 4)
     tier: HostTier[str] = HostTier(pool, 4, 1, lambda: None)
     blocks = pool.allocate(2)
@@ -288,8 +289,8 @@ def test_a_block_that_a_step_copies_holds_no_copy_of_another_back():
     assert {*transfer.blocks} == {*blocks}
 
 
-def test_what_a_freed_context_has_on_the_host_goes_first():
-    """The end of it before its beginning."""
+def test_copies_of_a_freed_context_are_evicted_first():
+    """The end of the prefix is evicted before its start."""
     harness = Tiered(num_blocks=8, num_host_blocks=20)
     for number, letter in ((1, "a"), (2, "b")):
         harness.fill(piece(number, letter * 12))
@@ -301,7 +302,7 @@ def test_what_a_freed_context_has_on_the_host_goes_first():
     assert [host._held[slot] for slot in host._queue][:3] == keys[::-1]
 
 
-def test_kv_that_may_be_wrong_leaves_the_host():
+def test_kv_that_may_be_wrong_is_dropped_from_cpu_memory():
     harness = Tiered()
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
@@ -313,7 +314,7 @@ def test_kv_that_may_be_wrong_leaves_the_host():
     assert harness.tier.info().num_free_blocks == harness.tier.num_slots
 
 
-def test_no_more_than_a_bounded_number_of_bytes_is_on_its_way():
+def test_the_bytes_in_flight_are_bounded():
     harness = Tiered(block_bytes=256 << 20)
     harness.runner.max_looks = 3
     harness.fill(piece(1, "abcdefghijklmnopqrstuvwxyz"))
@@ -330,15 +331,15 @@ def test_without_prefix_caching_there_is_no_host_tier():
     assert not harness.runner.begun
 
 
-def test_what_may_be_wrong_is_not_found_on_the_host_though_its_block_is_another_s_by_now():
+def test_a_copy_of_wrong_kv_is_dropped_although_its_block_was_reused():
     engine = Tiered(num_blocks=4)
     engine.fill(piece(1, "abcdefghijkl"))
     engine.run()
     keys, blocks = list(engine.context(1).keys), set(engine.context(1).block_ids)
     engine.core.requests.free([1])
-    engine.fill(piece(2, "nopqrstuvwxyz"))  # takes the blocks, of which copies are made
+    engine.fill(piece(2, "nopqrstuvwxyz"))  # Reuses the blocks, which are copied.
     engine.run()
     assert engine.tier.is_worth_loading(keys)
-    engine.core._tree.drop_blocks(blocks, keys)  # the step that wrote them has failed
+    engine.core._tree.drop_blocks(blocks, keys)  # The step that wrote them has failed.
     assert not engine.tier.is_worth_loading(keys)
     engine.core.check_integrity()

@@ -1,6 +1,7 @@
-"""Random programs against the engine core with a host tier: copies that land late, copies that
-fail, requests that end while their KV comes back. What a step reads is its own, whoever copied
-it."""
+"""Random programs against the core with a host tier.
+
+Copies land late or fail, and requests end while their KV is loading. Each step must read the KV of
+its own context."""
 
 import random
 from array import array
@@ -32,7 +33,7 @@ class TieredMachine(EngineMachine):
 
     @rule(data=st.data(), num=st.integers(1, 6))
     def drop_idle_kv(self, data, num):
-        """As if others needed the room."""
+        """Evict KV as if other requests needed the blocks."""
         self.core._scheduler.idle.evict(num)
 
     def teardown(self):
@@ -57,13 +58,13 @@ class FaultyOverlappingTieredMachine(FaultyTieredMachine):
 
 
 class SmallTierMachine(OverlappingTieredMachine):
-    """A host that holds next to nothing."""
+    """CPU memory with very few slots."""
 
     num_host_blocks: ClassVar = 1
 
 
 class DraftingTieredMachine(OverlappingTieredMachine):
-    """Steps verify drafts, of contexts whose KV comes and goes."""
+    """Steps verify drafts of contexts whose KV is evicted and loaded."""
 
     model: ClassVar = staticmethod(after_last_token)
     takes_drafts: ClassVar = True
@@ -71,7 +72,7 @@ class DraftingTieredMachine(OverlappingTieredMachine):
     @precondition(lambda self: self.usable)
     @rule(data=st.data(), num_steps=st.integers(0, 20), num_evicted=st.sampled_from([0, 2, 99]))
     def go_on(self, data, num_steps, num_evicted):
-        """A turn behind another, which may have ended by then and be on the host."""
+        """A turn after another one, whose KV may be in CPU memory by then."""
         parent = data.draw(st.sampled_from(self.usable))
         for _ in range(num_steps):
             self.step()
@@ -82,7 +83,7 @@ class DraftingTieredMachine(OverlappingTieredMachine):
 
 
 class FaultyDraftingTieredMachine(DraftingTieredMachine):
-    """The bad letters are seldom said, so mostly in drafts."""
+    """The bad letters are rare in outputs, so they occur mostly in drafts."""
 
     faults: ClassVar = {"crash_token": 120, "nan_token": 121}
 
